@@ -1,0 +1,1 @@
+"""Variable micro-batches, pipeline schedules and an instruction executor for 3D-parallel training."""

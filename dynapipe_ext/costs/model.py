@@ -1,0 +1,78 @@
+"""Costs of micro-batches as integer arrays: the seam between cost models and everything that plans with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.plan import MicroBatch
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchCosts:
+    """Costs of M micro-batches on S stages. Integers only, so that plans are the same on every machine.
+
+    Arrays of shape (S, M): `forward_ns`, `backward_ns` (the full backward, recomputation included),
+    `weight_ns` (the share of `backward_ns` that a split backward can put off: B = I + W),
+    `stored_bytes` (held from F to B, or to W if split), `working_bytes` (the extra while one layer runs).
+    Shape (S - 1, M): `transfer_ns` and `transfer_bytes` over the boundary between stages s and s + 1, either direction.
+    Shape (S,): `static_bytes` (weights, gradients, optimizer states).
+    """
+
+    forward_ns: IntArray
+    backward_ns: IntArray
+    weight_ns: IntArray
+    stored_bytes: IntArray
+    working_bytes: IntArray
+    transfer_ns: IntArray
+    transfer_bytes: IntArray
+    static_bytes: IntArray
+
+    @property
+    def num_stages(self) -> int:
+        return int(self.forward_ns.shape[0])
+
+    @property
+    def num_micro_batches(self) -> int:
+        return int(self.forward_ns.shape[1])
+
+    @property
+    def input_ns(self) -> IntArray:
+        """The input-gradient share I of a split backward."""
+        return self.backward_ns - self.weight_ns
+
+    def take(self, micro_batches: Sequence[int]) -> MicroBatchCosts:
+        """The columns of some micro-batches, in the order given."""
+        order = np.asarray(micro_batches, dtype=np.int64)
+        return MicroBatchCosts(
+            forward_ns=self.forward_ns[:, order],
+            backward_ns=self.backward_ns[:, order],
+            weight_ns=self.weight_ns[:, order],
+            stored_bytes=self.stored_bytes[:, order],
+            working_bytes=self.working_bytes[:, order],
+            transfer_ns=self.transfer_ns[:, order],
+            transfer_bytes=self.transfer_bytes[:, order],
+            static_bytes=self.static_bytes,
+        )
+
+
+class CostModel(Protocol):
+    """Seconds and bytes of micro-batches on every stage of one topology.
+
+    Raises PlanError for a shape that the model cannot price (outside a measured grid, say), naming the shape and bound.
+    """
+
+    @property
+    def num_stages(self) -> int: ...
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts: ...
+
+    def fingerprint(self) -> str:
+        """Hash of everything that changes an answer; equal on all ranks and planners of a job."""
+        ...

@@ -1,0 +1,66 @@
+"""The length of a sample: all that planning ever sees of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.errors import DataError
+
+LengthArray = npt.NDArray[np.int64]  # shape (num_samples, 3): encoder positions, decoder positions, target tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLength:
+    """One sample, or one piece of it: `encoder` (and `decoder`) are model input positions, without padding.
+
+    `target` counts the positions that carry loss. `start` is the first position of a piece of a sample that was cut
+    (Megatron's GPT dataset rule cuts documents at row ends); 0 for whole samples.
+    """
+
+    index: int
+    encoder: int
+    decoder: int = 0
+    target: int = 0
+    start: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens: encoder plus decoder positions."""
+        return self.encoder + self.decoder
+
+
+def sample_lengths(lengths: LengthArray | Sequence[int], indices: Iterable[int] | None = None) -> list[SampleLength]:
+    """Rows of a lengths array as values; a flat sequence of integers means decoder-only, every position a target.
+
+    >>> sample_lengths([5, 9])[1]
+    SampleLength(index=1, encoder=9, decoder=0, target=9, start=0)
+    """
+    table = as_length_array(lengths)
+    chosen = range(len(table)) if indices is None else indices
+    return [SampleLength(int(i), int(table[i, 0]), int(table[i, 1]), int(table[i, 2])) for i in chosen]
+
+
+def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
+    """Any of the accepted shapes as (num_samples, 3) int64: (N,), (N, 2) = encoder and decoder, or (N, 3).
+
+    Errors: DataError for negative lengths, an empty encoder side, or more targets than positions.
+    """
+    raw = np.asarray(lengths)
+    if raw.size and not np.issubdtype(raw.dtype, np.integer):
+        raise DataError(f"lengths have dtype {raw.dtype} but must be integers")
+    if raw.ndim == 1:
+        raw = np.stack([raw, np.zeros_like(raw), raw], axis=1) if raw.size else np.zeros((0, 3), np.int64)
+    elif raw.ndim == 2 and raw.shape[1] == 2:
+        raw = np.concatenate([raw, np.where(raw[:, 1:] > 0, raw[:, 1:], raw[:, :1])], axis=1)
+    if raw.ndim != 2 or raw.shape[1] != 3:
+        raise DataError(f"lengths have shape {raw.shape}: expected (N,), (N, 2) or (N, 3)")
+    table = raw.astype(np.int64)
+    bad = (table < 0).any(axis=1) | (table[:, 0] < 1) | (table[:, 2] > table[:, 0] + table[:, 1])
+    if bad.any():
+        i = int(np.flatnonzero(bad)[0])
+        raise DataError(f"sample {i} has lengths {table[i].tolist()} (encoder, decoder, targets): not usable")
+    return table

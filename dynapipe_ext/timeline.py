@@ -1,0 +1,101 @@
+"""What happened when: the one format of simulated and measured runs, so their difference is a subtraction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One action on one rank. `label` is the action as text ("2F0"); `cpu_s` is CPU time (equal to the duration in a
+    simulation); `num_bytes` is memory held right after it; `shape` is (rows, encoder_len, decoder_len)."""
+
+    rank: int
+    label: str
+    start_s: float
+    end_s: float
+    cpu_s: float = 0.0
+    num_bytes: int = 0
+    shape: tuple[int, ...] = ()
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The spans of one step over a set of ranks; times count from the start of the step."""
+
+    spans: tuple[Span, ...]
+    name: str = ""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({span.rank for span in self.spans}))
+
+    @property
+    def makespan_s(self) -> float:
+        """First start to last end."""
+        if not self.spans:
+            return 0.0
+        return max(span.end_s for span in self.spans) - min(span.start_s for span in self.spans)
+
+    @property
+    def busy_s(self) -> float:
+        return sum(span.duration_s for span in self.spans)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle time over (ranks x makespan)."""
+        whole = len(self.ranks) * self.makespan_s
+        return 1.0 - self.busy_s / whole if whole > 0 else 0.0
+
+    def of_rank(self, rank: int) -> tuple[Span, ...]:
+        return tuple(span for span in self.spans if span.rank == rank)
+
+    def shifted(self, rank_of: Sequence[int] | None = None, by_s: float = 0.0) -> Trace:
+        """The same spans later by `by_s`, with ranks renamed through `rank_of`."""
+        return Trace(
+            tuple(
+                replace(
+                    span,
+                    rank=rank_of[span.rank] if rank_of else span.rank,
+                    start_s=span.start_s + by_s,
+                    end_s=span.end_s + by_s,
+                )
+                for span in self.spans
+            ),
+            self.name,
+        )
+
+
+def merge(traces: Iterable[Trace], name: str = "") -> Trace:
+    """Spans of several ranks as one trace, in time order."""
+    spans = [span for trace in traces for span in trace.spans]
+    return Trace(tuple(sorted(spans, key=lambda span: (span.start_s, span.rank, span.label))), name)
+
+
+def chrome_events(trace: Trace, process: int = 0) -> list[dict[str, Any]]:
+    """Complete events of the Chrome trace format (microseconds), which Perfetto reads as well."""
+    return [
+        {"ph": "M", "name": "process_name", "pid": process, "args": {"name": trace.name or "dynapipe"}},
+        *(
+            {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in trace.ranks
+        ),
+        *(
+            {
+                "ph": "X",
+                "name": span.label,
+                "pid": process,
+                "tid": span.rank,
+                "ts": round(span.start_s * 1e6, 3),
+                "dur": round(span.duration_s * 1e6, 3),
+                "args": {"cpu_s": span.cpu_s, "bytes": span.num_bytes, "shape": list(span.shape)},
+            }
+            for span in trace.spans
+        ),
+    ]

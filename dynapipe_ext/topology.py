@@ -1,0 +1,90 @@
+"""Where layers and ranks live: tensor x pipeline x data parallelism in Megatron's rank order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynapipe_ext.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """A rank's place. `pp_rank` is the pipeline rank, not a stage (a rank may hold several stages)."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Degrees of parallelism, the stages and their placement on pipeline ranks.
+
+    Ranks are laid out in Megatron's order tp-dp-pp: tensor parallel neighbours are adjacent ranks.
+    `layers_per_stage` may be uneven; `placement[stage]` is the pipeline rank that holds it (empty: stage s on rank s).
+
+    >>> Topology(tp=2, pp=2, dp=2).coordinates(5)
+    Coordinates(tp_rank=1, pp_rank=1, dp_rank=0)
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    layers_per_stage: tuple[int, ...] = ()
+    placement: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "dp"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"{name} is {value!r} but must be an integer of at least 1")
+        if self.placement and set(self.placement) != set(range(self.pp)):
+            raise ConfigError(f"placement {self.placement} must use every pipeline rank 0..{self.pp - 1} at least once")
+        if self.layers_per_stage and len(self.layers_per_stage) != self.num_stages:
+            raise ConfigError(
+                f"layers_per_stage has {len(self.layers_per_stage)} entries for {self.num_stages} stages: give one each"
+            )
+        if any(n < 0 for n in self.layers_per_stage):
+            raise ConfigError(f"layers_per_stage {self.layers_per_stage} has a negative count")
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement) or self.pp
+
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Pipeline rank of every stage."""
+        return self.placement or tuple(range(self.pp))
+
+    def coordinates(self, rank: int) -> Coordinates:
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} is outside 0..{self.world_size - 1} of tp{self.tp} x pp{self.pp} x dp{self.dp}")
+        outer, tp_rank = divmod(rank, self.tp)
+        pp_rank, dp_rank = divmod(outer, self.dp)
+        return Coordinates(tp_rank=tp_rank, pp_rank=pp_rank, dp_rank=dp_rank)
+
+    def rank(self, *, tp_rank: int, pp_rank: int, dp_rank: int) -> int:
+        return tp_rank + self.tp * (dp_rank + self.dp * pp_rank)
+
+    def with_layers(self, num_layers: int) -> Topology:
+        """The same topology with `layers_per_stage` filled in evenly (early stages get the remainder).
+
+        >>> Topology(pp=4).with_layers(10).layers_per_stage
+        (3, 3, 2, 2)
+        """
+        if self.layers_per_stage:
+            if sum(self.layers_per_stage) != num_layers:
+                raise ConfigError(
+                    f"layers_per_stage {self.layers_per_stage} sums to {sum(self.layers_per_stage)}"
+                    f" but the model has {num_layers} layers"
+                )
+            return self
+        if num_layers < self.num_stages:
+            raise ConfigError(f"{num_layers} layers cannot fill {self.num_stages} stages: lower pp or add layers")
+        each, rest = divmod(num_layers, self.num_stages)
+        layers = tuple(each + (stage < rest) for stage in range(self.num_stages))
+        return Topology(tp=self.tp, pp=self.pp, dp=self.dp, layers_per_stage=layers, placement=self.placement)

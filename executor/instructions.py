@@ -1,0 +1,185 @@
+"""What one pipeline rank does in one step: a flat list of instructions, and the plan that carries it.
+
+The rank's order is the whole program. Send and Recv only start a transfer; Wait ends it. Forward and Backward take the
+buffers named after them: a Forward of stage s takes the "activation" that stage s - 1 produced, a Backward of stage s
+the "gradient" that stage s + 1 produced, and each leaves its own output in a buffer until it is sent or taken.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from dynapipe_ext.plan import LossNorm, MicroBatch
+
+Payload = Literal["activation", "gradient"]
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one tensor that crosses a stage boundary; known from the plan, never exchanged."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """The output of a stage for one micro-batch: an activation for stage + 1, or a gradient for stage - 1."""
+
+    payload: Payload
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.payload} of micro-batch {self.micro_batch} from stage {self.stage}"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Give the stage the tensors of a micro-batch (tokens, labels, loss weights, document boundaries)."""
+
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The whole backward: input gradient and weight gradient."""
+
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start sending a buffer to pipeline rank `peer` on communicator `channel` of that pair of ranks."""
+
+    buffer: Buffer
+    peer: int
+    channel: int
+    specs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Start receiving a buffer from pipeline rank `peer` on communicator `channel` of that pair of ranks."""
+
+    buffer: Buffer
+    peer: int
+    channel: int
+    specs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WaitSend:
+    """Block until the buffer has left, and give up its memory."""
+
+    buffer: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class WaitRecv:
+    """Block until the buffer has arrived."""
+
+    buffer: Buffer
+
+
+Instruction = Load | Forward | Backward | BackwardInput | BackwardWeight | Send | Recv | WaitSend | WaitRecv
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationFormat:
+    """How hidden states of a micro-batch cross stage boundaries.
+
+    order "sbh" is Megatron's (sequence, rows, hidden), "bsh" that of plain torch models. Under sequence parallelism
+    each tensor parallel rank holds 1 / `sequence_shards` of the sequence.
+    """
+
+    hidden_size: int
+    dtype: str = "float32"
+    order: Literal["sbh", "bsh"] = "sbh"
+    sequence_shards: int = 1
+
+    def specs(self, micro_batch: MicroBatch) -> tuple[TensorSpec, ...]:
+        seq_len, rows = micro_batch.encoder_len // self.sequence_shards, micro_batch.rows
+        shape = (seq_len, rows) if self.order == "sbh" else (rows, seq_len)
+        return (TensorSpec((*shape, self.hidden_size), self.dtype),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """What is promised of one replica's step; `peak_bytes` is per pipeline rank."""
+
+    makespan_ns: int
+    lower_bound_ns: int
+    peak_bytes: tuple[int, ...]
+    bubble_ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionPlan:
+    """All that pipeline rank `pp_rank` of replica `dp_rank` needs to run one step.
+
+    `micro_batches` are those of the whole replica. The loss of a step is sum(weight x loss over positions) over all
+    replicas divided by `loss_divisor` (the global number of target tokens, or of samples). `real_tokens` and
+    `padded_tokens` count the whole global batch; `num_micro_batches` has one count a replica.
+    """
+
+    step: int
+    dp_rank: int
+    pp_rank: int
+    stage_ranks: tuple[int, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    instructions: tuple[Instruction, ...]
+    certificate: Certificate
+    loss_norm: LossNorm
+    loss_divisor: int
+    real_tokens: int
+    padded_tokens: int
+    num_micro_batches: tuple[int, ...]
+    seed: int
+
+    @property
+    def makespan_s(self) -> float:
+        return self.certificate.makespan_ns / 1e9
+
+    @property
+    def lower_bound_s(self) -> float:
+        return self.certificate.lower_bound_ns / 1e9
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest predicted peak over the replica's ranks."""
+        return max(self.certificate.peak_bytes)
+
+    @property
+    def padding_efficiency(self) -> float:
+        return self.real_tokens / max(1, self.padded_tokens)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_ranks)

@@ -1,0 +1,88 @@
+"""The seams of execution: a Stage holds layers, a Transport moves buffers, a Store holds bytes, a Recorder listens.
+
+No tensor library is imported here: tensors are opaque, so the same engine runs torch, Megatron and sleeping stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from dynapipe_ext.timeline import Span
+from dynapipe_ext.executor.instructions import ExecutionPlan, Recv, Send
+
+Tensors = tuple[Any, ...]
+Batch = Mapping[str, Any]  # tensors of one micro-batch by name, as the collate function made them
+
+
+class Stage(Protocol):
+    """The layers of one pipeline rank (of one or more stages) and their autograd state.
+
+    The engine calls `start_step`, then the methods below in the plan's order, then `finish_step`.
+    """
+
+    def start_step(self, plan: ExecutionPlan) -> None: ...
+
+    def load(self, micro_batch: int, batch: Batch) -> None:
+        """Take the tensors of a micro-batch; they may be dropped after its last backward."""
+
+    def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
+        """Outputs for stage + 1; `inputs` is empty on the first stage, the outputs are empty on the last."""
+        ...
+
+    def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        """Gradients for stage - 1; accumulates weight gradients. Empty in and out at the two ends."""
+        ...
+
+    def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        """As backward, but puts the weight gradients off until backward_weight."""
+        ...
+
+    def backward_weight(self, stage: int, micro_batch: int) -> None: ...
+
+    def finish_step(self) -> float:
+        """Reduce gradients over replicas (once a step) and return the loss of the global batch."""
+        ...
+
+    def held_bytes(self) -> int:
+        """Bytes of activations and gradients-to-be held right now, for the trace (0 where unknown)."""
+        ...
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> Tensors:
+        """The received tensors (empty for a send). Raises ExecutionError, naming both ends, at the time limit."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves buffers between the pipeline ranks of one replica; never blocks before `Pending.wait`."""
+
+    def send(self, instruction: Send, tensors: Tensors) -> Pending: ...
+
+    def recv(self, instruction: Recv) -> Pending: ...
+
+    def close(self) -> None: ...
+
+
+class Recorder(Protocol):
+    def record(self, span: Span) -> None: ...
+
+
+class Store(Protocol):
+    """Named bytes that many processes share: written once, read by any number of readers, waited for with a limit."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set a key and wake everybody who waits for it. Putting the same bytes again changes nothing."""
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """The value, waiting for it up to `timeout_s`. Raises StoreError naming key and limit."""
+        ...
+
+    def try_get(self, key: str) -> bytes | None: ...
+
+    def delete(self, *keys: str) -> None: ...
+
+    def close(self) -> None: ...

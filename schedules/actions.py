@@ -1,0 +1,70 @@
+"""Actions of a pipeline schedule and the schedule itself: pure order, no times, no tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from dynapipe_ext.errors import PlanError
+
+_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+
+
+class Kind(Enum):
+    """Kinds of work on a stage, in torch.distributed.pipelining's letters."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Work of one micro-batch on one (virtual) stage.
+
+    >>> str(Action(2, Kind.FORWARD, 0)), Action.parse("3I11")
+    ('2F0', Action(stage=3, kind=<Kind.BACKWARD_INPUT: 'I'>, micro_batch=11))
+    """
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        match = _PATTERN.fullmatch(text)
+        if not match:
+            raise PlanError(f"action {text!r} is not of the form 2F0 (stage, one of F B I W, micro-batch)")
+        return cls(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSchedule:
+    """Per pipeline rank, its actions in order. `stage_ranks[stage]` is the rank that holds a stage."""
+
+    name: str
+    ranks: tuple[tuple[Action, ...], ...]
+    stage_ranks: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_ranks)
+
+    @property
+    def num_micro_batches(self) -> int:
+        return 1 + max((a.micro_batch for rank in self.ranks for a in rank), default=-1)
+
+    def lines(self) -> list[list[str]]:
+        """Actions as text, one list a rank."""
+        return [[str(action) for action in rank] for rank in self.ranks]
+
+
+def linear_schedule(name: str, stages: Sequence[Sequence[Action]]) -> PipelineSchedule:
+    """A schedule with stage s on rank s."""
+    return PipelineSchedule(name, tuple(tuple(stage) for stage in stages), tuple(range(len(stages))))

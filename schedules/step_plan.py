@@ -1,0 +1,51 @@
+"""A planned step: micro-batches, a schedule for each replica, and what both promise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynapipe_ext.plan import GlobalBatchPlan
+from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.timeline import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One replica's simulated step. `peak_bytes` is per pipeline rank; the trace has one track a pipeline rank."""
+
+    makespan_ns: int
+    lower_bound_ns: int
+    peak_bytes: tuple[int, ...]
+    bubble_ratio: float
+    trace: Trace
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What a Planner returns for one global batch; entry d of each tuple belongs to data-parallel rank d."""
+
+    batch: GlobalBatchPlan
+    schedules: tuple[PipelineSchedule, ...]
+    predictions: tuple[Prediction, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """Predicted makespan of the slowest replica."""
+        return max(p.makespan_ns for p in self.predictions) / 1e9
+
+    @property
+    def lower_bound_s(self) -> float:
+        """No order of these micro-batches can be faster: the bound of the replica with the largest one."""
+        return max(p.lower_bound_ns for p in self.predictions) / 1e9
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(b for p in self.predictions for b in p.peak_bytes)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle over (ranks x makespan of the slowest replica), all replicas together."""
+        longest = max(p.makespan_ns for p in self.predictions) / 1e9
+        busy = sum(p.trace.busy_s for p in self.predictions)
+        whole = longest * sum(len(p.peak_bytes) for p in self.predictions)
+        return 1.0 - busy / whole if whole > 0 else 0.0
