@@ -1,0 +1,69 @@
+"""A Stage that sleeps for the cost model's seconds: real ranks, real store, real transfers, no arithmetic.
+
+Ranks that share cores cannot show a bubble with a real model (an idle rank lends its core); sleeping ranks can. Claims
+about schedules on a CPU machine are measured with this stage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.executor.instructions import ActivationFormat, ExecutionPlan, TensorSpec
+from dynapipe_ext.executor.protocols import Batch, Tensors
+
+
+class EmulatedStage:
+    """`costs_of(plan)` prices the plan's micro-batches; `make_tensor` builds what crosses boundaries (real tensors of
+    the announced shape, so that the transport has real work). `scale` stretches time."""
+
+    def __init__(
+        self,
+        costs_of: Callable[[ExecutionPlan], MicroBatchCosts],
+        activation_format: ActivationFormat,
+        make_tensor: Callable[[TensorSpec], object],
+        *,
+        scale: float = 1.0,
+    ) -> None:
+        self._costs_of, self._format, self._make_tensor, self._scale = costs_of, activation_format, make_tensor, scale
+
+    def start_step(self, plan: ExecutionPlan) -> None:
+        self._plan = plan
+        self._costs = self._costs_of(plan)
+        self._tensors = [
+            tuple(self._make_tensor(spec) for spec in self._format.specs(m)) for m in plan.micro_batches
+        ]
+        self._held: dict[tuple[int, int], int] = {}
+
+    def load(self, micro_batch: int, batch: Batch) -> None: ...
+
+    def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
+        self._sleep(int(self._costs.forward_ns[stage, micro_batch]))
+        self._held[stage, micro_batch] = int(self._costs.stored_bytes[stage, micro_batch])
+        return self._tensors[micro_batch] if stage < self._plan.num_stages - 1 else ()
+
+    def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        self._sleep(int(self._costs.backward_ns[stage, micro_batch]))
+        del self._held[stage, micro_batch]
+        return self._tensors[micro_batch] if stage > 0 else ()
+
+    def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        self._sleep(int(self._costs.input_ns[stage, micro_batch]))
+        return self._tensors[micro_batch] if stage > 0 else ()
+
+    def backward_weight(self, stage: int, micro_batch: int) -> None:
+        self._sleep(int(self._costs.weight_ns[stage, micro_batch]))
+        del self._held[stage, micro_batch]
+
+    def finish_step(self) -> float:
+        return 0.0
+
+    def held_bytes(self) -> int:
+        return sum(self._held.values())
+
+    def _sleep(self, duration_ns: int) -> None:
+        """Sleep to a deadline: a late wake-up inside one action must not add up over its pieces."""
+        deadline_s = time.perf_counter() + duration_ns / 1e9 * self._scale
+        while (left_s := deadline_s - time.perf_counter()) > 0:
+            time.sleep(left_s)

@@ -1,0 +1,140 @@
+"""Lets megatron-core run on a machine without CUDA, by redirecting the CUDA calls that it makes without asking.
+
+`install()` is called explicitly, before megatron is imported, by whoever builds a Megatron stage. Where CUDA exists it
+does nothing. It changes torch for the whole process (device "cuda" means the CPU, streams and events do nothing), which
+is why nothing here happens at import.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "as_tensor", "eye")
+_CPU = torch.device("cpu")
+
+
+class _NoStream:
+    """Stands for a CUDA stream or event: everything on a CPU is already in order."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def wait_event(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> _NoStream:
+        return self
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return redirected
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def install() -> bool:
+    """Redirect CUDA calls to the CPU; True if this process now runs so, False where CUDA exists. Idempotent."""
+    if torch.cuda.is_available():
+        return False
+    if getattr(torch.cuda.current_device, "_dynapipe_cpu", False):
+        return True
+    _import_megatron_uncompiled()
+
+    def current_device() -> torch.device:
+        return _CPU
+
+    current_device._dynapipe_cpu = True  # type: ignore[attr-defined]
+    stream = _NoStream()
+    replacements: dict[str, Any] = {
+        "current_device": current_device,
+        "set_device": _nothing,
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "manual_seed": torch.default_generator.manual_seed,
+        "Stream": _NoStream,
+        "Event": _NoStream,
+        "stream": lambda *_, **__: _NoStream(),
+        "current_stream": lambda *_, **__: stream,
+        "default_stream": lambda *_, **__: stream,
+    }
+    for name, value in replacements.items():
+        setattr(torch.cuda, name, value)
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, _nothing)
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    plain_type = torch.Tensor.type
+
+    def type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's optimizers compare `param.type()` with "torch.cuda.FloatTensor" and the like."""
+        if args or kwargs:
+            return plain_type(self, *args, **kwargs)
+        return plain_type(self).replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_as_on_cuda  # type: ignore[assignment, method-assign]
+    _redirect_megatron_generator_state()
+    return True
+
+
+def _import_megatron_uncompiled() -> None:
+    """Megatron decorates small functions with torch.compile at import: minutes of C++ compilation on a CPU."""
+    import torch._dynamo  # torch.optim needs it; its tables must be built before anything is redirected
+
+    compile_function = torch.compile
+    torch.compile = lambda function, *_, **__: function  # type: ignore[assignment]
+    try:
+        from megatron.core import jit
+
+        jit.disable_jit_fuser()
+        import megatron.core.distributed
+        import megatron.core.models.gpt
+        import megatron.core.optimizer
+    finally:
+        torch.compile = compile_function
+
+
+def _redirect_megatron_generator_state() -> None:
+    """Megatron's RNG tracker reaches into `torch.cuda.default_generators`, which is empty without CUDA."""
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

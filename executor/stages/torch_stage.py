@@ -1,0 +1,86 @@
+"""A Stage made of plain torch modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.accumulator import GradientAccumulator, PlainAccumulator
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.protocols import Batch, Tensors
+
+LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]
+
+
+class TorchStage:
+    """`modules[stage]` maps (hidden states, or the batch's "tokens" on stage 0; batch) to hidden states or outputs.
+
+    `loss(output, batch)` returns the weighted sum over the micro-batch's positions (weights in "loss_weights"); the
+    stage divides it by the plan's loss divisor. `group` is the data-parallel process group of this stage's replicas.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, torch.nn.Module],
+        loss: LossFunction,
+        *,
+        accumulator: GradientAccumulator | None = None,
+        group: Any = None,
+        world: bool = False,
+    ) -> None:
+        self._modules, self._loss, self._world = dict(modules), loss, world
+        parameters = [p for module in self._modules.values() for p in module.parameters() if p.requires_grad]
+        self._accumulator = accumulator or PlainAccumulator(parameters, group)
+
+    def start_step(self, plan: ExecutionPlan) -> None:
+        self._plan = plan
+        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._batches: dict[int, Batch] = {}
+        self._live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._accumulator.begin()
+
+    def load(self, micro_batch: int, batch: Batch) -> None:
+        self._batches[micro_batch] = batch
+
+    def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
+        batch = self._batches[micro_batch]
+        x = inputs[0].detach().requires_grad_() if inputs else None
+        output = self._modules[stage](batch["tokens"] if x is None else x, batch)
+        if stage == self._plan.num_stages - 1:
+            output = self._loss(output, batch) / self._plan.loss_divisor
+            self._loss_sum += output.detach().double().cpu()
+            self._live[stage, micro_batch] = (x, output)
+            return ()
+        self._live[stage, micro_batch] = (x, output)
+        return (output.detach(),)
+
+    def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        x, output = self._live.pop((stage, micro_batch))
+        torch.autograd.backward(output, output_grads[0] if output_grads else None)
+        self._accumulator.add()
+        if x is None:
+            return ()
+        assert x.grad is not None
+        return (x.grad,)
+
+    def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        raise ExecutionError("TorchStage has no split backward: use a schedule with full backwards (F and B)")
+
+    def backward_weight(self, stage: int, micro_batch: int) -> None:
+        raise ExecutionError("TorchStage has no split backward: use a schedule with full backwards (F and B)")
+
+    def finish_step(self) -> float:
+        self._accumulator.reduce()
+        self._batches.clear()
+        if self._world:
+            dist.all_reduce(self._loss_sum)
+        return float(self._loss_sum)
+
+    def held_bytes(self) -> int:
+        return sum(
+            tensor.numel() * tensor.element_size() for pair in self._live.values() for tensor in pair if tensor is not None
+        )

@@ -1,0 +1,141 @@
+"""Enforces NCCL's rules at run time over gloo, which would forgive too much: for tests and `--strict`.
+
+gloo matches messages by tag and buffers sends. Here each communicator of a pair is one in-order queue with one worker
+thread: an operation starts when the one before it has ended, a send leaves only after its receive was posted, and both
+sides compare what they think they exchange before a byte of payload moves. A plan that would hang or corrupt memory
+under NCCL therefore raises here, naming both ends.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.instructions import DTYPE_BYTES, Buffer, Recv, Send
+from dynapipe_ext.executor.protocols import Pending, Tensors
+from dynapipe_ext.executor.transport.groups import Groups
+from dynapipe_ext.executor.transport.torch_p2p import check_tensors, empty_tensors
+from dynapipe_ext.topology import Topology
+
+_HEADER_LEN = 24
+_READY_TAG, _PAYLOAD_TAG = 1, 2
+
+
+def _header(instruction: Send | Recv) -> torch.Tensor:
+    """What both sides must agree on, as integers: buffer, then dtype and shape of each tensor."""
+    buffer = instruction.buffer
+    values = [int(buffer.payload == "gradient"), buffer.stage, buffer.micro_batch, len(instruction.specs)]
+    for spec in instruction.specs:
+        values += [list(DTYPE_BYTES).index(spec.dtype), len(spec.shape), *spec.shape]
+    if len(values) > _HEADER_LEN:
+        raise ExecutionError(f"the {buffer} has too many tensors for a strict transport: {instruction.specs}")
+    return torch.tensor(values + [-1] * (_HEADER_LEN - len(values)), dtype=torch.int64)
+
+
+class StrictTransport:
+    """A Transport with the contract of TorchP2PTransport and no forgiveness. CPU tensors only; close it at the end."""
+
+    def __init__(self, topology: Topology, rank: int, groups: Groups, *, timeout_s: float = 60.0) -> None:
+        self._topology = topology
+        self._me = topology.coordinates(rank)
+        self._timeout_s = timeout_s
+        self._queues: dict[tuple[int, int], queue.SimpleQueue[_StrictPending | None]] = {}
+        self._threads = []
+        for (peer, channel), group in groups.items():
+            lane: queue.SimpleQueue[_StrictPending | None] = queue.SimpleQueue()
+            self._queues[peer, channel] = lane
+            thread = threading.Thread(target=self._serve, args=(lane, group, peer), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def send(self, instruction: Send, tensors: Tensors) -> Pending:
+        check_tensors(instruction, tensors)
+        return self._post(instruction, tuple(tensor.detach().contiguous() for tensor in tensors))
+
+    def recv(self, instruction: Recv) -> Pending:
+        return self._post(instruction, empty_tensors(instruction.specs, torch.device("cpu")))
+
+    def close(self) -> None:
+        for lane in self._queues.values():
+            lane.put(None)
+        for thread in self._threads:
+            thread.join(timeout=self._timeout_s)
+
+    def _post(self, instruction: Send | Recv, tensors: tuple[torch.Tensor, ...]) -> Pending:
+        lane = self._queues.get((instruction.peer, instruction.channel))
+        if lane is None:
+            raise ExecutionError(
+                f"pipeline rank {self._me.pp_rank} has no communicator {instruction.channel} with rank {instruction.peer}"
+            )
+        verb = "take" if isinstance(instruction, Send) else "send"
+        who = f"pipeline rank {self._me.pp_rank} waited for rank {instruction.peer} to {verb} the {instruction.buffer}"
+        pending = _StrictPending(instruction, tensors, who, self._timeout_s)
+        lane.put(pending)
+        return pending
+
+    def _serve(self, lane: queue.SimpleQueue[_StrictPending | None], group: Any, peer: int) -> None:
+        me = self._me
+        peer_rank = self._topology.rank(tp_rank=me.tp_rank, pp_rank=peer, dp_rank=me.dp_rank)
+        limit = timedelta(seconds=self._timeout_s)
+
+        def move(transfer: Callable[..., Any], tensor: torch.Tensor, tag: int) -> None:
+            transfer(tensor, peer_rank, group=group, tag=tag).wait(limit)
+
+        while (pending := lane.get()) is not None:
+            try:
+                mine = _header(pending.instruction)
+                if isinstance(pending.instruction, Recv):
+                    move(dist.isend, mine, _READY_TAG)
+                    for tensor in pending.tensors:
+                        move(dist.irecv, tensor, _PAYLOAD_TAG)
+                else:
+                    theirs = torch.empty_like(mine)
+                    move(dist.irecv, theirs, _READY_TAG)
+                    if not torch.equal(mine, theirs):
+                        raise ExecutionError(
+                            f"pipeline rank {me.pp_rank} sends the {pending.instruction.buffer} where rank {peer}"
+                            f" expects the {_describe(theirs)}: under NCCL this corrupts memory or hangs"
+                        )
+                    for tensor in pending.tensors:
+                        move(dist.isend, tensor, _PAYLOAD_TAG)
+            except (RuntimeError, ExecutionError) as error:
+                pending.fail(error)
+                return  # as under NCCL, nothing after a failed operation runs; later waits reach their limit
+            pending.succeed()
+
+
+def _describe(header: torch.Tensor) -> str:
+    gradient, stage, micro_batch = header[:3].tolist()
+    shape = header[6 : 6 + max(0, int(header[5]))].tolist()
+    return f"{Buffer('gradient' if gradient else 'activation', stage, micro_batch)} of shape {shape}"
+
+
+class _StrictPending:
+    def __init__(self, instruction: Send | Recv, tensors: tuple[torch.Tensor, ...], who: str, timeout_s: float) -> None:
+        self.instruction, self.tensors = instruction, tensors
+        self._who, self._timeout_s = who, timeout_s
+        self._ended, self._error = threading.Event(), None
+
+    def succeed(self) -> None:
+        self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        self._error: BaseException | None = error
+        self._ended.set()
+
+    def wait(self) -> Tensors:
+        if not self._ended.wait(self._timeout_s):
+            raise ExecutionError(f"{self._who}, limit {self._timeout_s:g} s: an operation before it never ended")
+        if isinstance(self._error, ExecutionError):
+            raise self._error
+        if self._error is not None:
+            reason = str(self._error).splitlines()[0]
+            raise ExecutionError(f"{self._who}, limit {self._timeout_s:g} s: {reason}") from self._error
+        return self.tensors if isinstance(self.instruction, Recv) else ()
