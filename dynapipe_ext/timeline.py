@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+_MICRO_BATCH = re.compile(r"[FBIW]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,19 @@ class Trace:
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         return tuple(span for span in self.spans if span.rank == rank)
+
+    def stretched(self, factor: float) -> Trace:
+        """The same spans with every time multiplied; CPU seconds stay."""
+        return Trace(
+            tuple(replace(span, start_s=span.start_s * factor, end_s=span.end_s * factor) for span in self.spans),
+            self.name,
+        )
+
+    def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Trace:
+        """The same spans with the shape of the micro-batch that their label names ("2F0" is micro-batch 0)."""
+        return Trace(
+            tuple(replace(span, shape=shapes[int(_MICRO_BATCH.split(span.label)[1])]) for span in self.spans), self.name
+        )
 
     def shifted(self, rank_of: Sequence[int] | None = None, by_s: float = 0.0) -> Trace:
         """The same spans later by `by_s`, with ranks renamed through `rank_of`."""

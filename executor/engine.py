@@ -105,7 +105,9 @@ class PipelineExecutor:
                     assert_never(instruction)
         if buffers or sends or receives:
             left = [str(buffer) for buffer in (*buffers, *sends, *receives)]
-            raise ExecutionError(f"step {plan.step}: the plan left buffers behind: {left[:5]}; verify plans before running")
+            raise ExecutionError(
+                f"step {plan.step}: the plan left buffers behind: {left[:5]}; verify plans before running"
+            )
 
     def _record(self, plan: ExecutionPlan, label: str, micro_batch: int, start_s: float, start_cpu_s: float) -> None:
         if self._recorder is None:

@@ -102,7 +102,7 @@ def _messages(schedule: PipelineSchedule) -> list[_Message]:
             case Kind.FORWARD if action.stage < last:
                 consumer = position[Action(action.stage + 1, Kind.FORWARD, action.micro_batch)]
                 buffer = Buffer("activation", action.stage, action.micro_batch)
-            case (Kind.BACKWARD | Kind.BACKWARD_INPUT) if action.stage > 0:
+            case Kind.BACKWARD | Kind.BACKWARD_INPUT if action.stage > 0:
                 below = action.stage - 1
                 whole = Action(below, Kind.BACKWARD, action.micro_batch)
                 consumer = position[

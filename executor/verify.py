@@ -41,7 +41,9 @@ class _Rank:
     loaded: set[int] = field(default_factory=set)
     forwarded: dict[tuple[int, int], str] = field(default_factory=dict)  # (stage, micro-batch) -> "F" | "I" | "done"
     present: dict[Buffer, int] = field(default_factory=dict)  # buffers that an action may take, or a send may send
-    posted: dict[tuple[Buffer, bool], tuple[_Queue, int, int]] = field(default_factory=dict)  # in flight: queue, k, bytes
+    posted: dict[tuple[Buffer, bool], tuple[_Queue, int, int]] = field(
+        default_factory=dict
+    )  # in flight: queue, k, bytes
     held_bytes: int = 0
     peak_bytes: int = 0
 

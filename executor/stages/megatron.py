@@ -82,10 +82,13 @@ class MegatronStage:
         self._gradients.begin()
 
     def load(self, micro_batch: int, batch: Batch) -> None:
-        self._batches[micro_batch] = {
+        loaded = {
             name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
             for name, value in batch.items()
         }
+        if "cu_seqlens" in batch:  # read off before it goes to the device: no synchronisation later
+            loaded["max_seqlen"] = int(batch["cu_seqlens"].diff().max())
+        self._batches[micro_batch] = loaded
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
         batch, plan = self._batches[micro_batch], self._plan
@@ -142,11 +145,15 @@ class MegatronStage:
     def held_bytes(self) -> int:
         return sum(live.stored_bytes for live in self._live.values())
 
+    def weight_bytes(self) -> int:
+        """Weights and their float32 gradient buffers on this rank."""
+        return sum(p.numel() * (p.element_size() + 4) for p in self._ddp.parameters())
+
     def _packed(self, micro_batch: int, batch: Batch) -> Any:
         if self._plan.micro_batches[micro_batch].layout != "packed":
             return None
         cu_seqlens = batch["cu_seqlens"]
-        longest = int(batch["max_seqlen"])
+        longest = batch["max_seqlen"]
         return self._packed_seq_params(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -235,6 +242,7 @@ class MegatronOptimizer:
             ),
             [ddp],
         )
+        self._has_masters = bool(config.bf16)
         self._scheduler = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,
@@ -257,6 +265,12 @@ class MegatronOptimizer:
             raise ExecutionError("the optimizer refused the step: a gradient is not finite; lower the learning rate")
         self._scheduler.step(1)
         return float(grad_norm) if grad_norm is not None else 0.0
+
+    def state_bytes(self) -> int:
+        """Adam's moments and the master weights that the optimizer holds on this rank."""
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        masters = sum(p.numel() * p.element_size() for p in parameters) if self._has_masters else 0
+        return sum(2 * 4 * p.numel() for p in parameters) + masters
 
     @property
     def lr(self) -> float:

@@ -1,0 +1,200 @@
+"""The settings of a run as plain values, read from TOML: one table a concern, unknown names refused."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.plan import Layout, LossNorm
+
+ScheduleName = Literal["adaptive", "1f1b", "gpipe"]
+Rule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    steps: int = 40
+    seed: int = 0
+    run_dir: str = "runs/latest"
+    traced_steps: int = 3  # the last ones; their timelines go into trace.html
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopologySettings:
+    tp: int = 2
+    pp: int = 2
+    dp: int = 2
+    layers_per_stage: tuple[int, ...] = ()
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    num_layers: int = 4
+    hidden_size: int = 128
+    num_heads: int = 4
+    num_query_groups: int = 4
+    ffn_hidden_size: int = 512
+    gated_mlp: bool = False
+    max_seq_len: int = 1024
+    tied_embeddings: bool = True
+    position: Literal["learned", "rope"] = "rope"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    bias: bool = True
+    dropout: float = 0.0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """`path` empty means the built-in generator. Exactly one of `tokens_per_batch` and `batch_size` is above 0."""
+
+    path: str = ""
+    num_samples: int = 4000
+    tokenizer: Literal["bpe", "bytes"] = "bpe"
+    vocab_size: int = 1024
+    truncate: bool = False
+    tokens_per_batch: int = 8192
+    batch_size: int = 0
+    drop_last: bool = False
+    num_workers: int = 1
+    prefetch_steps: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """`costs` names a cost file; empty means: measure this machine before the run. `max_tokens` caps the positions of
+    one micro-batch (0: only memory does)."""
+
+    layout: Layout = "padded"
+    schedule: ScheduleName = "adaptive"
+    rule: Rule = "dynapipe-ext"
+    costs: str = ""
+    memory_limit_gb: float = 1.0
+    pad_multiple: int = 8
+    max_tokens: int = 0
+    effort: int = 32
+    loss_norm: LossNorm = "tokens"
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    replica_counts: Literal["free", "equal"] = "free"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """Adam with linear warm-up and cosine decay over the run; `clip_grad` is the global norm (0: off)."""
+
+    lr: float = 2e-3
+    min_lr: float = 2e-4
+    warmup_steps: int = 5
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    distributed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSettings:
+    """`strict` enforces NCCL's ordering rules over gloo. `redis_server` names a server binary for the embedded store."""
+
+    timeout_s: float = 120.0
+    strict: bool = False
+    redis_server: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Everything a training run depends on, besides secrets and the ranks' addresses."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    topology: TopologySettings = field(default_factory=TopologySettings)
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    plan: PlanSettings = field(default_factory=PlanSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    job: JobSettings = field(default_factory=JobSettings)
+
+    @classmethod
+    def read(cls, path: str | Path) -> TrainConfig:
+        """Errors: ConfigError naming the file, and the table and name that are unknown or of the wrong type."""
+        try:
+            raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
+        return cls.from_json(raw, where=str(path))
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:
+        tables = get_type_hints(cls)
+        _refuse_unknown(raw, tables, where)
+        built = {}
+        for name, table in tables.items():
+            values = raw.get(name, {})
+            if not isinstance(values, Mapping):
+                raise ConfigError(f"{where}: {name} must be a table like [{name}]")
+            hints = get_type_hints(table)
+            _refuse_unknown(values, hints, f"{where}: [{name}]")
+            built[name] = table(**{key: _checked(v, hints[key], f"{where}: [{name}] {key}") for key, v in values.items()})
+        config = cls(**built)
+        config.check(where)
+        return config
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def with_values(self, **tables: Mapping[str, Any]) -> TrainConfig:
+        """The same settings with some replaced, for command-line flags: with_values(run={"steps": 5})."""
+        changed = {name: replace(getattr(self, name), **values) for name, values in tables.items() if values}
+        config = replace(self, **changed)
+        config.check("command line")
+        return config
+
+    def check(self, where: str) -> None:
+        """Refuse values that no run can work with; what depends on the data is checked where it is known."""
+        for table, names in _AT_LEAST_ONE.items():
+            for name in names:
+                value = getattr(getattr(self, table), name)
+                if value < 1:
+                    raise ConfigError(f"{where}: [{table}] {name} is {value} but must be at least 1")
+        if (self.data.tokens_per_batch > 0) == (self.data.batch_size > 0):
+            raise ConfigError(
+                f"{where}: [data] tokens_per_batch is {self.data.tokens_per_batch} and batch_size is"
+                f" {self.data.batch_size}: set exactly one of them above 0"
+            )
+        if self.plan.memory_limit_gb <= 0:
+            raise ConfigError(f"{where}: [plan] memory_limit_gb is {self.plan.memory_limit_gb} but must be above 0")
+        if not 0 <= self.model.dropout < 1:
+            raise ConfigError(f"{where}: [model] dropout is {self.model.dropout} but must lie in 0..1")
+
+
+_AT_LEAST_ONE = {
+    "run": ("steps",),
+    "topology": ("tp", "pp", "dp"),
+    "model": ("num_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "max_seq_len"),
+    "data": ("num_samples", "vocab_size", "prefetch_steps"),
+    "plan": ("pad_multiple",),
+}
+
+
+def _refuse_unknown(values: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
+    if unknown := sorted(values.keys() - known.keys()):
+        raise ConfigError(f"{where}: unknown {unknown}; known are {sorted(known)}")
+
+
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    """A TOML value as the type of its field: integers pass for floats, lists for tuples, choices must match."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(f"{where} is {value!r}: choose from {list(get_args(hint))}")
+        return value
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple) or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+            raise ConfigError(f"{where} is {value!r} but must be a list of integers")
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{where} is {value!r} but must be of type {hint.__name__}")
+    return value

@@ -1,0 +1,369 @@
+"""DynaPipeDataLoader: a torch-like loader that yields, for each step, this replica's micro-batches and the rank's plan.
+
+What every rank derives alone (the order of samples, the global batches) is never communicated. Plans come from this
+process (`num_workers=0`), or from planner processes through a store; samples are read by the rank that needs them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.data.batches import GlobalBatches
+from dynapipe_ext.data.collate import collate, document_lengths
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.course import BatchRule, Order, Place, digest, following_epoch, order_of
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.plan_channel import PlanChannel
+from dynapipe_ext.executor.plan_source import InlinePlanSource, Planner, Plans, PlanSource, execution_plans, timed
+from dynapipe_ext.executor.protocols import Store
+from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.lengths import as_length_array, sample_lengths
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.topology import Coordinates, Topology
+
+Batch = dict[str, Any]
+Step = tuple[list[Batch], ExecutionPlan]
+Collate = Callable[[MicroBatch, Sequence[Any]], Mapping[str, Any]]
+STATE_FORMAT = "dynapipe-loader/1"
+
+
+class Dataset(Protocol):
+    """Random access to samples, and the lengths of all of them: (N,), (N, 2) or (N, 3), as in `lengths.py`."""
+
+    @property
+    def lengths(self) -> npt.NDArray[np.integer[Any]]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class DynaPipeDataLoader:
+    """Iterating yields `(micro_batches, plan)` for each step of one epoch; the next iteration is the next epoch.
+
+    `micro_batches` has one dictionary of torch tensors for each micro-batch of this replica, in the plan's order, made
+    by `collate_fn(micro_batch, samples)` (default: `data.collate.collate`). Arguments that torch's DataLoader has mean
+    the same; these are new or differ:
+
+    planner: plans a global batch; equal on all ranks. batch_size | tokens_per_batch: size of a global batch over all
+    replicas. sampler: indices of the whole epoch, the same on all ranks (`set_epoch` is called if it has it).
+    num_workers: planner processes, which global rank 0 starts (start_planners overrides that); 0 plans in line.
+    prefetch_steps: finished plans that the planners keep ahead. store: the address of a Redis-compatible store, or an
+    open Store; needed with planner processes, as is a `namespace` that no other run has used. plan_key: secret that
+    signs plans (default: derived from the store's password). coordinates: this rank's place (default: from
+    torch.distributed). needs_data=False (ranks without embedding or loss): no sample is read, and packed micro-batches
+    have `cu_seqlens` only. seed: of the shuffle. timeout_s: longest wait for a plan.
+
+    `exposed_planning_s` sums the seconds in which the consumer waited for planning. Close it, or use it as a context
+    manager, to stop the planners.
+
+    Errors: ConfigError for settings that cannot work; PlanError, StoreError and DataError come out of the iteration.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        planner: Planner,
+        *,
+        collate_fn: Collate | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_size: int | None = None,
+        tokens_per_batch: int | None = None,
+        num_workers: int = 0,
+        prefetch_steps: int = 2,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        shuffle: bool | None = None,
+        seed: int = 0,
+        store: str | StoreAddress | Store | None = None,
+        namespace: str = "loader",
+        plan_key: bytes | None = None,
+        coordinates: Coordinates | None = None,
+        start_planners: bool | None = None,
+        needs_data: bool = True,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if sampler is not None and shuffle:
+            raise ConfigError(
+                "sampler and shuffle=True were both given: the sampler decides the order, leave out shuffle"
+            )
+        if num_workers < 0 or (num_workers and prefetch_steps < 2):
+            raise ConfigError(
+                f"num_workers is {num_workers} and prefetch_steps is {prefetch_steps} but must be at least 0 and 2"
+            )
+        if timeout_s <= 0:
+            raise ConfigError(
+                f"timeout_s is {timeout_s} but must be positive: a plan that never comes must end the job"
+            )
+        if not hasattr(dataset, "lengths"):
+            raise ConfigError(
+                f"dataset {type(dataset).__name__} has no attribute `lengths`: give it an integer array of shape (N,)"
+                " or (N, 3) with the positions (encoder, decoder, target tokens) of each sample"
+            )
+        self.dataset = dataset
+        self.planner = planner
+        self.exposed_planning_s = 0.0
+        self._lengths = as_length_array(dataset.lengths)
+        if len(dataset) != len(self._lengths):
+            raise DataError(
+                f"dataset has {len(dataset)} samples but {len(self._lengths)} lengths: prepare the data again"
+            )
+        self._rule = BatchRule(
+            batch_size=batch_size,
+            tokens_per_batch=tokens_per_batch,
+            shuffle=bool(shuffle),
+            drop_last=drop_last,
+            seed=seed,
+        )
+        self._sampler = sampler
+        self._collate_fn = collate_fn
+        self._pin_memory = pin_memory
+        self._needs_data = needs_data
+        self._coordinates = coordinates or _own_coordinates(planner.topology)
+        self._place = Place()
+        self._resumed = False
+        self._resumed_order: str | None = None
+        self._epoch_cache: tuple[int, GlobalBatches, Order | None] | None = None
+        self._pass: Generator[Step, None, None] | None = None
+        self._lengths_digest = digest(self._lengths)
+        if sampler is None:
+            self._batches(0)  # refuses settings that cannot work before anything is started
+        self._channel: PlanChannel | None = None
+        if num_workers:
+            self._channel = PlanChannel(
+                planner,
+                self._rule,
+                self._lengths,
+                self._coordinates,
+                store=store,
+                namespace=namespace,
+                plan_key=plan_key,
+                num_workers=num_workers,
+                prefetch_steps=prefetch_steps,
+                start_planners=start_planners,
+                timeout_s=timeout_s,
+            )
+
+    def __len__(self) -> int:
+        """Global batches in the current epoch (before and after an iteration: in the next one)."""
+        return len(self._batches(self._place.epoch)[0])
+
+    def __iter__(self) -> Iterator[Step]:
+        if self._pass is not None:
+            self._pass.close()
+        if self._place.step and not self._resumed:  # the last iteration was left half-way
+            self._place = Place(self._place.epoch + 1, 0, self._place.global_step)
+        self._resumed = False
+        batches, order = self._batches(self._place.epoch)
+        self._check_resumed_order(order)
+        if self._place.step >= len(batches):
+            raise DataError(
+                f"step {self._place.step} is outside of the {len(batches)} steps of epoch {self._place.epoch}"
+            )
+        self._pass = self._steps(batches, self._source(batches, order))
+        return self._pass
+
+    @property
+    def epoch(self) -> int:
+        return self._place.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration that of `epoch`; after load_state_dict, its own epoch goes on where it stopped."""
+        if epoch < 0:
+            raise ConfigError(f"epoch is {epoch} but must be at least 0")
+        if not (self._resumed and epoch == self._place.epoch):
+            self._place = Place(epoch, 0, self._place.global_step)
+            self._resumed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next step stands, and what must be the same for it to be the same step. Plain values only.
+
+        The planner is not part of it: a run may go on with another topology, with the same global batches.
+        """
+        _, order = self._batches(self._place.epoch) if self._place.step else (None, None)
+        return {
+            "format": STATE_FORMAT,
+            "epoch": self._place.epoch,
+            "step": self._place.step,
+            "global_step": self._place.global_step,
+            "lengths": self._lengths_digest,
+            "rule": self._rule.to_json(),
+            "order": None if order is None else digest(order),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly after the last step that was yielded when `state` was taken.
+
+        Raises DataError, naming what differs, for a state of other data or settings.
+        """
+        if state.get("format") != STATE_FORMAT:
+            raise DataError(f"loader state has format {state.get('format')!r} but {STATE_FORMAT!r} is read here")
+        ours = {"lengths": self._lengths_digest, **self._rule.to_json()}
+        theirs = {"lengths": state["lengths"], **state["rule"]}
+        for name, value in ours.items():
+            if theirs.get(name) != value:
+                raise DataError(
+                    f"the saved loader has {name} {theirs.get(name)!r} but this one has {value!r}: resume with the same"
+                    " data and settings, or start the loader anew without its state"
+                )
+        self._place = Place(int(state["epoch"]), int(state["step"]), int(state["global_step"]))
+        self._resumed, self._resumed_order = True, state["order"]
+        self._epoch_cache = None
+
+    def close(self) -> None:
+        """End the iteration under way, the planner processes, and the connection to a store this loader opened."""
+        if self._pass is not None:
+            self._pass.close()
+            self._pass = None
+        if self._channel is not None:
+            self._channel.close()
+
+    def __enter__(self) -> DynaPipeDataLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _batches(self, epoch: int) -> tuple[GlobalBatches, Order | None]:
+        """The epoch's global batches; kept, since a sampler may give another order when it is asked again."""
+        if self._epoch_cache is None or self._epoch_cache[0] != epoch:
+            order = None if self._sampler is None else order_of(self._sampler, epoch)
+            self._epoch_cache = (epoch, self._rule.batches(self._lengths, epoch, order), order)
+        return self._epoch_cache[1:]
+
+    def _check_resumed_order(self, order: Order | None) -> None:
+        wanted, self._resumed_order = self._resumed_order, None
+        if wanted is not None and self._place.step and (order is None or digest(order) != wanted):
+            raise DataError(
+                f"the sampler gives another order for epoch {self._place.epoch} than when the state was saved: seed it"
+                " by the epoch"
+            )
+
+    def _source(self, batches: GlobalBatches, order: Order | None) -> PlanSource:
+        if self._channel is not None:
+            return self._channel.source(self._place, order)
+
+        def make_plans(place: Place) -> Plans:
+            samples = sample_lengths(self._lengths, batches[place.step])
+            return execution_plans(self.planner, samples, step=place.global_step)
+
+        return InlinePlanSource(make_plans, dp_rank=self._coordinates.dp_rank, pp_rank=self._coordinates.pp_rank)
+
+    def _steps(self, batches: GlobalBatches, source: PlanSource) -> Generator[Step, None, None]:
+        first = self._place
+        places = [
+            Place(first.epoch, step, first.global_step + step - first.step) for step in range(first.step, len(batches))
+        ]
+
+        def read(place: Place) -> _Read:
+            return self._read(place, batches, source)
+
+        items = (read(place) for place in places) if self._channel is None else _read_ahead(read, places, source)
+        with closing(items):
+            for place in places:
+                asked_s = time.monotonic()
+                item = next(items)
+                exposed_s = min(time.monotonic(), item.planned_s) - max(asked_s, item.plan_asked_s)
+                self.exposed_planning_s += max(0.0, exposed_s)
+                is_last = place.step + 1 == len(batches)
+                self._place = (
+                    following_epoch(place, len(batches))
+                    if is_last
+                    else Place(place.epoch, place.step + 1, place.global_step + 1)
+                )
+                if self._channel is not None:
+                    self._channel.reached(self._place)
+                yield item.micro_batches, item.plan
+
+    def _read(self, place: Place, batches: GlobalBatches, source: PlanSource) -> _Read:
+        taken = timed(source, place)
+        plan, own = taken.plan, set(batches[place.step])
+        for sample in (sample for micro_batch in plan.micro_batches for sample in micro_batch.samples):
+            if sample.index not in own:
+                raise DataError(
+                    f"the plan of step {place.step} of epoch {place.epoch} has sample {sample.index}, which is not in"
+                    " this rank's global batch: all ranks must use the same data, sampler order and settings"
+                )
+        micro_batches = [self._tensors(micro_batch, plan) for micro_batch in plan.micro_batches]
+        return _Read(micro_batches, plan, taken.asked_s, taken.got_s)
+
+    def _tensors(self, micro_batch: MicroBatch, plan: ExecutionPlan) -> Batch:
+        arrays: Mapping[str, Any]
+        if not self._needs_data:
+            arrays = _borders(micro_batch)
+        else:
+            samples = [self.dataset[sample.index] for sample in micro_batch.samples]
+            if self._collate_fn is not None:
+                arrays = self._collate_fn(micro_batch, samples)
+            else:
+                arrays = collate(micro_batch, samples, loss_norm=plan.loss_norm)
+        return _to_torch(arrays, pin_memory=self._pin_memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One step, ready; the times bound the interval in which the reader waited for its plan."""
+
+    micro_batches: list[Batch]
+    plan: ExecutionPlan
+    plan_asked_s: float
+    planned_s: float
+
+
+def _read_ahead(
+    read: Callable[[Place], _Read], places: Sequence[Place], source: PlanSource
+) -> Generator[_Read, None, None]:
+    """`read(place)` for each place, the next one in a thread while the consumer works on the current one."""
+    with ThreadPoolExecutor(1, thread_name_prefix="dynapipe-loader") as pool:
+        pending = pool.submit(read, places[0])
+        try:
+            for following in places[1:]:
+                item = pending.result()
+                pending = pool.submit(read, following)
+                yield item
+            yield pending.result()
+        finally:
+            source.close()  # else leaving the pool would wait for a plan that nobody wants any more
+            pending.cancel()
+
+
+def _borders(micro_batch: MicroBatch) -> Mapping[str, Any]:
+    """What a stage without embedding and loss needs, from the plan alone."""
+    if micro_batch.layout == "padded":
+        return {}
+    return {"cu_seqlens": np.cumsum((0, *document_lengths(micro_batch))).astype(np.int32)}
+
+
+def _to_torch(arrays: Mapping[str, Any], *, pin_memory: bool) -> Batch:
+    import torch
+
+    tensors = {name: torch.from_numpy(a) if isinstance(a, np.ndarray) else a for name, a in arrays.items()}
+    if (
+        pin_memory and torch.cuda.is_available()
+    ):  # as torch's loader: without an accelerator there is nothing to pin for
+        return {name: t.pin_memory() if isinstance(t, torch.Tensor) else t for name, t in tensors.items()}
+    return tensors
+
+
+def _own_coordinates(topology: Topology) -> Coordinates:
+    if topology.world_size == 1:
+        return Coordinates(tp_rank=0, pp_rank=0, dp_rank=0)
+    import torch.distributed
+
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise ConfigError(
+            f"the topology has {topology.world_size} ranks: pass coordinates=topology.coordinates(rank), or call"
+            " torch.distributed.init_process_group first"
+        )
+    return topology.coordinates(torch.distributed.get_rank())

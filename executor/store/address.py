@@ -1,0 +1,137 @@
+"""Where the store listens, with the password kept apart from everything that is printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
+
+from dynapipe_ext.errors import ConfigError
+
+_FORMS = "redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS) or unix:///PATH/TO/SOCKET"
+_DEFAULT_PORT = 6379
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """A store's URL without its password, and the password; `parse` makes one out of what a person wrote.
+
+    `url` may hold an ACL user name and, for TLS, redis-py's options (`?ssl_ca_certs=…`); `repr` and `str` show no
+    password.
+
+    >>> StoreAddress.parse("redis://alice:secret@10.0.0.7:6380/2")
+    StoreAddress(url='redis://alice@10.0.0.7:6380/2')
+    """
+
+    url: str
+    password: str = field(repr=False, default="")
+
+    def __post_init__(self) -> None:
+        parts = _split(self.url)
+        if parts.password is not None or "password" in dict(parse_qsl(parts.query)):
+            raise ConfigError(f"the password is inside the store address {_without_password(parts)!r}: pass it apart")
+
+    @classmethod
+    def parse(cls, text: str, password: str | None = None) -> StoreAddress:
+        """The address that `text` names. `password` is used where the URL has none of its own.
+
+        Raises ConfigError for another form than the three known ones, and where there is no password: plans are taken
+        from the store, so whoever can write to it steers the job.
+        """
+        parts = _split(text)
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        url = _without_password(parts)
+        found = unquote(parts.password or "") or options.get("password") or password or ""
+        if not found:
+            raise ConfigError(
+                f"the store {url} has no password: set DYNAPIPE_STORE_PASSWORD (or write redis://:PASSWORD@HOST:PORT/0)"
+            )
+        return cls(url, found)
+
+    def __str__(self) -> str:
+        return self.redacted()
+
+    def redacted(self) -> str:
+        """The URL for messages and reports: `***` stands for the password.
+
+        >>> StoreAddress("redis://127.0.0.1:6379/0", "secret").redacted()
+        'redis://:***@127.0.0.1:6379/0'
+        """
+        if not self.password:
+            return self.url
+        scheme, rest = self.url.split("://", 1)
+        user = self.username or ""
+        rest = rest.removeprefix(f"{quote(user, safe='')}@") if user else rest
+        return f"{scheme}://{quote(user, safe='')}:***@{rest}"
+
+    @property
+    def scheme(self) -> str:
+        """`unix`, `redis` or `rediss`."""
+        return _split(self.url).scheme
+
+    @property
+    def username(self) -> str | None:
+        """The ACL user, or None for the default user."""
+        name = _split(self.url).username
+        return unquote(name) if name else None
+
+    @property
+    def host(self) -> str:
+        """Host name or address; empty for a unix socket."""
+        return _split(self.url).hostname or ""
+
+    @property
+    def port(self) -> int:
+        """TCP port; 0 for a unix socket."""
+        parts = _split(self.url)
+        return 0 if parts.scheme == "unix" else parts.port or _DEFAULT_PORT
+
+    @property
+    def path(self) -> str:
+        """Path of the unix socket; empty for TCP."""
+        parts = _split(self.url)
+        return unquote(parts.path) if parts.scheme == "unix" else ""
+
+    @property
+    def db(self) -> int:
+        """Number of the database."""
+        return _database(_split(self.url))
+
+
+def _split(text: str) -> SplitResult:
+    """The parts of a well-formed store URL. Messages never show the part that may hold a password."""
+    scheme, separator, _ = text.partition("://")
+    if not separator or scheme not in ("unix", "redis", "rediss"):
+        shown = f"{scheme}://…" if separator else "given"
+        raise ConfigError(f"the store address {shown} is not of a known form: write {_FORMS}")
+    if "#" in text:
+        raise ConfigError(f"the {scheme} store address holds '#': write it as %23 where it is part of the password")
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:  # its text may quote a piece of a password
+        raise ConfigError(f"the {scheme} store address has a port that is not in 1..65535: write {_FORMS}") from None
+    if scheme == "unix" and not parts.path.startswith("/"):
+        raise ConfigError(f"the unix store address names no absolute path: write {_FORMS}")
+    if scheme != "unix" and not parts.hostname:
+        raise ConfigError(f"the {scheme} store address names no host: write {_FORMS}")
+    if port == 0:
+        raise ConfigError(f"the {scheme} store address has port 0: write {_FORMS}")
+    _database(parts)
+    return parts
+
+
+def _database(parts: SplitResult) -> int:
+    text = dict(parse_qsl(parts.query)).get("db", "")
+    if parts.scheme != "unix" and not text:
+        text = parts.path.strip("/")
+    if text and not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"the store's database is {text!r} but must be a number such as 0: write {_FORMS}")
+    return int(text or 0)
+
+
+def _without_password(parts: SplitResult) -> str:
+    location = parts.netloc.rpartition("@")[2]
+    if parts.username:
+        location = f"{parts.username}@{location}"
+    options = urlencode([(k, v) for k, v in parse_qsl(parts.query, keep_blank_values=True) if k != "password"])
+    return f"{parts.scheme}://{location}{parts.path}" + (f"?{options}" if options else "")

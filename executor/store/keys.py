@@ -1,0 +1,34 @@
+"""The names of everything that planners and ranks of one job put into the store, in one place.
+
+A store has a namespace (one a run); below it a `prefix` keeps data loaders, and the passes of one loader, apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """
+    >>> Keys("3f2a/1").plan(epoch=0, step=7, dp_rank=1, pp_rank=3)
+    '3f2a/1/plan/0/7/1/3'
+    """
+
+    prefix: str
+
+    def plan(self, *, epoch: int, step: int, dp_rank: int, pp_rank: int) -> str:
+        """The signed ExecutionPlan of one pipeline rank of one replica; its tensor parallel ranks share it."""
+        return f"{self.prefix}/plan/{epoch}/{step}/{dp_rank}/{pp_rank}"
+
+    def taken(self, *, epoch: int, step: int) -> str:
+        """Put by global rank 0 when it takes its plan of the step: what lets planners go on."""
+        return f"{self.prefix}/taken/{epoch}/{step}"
+
+    def failure(self, worker: int) -> str:
+        """The signed sentence with which a planner process ended; see `plan_source.publish_failure`."""
+        return f"{self.prefix}/failure/{worker}"
+
+    def heartbeat(self, worker: int) -> str:
+        """A count that a living planner process raises; readers only look at whether it changes."""
+        return f"{self.prefix}/heartbeat/{worker}"

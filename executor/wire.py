@@ -1,0 +1,241 @@
+"""An ExecutionPlan as signed bytes, and back.
+
+Layout: 4 bytes `DYNX`, 1 byte version, 32 bytes HMAC-SHA256, then zlib-compressed JSON arrays. The HMAC covers the
+first five bytes, the `context` (the name under which the bytes are stored, so that a plan cannot be passed off as
+another step's) and the compressed body, and is checked before anything is unpacked. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import operator
+import struct
+import zlib
+from typing import Any, assert_never
+
+from dynapipe_ext.errors import ConfigError, StoreError
+from dynapipe_ext.executor.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Buffer,
+    Certificate,
+    ExecutionPlan,
+    Forward,
+    Instruction,
+    Load,
+    Payload,
+    Recv,
+    Send,
+    TensorSpec,
+    WaitRecv,
+    WaitSend,
+)
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import MicroBatch
+
+VERSION = 1
+MAX_PLAN_BYTES = 256 << 20  # of unpacked JSON: a bound for zlib, far above any plan (a million samples take 30 MB)
+MIN_KEY_BYTES = 16
+
+_MAGIC = b"DYNX"
+_MAC_BYTES = hashlib.sha256().digest_size
+_PREFIX_BYTES = len(_MAGIC) + 1
+
+
+def encode(plan: ExecutionPlan, key: bytes, *, context: bytes = b"") -> bytes:
+    """The plan as bytes that only holders of `key` can make; the same plan gives the same bytes.
+
+    Errors: ConfigError for a key of under 16 bytes.
+    """
+    return seal(_to_json(plan), key, context=context)
+
+
+def decode(data: bytes, key: bytes, *, context: bytes = b"") -> ExecutionPlan:
+    """The plan in `data`. Raises StoreError for bytes of another key, context or version, or that were changed."""
+    body = unseal(data, key, context=context)
+    try:
+        return _from_json(body)
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise StoreError(
+            f"signed plan of {len(data)} B does not have the fields of wire version {VERSION} ({error}):"
+            " run the same dynapipe-ext release on planners and ranks"
+        ) from error
+
+
+def seal(body: bytes, key: bytes, *, context: bytes = b"") -> bytes:
+    """`body` compressed and signed."""
+    _check_key(key)
+    head = _MAGIC + bytes([VERSION])
+    packed = zlib.compress(body, 1)
+    return head + _mac(key, head, context, packed) + packed
+
+
+def unseal(data: bytes, key: bytes, *, context: bytes = b"") -> bytes:
+    """What `seal` was given. Raises StoreError, before it unpacks anything, unless key, context and version match."""
+    _check_key(key)
+    head, mac, packed = data[:_PREFIX_BYTES], data[_PREFIX_BYTES:][:_MAC_BYTES], data[_PREFIX_BYTES + _MAC_BYTES :]
+    if len(mac) < _MAC_BYTES or not head.startswith(_MAGIC):
+        raise StoreError(f"{len(data)} B from the store are not a plan: is another program using this namespace?")
+    if head[-1] != VERSION:
+        raise StoreError(
+            f"plan has wire version {head[-1]} but this process reads {VERSION}:"
+            " run the same dynapipe-ext release on planners and ranks"
+        )
+    if not hmac.compare_digest(mac, _mac(key, head, context, packed)):
+        raise StoreError(
+            f"plan of {len(data)} B{_named(context)} does not carry this job's signature (changed, truncated, or signed"
+            " with another key): give all processes of the job the same plan key and a namespace of their own"
+        )
+    inflate = zlib.decompressobj()
+    try:
+        body = inflate.decompress(packed, MAX_PLAN_BYTES)
+    except zlib.error as error:
+        raise StoreError(f"signed plan{_named(context)} cannot be unpacked: {error}") from error
+    if not inflate.eof:
+        raise StoreError(f"signed plan{_named(context)} is incomplete or unpacks to more than {MAX_PLAN_BYTES} B")
+    return body
+
+
+def _named(context: bytes) -> str:
+    return f" at {context.decode(errors='replace')!r}" if context else ""
+
+
+def _check_key(key: bytes) -> None:
+    if len(key) < MIN_KEY_BYTES:
+        raise ConfigError(f"the plan key has {len(key)} bytes: give at least {MIN_KEY_BYTES} random ones")
+
+
+def _mac(key: bytes, head: bytes, context: bytes, packed: bytes) -> bytes:
+    mac = hmac.new(key, head, hashlib.sha256)
+    mac.update(struct.pack(">Q", len(context)))
+    mac.update(context)
+    mac.update(packed)
+    return mac.digest()
+
+
+def _to_json(plan: ExecutionPlan) -> bytes:
+    tables: dict[tuple[TensorSpec, ...], int] = {}
+    certificate = plan.certificate
+    document = [
+        [plan.step, plan.dp_rank, plan.pp_rank, plan.stage_ranks],
+        [_micro_batch_row(micro_batch) for micro_batch in plan.micro_batches],
+        [_instruction_row(instruction, tables) for instruction in plan.instructions],
+        [[[spec.shape, spec.dtype] for spec in specs] for specs in tables],
+        [certificate.makespan_ns, certificate.lower_bound_ns, certificate.peak_bytes, certificate.bubble_ratio],
+        [plan.loss_norm, plan.loss_divisor, plan.real_tokens, plan.padded_tokens, plan.num_micro_batches, plan.seed],
+    ]
+    # default: NumPy integers, which arithmetic on length arrays leaves behind, are written as integers.
+    return json.dumps(document, separators=(",", ":"), allow_nan=False, default=operator.index).encode()
+
+
+def _from_json(body: bytes) -> ExecutionPlan:
+    place, micro_batches, instructions, tables, certificate, totals = json.loads(body)
+    step, dp_rank, pp_rank, stage_ranks = place
+    makespan_ns, lower_bound_ns, peak_bytes, bubble_ratio = certificate
+    loss_norm, loss_divisor, real_tokens, padded_tokens, num_micro_batches, seed = totals
+    specs = tuple(tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in table) for table in tables)
+    return ExecutionPlan(
+        step=step,
+        dp_rank=dp_rank,
+        pp_rank=pp_rank,
+        stage_ranks=tuple(stage_ranks),
+        micro_batches=tuple(_micro_batch(row) for row in micro_batches),
+        instructions=tuple(_instruction(row, specs) for row in instructions),
+        certificate=Certificate(
+            makespan_ns=makespan_ns,
+            lower_bound_ns=lower_bound_ns,
+            peak_bytes=tuple(peak_bytes),
+            bubble_ratio=bubble_ratio,
+        ),
+        loss_norm=loss_norm,
+        loss_divisor=loss_divisor,
+        real_tokens=real_tokens,
+        padded_tokens=padded_tokens,
+        num_micro_batches=tuple(num_micro_batches),
+        seed=seed,
+    )
+
+
+def _micro_batch_row(micro_batch: MicroBatch) -> list[Any]:
+    """Columns of samples compress better than rows: decoder, target and start are often constant."""
+    samples = micro_batch.samples
+    return [
+        [s.index for s in samples],
+        [s.encoder for s in samples],
+        [s.decoder for s in samples],
+        [s.target for s in samples],
+        [s.start for s in samples],
+        micro_batch.layout,
+        micro_batch.recompute,
+        micro_batch.attention,
+        micro_batch.pad_multiple,
+        micro_batch.min_len,
+    ]
+
+
+def _micro_batch(row: list[Any]) -> MicroBatch:
+    index, encoder, decoder, target, start, layout, recompute, attention, pad_multiple, min_len = row
+    samples = tuple(map(SampleLength, index, encoder, decoder, target, start))
+    return MicroBatch(samples, layout, recompute, attention, pad_multiple, min_len)
+
+
+def _instruction_row(instruction: Instruction, tables: dict[tuple[TensorSpec, ...], int]) -> list[Any]:
+    match instruction:
+        case Load(micro_batch):
+            return ["L", micro_batch]
+        case Forward(stage, micro_batch):
+            return ["F", stage, micro_batch]
+        case Backward(stage, micro_batch):
+            return ["B", stage, micro_batch]
+        case BackwardInput(stage, micro_batch):
+            return ["I", stage, micro_batch]
+        case BackwardWeight(stage, micro_batch):
+            return ["W", stage, micro_batch]
+        case Send(buffer, peer, channel, specs):
+            return ["S", *_buffer_row(buffer), peer, channel, tables.setdefault(specs, len(tables))]
+        case Recv(buffer, peer, channel, specs):
+            return ["R", *_buffer_row(buffer), peer, channel, tables.setdefault(specs, len(tables))]
+        case WaitSend(buffer):
+            return ["s", *_buffer_row(buffer)]
+        case WaitRecv(buffer):
+            return ["r", *_buffer_row(buffer)]
+        case _:
+            assert_never(instruction)
+
+
+def _instruction(row: list[Any], tables: tuple[tuple[TensorSpec, ...], ...]) -> Instruction:
+    match row:
+        case ["L", micro_batch]:
+            return Load(micro_batch)
+        case ["F", stage, micro_batch]:
+            return Forward(stage, micro_batch)
+        case ["B", stage, micro_batch]:
+            return Backward(stage, micro_batch)
+        case ["I", stage, micro_batch]:
+            return BackwardInput(stage, micro_batch)
+        case ["W", stage, micro_batch]:
+            return BackwardWeight(stage, micro_batch)
+        case ["S", payload, stage, micro_batch, peer, channel, specs]:
+            return Send(_buffer(payload, stage, micro_batch), peer, channel, tables[specs])
+        case ["R", payload, stage, micro_batch, peer, channel, specs]:
+            return Recv(_buffer(payload, stage, micro_batch), peer, channel, tables[specs])
+        case ["s", payload, stage, micro_batch]:
+            return WaitSend(_buffer(payload, stage, micro_batch))
+        case ["r", payload, stage, micro_batch]:
+            return WaitRecv(_buffer(payload, stage, micro_batch))
+        case _:
+            raise ValueError(f"no instruction is written as {row!r}")
+
+
+_PAYLOADS: dict[str, Payload] = {"a": "activation", "g": "gradient"}
+
+
+def _buffer_row(buffer: Buffer) -> tuple[str, int, int]:
+    return buffer.payload[0], buffer.stage, buffer.micro_batch
+
+
+def _buffer(payload: str, stage: int, micro_batch: int) -> Buffer:
+    return Buffer(_PAYLOADS[payload], stage, micro_batch)

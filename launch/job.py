@@ -1,0 +1,152 @@
+"""What a job is before it has ranks: its data, its model's shape, its costs, its planners. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.config import Rule, ScheduleName, TrainConfig
+from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.data.dataset import TokenDataset, fingerprint_of_source, prepare
+from dynapipe_ext.data.generation import generate_examples, generator_settings
+from dynapipe_ext.data.reading import Example, read_examples
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.plan import Layout, round_up
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.topology import Topology
+
+# One multiple for all topologies: the padded vocabulary, and with it the weights, must not depend on tp.
+_VOCAB_MULTIPLE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way of planning the same job; `--compare` runs several."""
+
+    name: str
+    layout: Layout
+    schedule: ScheduleName
+    rule: Rule
+    max_tokens: int
+
+
+def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
+    """The configured run, and with `compare` the three usual ways beside it."""
+    plan, row_len = config.plan, config.model.max_seq_len
+    ours = Variant("dynapipe-ext", plan.layout, plan.schedule, plan.rule, plan.max_tokens)
+    if not compare:
+        return [ours]
+    return [
+        ours,
+        Variant("padding to the batch maximum, 1F1B", "padded", "1f1b", "batch-max", 0),
+        Variant("packing into fixed rows, whole-row attention, 1F1B", "packed", "1f1b", "fixed-rows", row_len),
+        Variant("packing, document attention, balanced, 1F1B", "packed", "1f1b", "packed-balanced", row_len),
+    ]
+
+
+def topology_of(config: TrainConfig) -> Topology:
+    """The topology with layers on its stages. Raises ConfigError for what does not divide, naming both numbers."""
+    t, m = config.topology, config.model
+    topology = Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage).with_layers(m.num_layers)
+    for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
+        if getattr(m, name) % t.tp:
+            raise ConfigError(f"tp is {t.tp} but does not divide {name} {getattr(m, name)}: choose another tp or size")
+    if _VOCAB_MULTIPLE % t.tp:
+        raise ConfigError(f"tp is {t.tp} but must divide {_VOCAB_MULTIPLE}: choose a power of two up to that")
+    if m.hidden_size % m.num_heads or m.num_heads % m.num_query_groups:
+        raise ConfigError(
+            f"hidden_size {m.hidden_size}, num_heads {m.num_heads} and num_query_groups {m.num_query_groups}"
+            " must divide one another in this order"
+        )
+    if t.sequence_parallel and config.plan.pad_multiple % t.tp:
+        raise ConfigError(
+            f"pad_multiple is {config.plan.pad_multiple} but sequence parallelism cuts rows in tp = {t.tp} parts:"
+            f" make it a multiple of {t.tp}"
+        )
+    return topology
+
+
+def model_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
+    m = config.model
+    return ModelShape(
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        num_heads=m.num_heads,
+        num_query_groups=m.num_query_groups,
+        ffn_hidden_size=m.ffn_hidden_size,
+        gated_mlp=m.gated_mlp,
+        vocab_size=round_up(vocab_size, _VOCAB_MULTIPLE),
+        max_seq_len=m.max_seq_len,
+        tied_embeddings=m.tied_embeddings,
+        position=m.position,
+        norm=m.norm,
+        bias=m.bias,
+    )
+
+
+def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenDataset:
+    """Tokenize the user's file, or the generator's examples, into RUN_DIR/data; opens what is already there."""
+    data, folder = config.data, Path(config.run.run_dir) / "data"
+    if data.path:
+        path = Path(data.path)
+        fingerprint = fingerprint_of_source(path)
+
+        def examples() -> Iterator[Example]:
+            return read_examples(path)
+    else:
+        settings = generator_settings(num_samples=data.num_samples, seed=config.run.seed)
+        fingerprint = fingerprint_of_source(settings)
+
+        def examples() -> Iterator[Example]:
+            return generate_examples(num_samples=data.num_samples, seed=config.run.seed)
+
+    return prepare(
+        examples,
+        folder,
+        tokenizer=data.tokenizer,
+        vocab_size=data.vocab_size if data.tokenizer == "bpe" else None,
+        max_seq_len=config.model.max_seq_len,
+        truncate=data.truncate,
+        source_fingerprint=fingerprint,
+        progress=progress,
+    )
+
+
+def analytic_costs(config: TrainConfig, shape: ModelShape, *, flops_per_s: float, overhead_ns: int) -> AnalyticCosts:
+    """Counted FLOPs at a measured rate, counted bytes."""
+    wide = config.model.dtype == "float32"
+    return AnalyticCosts(
+        shape,
+        topology_of(config),
+        flops_per_s=flops_per_s,
+        overhead_ns=overhead_ns,
+        activation_bytes_per_value=4 if wide else 2,
+        param_bytes=4 if wide else 2,
+        sequence_parallel=config.topology.sequence_parallel and config.topology.tp > 1,
+        dropout=config.model.dropout > 0,
+        distributed_optimizer=config.optimizer.distributed,
+    )
+
+
+def make_planner(config: TrainConfig, costs: CostModel, variant: Variant) -> Planner:
+    plan, model, topology = config.plan, config.model, topology_of(config)
+    shards = topology.tp if config.topology.sequence_parallel else 1
+    return Planner(
+        topology,
+        costs,
+        int(plan.memory_limit_gb * 1e9),
+        config.run.seed,
+        layout=variant.layout,
+        schedule=variant.schedule,
+        rule=variant.rule,
+        pad_multiple=plan.pad_multiple,
+        max_tokens=variant.max_tokens,
+        effort=plan.effort,
+        loss_norm=plan.loss_norm,
+        recompute=None if plan.recompute == "auto" else plan.recompute,
+        equal_counts=plan.replica_counts == "equal",
+        format=ActivationFormat(model.hidden_size, model.dtype, sequence_shards=shards),
+    )

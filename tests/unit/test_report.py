@@ -1,0 +1,200 @@
+"""report.json and the tables made of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from dynapipe_ext.errors import DataError
+from dynapipe_ext.tools.report import RunReport, RunResult, StoreInfo, compare_table, summary_table
+from dynapipe_ext.topology import Topology
+
+
+def result(name: str = "dynapipe", step_s: float = 0.5, cpu_s: float = 3.0, last_loss: float = 1.25) -> RunResult:
+    return RunResult(
+        name=name,
+        layout="packed",
+        schedule="adaptive",
+        losses=(5.0, last_loss),
+        real_tokens_per_step=(900, 1100),
+        padded_tokens=2500,
+        step_s=(step_s, step_s),
+        cpu_s=cpu_s,
+        num_micro_batches=((3, 4), (5, 4)),
+        measured_makespan_s=(0.4, 0.44),
+        predicted_makespan_s=(0.4, 0.4),
+        measured_bubble_ratio=(0.2, 0.3),
+        predicted_bubble_ratio=(0.2, 0.2),
+        exposed_planning_s=0.05,
+        predicted_peak_bytes=(100, 3 << 20),
+        measured_peak_bytes=None,
+    )
+
+
+def report(**changes: Any) -> RunReport:
+    given: dict[str, Any] = {
+        "result": result(),
+        "topology": Topology(tp=2, pp=2, dp=2, layers_per_stage=(3, 1)),
+        "device": "cpu",
+        "num_cores": 2,
+        "seed": 7,
+        "loss_norm": "tokens",
+        "date": "2026-11-21T10:00:00+00:00",
+        "oversubscribed": True,
+        "store": StoreInfo("valkey", "9.1.0"),
+        "versions": {"dynapipe-ext": "0.1.0"},
+        "model": {"layers": 4, "tied": True},
+        "compare": (result("padding, 1F1B", step_s=1.0, cpu_s=4.0), result("fixed rows", cpu_s=2.0)),
+    }
+    return RunReport(**(given | changes))
+
+
+def text_of(table: Table) -> str:
+    console = Console(width=160, record=True, color_system=None, file=open("/dev/null", "w"))  # noqa: SIM115 (record)
+    console.print(table)
+    return console.export_text()
+
+
+def test_report_round_trips(tmp_path: Path) -> None:
+    for written in (report(), report(compare=None, store=None), report(compare=())):
+        written.write(tmp_path / "new" / "report.json")
+        assert RunReport.read(tmp_path / "new" / "report.json") == written
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.json"]
+
+
+def test_report_has_every_promised_field() -> None:
+    data = report().to_json()
+    assert data["topology"] == {"tp": 2, "pp": 2, "dp": 2}
+    assert data["losses"] == [5.0, 1.25]
+    assert data["real_tokens"] == 2000
+    assert data["real_tokens_per_s"] == pytest.approx(2000.0)
+    assert data["cpu_s_per_token"] == pytest.approx(3.0 / 2000)
+    assert data["padding_efficiency"] == pytest.approx(0.8)
+    assert data["num_micro_batches"] == [[3, 4], [5, 4]]
+    assert data["predicted_makespan_s"] == [0.4, 0.4]
+    assert data["measured_makespan_mean_s"] == pytest.approx(0.42)
+    assert data["bubble_ratio"]["measured"] == pytest.approx(0.25)
+    assert data["peak_bytes"] == {"predicted": [100, 3 << 20], "measured": None}
+    assert data["store"] == {"server": "valkey", "version": "9.1.0"}
+    assert set(data["compare"][0]) == set(result().to_json())
+    assert data["steps"] == 2
+    fields = "format date device versions layout schedule seed loss_norm model oversubscribed exposed_planning_s"
+    assert set(fields.split()) <= set(data)
+
+
+def test_a_diverged_loss_is_null_in_the_file_and_nan_again_when_read(tmp_path: Path) -> None:
+    report(result=result(last_loss=math.inf), compare=None).write(tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["losses"] == [5.0, None]
+    assert math.isnan(RunReport.read(tmp_path / "r.json").result.losses[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "dynapipe-report/2"}, "dynapipe-report/2"),
+        ({"seed": "7"}, r"seed is '7', expected int"),
+        ({"seed": True}, "seed is True, expected int"),
+        ({"losses": ["x", 1.0]}, "losses is 'x', expected float"),
+        ({"losses": [1.0]}, "real_tokens_per_step has 2 entries for 1 losses"),
+        ({"topology": None}, "topology is NoneType"),
+        ({"topology": {"tp": 2, "pp": 2}}, "no field 'dp'"),
+        ({"compare": {}}, "expected null or a list"),
+        ({"compare": [1]}, r"compare\[0\] is int"),
+        ({"num_micro_batches": [[3, 4], [5, "4"]]}, r"num_micro_batches\[1\] is '4'"),
+        ({"padded_tokens": 10}, "padded_tokens 10 is less than the 2000 real tokens"),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    (tmp_path / "r.json").write_text(json.dumps(report().to_json() | change))
+    with pytest.raises(DataError, match=message):
+        RunReport.read(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize("field", sorted(set(report().to_json()) - {"format", "steps"}))
+def test_a_missing_field_is_named_unless_it_is_derived(tmp_path: Path, field: str) -> None:
+    data = report().to_json()
+    del data[field]
+    (tmp_path / "r.json").write_text(json.dumps(data))
+    derived = {"real_tokens", "real_tokens_per_s", "cpu_s_per_token", "padding_efficiency"}
+    if field in derived or field.endswith("_mean_s"):
+        assert RunReport.read(tmp_path / "r.json") == report()
+    else:
+        with pytest.raises(DataError, match=repr(field)):
+            RunReport.read(tmp_path / "r.json")
+
+
+def test_files_that_are_no_report_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    with pytest.raises(DataError, match="cannot be read"):
+        RunReport.read(path)
+    path.write_text('{\n"format": }')
+    with pytest.raises(DataError, match="line 2"):
+        RunReport.read(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="UTF-8"):
+        RunReport.read(path)
+
+
+def test_a_failed_write_keeps_the_old_report(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    report().write(path)
+    before = path.read_text()
+    with pytest.raises(TypeError):
+        report(model={"bad": object()}).write(path)
+    assert path.read_text() == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        report().write(tmp_path / "file" / "r.json")
+
+
+def test_summary_shows_measured_beside_predicted() -> None:
+    text = text_of(summary_table(report()))
+    assert "5.0000 → 1.2500" in text
+    assert "80.0 %" in text
+    assert "3 to 5" in text
+    assert "25.0 %" in text
+    assert "20.0 %" in text
+    assert "420.0 ms" in text
+    assert "3.00 MiB (rank 1)" in text
+    assert "8 ranks share 2 cores" in text
+    assert "share" not in text_of(summary_table(report(oversubscribed=False)))
+
+
+def test_summary_of_a_run_without_steps_has_no_figures() -> None:
+    empty = RunResult(
+        name="x", layout="padded", schedule="1f1b", losses=(), real_tokens_per_step=(), padded_tokens=0, step_s=(),
+        cpu_s=0.0, num_micro_batches=(), measured_makespan_s=(),
+    )  # fmt: skip
+    assert "x: 0 steps" in text_of(summary_table(report(result=empty, compare=None)))
+
+
+def test_comparison_takes_the_best_baseline_of_each_column_and_marks_losses() -> None:
+    text = text_of(compare_table(report()))
+    last = next(line for line in text.splitlines() if "over the best baseline" in line)
+    cells = [cell.strip() for cell in last.strip("│ ").split("│")]
+    # tokens/s 2000 to the best 2000; CPU time 1.5 to 1.0 ms: behind; the rest are equal.
+    assert cells == ["over the best baseline", "1.000×", "▼ 1.500×", "1.000×", "1.000×", "1.000×"]
+    faster = text_of(compare_table(report(result=result(step_s=0.25), oversubscribed=False)))
+    assert "2.000×" in faster
+    assert "share" not in faster
+
+
+def test_comparison_leaves_unknown_figures_out() -> None:
+    blind = replace(result(last_loss=math.nan), measured_bubble_ratio=())
+    text = text_of(compare_table(report(result=blind)))
+    assert "nan" not in text
+    with pytest.raises(DataError, match="--compare"):
+        compare_table(report(compare=None))
+
+
+@pytest.mark.parametrize("field", ["step_s", "measured_makespan_s", "num_micro_batches", "predicted_bubble_ratio"])
+def test_lists_of_unequal_length_are_refused(field: str) -> None:
+    with pytest.raises(DataError, match=field):
+        replace(result(), **{field: getattr(result(), field)[:1]})

@@ -1,0 +1,147 @@
+"""Loss curves and progress: what a person sees of a run."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.tools.loss_curve import smooth, write_loss_png
+from dynapipe_ext.tools.progress import StepProgress, WorkProgress
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+def curve(num_steps: int, tokens: int = 1000) -> list[tuple[int, int, float]]:
+    return [(step, (step + 1) * tokens, 5 / (1 + step)) for step in range(num_steps)]
+
+
+def test_several_curves_have_two_panels_and_one_has_one(tmp_path: Path) -> None:
+    write_loss_png(tmp_path / "one" / "loss.png", {"ours": curve(20)}, "one")
+    write_loss_png(tmp_path / "two.png", {"ours": curve(20), "padding": curve(20, 700)}, "two")
+    (one, height), (two, same) = png_size(tmp_path / "one" / "loss.png"), png_size(tmp_path / "two.png")
+    assert height == same
+    assert two > 1.7 * one
+
+
+def test_short_long_and_diverged_curves_are_drawn(tmp_path: Path) -> None:
+    points = {"single": curve(1), "long": curve(500), "nan": [(0, 1, math.nan)], "none": []}
+    write_loss_png(tmp_path / "l.png", points, "all")
+    assert png_size(tmp_path / "l.png")[0] > 0
+
+
+def test_a_loss_curve_needs_a_point_and_a_place(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="ours"):
+        write_loss_png(tmp_path / "l.png", {"ours": []}, "")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        write_loss_png(tmp_path / "file" / "l.png", {"ours": curve(2)}, "")
+
+
+def test_the_mean_of_a_curve_ignores_losses_that_are_not_finite() -> None:
+    assert smooth([1.0, math.inf, 3.0], 3)[0] == 1.0
+    assert math.isnan(smooth([1.0, math.nan, 3.0], 3)[1])
+    assert smooth([1.0, 2.0], 1) == [1.0, 2.0]
+
+
+def pipe() -> Console:
+    return Console(file=io.StringIO(), width=40)
+
+
+def lines(console: Console) -> list[str]:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_a_pipe_gets_one_line_a_step_without_control_codes() -> None:
+    console = pipe()
+    with StepProgress(3, console=console, clock=lambda: 0.0) as progress:
+        progress.update(0, 5.0, 12_345.6, 0.956, 0.25)
+        progress.update(1, 4.0, 12_000.0, 0.9)
+        progress.log("[a message] that is as it was")
+    first, second, message = lines(console)
+    assert first == "step 0 (1/3)  loss 5.0000  12,346 tok/s  padding 95.6 %  bubble 25.0 %  ETA 0:00"
+    assert second.endswith("bubble -  ETA 0:00")
+    assert message == "[a message] that is as it was"
+
+
+def test_time_left_follows_the_mean_rate() -> None:
+    console, now = pipe(), [0.0]
+    with StepProgress(10, console=console, clock=lambda: now[0]) as progress:
+        for step in range(2):
+            now[0] += 15.0
+            progress.update(step, 1.0, 1.0, 1.0)
+    assert [line.split("ETA ")[1] for line in lines(console)] == ["2:15", "2:00"]
+
+
+def test_every_k_th_step_and_the_last_have_a_line() -> None:
+    console = pipe()
+    with StepProgress(7, console=console, every=3) as progress:
+        for step in range(100, 107):
+            progress.update(step, 1.0, 1.0, 1.0)
+    assert [line.split()[1] for line in lines(console)] == ["102", "105", "106"]
+
+
+def test_a_terminal_gets_a_bar_with_the_figures() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=150)
+    with StepProgress(4, console=console) as progress:
+        progress.update(9, 2.5, 1000.0, 0.5, 0.125)
+        progress.log("a message")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert re.search(r"step 9 ━+\S* +\S*1/4 loss 2.5000  1,000 tok/s  padding 50.0 %  bubble 12.5 % ETA", plain), plain
+    assert "a message\n" in text.replace("\r", "")
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h")  # the cursor is given back
+
+
+def test_all_figures_fit_in_80_columns() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with StepProgress(9999, console=console, clock=lambda: 0.0) as progress:
+        progress.update(1000, 12.3456, 18_234.0, 0.957, 0.112)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    assert "padding 95.7 %  bubble 11.2 % ETA 0:00" in plain
+    assert "…" not in plain
+
+
+def test_disabled_progress_writes_nothing() -> None:
+    for console in (pipe(), Console(file=io.StringIO(), force_terminal=True)):
+        with StepProgress(1, console=console, enabled=False) as progress:
+            progress.update(0, 1.0, 1.0, 1.0)
+            progress.log("quiet")
+        with WorkProgress("tokenizing", 5, console=console, enabled=False) as work:
+            work.advance(5)
+        assert lines(console) == []
+
+
+def test_work_in_a_pipe_has_a_line_at_each_tenth() -> None:
+    console = pipe()
+    with WorkProgress("tokenizing", 1000, console=console, clock=lambda: 0.0) as work:
+        for _ in range(500):
+            work.advance(2)
+    assert len(lines(console)) == 10
+    assert lines(console)[0] == "tokenizing: 100/1,000 (10 %)  ETA 0:00"
+    assert lines(console)[-1] == "tokenizing: 1,000/1,000 (100 %)  ETA 0:00"
+
+
+def test_work_of_unknown_size_and_of_no_size_ends() -> None:
+    for total in (None, 0):
+        console = pipe()
+        with WorkProgress("reading", total, console=console) as work:
+            work.advance(3)
+        assert lines(console) == []
+
+
+def test_impossible_totals_are_refused() -> None:
+    with pytest.raises(ConfigError, match="-1"):
+        StepProgress(-1)
+    with pytest.raises(ConfigError, match="every is 0"):
+        StepProgress(5, every=0)

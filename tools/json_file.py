@@ -1,0 +1,77 @@
+"""JSON files with a named format: written whole or not at all, read with checks that name the file and the field."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dynapipe_ext.errors import DataError
+
+_T = TypeVar("_T")
+
+
+def read_json(path: str | Path, wanted: str, what: str) -> dict[str, Any]:
+    """The object in a JSON file whose "format" is `wanted`; DataError otherwise, naming the line where JSON breaks."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): give {what} that a run wrote") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start}): give {what} that a run wrote") from error
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path} is not JSON (line {error.lineno}: {error.msg}): give {what} that a run wrote"
+        ) from error
+    found = data.get("format") if isinstance(data, dict) else None
+    if found != wanted:
+        raise DataError(f"{path} has format {found!r} but {wanted!r} is needed: give {what}, or write it again")
+    return dict(data)
+
+
+def write_atomic(path: str | Path, text: str) -> None:
+    """Replace a file by `text` in one step, creating its folder. DataError where the place cannot be written."""
+    target = Path(path)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        part.replace(target)
+    except OSError as error:
+        raise DataError(f"{target} cannot be written ({error.strerror}): choose another directory") from error
+    finally:
+        with contextlib.suppress(OSError):  # gone after the replacement, or its folder cannot be used at all
+            part.unlink()
+
+
+class Fields:
+    """Checked access to a JSON object; `where` names it in errors."""
+
+    def __init__(self, data: Any, where: str) -> None:
+        if not isinstance(data, dict):
+            raise DataError(f"{where} is {type(data).__name__}: expected an object")
+        self._data, self._where = data, where
+
+    def raw(self, name: str) -> Any:
+        if name not in self._data:
+            raise DataError(f"{self._where} has no field {name!r}: it was cut or written by another version; run again")
+        return self._data[name]
+
+    def one(self, name: str, kind: type[_T]) -> _T:
+        return self.check(name, self.raw(name), kind)
+
+    def many(self, name: str, kind: type[_T]) -> tuple[_T, ...]:
+        return tuple(self.check(f"{name}[{i}]", value, kind) for i, value in enumerate(self.one(name, list)))
+
+    def sub(self, name: str) -> Fields:
+        return Fields(self.raw(name), f"{self._where}: {name}")
+
+    def check(self, name: str, value: Any, kind: type[_T]) -> _T:
+        if kind is float and type(value) is int:
+            value = float(value)
+        # bool is a subclass of int, but true is not a count.
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise DataError(f"{self._where}: {name} is {value!r}, expected {kind.__name__}; run again to rewrite it")
+        return value

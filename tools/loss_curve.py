@@ -1,0 +1,116 @@
+"""A picture of losses over steps and over real tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.errors import ConfigError, DataError
+
+Point = tuple[int, int, float]  # step, real tokens seen up to and including it, loss
+
+# Okabe and Ito's colours, which stay apart under the common colour blindnesses; dashes tell lines apart in grey print.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DASHES = ("-", (0, (5, 1.6)), (0, (1.5, 1.3)), (0, (6, 1.5, 1.5, 1.5)))
+_INK, _GRID = "#2b3440", "#e4e8ed"
+
+
+def smooth(losses: Sequence[float], window: int) -> list[float]:
+    """Running means over up to `window` finite losses around each; nan stays nan.
+
+    Near the start, where losses fall fast, the window shrinks on both sides; at the end only on the right.
+
+    >>> smooth([4.0, 2.0, 3.0, 1.0, 5.0], 3)
+    [4.0, 3.0, 2.0, 3.0, 3.0]
+    """
+    means = []
+    for i, loss in enumerate(losses):
+        reach = min(window // 2, i)
+        near = [value for value in losses[i - reach : i + reach + 1] if math.isfinite(value)]
+        means.append(math.fsum(near) / len(near) if math.isfinite(loss) else math.nan)
+    return means
+
+
+def write_loss_png(path: str | Path, curves: Mapping[str, Sequence[Point]], title: str) -> None:
+    """Draw one line a curve, labelled with its name and last value, over steps; of several, over real tokens too.
+
+    Long curves are drawn faint with their running mean on top. Raises DataError where no curve has a point.
+    """
+    drawn = {name: sorted(points) for name, points in curves.items() if points}
+    if not drawn:
+        raise DataError(f"no curve of {sorted(curves)} has a point: a loss curve needs at least one trained step")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise ConfigError("the loss curve needs matplotlib: pip install 'dynapipe-ext[train]'") from error
+
+    num_panels = 2 if len(drawn) > 1 else 1
+    layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.07, wspace=0.05)
+    figure = Figure(figsize=(6.0 * num_panels + 0.6, 4.3), dpi=150, facecolor="white", layout=layout)
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, num_panels, sharey=True, squeeze=False)[0]
+    scale, unit = _token_unit(max(points[-1][1] for points in drawn.values()))
+    for panel, column, label, per in zip(panels, (0, 1), ("step", f"real tokens{unit}"), (1, scale), strict=False):
+        for i, (name, points) in enumerate(drawn.items()):
+            xs = [point[column] / per for point in points]
+            _line(panel, xs, [point[2] for point in points], name, i)
+        _style(panel, label)
+    panels[0].set_ylabel("loss", color=_INK)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2 * num_panels, frameon=False, fontsize=9)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold", color=_INK)
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, format="png", metadata={"Software": None})
+    except OSError as error:
+        raise DataError(f"{target} cannot be written ({error.strerror}): choose another directory") from error
+
+
+def _line(panel: Any, xs: Sequence[float], losses: Sequence[float], name: str, index: int) -> None:
+    colour, dashes = _COLOURS[index % len(_COLOURS)], _DASHES[index % len(_DASHES)]
+    window = 2 * (len(losses) // 40) + 1
+    if window > 1:
+        panel.plot(xs, losses, color=colour, linewidth=0.8, alpha=0.28)
+    means = smooth(losses, window)
+    finite = [(x, loss) for x, loss in zip(xs, means, strict=True) if math.isfinite(loss)]
+    last = finite[-1] if finite else None
+    panel.plot(
+        xs,
+        means,
+        color=colour,
+        linestyle=dashes,
+        linewidth=2,
+        label=f"{name}: {last[1]:.3f}" if last else name,
+        marker="o" if len(xs) < 12 else "",
+        markersize=4,
+    )
+    if last:
+        panel.plot(*last, marker="o", markersize=5, color=colour)
+
+
+def _style(panel: Any, label: str) -> None:
+    panel.set_xlabel(label, color=_INK)
+    panel.grid(color=_GRID, linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[["left", "bottom"]].set_color("#aab3be")
+    panel.tick_params(colors=_INK, labelsize=9, length=3)
+    panel.xaxis.get_major_locator().set_params(integer=label == "step")
+    panel.margins(x=0.02)
+
+
+def _token_unit(most: int) -> tuple[int, str]:
+    """Divisor and suffix of an axis of tokens.
+
+    >>> _token_unit(3_200_000)
+    (1000000, ' (millions)')
+    """
+    for scale, name in ((10**9, "billions"), (10**6, "millions"), (10**3, "thousands")):
+        if most >= 2 * scale:
+            return scale, f" ({name})"
+    return 1, ""

@@ -1,0 +1,168 @@
+"""Progress of a run: a live bar on a terminal, one plain line a step in a pipe or a log file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from dynapipe_ext.errors import ConfigError
+
+Clock = Callable[[], float]
+
+
+def format_eta(seconds: float | None) -> str:
+    """
+    >>> format_eta(None), format_eta(7.2), format_eta(3725)
+    ('--:--', '0:07', '1:02:05')
+    """
+    if seconds is None:
+        return "--:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class _EtaColumn(ProgressColumn):
+    """Time left by the mean rate since the start: steps differ in size, and a short window would jump about."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"ETA {format_eta(_left_s(task.completed, task.total, task.elapsed))}", style="cyan")
+
+
+def _left_s(done: float, total: float | None, elapsed_s: float | None) -> float | None:
+    if not done or total is None or elapsed_s is None:
+        return None
+    return max(0.0, (total - done) * elapsed_s / done)
+
+
+class _Meter:
+    """A bar on a terminal, silent otherwise; text printed through `log` or `print` stays above the bar."""
+
+    def __init__(
+        self,
+        description: str,
+        total: int | None,
+        *,
+        console: Console | None,
+        enabled: bool,
+        clock: Clock,
+        figures: bool,
+    ) -> None:
+        if total is not None and total < 0:
+            raise ConfigError(f"a progress bar over {total} pieces: the total must be at least 0")
+        self._console = console or Console(stderr=True)
+        self._clock = clock
+        self._total, self._done = total, 0
+        self._enabled = enabled
+        self._live = enabled and self._console.is_terminal
+        self._started_s = 0.0
+        # 80 columns hold step, figures and time left; a wider terminal gets the bar and the count as well.
+        bar_width = min(28, self._console.width - 90) if figures else 24
+        bar = [BarColumn(bar_width=bar_width), MofNCompleteColumn()] if bar_width >= 8 else []
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            *bar,
+            *([TextColumn("{task.fields[figures]}")] if figures else []),
+            _EtaColumn(),
+            console=self._console,
+            get_time=clock,
+            disable=not self._live,
+        )
+        self._task = self._bar.add_task(description, total=total, figures="", start=False)
+
+    def __enter__(self) -> Self:
+        self._started_s = self._clock()
+        self._bar.start_task(self._task)
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def log(self, message: str) -> None:
+        """Print a line above the bar."""
+        if self._enabled:
+            self._print(message)
+
+    def _print(self, line: str) -> None:
+        # No wrapping, markup or colouring: a line of a log stays one line, whatever the width and the text.
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _left(self) -> str:
+        return format_eta(_left_s(self._done, self._total, self._clock() - self._started_s))
+
+
+class StepProgress(_Meter):
+    """Progress of training over `total_steps`; a context manager.
+
+    On a terminal a bar; elsewhere one line every `every` steps, and one for the last. `console` defaults to standard
+    error, so that standard output stays clean for results.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        console: Console | None = None,
+        enabled: bool = True,
+        every: int = 1,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        if every < 1:
+            raise ConfigError(f"every is {every} but must be at least 1: it is the number of steps between lines")
+        super().__init__("step", total_steps, console=console, enabled=enabled, clock=clock, figures=True)
+        self._every = every
+
+    def update(
+        self,
+        step: int,
+        loss: float,
+        tokens_per_s: float,
+        padding_efficiency: float,
+        bubble_ratio: float | None = None,
+    ) -> None:
+        """One more step is done. `step` is its number in the run; `bubble_ratio` is None where nothing measured it.
+
+        The line says "padding" for padding efficiency: real over padded tokens.
+        """
+        self._done += 1
+        bubble = "-" if bubble_ratio is None else f"{100 * bubble_ratio:.1f} %"
+        figures = f"loss {loss:.4f}  {tokens_per_s:,.0f} tok/s  padding {100 * padding_efficiency:.1f} %"
+        figures += f"  bubble {bubble}"
+        if self._live:
+            self._bar.update(self._task, completed=self._done, description=f"step {step}", figures=figures)
+        elif self._enabled and (self._done % self._every == 0 or self._done == self._total):
+            self._print(f"step {step} ({self._done}/{self._total})  {figures}  ETA {self._left()}")
+
+
+class WorkProgress(_Meter):
+    """Progress of preparing something, tokenization say; in a pipe one line at each tenth of the total."""
+
+    def __init__(
+        self,
+        description: str,
+        total: int | None,
+        *,
+        console: Console | None = None,
+        enabled: bool = True,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        super().__init__(description, total, console=console, enabled=enabled, clock=clock, figures=False)
+        self._description = description
+
+    def advance(self, amount: int = 1) -> None:
+        """`amount` more pieces are done."""
+        before, self._done = self._done, self._done + amount
+        if self._live:
+            self._bar.update(self._task, completed=self._done)
+        elif self._enabled and self._total and 10 * self._done // self._total > 10 * before // self._total:
+            percent = 100 * self._done // self._total
+            self._print(f"{self._description}: {self._done:,}/{self._total:,} ({percent} %)  ETA {self._left()}")
