@@ -1,0 +1,302 @@
+"""Tokens on disk, written once by `prepare` and memory-mapped by every rank; planners read `lengths` alone.
+
+A directory holds tokens.bin (uint16, or uint32 for vocabularies over 65,536), offsets.npy (int64, N + 1 places in
+tokens.bin), first_target.npy (int32), task_ids.npy (int32), lengths.npy (int64, (N, 3): positions, 0, target tokens),
+tokenizer.json, and meta.json. A sample is: input tokens, separator, target tokens, eos; plain text has no input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.data.reading import Example
+from dynapipe_ext.data.tokenizer import (
+    FILE_NAME,
+    BytesTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+)
+from dynapipe_ext.data.truncation import Truncation
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.lengths import LengthArray
+
+TokenizerKind = Literal["bpe", "bytes"]
+_FORMAT = "dynapipe-tokens/1"
+_ARRAYS = ("offsets", "first_target", "task_ids", "lengths")
+_BATCH_EXAMPLES = 1024
+_BATCH_CHARACTERS = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenSample:
+    """One sample: int64 `tokens`, and the place among them of the first target token."""
+
+    index: int
+    tokens: npt.NDArray[np.int64]
+    first_target: int
+
+    @property
+    def positions(self) -> int:
+        """Model input positions: each token but the last is read, each but the first is a label."""
+        return len(self.tokens) - 1
+
+    @property
+    def target(self) -> int:
+        """Labels that carry loss."""
+        return len(self.tokens) - self.first_target
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenDataset:
+    """Prepared samples, memory-mapped: `dataset[i]` reads one, `dataset.lengths` is all that planning needs."""
+
+    directory: Path
+    meta: Mapping[str, object]
+    lengths: LengthArray
+    tokens: npt.NDArray[np.unsignedinteger[npt.NBitBase]]
+    offsets: npt.NDArray[np.int64]
+    first_target: npt.NDArray[np.int32]
+    task_ids: npt.NDArray[np.int32]
+
+    @staticmethod
+    def open(directory: str | Path) -> TokenDataset:
+        """The dataset that `prepare` wrote. Errors: DataError where it is missing, of another format, or cut short."""
+        folder = Path(directory)
+        meta = _read_meta(folder)
+        try:
+            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS}
+            tokens = np.memmap(folder / "tokens.bin", dtype=np.dtype(str(meta["dtype"])), mode="r")
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{folder} is damaged ({error}): remove it and prepare the data again") from None
+        num_samples = meta["num_samples"]
+        if len(arrays["offsets"]) != len(arrays["lengths"]) + 1 or len(arrays["lengths"]) != num_samples:
+            raise DataError(
+                f"{folder} is damaged: its arrays do not hold {num_samples} samples: prepare the data again"
+            )
+        if len(tokens) != int(arrays["offsets"][-1]):
+            raise DataError(
+                f"{folder}/tokens.bin holds {len(tokens)} tokens but should hold {int(arrays['offsets'][-1])}: "
+                "remove the folder and prepare the data again"
+            )
+        return TokenDataset(directory=folder, meta=meta, tokens=tokens, **arrays)
+
+    def __reduce__(self) -> tuple[Callable[[Path], TokenDataset], tuple[Path]]:
+        return TokenDataset.open, (self.directory,)  # a pickled memmap would carry its whole file to each worker
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is outside of the {len(self)} samples of {self.directory}")
+        tokens = self.tokens[int(self.offsets[index]) : int(self.offsets[index + 1])].astype(np.int64)
+        return TokenSample(int(index), tokens, int(self.first_target[index]))
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of all that training reads: tokens, their borders, the tokenizer."""
+        return str(self.meta["fingerprint"])
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, special ones included."""
+        return int(str(self.meta["vocab_size"]))
+
+    @property
+    def num_truncated(self) -> int:
+        return int(str(self.meta["num_truncated"]))
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Task names, in the order that `task_ids` counts them."""
+        names = self.meta["tasks"]
+        assert isinstance(names, list)
+        return tuple(names)
+
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.directory / FILE_NAME)
+
+
+def fingerprint_of_source(source: str | Path | Mapping[str, object]) -> str:
+    """sha256 that changes with the source: a file's path, size and modification time, or a generator's settings."""
+    if isinstance(source, Mapping):
+        described: Mapping[str, object] = source
+    else:
+        path = Path(source)
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}): check the path given as --data") from None
+        described = {"path": str(path.resolve()), "bytes": status.st_size, "modified_ns": status.st_mtime_ns}
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def prepare(
+    examples: Callable[[], Iterable[Example]],
+    directory: str | Path,
+    *,
+    tokenizer: TokenizerKind,
+    max_seq_len: int,
+    truncate: bool,
+    vocab_size: int | None = None,
+    source_fingerprint: str | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> TokenDataset:
+    """Tokenize `examples` into `directory`, or open what an earlier call with the same source and settings left there.
+
+    `examples` returns a fresh iterator at each call; BPE reads them twice (to train, to encode). `progress` gets the
+    number of samples done, after each batch. The folder appears whole or not at all: it is written beside its place and
+    renamed, over an older dataset too. With `truncate` a sample over `max_seq_len` positions loses the left end of its
+    input, then the right end of its target (and its eos with it).
+
+    Errors: DataError for a sample over `max_seq_len` without `truncate`, for no samples, or where `directory` holds
+    something else; ConfigError for settings that cannot work.
+    """
+    folder = Path(directory)
+    settings = _settings(tokenizer, vocab_size, max_seq_len, truncate)
+    if folder.exists() and not (folder / "meta.json").exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder} exists and is not prepared data: remove it or choose another folder")
+    if source_fingerprint is not None and (found := _reusable(folder, settings, source_fingerprint)):
+        return found
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
+    try:
+        partial.chmod(0o755)
+        if tokenizer == "bpe":
+            assert vocab_size is not None
+            texts = (text for example in examples() for text in (example.input, example.target) if text)
+            encoder: Tokenizer = train_tokenizer(texts, vocab_size)
+        else:
+            encoder = BytesTokenizer()
+        meta = _write(partial, examples(), encoder, Truncation(encoder, max_seq_len, truncate), progress)
+        meta |= {"source": source_fingerprint, "settings": settings}
+        (partial / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        _move_into_place(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return TokenDataset.open(folder)
+
+
+def _settings(tokenizer: TokenizerKind, vocab_size: int | None, max_seq_len: int, truncate: bool) -> dict[str, object]:
+    if tokenizer not in ("bpe", "bytes"):
+        raise ConfigError(f'tokenizer is {tokenizer!r}: choose "bpe" or "bytes"')
+    if tokenizer == "bpe" and vocab_size is None:
+        raise ConfigError('tokenizer "bpe" needs a vocab_size, for example 1024')
+    if max_seq_len < 1:
+        raise ConfigError(f"max_seq_len is {max_seq_len} but must be at least 1")
+    size = vocab_size if tokenizer == "bpe" else None  # bytes have one vocabulary: another size is the same data
+    return {"tokenizer": tokenizer, "vocab_size": size, "max_seq_len": max_seq_len, "truncate": truncate}
+
+
+def _reusable(folder: Path, settings: Mapping[str, object], source: str) -> TokenDataset | None:
+    try:
+        dataset = TokenDataset.open(folder)
+    except DataError:
+        return None
+    return dataset if dataset.meta.get("source") == source and dataset.meta.get("settings") == settings else None
+
+
+def _read_meta(folder: Path) -> dict[str, object]:
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} holds no prepared data ({error}): prepare it first") from None
+    if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
+        raise DataError(f"{folder} is not data of format {_FORMAT}: remove it and prepare the data again")
+    return meta
+
+
+def _write(
+    folder: Path,
+    examples: Iterable[Example],
+    tokenizer: Tokenizer,
+    truncation: Truncation,
+    progress: Callable[[int], None] | None,
+) -> dict[str, object]:
+    """All files but meta.json, whose content is returned (source and settings are the caller's)."""
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    digest = hashlib.sha256()
+    sizes, first_targets, task_ids = [], [], []
+    task_numbers: dict[str, int] = {}
+    num_samples = num_truncated = 0
+    with (folder / "tokens.bin").open("wb") as file:
+        for batch in _batches(examples):
+            sequences = truncation.encode(batch, first_index=num_samples)
+            block = np.concatenate([np.array(s.tokens, dtype=dtype) for s in sequences]).tobytes()
+            digest.update(block)
+            file.write(block)
+            sizes.append(np.array([len(s.tokens) for s in sequences], np.int64))
+            first_targets.append(np.array([s.first_target for s in sequences], np.int32))
+            task_ids.append(np.array([task_numbers.setdefault(e.task, len(task_numbers)) for e in batch], np.int32))
+            num_samples += len(batch)
+            num_truncated += sum(s.truncated for s in sequences)
+            if progress is not None:
+                progress(num_samples)
+    if num_samples == 0:
+        raise DataError("the data has no samples: give a source with at least one")
+
+    size, first_target = np.concatenate(sizes), np.concatenate(first_targets)
+    arrays: dict[str, npt.NDArray[np.generic]] = {
+        "offsets": np.concatenate([[0], np.cumsum(size)]).astype(np.int64),
+        "first_target": first_target,
+        "task_ids": np.concatenate(task_ids),
+        "lengths": np.stack([size - 1, np.zeros_like(size), size - first_target], axis=1),
+    }
+    for name in _ARRAYS:
+        np.save(folder / f"{name}.npy", arrays[name])
+        digest.update(arrays[name].tobytes())
+    save_tokenizer(tokenizer, folder / FILE_NAME)
+    digest.update(tokenizer.as_json().encode())
+    return {
+        "format": _FORMAT,
+        "fingerprint": digest.hexdigest(),
+        "num_samples": num_samples,
+        "num_tokens": int(size.sum()),
+        "num_truncated": num_truncated,
+        "dtype": dtype.str,
+        "vocab_size": tokenizer.vocab_size,
+        "tasks": list(task_numbers),
+    }
+
+
+def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    """Runs of examples that bound the memory of one encoding, however long the texts."""
+    batch: list[Example] = []
+    characters = 0
+    for example in examples:
+        batch.append(example)
+        characters += len(example.input) + len(example.target)
+        if len(batch) == _BATCH_EXAMPLES or characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _move_into_place(partial: Path, folder: Path) -> None:
+    """Rename `partial` to `folder`; an older dataset there is moved aside first (open maps of it stay valid)."""
+    aside = partial.with_name(partial.name + ".old")
+    try:
+        if folder.exists():
+            os.rename(folder, aside)
+        os.rename(partial, folder)
+    except OSError as error:
+        raise DataError(
+            f"{folder} could not be put in place ({error.strerror}): is another run preparing it?"
+        ) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
