@@ -1,0 +1,85 @@
+"""Bytes of a schedule: what each pipeline rank holds after every action, and its peak.
+
+Stored activations are held from F to B, or to W where the backward is split. While an action of a kind in `kinds`
+runs, the micro-batch's working bytes come on top: all of F, B and I by default, which is the safer rule (recomputation
+and the temporary gradients of a layer need them in the backward as well); "F" counts them in forwards alone.
+"""
+
+from __future__ import annotations
+
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
+
+
+def check_sizes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
+    """Refuse costs that are not those of the schedule: other stages, or too few micro-batches."""
+    if schedule.num_stages != costs.num_stages:
+        raise PlanError(
+            f"schedule {schedule.name!r} has {schedule.num_stages} stages but the costs have {costs.num_stages}:"
+            " price the micro-batches for the same topology"
+        )
+    stages, micro_batches = range(costs.num_stages), range(costs.num_micro_batches)
+    for rank in schedule.ranks:
+        for action in rank:
+            if action.stage not in stages or action.micro_batch not in micro_batches:
+                raise PlanError(
+                    f"action {action} is outside the costs, which have {len(stages)} stages and"
+                    f" {len(micro_batches)} micro-batches: price every micro-batch of the schedule"
+                )
+
+
+def static_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
+    """Static bytes of all stages of each pipeline rank."""
+    totals = [0] * len(schedule.ranks)
+    for rank, num_bytes in zip(schedule.stage_ranks, costs.static_bytes.tolist(), strict=True):
+        totals[rank] += num_bytes
+    return tuple(totals)
+
+
+def held_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[tuple[int, ...], ...]:
+    """Per pipeline rank, static plus stored bytes right after each action.
+
+    Errors: PlanError if the costs do not match the schedule.
+    """
+    check_sizes(schedule, costs)
+    stored = costs.stored_bytes.tolist()
+    ranks = []
+    for rank, held in zip(schedule.ranks, static_bytes(schedule, costs), strict=True):
+        after = []
+        for action in rank:
+            if action.kind is Kind.FORWARD:
+                held += stored[action.stage][action.micro_batch]
+            elif action.kind is not Kind.BACKWARD_INPUT:
+                held -= stored[action.stage][action.micro_batch]
+            after.append(held)
+        ranks.append(tuple(after))
+    return tuple(ranks)
+
+
+def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts, kinds: str = "FBI") -> tuple[int, ...]:
+    """Largest memory of each pipeline rank at any time; `kinds` are the actions that need their working bytes.
+
+    During F: held before + stored + working of the micro-batch. During B and I: held (its own stored bytes are part of
+    that) + working. W runs on what is held.
+
+    Errors: PlanError if the costs do not match the schedule, or `kinds` has a letter other than F, B, I, W.
+    """
+    if not set(kinds) <= set("FBIW"):
+        raise PlanError(f"kinds {kinds!r} may have the letters F, B, I and W alone, such as 'FBI'")
+    counted = {kind for kind in Kind if kind.value in kinds}
+    working = costs.working_bytes.tolist()
+    peaks = []
+    for rank, static, after in zip(
+        schedule.ranks, static_bytes(schedule, costs), held_bytes(schedule, costs), strict=True
+    ):
+        peak = before = static
+        for action, held in zip(rank, after, strict=True):
+            during = max(before, held)
+            if action.kind in counted:
+                during += working[action.stage][action.micro_batch]
+            if during > peak:
+                peak = during
+            before = held
+        peaks.append(peak)
+    return tuple(peaks)

@@ -1,0 +1,224 @@
+"""Schedules and plans as text: lines of actions, a picture for terminals, and the JSON form dynapipe-plan/1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynapipe_ext.errors import DynaPipeError, PlanError
+from dynapipe_ext.plan import RECOMPUTES, MicroBatch
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.schedules.validate import validate
+from dynapipe_ext.timeline import Trace
+from dynapipe_ext.topology import Topology
+
+PLAN_FORMAT = "dynapipe-plan/1"
+_MARKS = {Kind.FORWARD: "", Kind.BACKWARD: "'", Kind.BACKWARD_INPUT: "i", Kind.BACKWARD_WEIGHT: "w"}
+_FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.BACKWARD_INPUT: "=", Kind.BACKWARD_WEIGHT: "~"}
+
+
+def format_lines(schedule: PipelineSchedule) -> str:
+    """One line a pipeline rank: its number, a colon, its actions in order. parse_lines reads it back."""
+    return "".join(" ".join([f"{rank}:", *map(str, actions)]) + "\n" for rank, actions in enumerate(schedule.ranks))
+
+
+def parse_lines(text: str, name: str = "schedule") -> PipelineSchedule:
+    """The schedule of `format_lines`; stages lie on the ranks whose lines name them. Empty lines and # comments pass.
+
+    Errors: PlanError naming the line: a rank out of turn, an action that is none, a stage on two ranks or on none.
+
+    >>> parse_lines("0: 0F0 0B0\\n1: 1F0 1B0").stage_ranks
+    (0, 1)
+    """
+    ranks: list[tuple[Action, ...]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        body = line.partition("#")[0].strip()
+        if not body:
+            continue
+        rank, colon, actions = body.partition(":")
+        if not colon or rank.strip() != str(len(ranks)):
+            raise PlanError(f"line {number} {line!r} must begin with '{len(ranks)}:', the next pipeline rank")
+        ranks.append(tuple(Action.parse(word) for word in actions.split()))
+    return PipelineSchedule(name, tuple(ranks), _stage_ranks(ranks))
+
+
+def draw(schedule: PipelineSchedule, trace: Trace, *, width: int = 100) -> str:
+    """A picture for terminals: one row a rank, columns in proportion to time, `width` columns for the makespan.
+
+    F of micro-batch 3 is "3---", B "3'==", I "3i==", W "3w~~"; idle time is dots. Where a rank holds several stages the
+    stage comes first ("1.3---"). An action too short for its label shows as much of it as fits.
+
+    Errors: PlanError if the trace is not of this schedule, or `width` is below 1.
+    """
+    if width < 1:
+        raise PlanError(f"width is {width} columns but a picture needs at least 1")
+    start_s = min((span.start_s for span in trace.spans), default=0.0)
+    scale = width / trace.makespan_s if trace.makespan_s > 0 else 0.0
+    several = len(schedule.ranks) < schedule.num_stages
+    margin = len(str(len(schedule.ranks) - 1))
+    rows = []
+    for rank, actions in enumerate(schedule.ranks):
+        spans = sorted(trace.of_rank(rank), key=lambda span: (span.start_s, span.end_s))
+        if sorted(span.label for span in spans) != sorted(map(str, actions)):
+            raise PlanError(f"the trace of rank {rank} has other actions than schedule {schedule.name!r}")
+        row = ["."] * width
+        for span in spans:
+            action = Action.parse(span.label)
+            left = round((span.start_s - start_s) * scale)
+            right = round((span.end_s - start_s) * scale)
+            label = f"{action.stage}." * several + f"{action.micro_batch}{_MARKS[action.kind]}"
+            row[left:right] = label.ljust(right - left, _FILL[action.kind])[: right - left]
+        rows.append(f"{rank:>{margin}} |{''.join(row)}|\n")
+    return "".join(rows)
+
+
+def plan_json(step_plan: StepPlan, topology: Topology) -> dict[str, Any]:
+    """A step's plan for people and tools: format dynapipe-plan/1 (see README), ready for json.dump."""
+    shape: dict[str, Any] = {"tp": topology.tp, "pp": topology.pp, "dp": topology.dp}
+    if topology.layers_per_stage:
+        shape["layers_per_stage"] = list(topology.layers_per_stage)
+    replicas = []
+    for replica, schedule, prediction in zip(
+        step_plan.batch.replicas, step_plan.schedules, step_plan.predictions, strict=True
+    ):
+        body: dict[str, Any] = {"name": schedule.name, "stages": schedule.lines()}
+        if schedule.stage_ranks != tuple(range(len(schedule.ranks))):
+            body["placement"] = list(schedule.stage_ranks)
+        replicas.append(
+            {
+                "dp_rank": replica.dp_rank,
+                "micro_batches": [_micro_batch_json(micro_batch) for micro_batch in replica.micro_batches],
+                "schedule": body,
+                "predicted": {
+                    "makespan_s": prediction.makespan_ns / 1e9,
+                    "lower_bound_s": prediction.lower_bound_ns / 1e9,
+                    "peak_bytes": list(prediction.peak_bytes),
+                },
+            }
+        )
+    return {"format": PLAN_FORMAT, "topology": shape, "replicas": replicas}
+
+
+def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], list[PipelineSchedule]]:
+    """Topology, and per data-parallel rank the micro-batches (as in the JSON) and the schedule, each proven to run.
+
+    Errors: PlanError naming the field or the action at fault.
+    """
+    root = _mapping(data, "plan")
+    if root.get("format") != PLAN_FORMAT:
+        raise PlanError(f"the plan's format is {root.get('format')!r} but this version reads {PLAN_FORMAT!r}")
+    shape = _mapping(_field(root, "topology", "plan"), "topology")
+    replicas = [_mapping(raw, f"replicas[{i}]") for i, raw in enumerate(_list(root, "replicas", "plan"))]
+    numbers = [_field(raw, "dp_rank", f"replicas[{i}]") for i, raw in enumerate(replicas)]
+    dp = _field(shape, "dp", "topology")
+    if not replicas or dp != len(replicas) or sorted(numbers, key=str) != sorted(range(len(replicas)), key=str):
+        raise PlanError(
+            f"the replicas have dp_rank {numbers} but the topology needs each of 0..dp-1 with dp {dp!r} once"
+        )
+    replicas = [raw for _, raw in sorted(zip(numbers, replicas, strict=True), key=lambda pair: int(pair[0]))]
+    micro_batches, schedules = [], []
+    for dp_rank, raw in enumerate(replicas):
+        where = f"replica {dp_rank}"
+        shapes = [
+            _check_micro_batch(m, f"{where} micro-batch {i}") for i, m in enumerate(_list(raw, "micro_batches", where))
+        ]
+        schedule = _read_schedule(_mapping(_field(raw, "schedule", where), f"{where} schedule"), where)
+        try:
+            validate(schedule, len(shapes))
+        except PlanError as error:
+            raise PlanError(f"{where}: {error}") from error
+        micro_batches.append(shapes)
+        schedules.append(schedule)
+    placements = {schedule.stage_ranks for schedule in schedules}
+    if len(placements) != 1:
+        raise PlanError(f"the replicas place stages differently: {sorted(placements)}")
+    (placement,) = placements
+    identity = placement == tuple(range(len(placement)))
+    try:
+        topology = Topology(
+            tp=_field(shape, "tp", "topology"),
+            pp=_field(shape, "pp", "topology"),
+            dp=dp,
+            layers_per_stage=tuple(shape.get("layers_per_stage", ())),
+            placement=() if identity else placement,
+        )
+    except (DynaPipeError, TypeError) as error:
+        raise PlanError(f"the plan's topology {shape}: {error}") from error
+    if topology.stage_ranks != placement:
+        raise PlanError(f"the schedules have {len(schedules[0].ranks)} ranks but the topology has pp {topology.pp}")
+    return topology, micro_batches, schedules
+
+
+def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
+    return {
+        "samples": [sample.index for sample in micro_batch.samples],
+        "layout": micro_batch.layout,
+        "rows": micro_batch.rows,
+        "encoder_len": micro_batch.encoder_len,
+        "decoder_len": micro_batch.decoder_len,
+        "recompute": micro_batch.recompute,
+    }
+
+
+def _check_micro_batch(raw: Any, where: str) -> dict[str, Any]:
+    shape = dict(_mapping(raw, where))
+    samples = _list(shape, "samples", where)
+    counts = {key: _field(shape, key, where) for key in ("rows", "encoder_len", "decoder_len")}
+    for key, value in [*counts.items(), *(("samples", index) for index in samples)]:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise PlanError(f"{where}: {key} has {value!r}, which is not a count or an index")
+    layout = _field(shape, "layout", where)
+    if layout not in ("padded", "packed") or counts["rows"] != (len(samples) if layout == "padded" else 1):
+        raise PlanError(
+            f"{where}: layout {layout!r} with {len(samples)} samples in {counts['rows']} rows: padded has a row"
+            " a sample, packed has one"
+        )
+    if shape.get("recompute") not in RECOMPUTES:
+        raise PlanError(f"{where}: recompute is {shape.get('recompute')!r} but must be one of {', '.join(RECOMPUTES)}")
+    return shape
+
+
+def _read_schedule(raw: Mapping[str, Any], where: str) -> PipelineSchedule:
+    lists = _list(raw, "stages", f"{where} schedule")
+    if not all(isinstance(texts, list) and all(isinstance(text, str) for text in texts) for texts in lists):
+        raise PlanError(f"{where}: schedule.stages must hold one list of actions such as '2F0' per pipeline rank")
+    ranks = tuple(tuple(Action.parse(text) for text in texts) for texts in lists)
+    placement = raw.get("placement", list(range(len(ranks))))
+    if not isinstance(placement, list) or not all(type(rank) is int for rank in placement):
+        raise PlanError(f"{where}: schedule.placement {placement!r} must list the pipeline rank of each stage")
+    return PipelineSchedule(str(raw.get("name", "")), ranks, tuple(placement))
+
+
+def _stage_ranks(ranks: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    placed: dict[int, int] = {}
+    for rank, actions in enumerate(ranks):
+        for action in actions:
+            if placed.setdefault(action.stage, rank) != rank:
+                raise PlanError(
+                    f"stage {action.stage} is on rank {placed[action.stage]} and, by {action}, on rank {rank}"
+                )
+    if not placed:
+        return tuple(range(len(ranks)))
+    if missing := sorted(set(range(max(placed) + 1)) - placed.keys()):
+        raise PlanError(f"stages {missing} have no action on any rank: number stages from 0 without gaps")
+    return tuple(placed[stage] for stage in range(len(placed)))
+
+
+def _field(raw: Mapping[str, Any], key: str, where: str) -> Any:
+    if key not in raw:
+        raise PlanError(f"{where} has no field {key!r}")
+    return raw[key]
+
+
+def _list(raw: Mapping[str, Any], key: str, where: str) -> list[Any]:
+    value = _field(raw, key, where)
+    if not isinstance(value, list):
+        raise PlanError(f"{where}: {key} is {type(value).__name__} but must be a list")
+    return value
+
+
+def _mapping(raw: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(raw, dict):
+        raise PlanError(f"{where} is {type(raw).__name__} but must be an object")
+    return raw

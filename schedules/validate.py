@@ -1,0 +1,79 @@
+"""Proof that a schedule can run: every action once, in place, and no circular wait. No costs needed."""
+
+from __future__ import annotations
+
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+
+
+def validate(schedule: PipelineSchedule, num_micro_batches: int) -> None:
+    """Nothing if every micro-batch runs F then B, or F then I then W, on each stage, and the order has no cycle.
+
+    Errors: PlanError naming the action, stage or micro-batch at fault.
+    """
+    _check_placement(schedule)
+    done: dict[tuple[int, int], str] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            if not 0 <= action.stage < schedule.num_stages:
+                raise PlanError(f"action {action} names a stage outside 0..{schedule.num_stages - 1}")
+            if schedule.stage_ranks[action.stage] != rank:
+                raise PlanError(
+                    f"action {action} is on rank {rank} but stage {action.stage} is placed on rank"
+                    f" {schedule.stage_ranks[action.stage]}"
+                )
+            if not 0 <= action.micro_batch < num_micro_batches:
+                raise PlanError(f"action {action} names a micro-batch outside 0..{num_micro_batches - 1}")
+            key = action.stage, action.micro_batch
+            done[key] = done.get(key, "") + action.kind.value
+    for stage in range(schedule.num_stages):
+        for micro_batch in range(num_micro_batches):
+            kinds = done.get((stage, micro_batch), "")
+            if kinds not in ("FB", "FIW"):
+                raise PlanError(
+                    f"micro-batch {micro_batch} on stage {stage} runs {kinds or 'nothing'} but must run FB or FIW"
+                )
+    _check_progress(schedule)
+
+
+def _check_placement(schedule: PipelineSchedule) -> None:
+    if not schedule.stage_ranks or set(schedule.stage_ranks) != set(range(len(schedule.ranks))):
+        raise PlanError(
+            f"stage_ranks {schedule.stage_ranks} must place at least one stage on each of the"
+            f" {len(schedule.ranks)} ranks and on no other"
+        )
+
+
+def _check_progress(schedule: PipelineSchedule) -> None:
+    """Run the order without times; a rank that can never go on is part of, or behind, a circular wait."""
+    last = schedule.num_stages - 1
+    has_forward: set[tuple[int, int]] = set()
+    has_gradient: set[tuple[int, int]] = set()
+    position = [0] * len(schedule.ranks)
+
+    def can_run(action: Action) -> bool:
+        match action.kind:
+            case Kind.FORWARD:
+                return action.stage == 0 or (action.stage - 1, action.micro_batch) in has_forward
+            case Kind.BACKWARD_WEIGHT:
+                return (action.stage, action.micro_batch) in has_gradient
+            case _:  # its F stands before it in the same list
+                return action.stage == last or (action.stage + 1, action.micro_batch) in has_gradient
+
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(schedule.ranks):
+            while position[rank] < len(actions) and can_run(action := actions[position[rank]]):
+                if action.kind is not Kind.BACKWARD_WEIGHT:
+                    finished = has_forward if action.kind is Kind.FORWARD else has_gradient
+                    finished.add((action.stage, action.micro_batch))
+                position[rank] += 1
+                progress = True
+    stuck = [
+        f"rank {rank} at {actions[position[rank]]}"
+        for rank, actions in enumerate(schedule.ranks)
+        if position[rank] < len(actions)
+    ]
+    if stuck:
+        raise PlanError(f"schedule {schedule.name!r} has a circular wait: {', '.join(stuck)} can never start")

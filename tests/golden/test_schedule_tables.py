@@ -1,0 +1,146 @@
+"""Schedules as tables: what each rank does, column by column, where every forward takes 1 and every backward 2."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import numpy as np
+
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.adaptive import adaptive, best_order
+from dynapipe_ext.schedules.bounds import lower_bound_ns
+from dynapipe_ext.schedules.gpipe import gpipe
+from dynapipe_ext.schedules.memory import peak_bytes
+from dynapipe_ext.schedules.notation import draw, format_lines, parse_lines
+from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.simulate import makespan_ns, simulate
+
+
+def proportional(num_stages: int, sizes: list[int]) -> MicroBatchCosts:
+    """F = size, B = 2 x size, W = size, stored bytes = size; the same on all stages, transfers free."""
+    row = np.tile(np.array(sizes, np.int64), (num_stages, 1))
+    none = np.zeros_like(row)
+    return MicroBatchCosts(
+        forward_ns=row,
+        backward_ns=2 * row,
+        weight_ns=row,
+        stored_bytes=row,
+        working_bytes=none,
+        transfer_ns=none[1:],
+        transfer_bytes=none[1:],
+        static_bytes=none[:, 0],
+    )
+
+
+def picture(schedule: PipelineSchedule, costs: MicroBatchCosts, columns: int = 3) -> str:
+    """One unit of time is three columns."""
+    return "\n" + draw(schedule, simulate(schedule, costs), width=columns * makespan_ns(schedule, costs))
+
+
+def test_gpipe_runs_all_forwards_then_all_backwards() -> None:
+    assert format_lines(gpipe(4, 4)) == dedent("""\
+        0: 0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
+        1: 1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3
+        2: 2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3
+        3: 3F0 3F1 3F2 3F3 3B0 3B1 3B2 3B3
+        """)
+
+
+def test_1f1b_warms_up_alternates_and_cools_down() -> None:
+    assert format_lines(one_f_one_b(4, 8)) == dedent("""\
+        0: 0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0F6 0B3 0F7 0B4 0B5 0B6 0B7
+        1: 1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1F6 1B4 1F7 1B5 1B6 1B7
+        2: 2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 2B4 2F6 2B5 2F7 2B6 2B7
+        3: 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5 3F6 3B6 3F7 3B7
+        """)
+
+
+def test_1f1b_with_fewer_micro_batches_than_stages_is_gpipe_where_the_pipeline_is_not_full() -> None:
+    assert format_lines(one_f_one_b(4, 2)) == dedent("""\
+        0: 0F0 0F1 0B0 0B1
+        1: 1F0 1F1 1B0 1B1
+        2: 2F0 2F1 2B0 2B1
+        3: 3F0 3B0 3F1 3B1
+        """)
+
+
+def test_1f1b_in_time_looks_like_the_textbook() -> None:
+    assert picture(one_f_one_b(3, 4), proportional(3, [1] * 4)) == dedent("""
+        0 |0--1--2--............0'====3--1'====...2'====...3'====|
+        1 |...0--1--......0'====2--1'====3--2'====...3'====......|
+        2 |......0--0'====1--1'====2--2'====3--3'====............|
+        """)
+
+
+def test_a_split_backward_on_virtual_stages_is_drawn_with_its_stage() -> None:
+    schedule = parse_lines("0: 0F0 2F0 2I0 2W0 0B0\n1: 1F0 1B0")
+    assert picture(schedule, proportional(3, [1]), columns=4) == dedent("""
+        0 |0.0-....2.0-2.0i2.0w....0.0'====|
+        1 |....1.0-........1.0'====........|
+        """)
+
+
+def test_at_uniform_costs_and_the_memory_of_1f1b_adaptive_is_as_good_as_1f1b_and_optimal() -> None:
+    for stages, num in ((1, 3), (2, 5), (4, 8), (8, 16)):
+        costs, plain = proportional(stages, [7] * num), one_f_one_b(stages, num)
+        limit = max(peak_bytes(plain, costs))
+        found = adaptive(costs, memory_limit_bytes=limit)
+        assert makespan_ns(found, costs) == makespan_ns(plain, costs) == (num + stages - 1) * 21
+        assert max(peak_bytes(found, costs)) <= limit == 7 * min(stages, num)
+        assert lower_bound_ns(found, costs, split=False) == makespan_ns(found, costs)
+
+
+def test_uneven_micro_batches_enter_early_where_memory_is_slack() -> None:
+    """1F1B idles behind the long micro-batch 1; with 2 more units of memory two short ones fill part of the wait."""
+    costs = proportional(3, [1, 4, 1, 1, 1, 1])
+    plain = one_f_one_b(3, 6)
+    found = adaptive(costs, memory_limit_bytes=8)
+    assert picture(plain, costs, columns=1) == dedent("""
+        0 |01---2.....0'3...............1'======42'53'.4'.5'|
+        1 |.0...1---0'2.........1'======32'......43'54'.5'..|
+        2 |..00'....1---1'======22'......33'......44'55'....|
+        """)
+    assert picture(found, costs, columns=1) == dedent("""
+        0 |01---234....0'5..............1'======2'3'4'5'|
+        1 |.0...1---20'3........1'======42'53'4'5'......|
+        2 |..00'....1---1'======22'33'...44'55'.........|
+        """)
+    assert (makespan_ns(plain, costs), makespan_ns(found, costs)) == (49, 45)
+    assert (peak_bytes(plain, costs), peak_bytes(found, costs)) == ((6, 5, 4), (8, 6, 4))
+
+
+def test_adaptive_falls_back_to_1f1b_where_memory_leaves_no_slack() -> None:
+    costs = proportional(3, [1, 4, 1, 1, 1, 1])
+    assert makespan_ns(adaptive(costs, memory_limit_bytes=6), costs) == 49
+
+
+def test_adaptive_still_runs_where_one_micro_batch_at_a_time_fits() -> None:
+    costs = proportional(2, [2, 3, 2])
+    found = adaptive(costs, memory_limit_bytes=3)
+    assert format_lines(found) == dedent("""\
+        0: 0F0 0B0 0F1 0B1 0F2 0B2
+        1: 1F0 1B0 1F1 1B1 1F2 1B2
+        """)
+
+
+def test_without_search_steps_the_best_of_the_starting_orders_is_taken_here_cheap_at_both_ends() -> None:
+    costs = proportional(4, [9, 2, 4, 1, 7, 3, 3, 8, 1, 5])
+    order, found = best_order(costs, memory_limit_bytes=40, effort=0, seed=0)
+    assert costs.forward_ns[0, order].tolist() == [1, 2, 3, 5, 8, 9, 7, 4, 3, 1]
+    assert makespan_ns(found, costs) < makespan_ns(adaptive(costs, memory_limit_bytes=40), costs)
+
+
+def test_a_searched_order_is_the_same_on_every_machine() -> None:
+    costs = proportional(4, [9, 2, 4, 1, 7, 3, 3, 8, 1, 5])
+    order, found = best_order(costs, memory_limit_bytes=24, effort=60, seed=7)
+    natural = adaptive(costs, memory_limit_bytes=24)
+    assert [makespan_ns(s, costs) for s in (one_f_one_b(4, 10), natural, found)] == [284, 235, 187]
+    assert order == [8, 1, 9, 7, 0, 4, 2, 3, 6, 5]
+    assert format_lines(found) == dedent("""\
+        0: 0F8 0F1 0F9 0F7 0B8 0F0 0B1 0B9 0F4 0B7 0F2 0F3 0F6 0B0 0F5 0B4 0B2 0B3 0B6 0B5
+        1: 1F8 1F1 1F9 1B8 1F7 1B1 1F0 1B9 1F4 1B7 1B0 1F2 1B4 1F3 1F6 1F5 1B2 1B3 1B6 1B5
+        2: 2F8 2F1 2B8 2F9 2B1 2F7 2B9 2F0 2B7 2F4 2B0 2B4 2F2 2F3 2B2 2F6 2B3 2F5 2B6 2B5
+        3: 3F8 3B8 3F1 3B1 3F9 3B9 3F7 3B7 3F0 3B0 3F4 3B4 3F2 3B2 3F3 3B3 3F6 3B6 3F5 3B5
+        """)
+    assert max(peak_bytes(found, costs)) == 24

@@ -1,0 +1,323 @@
+"""Schedules over random costs, placements and orders, against slow and independent definitions of the same things."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.adaptive import _RULES, _inputs, adaptive, best_order
+from dynapipe_ext.schedules.bounds import _preemptive_ns, lower_bound_ns
+from dynapipe_ext.schedules.gpipe import gpipe
+from dynapipe_ext.schedules.memory import held_bytes, peak_bytes
+from dynapipe_ext.schedules.notation import format_lines, parse_lines
+from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.simulate import _run_shared, _steps, makespan_ns, num_slots, simulate, simulate_ns
+from dynapipe_ext.schedules.validate import validate
+
+F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741 torch's letters
+
+
+@st.composite
+def random_costs(draw: st.DrawFn, max_stages: int = 6, max_micro_batches: int = 12) -> MicroBatchCosts:
+    """Even and heavy-tailed costs, with stages that differ, zeros, ties, and transfers from none to dominant."""
+    stages = draw(st.integers(1, max_stages))
+    num = draw(st.integers(0 if draw(st.booleans()) else 1, max_micro_batches))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    spread, zeros = draw(st.sampled_from([0.0, 0.3, 1.0, 2.5])), draw(st.sampled_from([0.0, 0.0, 0.3]))
+    scale, transfer = draw(st.sampled_from([3, 1000])), draw(st.sampled_from([0, 1, 50]))
+
+    def table(rows: int, mean: float) -> np.ndarray:
+        sizes = np.exp(rng.normal(0, spread, num)) * np.exp(rng.normal(0, spread / 3, (rows, 1)))
+        return np.where(rng.random((rows, num)) < zeros, 0, np.ceil(mean * sizes)).astype(np.int64)
+
+    backward = table(stages, 2 * scale)
+    return MicroBatchCosts(
+        forward_ns=table(stages, scale),
+        backward_ns=backward,
+        weight_ns=(backward * rng.random(backward.shape)).astype(np.int64),
+        stored_bytes=table(stages, 100),
+        working_bytes=table(stages, draw(st.sampled_from([0, 10, 300]))),
+        transfer_ns=table(stages - 1, transfer) if transfer else np.zeros((stages - 1, num), np.int64),
+        transfer_bytes=np.zeros((stages - 1, num), np.int64),
+        static_bytes=rng.integers(0, 500, stages),
+    )
+
+
+def random_schedule(seed: int, stages: int, num: int, *, split: bool, linear: bool = False) -> PipelineSchedule:
+    """Any valid schedule: a random placement, random split backwards, actions in a random order that respects them."""
+    rng = random.Random(seed)
+    num_ranks = stages if linear else rng.randint(1, stages)
+    placement = list(range(num_ranks)) + [rng.randrange(num_ranks) for _ in range(stages - num_ranks)]
+    if not linear:
+        rng.shuffle(placement)
+    ranks: list[list[Action]] = [[] for _ in range(num_ranks)]
+    ready = [Action(0, F, m) for m in range(num)]
+    while ready:
+        action = ready.pop(rng.randrange(len(ready)))
+        s, m = action.stage, action.micro_batch
+        ranks[placement[s]].append(action)
+        if action.kind is F and s < stages - 1:
+            ready.append(Action(s + 1, F, m))
+        elif action.kind is F or (action.kind in (B, I) and s > 0):
+            target = s if action.kind is F else s - 1
+            ready.append(Action(target, I if split and rng.random() < 0.5 else B, m))
+        if action.kind is I:
+            ready.append(Action(s, W, m))
+    return PipelineSchedule("random", tuple(map(tuple, ranks)), tuple(placement))
+
+
+def fixpoint_ends(schedule: PipelineSchedule, costs: MicroBatchCosts) -> dict[Action, int] | None:
+    """End of every action by repeating the definition until nothing changes; None for a deadlock. Slow and plain."""
+    table = {F: costs.forward_ns, B: costs.backward_ns, I: costs.input_ns, W: costs.weight_ns}
+    last, where = schedule.num_stages - 1, schedule.stage_ranks
+    ends: dict[Action, int] = {}
+
+    def gradient(stage: int, m: int) -> int | None:
+        return next((ends[a] for k in (B, I) if (a := Action(stage, k, m)) in ends), None)
+
+    def moved(time: int | None, s: int, t: int, m: int) -> int | None:
+        if time is None or where[s] == where[t]:
+            return time
+        return time + int(costs.transfer_ns[min(s, t), m])
+
+    def starts(rank: int, index: int) -> list[int | None]:
+        a = schedule.ranks[rank][index]
+        s, m = a.stage, a.micro_batch
+        needs: list[int | None] = [ends.get(schedule.ranks[rank][index - 1]) if index else 0]
+        if a.kind is F and s > 0:
+            needs.append(moved(ends.get(Action(s - 1, F, m)), s - 1, s, m))
+        if a.kind in (B, I):
+            needs.append(ends.get(Action(s, F, m)))
+            if s < last:
+                needs.append(moved(gradient(s + 1, m), s + 1, s, m))
+        if a.kind is W:
+            needs.append(ends.get(Action(s, I, m)))
+        return needs
+
+    while True:
+        before = len(ends)
+        for rank, actions in enumerate(schedule.ranks):
+            for index, a in enumerate(actions):
+                needs = starts(rank, index)
+                if a not in ends and None not in needs:
+                    ends[a] = max(n for n in needs if n is not None) + int(table[a.kind][a.stage, a.micro_batch])
+        if len(ends) == before:
+            break
+    return ends if len(ends) == sum(map(len, schedule.ranks)) else None
+
+
+@settings(deadline=None)
+@given(random_costs(), st.integers(0, 2**32), st.booleans())
+def test_the_simulation_agrees_to_the_digit_with_a_fixpoint_of_the_rules(
+    costs: MicroBatchCosts, seed: int, split: bool
+) -> None:
+    schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=split)
+    ends = fixpoint_ends(schedule, costs)
+    assert ends is not None
+    spans = simulate_ns(schedule, costs)
+    assert [[end for _, end in rank] for rank in spans] == [[ends[a] for a in rank] for rank in schedule.ranks]
+    assert makespan_ns(schedule, costs) == max(ends.values(), default=0)
+
+
+@settings(deadline=None)
+@given(random_costs(4, 4), st.integers(0, 2**32), st.booleans())
+def test_shuffled_lists_deadlock_in_the_simulation_exactly_where_the_fixpoint_and_the_validator_say(
+    costs: MicroBatchCosts, seed: int, split: bool
+) -> None:
+    valid = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=split)
+    rng = random.Random(seed)
+    ranks = [list(rank) for rank in valid.ranks]
+    for rank in ranks:
+        for _ in range(rng.randint(0, 3) if len(rank) > 1 else 0):
+            i, j = rng.sample(range(len(rank)), 2)
+            rank[i], rank[j] = rank[j], rank[i]
+    schedule = PipelineSchedule("shuffled", tuple(map(tuple, ranks)), valid.stage_ranks)
+    if fixpoint_ends(schedule, costs) is None:
+        with pytest.raises(PlanError, match="deadlocks: rank"):
+            simulate_ns(schedule, costs)
+        with pytest.raises(PlanError, match=r"circular wait: rank|must run FB or FIW"):
+            validate(schedule, costs.num_micro_batches)
+    else:
+        simulate_ns(schedule, costs)
+        validate(schedule, costs.num_micro_batches)
+
+
+@settings(deadline=None)
+@given(random_costs(), st.integers(0, 2**32), st.integers(1, 6))
+def test_ranks_that_share_cores_are_never_faster_and_waste_nothing(
+    costs: MicroBatchCosts, seed: int, cores: int
+) -> None:
+    schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=True)
+    alone, shared = simulate(schedule, costs), simulate(schedule, costs, num_cores=cores)
+    assert shared.makespan_s >= alone.makespan_s
+    assert {s.label: s.cpu_s for s in shared.spans} == {s.label: s.cpu_s for s in alone.spans}
+    work_ns = sum(s.cpu_s for s in alone.spans) * 1e9
+    assert shared.makespan_s * 1e9 >= work_ns / cores * (1 - 1e-9)
+    if cores == 1 and not costs.transfer_ns.any():
+        assert shared.makespan_s * 1e9 <= work_ns + len(shared.spans) + 1  # each end is rounded up by less than 1 ns
+
+
+@settings(deadline=None)
+@given(random_costs(), st.integers(0, 2**32))
+def test_sharing_with_a_core_per_rank_is_the_plain_simulation(costs: MicroBatchCosts, seed: int) -> None:
+    schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=True)
+    slots = num_slots(costs.num_stages, costs.num_micro_batches)
+    spans, stuck = _run_shared(_steps(schedule, costs), slots, len(schedule.ranks))
+    assert (spans, stuck) == (simulate_ns(schedule, costs), [])
+
+
+@settings(deadline=None)
+@given(random_costs(), st.integers(0, 2**32), st.sampled_from(["FBI", "F", "", "FBIW"]))
+def test_peak_bytes_are_the_largest_sum_over_what_is_held_at_any_action(
+    costs: MicroBatchCosts, seed: int, kinds: str
+) -> None:
+    schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=True)
+    expected = []
+    for rank, actions in enumerate(schedule.ranks):
+        static = sum(int(b) for b, r in zip(costs.static_bytes, schedule.stage_ranks, strict=True) if r == rank)
+        peak, inside = 0, set()
+        for a in actions:
+            key = (a.stage, a.micro_batch)
+            inside.add(key)
+            extra = int(costs.working_bytes[key]) if a.kind.value in kinds else 0
+            peak = max(peak, extra + sum(int(costs.stored_bytes[k]) for k in inside))
+            if a.kind in (B, W):
+                inside.remove(key)
+        expected.append(static + peak)
+    assert peak_bytes(schedule, costs, kinds) == tuple(expected)
+    for rank, after in enumerate(held_bytes(schedule, costs)):
+        assert not after or after[-1] == sum(
+            int(b) for b, r in zip(costs.static_bytes, schedule.stage_ranks, strict=True) if r == rank
+        )
+
+
+@settings(max_examples=300, deadline=None)
+@given(random_costs(), st.integers(0, 2**32), st.booleans())
+def test_no_schedule_beats_the_lower_bound_of_its_placement(costs: MicroBatchCosts, seed: int, split: bool) -> None:
+    schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=split)
+    makespan, limit = makespan_ns(schedule, costs), max(peak_bytes(schedule, costs), default=0)
+    for allowed in {True, split}:
+        assert lower_bound_ns(schedule, costs, split=allowed) <= makespan
+        assert lower_bound_ns(schedule.stage_ranks, costs, split=allowed, memory_limit_bytes=limit) <= makespan
+    assert lower_bound_ns(schedule, costs, split=True) <= lower_bound_ns(schedule, costs, split=False)
+
+
+@settings(deadline=None)
+@given(random_costs(), st.booleans())
+def test_the_bound_includes_each_ranks_work_and_each_micro_batchs_chain(costs: MicroBatchCosts, split: bool) -> None:
+    """The heads-and-tails and chain bounds in closed form, for a linear placement."""
+    num, stages = costs.num_micro_batches, costs.num_stages
+    if not num:
+        return
+    back = costs.input_ns if split else costs.backward_ns
+    head, tail, simple = np.zeros(num, np.int64), np.zeros(num, np.int64), 0
+    chain = costs.forward_ns.sum(0) + back.sum(0) + 2 * costs.transfer_ns.sum(0)
+    for s in range(stages):
+        work = int((costs.forward_ns[s] + costs.backward_ns[s]).sum())
+        after = np.zeros(num, np.int64) if split else tail
+        weight = costs.weight_ns[s] if split else 0
+        simple = max(simple, int(head.min()) + work + int(after.min()), int((chain - tail + weight).max()))
+        if s + 1 < stages:
+            head = head + costs.forward_ns[s] + costs.transfer_ns[s]
+            tail = tail + back[s] + costs.transfer_ns[s]
+    assert lower_bound_ns(range(stages), costs, split=split) >= simple
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=6))
+def test_the_preemptive_bound_is_the_largest_over_subsets_of_head_work_and_tail(
+    jobs: list[tuple[int, int, int]],
+) -> None:
+    jobs = [(head, max(1, work), tail) for head, work, tail in jobs]
+    subsets = (c for size in range(1, len(jobs) + 1) for c in itertools.combinations(jobs, size))
+    expected = max(min(h for h, _, _ in c) + sum(w for _, w, _ in c) + min(t for _, _, t in c) for c in subsets)
+    assert _preemptive_ns(jobs) == expected
+
+
+def needed_bytes(costs: MicroBatchCosts) -> int:
+    """The least limit under which any schedule exists: the largest micro-batch alone."""
+    alone = costs.static_bytes[:, None] + costs.stored_bytes + costs.working_bytes
+    return int(max(costs.static_bytes.max(), alone.max(initial=0)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(random_costs(), st.floats(0, 1), st.integers(0, 2**32), st.one_of(st.none(), st.integers(1, 8)))
+def test_adaptive_keeps_the_limit_the_order_and_the_cap_and_never_loses_to_1f1b(
+    costs: MicroBatchCosts, slack: float, seed: int, cap: int | None
+) -> None:
+    stages, num = costs.num_stages, costs.num_micro_batches
+    least, most = needed_bytes(costs), max(peak_bytes(gpipe(stages, num), costs))
+    limit = least + int(slack * max(0, most - least))
+    order = random.Random(seed).sample(range(num), num)
+    found = adaptive(costs, memory_limit_bytes=limit, order=order, max_in_flight=cap)
+    validate(found, num)
+    assert max(peak_bytes(found, costs)) <= limit
+    for rank in found.ranks:
+        assert [a.micro_batch for a in rank if a.kind is F] == order
+        inside = itertools.accumulate(1 if a.kind is F else -1 for a in rank)
+        assert cap is None or max(inside, default=0) <= cap
+    taken = costs.take(order)
+    plain = one_f_one_b(stages, num)
+    if max(peak_bytes(plain, taken)) <= limit and (cap is None or min(stages, num) <= cap):
+        assert makespan_ns(found, costs) <= makespan_ns(plain, taken)
+    assert found == adaptive(costs, memory_limit_bytes=limit, order=order, max_in_flight=cap)
+
+
+@settings(deadline=None)
+@given(random_costs(), st.floats(0, 1))
+def test_every_dispatch_rule_makes_a_whole_order_within_the_limit(costs: MicroBatchCosts, slack: float) -> None:
+    num, least = costs.num_micro_batches, needed_bytes(costs)
+    inputs = _inputs(costs, range(num), least + int(slack * 500), None)
+    for index, rule in enumerate(_RULES):
+        order = rule(inputs)
+        assert order is not None or index == 0  # only plain 1F1B may not fit
+        if order is not None:
+            assert inputs.fits(order)
+            assert [sorted(actions) for actions in order] == [[*range(-num, 0), *range(1, num + 1)]] * costs.num_stages
+            inputs.makespan_ns(order)
+
+
+@settings(deadline=None)
+@given(random_costs())
+def test_adaptive_refuses_a_micro_batch_that_does_not_fit_alone_and_takes_one_that_just_does(
+    costs: MicroBatchCosts,
+) -> None:
+    if not costs.num_micro_batches:
+        return
+    least = needed_bytes(costs)
+    adaptive(costs, memory_limit_bytes=least)
+    with pytest.raises(PlanError, match=rf"alone needs {least} B on stage \d+ but the limit is {least - 1} B: "):
+        adaptive(costs.take([_largest(costs)]), memory_limit_bytes=least - 1)
+
+
+def _largest(costs: MicroBatchCosts) -> int:
+    need = costs.static_bytes[:, None] + costs.stored_bytes + costs.working_bytes
+    return int(np.unravel_index(need.argmax(), need.shape)[1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(random_costs(), st.floats(0, 1), st.integers(0, 2**64), st.integers(0, 12))
+def test_best_order_is_repeatable_and_never_worse_than_the_natural_order(
+    costs: MicroBatchCosts, slack: float, seed: int, effort: int
+) -> None:
+    limit = needed_bytes(costs) + int(slack * 500)
+    order, found = best_order(costs, memory_limit_bytes=limit, effort=effort, seed=seed)
+    assert (order, found) == best_order(costs, memory_limit_bytes=limit, effort=effort, seed=seed)
+    assert found == adaptive(costs, memory_limit_bytes=limit, order=order)
+    assert makespan_ns(found, costs) <= makespan_ns(adaptive(costs, memory_limit_bytes=limit), costs)
+    assert makespan_ns(found, costs) >= lower_bound_ns(found, costs, split=False, memory_limit_bytes=limit)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 12))
+def test_lines_of_actions_round_trip(seed: int, stages: int, num: int) -> None:
+    schedule = random_schedule(seed, stages, num, split=True)
+    assert parse_lines(format_lines(schedule), schedule.name) == schedule

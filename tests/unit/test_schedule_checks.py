@@ -1,0 +1,238 @@
+"""What the validator, the simulator, the memory rule and the bounds say about small cases worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.schedules.adaptive import adaptive, best_order
+from dynapipe_ext.schedules.bounds import lower_bound_ns
+from dynapipe_ext.schedules.gpipe import gpipe
+from dynapipe_ext.schedules.memory import held_bytes, peak_bytes, static_bytes
+from dynapipe_ext.schedules.notation import parse_lines
+from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.simulate import makespan_ns, simulate, simulate_ns
+from dynapipe_ext.schedules.validate import validate
+
+
+def costs_of(
+    forward: list[list[int]],
+    backward: list[list[int]],
+    *,
+    transfer: int = 0,
+    stored: int = 0,
+    working: int = 0,
+    static: int = 0,
+) -> MicroBatchCosts:
+    """W is half of the backward; the other tables are constant."""
+    shape = np.array(forward, np.int64).shape
+    return MicroBatchCosts(
+        forward_ns=np.array(forward, np.int64),
+        backward_ns=np.array(backward, np.int64),
+        weight_ns=np.array(backward, np.int64) // 2,
+        stored_bytes=np.full(shape, stored, np.int64),
+        working_bytes=np.full(shape, working, np.int64),
+        transfer_ns=np.full((shape[0] - 1, shape[1]), transfer, np.int64),
+        transfer_bytes=np.zeros((shape[0] - 1, shape[1]), np.int64),
+        static_bytes=np.full(shape[0], static, np.int64),
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("0: 0F0\n1: 1F0 1B0", "micro-batch 0 on stage 0 runs F but must run FB or FIW"),
+        ("0: 0F0 0B0\n1: 1F0 1B0 1B0", "micro-batch 0 on stage 1 runs FBB"),
+        ("0: 0B0 0F0\n1: 1F0 1B0", "micro-batch 0 on stage 0 runs BF"),
+        ("0: 0F0 0W0 0I0\n1: 1F0 1B0", "micro-batch 0 on stage 0 runs FWI"),
+        ("0: 0F0 0I0\n1: 1F0 1B0", "micro-batch 0 on stage 0 runs FI but"),
+        ("0: 0F0 0B0\n1: 1F0 1B0 1F1 1B1", "action 1F1 names a micro-batch outside 0..0"),
+    ],
+)
+def test_the_validator_names_an_action_that_is_missing_doubled_or_misplaced(lines: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        validate(parse_lines(lines), 1)
+
+
+def test_the_validator_names_a_micro_batch_that_never_runs() -> None:
+    with pytest.raises(PlanError, match="micro-batch 2 on stage 0 runs nothing"):
+        validate(one_f_one_b(2, 2), 3)
+
+
+def test_the_validator_refuses_an_action_on_the_wrong_rank_and_an_unknown_stage() -> None:
+    swapped = gpipe(2, 1)
+    wrong = type(swapped)("wrong", swapped.ranks[::-1], (0, 1))
+    with pytest.raises(PlanError, match="action 1F0 is on rank 0 but stage 1 is placed on rank 1"):
+        validate(wrong, 1)
+    with pytest.raises(PlanError, match=r"action 1F0 names a stage outside 0\.\.0"):
+        validate(type(swapped)("wrong", (swapped.ranks[1],), (0,)), 1)
+    with pytest.raises(PlanError, match="must place at least one stage on each of the 2 ranks"):
+        validate(type(swapped)("wrong", swapped.ranks, (0, 0)), 1)
+
+
+CYCLE = "0: 0F1 0F0 0B0 0B1\n1: 1F0 1B0 1F1 1B1\n2: 2F1 2B1 2F0 2B0"
+
+
+def test_a_circular_wait_is_refused_naming_every_blocked_action() -> None:
+    where = "rank 0 at 0B0, rank 1 at 1B0, rank 2 at 2F1"
+    with pytest.raises(PlanError, match=f"circular wait: {where}"):
+        validate(parse_lines(CYCLE), 2)
+    with pytest.raises(PlanError, match=f"deadlocks: {where}"):
+        simulate(parse_lines(CYCLE), costs_of([[1, 1]] * 3, [[2, 2]] * 3))
+    with pytest.raises(PlanError, match=f"deadlocks: {where}"):
+        simulate(parse_lines(CYCLE), costs_of([[1, 1]] * 3, [[2, 2]] * 3), num_cores=1)
+
+
+def test_a_weight_gradient_before_its_input_gradient_deadlocks() -> None:
+    with pytest.raises(PlanError, match="rank 0 at 0W0"):
+        simulate_ns(parse_lines("0: 0F0 0W0 0I0"), costs_of([[1]], [[2]]))
+
+
+def test_transfers_delay_both_directions_between_ranks_and_nothing_within_one() -> None:
+    costs = costs_of([[10], [10]], [[20], [20]], transfer=3)
+    assert simulate_ns(gpipe(2, 1), costs) == [[(0, 10), (46, 66)], [(13, 23), (23, 43)]]
+    assert makespan_ns(parse_lines("0: 0F0 1F0 1B0 0B0"), costs) == 60
+
+
+def test_transfers_neither_queue_nor_block_the_sender() -> None:
+    """Both activations are under way at once, and rank 0 computes meanwhile."""
+    costs = costs_of([[1, 1], [1, 1]], [[1, 1], [1, 1]], transfer=100)
+    assert simulate_ns(gpipe(2, 2), costs)[0][:2] == [(0, 1), (1, 2)]
+    assert simulate_ns(gpipe(2, 2), costs)[1] == [(101, 102), (102, 103), (103, 104), (104, 105)]
+
+
+def test_a_split_backward_sends_its_gradient_before_its_weight_gradient_runs() -> None:
+    costs = costs_of([[10], [10]], [[20], [20]])
+    assert makespan_ns(parse_lines("0: 0F0 0B0\n1: 1F0 1I0 1W0"), costs) == 50
+    assert makespan_ns(parse_lines("0: 0F0 0B0\n1: 1F0 1B0"), costs) == 60
+
+
+def test_the_trace_has_one_track_a_rank_in_order_of_time_with_bytes_and_cpu_seconds() -> None:
+    trace = simulate(gpipe(2, 1), costs_of([[10], [10]], [[20], [20]], stored=5, static=100))
+    assert [(s.rank, s.label, s.start_s, s.end_s, s.cpu_s, s.num_bytes, s.shape) for s in trace.spans] == [
+        (0, "0F0", 0.0, 1e-8, 1e-8, 105, ()),
+        (1, "1F0", 1e-8, 2e-8, 1e-8, 105, ()),
+        (1, "1B0", 2e-8, 4e-8, 2e-8, 100, ()),
+        (0, "0B0", 4e-8, 6e-8, 2e-8, 100, ()),
+    ]
+    assert trace.name == "gpipe"
+
+
+def test_two_busy_ranks_on_one_core_run_at_half_speed_and_keep_their_cpu_seconds() -> None:
+    costs = costs_of([[12, 12], [12, 12]], [[12, 12], [12, 12]])
+    trace = simulate(gpipe(2, 2), costs, num_cores=1)
+    ends = {span.label: round(span.end_s * 1e9) for span in trace.spans}
+    assert ends == {"0F0": 12, "0F1": 36, "1F0": 36, "1F1": 48, "1B0": 60, "0B0": 84, "1B1": 84, "0B1": 96}
+    assert {round(span.cpu_s * 1e9) for span in trace.spans} == {12}
+
+
+def test_three_busy_ranks_on_two_cores_run_at_two_thirds() -> None:
+    lines = "0: 0F0 0F1 0F2 0B0 0B1 0B2\n1: 1F0 1F1 1F2 1B0 1B1 1B2\n2: 2F0 2F1 2F2 2B0 2B1 2B2"
+    trace = simulate(parse_lines(lines), costs_of([[6] * 3] * 3, [[6] * 3] * 3), num_cores=2)
+    ends = {span.label: round(span.end_s * 1e9) for span in trace.spans}
+    assert [ends[label] for label in ("0F0", "0F1", "1F0", "0F2", "1F1", "2F0")] == [6, 12, 12, 21, 21, 21]
+
+
+def test_peaks_count_working_bytes_in_forward_and_backward_unless_told_otherwise() -> None:
+    costs = costs_of([[1, 1]], [[2, 2]], stored=10, working=4, static=100)
+    schedule = parse_lines("0: 0F0 0F1 0I0 0B1 0W0")
+    assert peak_bytes(schedule, costs) == (124,)
+    assert held_bytes(schedule, costs) == ((110, 120, 120, 110, 100),)
+    one = parse_lines("0: 0F0 0B0 0F1 0B1")
+    assert peak_bytes(one, costs) == peak_bytes(one, costs, "F") == peak_bytes(one, costs, "B") == (114,)
+    assert peak_bytes(one, costs, "") == (110,)
+    with pytest.raises(PlanError, match="kinds 'X'"):
+        peak_bytes(one, costs, "X")
+
+
+def test_a_split_backward_holds_its_bytes_until_the_weight_gradient() -> None:
+    costs = costs_of([[1, 1]], [[2, 2]], stored=10)
+    assert peak_bytes(parse_lines("0: 0F0 0I0 0F1 0W0 0B1"), costs) == (20,)
+    assert peak_bytes(parse_lines("0: 0F0 0I0 0W0 0F1 0B1"), costs) == (10,)
+
+
+def test_static_bytes_of_all_stages_of_a_rank_add_up() -> None:
+    schedule = parse_lines("0: 0F0 2F0 2B0 0B0\n1: 1F0 1B0")
+    costs = costs_of([[1]] * 3, [[1]] * 3, static=7, stored=1)
+    assert static_bytes(schedule, costs) == (14, 7)
+    assert peak_bytes(schedule, costs) == (16, 8)
+
+
+def test_costs_of_another_shape_are_refused() -> None:
+    with pytest.raises(PlanError, match="has 2 stages but the costs have 3"):
+        simulate_ns(gpipe(2, 1), costs_of([[1]] * 3, [[1]] * 3))
+    with pytest.raises(PlanError, match=r"action 0F1 is outside the costs, which have 2 stages and 1 micro-batches"):
+        peak_bytes(gpipe(2, 2), costs_of([[1]] * 2, [[1]] * 2))
+
+
+def test_an_empty_schedule_takes_no_time_and_static_bytes_only() -> None:
+    costs = costs_of([[], []], [[], []], static=3)
+    schedule = one_f_one_b(2, 0)
+    validate(schedule, 0)
+    assert (makespan_ns(schedule, costs), peak_bytes(schedule, costs)) == (0, (3, 3))
+    assert simulate(schedule, costs).makespan_s == lower_bound_ns(schedule, costs, split=True) == 0
+    assert best_order(costs, memory_limit_bytes=3, effort=5, seed=0)[0] == []
+
+
+def test_the_bound_is_met_by_a_single_stage_a_single_micro_batch_and_uniform_1f1b() -> None:
+    for forward, backward in (([[3, 5, 8]], [[6, 10, 16]]), ([[3], [5], [8]], [[6], [10], [16]])):
+        costs = costs_of(forward, backward, transfer=2)
+        schedule = one_f_one_b(len(forward), len(forward[0]))
+        assert lower_bound_ns(schedule, costs, split=False) == makespan_ns(schedule, costs)
+    costs = costs_of([[4] * 6] * 4, [[8] * 6] * 4)
+    assert lower_bound_ns(range(4), costs, split=False) == makespan_ns(one_f_one_b(4, 6), costs) == 9 * 12
+
+
+def test_the_bound_counts_the_way_down_and_back_after_the_forwards_of_an_early_stage() -> None:
+    """Both forwards of stage 0 take 20; after the second come two transfers of 100, and F, B and B of 1 each."""
+    costs = costs_of([[10, 10], [1, 1]], [[1, 1], [1, 1]], transfer=100)
+    assert lower_bound_ns(range(2), costs, split=False) == makespan_ns(one_f_one_b(2, 2), costs) == 223
+
+
+def test_a_split_backward_needs_no_tail_after_its_weight_gradients() -> None:
+    costs = costs_of([[4] * 6] * 4, [[8] * 6] * 4)
+    assert lower_bound_ns(range(4), costs, split=True) == 6 * 12 + 3 * 4
+
+
+def test_weight_gradients_run_beside_the_gradients_way_up_and_the_bound_knows_both() -> None:
+    """F0 10, F1 10, I1 10, then W1 beside I0 and W0: 50, whatever bound is asked."""
+    costs = costs_of([[10], [10]], [[20], [20]], stored=5)
+    schedule = parse_lines("0: 0F0 0I0 0W0\n1: 1F0 1I0 1W0")
+    assert makespan_ns(schedule, costs) == lower_bound_ns(schedule, costs, split=True) == 50
+    assert lower_bound_ns(schedule, costs, split=True, memory_limit_bytes=5) == 50
+
+
+def test_one_micro_batch_in_memory_at_a_time_makes_the_byte_time_bound_the_whole_truth() -> None:
+    costs = costs_of([[4] * 5] * 2, [[8] * 5] * 2, stored=10, static=7)
+    found = adaptive(costs, memory_limit_bytes=17)
+    bound = lower_bound_ns(found, costs, split=False, memory_limit_bytes=17)
+    assert bound == makespan_ns(found, costs) == 5 * 24 > lower_bound_ns(found, costs, split=False)
+    with pytest.raises(PlanError, match="rank 0 holds 7 B of weights and states"):
+        lower_bound_ns(found, costs, split=False, memory_limit_bytes=7)
+
+
+def test_the_bound_knows_that_stages_on_one_rank_share_it_and_need_no_transfer() -> None:
+    costs = costs_of([[10], [10]], [[20], [20]], transfer=3)
+    assert lower_bound_ns((0, 0), costs, split=False) == 60
+    assert lower_bound_ns((0, 1), costs, split=False) == 66
+    with pytest.raises(PlanError, match="the placement has 3 stages but the costs have 2"):
+        lower_bound_ns((0, 1, 2), costs, split=False)
+
+
+def test_impossible_arguments_are_refused_with_their_bound() -> None:
+    costs = costs_of([[1, 1]], [[1, 1]], stored=10, working=5, static=100)
+    with pytest.raises(PlanError, match="micro-batch 1 alone needs 115 B on stage 0 but the limit is 114 B: make"):
+        adaptive(costs, memory_limit_bytes=114, order=[1, 0])
+    with pytest.raises(ConfigError, match=r"order \[0, 0\] must list each of the micro-batches 0..1 exactly once"):
+        adaptive(costs, memory_limit_bytes=200, order=[0, 0])
+    with pytest.raises(ConfigError, match="max_in_flight is 0"):
+        adaptive(costs, memory_limit_bytes=200, max_in_flight=0)
+    with pytest.raises(ConfigError, match="effort is -1"):
+        best_order(costs, memory_limit_bytes=200, effort=-1, seed=0)
+    with pytest.raises(ConfigError, match="num_cores is 0"):
+        simulate(gpipe(1, 2), costs, num_cores=0)
+    for make in (gpipe, one_f_one_b):
+        with pytest.raises(PlanError, match="0 stages"):
+            make(0, 1)

@@ -1,0 +1,167 @@
+"""Text and JSON forms of schedules: what is written is read back, and each fault is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, ReplicaPlan
+from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.notation import draw, parse_lines, plan_json, read_plan_json
+from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.timeline import Span, Trace
+from dynapipe_ext.topology import Topology
+
+
+def step_plan(schedules: list[PipelineSchedule]) -> StepPlan:
+    """Two micro-batches a replica, padded and packed; numbers that are easy to recognise."""
+    samples = [SampleLength(i, 5 + i, target=1) for i in range(4 * len(schedules))]
+    replicas = []
+    for d in range(len(schedules)):
+        a, b, c, e = samples[4 * d : 4 * d + 4]
+        replicas.append(
+            ReplicaPlan(d, (MicroBatch((a, b), pad_multiple=8), MicroBatch((c, e), "packed", recompute="full")))
+        )
+    predictions = tuple(
+        Prediction(makespan_ns=2_000_000_000, lower_bound_ns=1_500_000_000, peak_bytes=(7, 8), bubble_ratio=0.1,
+                   trace=Trace(()))
+        for _ in schedules
+    )  # fmt: skip
+    return StepPlan(GlobalBatchPlan(step=3, replicas=tuple(replicas)), tuple(schedules), predictions)
+
+
+def plan_of_two_replicas() -> dict[str, Any]:
+    return plan_json(step_plan([one_f_one_b(2, 2), one_f_one_b(2, 2)]), Topology(tp=2, pp=2, dp=2))
+
+
+def test_a_plan_in_json_has_the_documented_fields() -> None:
+    data = plan_json(step_plan([one_f_one_b(2, 2)]), Topology(pp=2, layers_per_stage=(3, 2)))
+    assert json.loads(json.dumps(data)) == {
+        "format": "dynapipe-plan/1",
+        "topology": {"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [3, 2]},
+        "replicas": [
+            {
+                "dp_rank": 0,
+                "micro_batches": [
+                    {"samples": [0, 1], "layout": "padded", "rows": 2, "encoder_len": 8, "decoder_len": 0,
+                     "recompute": "none"},
+                    {"samples": [2, 3], "layout": "packed", "rows": 1, "encoder_len": 15, "decoder_len": 0,
+                     "recompute": "full"},
+                ],
+                "schedule": {
+                    "name": "1f1b",
+                    "stages": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]],
+                },
+                "predicted": {"makespan_s": 2.0, "lower_bound_s": 1.5, "peak_bytes": [7, 8]},
+            }
+        ],
+    }  # fmt: skip
+
+
+def test_a_plan_in_json_reads_back_as_what_was_written() -> None:
+    data = plan_of_two_replicas()
+    topology, micro_batches, schedules = read_plan_json(json.loads(json.dumps(data)))
+    assert topology == Topology(tp=2, pp=2, dp=2)
+    assert schedules == [one_f_one_b(2, 2)] * 2
+    assert micro_batches == [replica["micro_batches"] for replica in data["replicas"]]
+
+
+def test_replicas_are_read_in_the_order_of_their_dp_rank() -> None:
+    data = plan_of_two_replicas()
+    data["replicas"].reverse()
+    assert [shapes[0]["samples"] for shapes in read_plan_json(data)[1]] == [[0, 1], [4, 5]]
+
+
+def test_a_placement_that_is_not_the_identity_is_written_and_read() -> None:
+    text = "0: 0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1\n1: 1F0 1F1 1B0 1B1"
+    schedule = parse_lines(text, "v")
+    data = plan_json(step_plan([schedule]), Topology(pp=2, placement=(0, 1, 0)))
+    assert data["replicas"][0]["schedule"]["placement"] == [0, 1, 0]
+    topology, _, schedules = read_plan_json(data)
+    assert (topology.placement, schedules) == ((0, 1, 0), [schedule])
+
+
+def _set(path: str, value: Any) -> Any:
+    def change(data: dict[str, Any]) -> None:
+        *parents, last = [int(p) if p.isdigit() else p for p in path.split("/")]
+        for parent in parents:
+            data = data[parent]  # type: ignore[index]
+        if value is KeyError:
+            del data[last]  # type: ignore[arg-type]
+        else:
+            data[last] = value  # type: ignore[index]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("format", "dynapipe-plan/9", "format is 'dynapipe-plan/9' but this version reads 'dynapipe-plan/1'"),
+        ("topology", KeyError, "plan has no field 'topology'"),
+        ("topology/pp", 3, "the schedules have 2 ranks but the topology has pp 3"),
+        ("topology/tp", 0, "tp is 0 but must be"),
+        ("topology/dp", 3, r"dp_rank \[0, 1\] but the topology needs each of 0..dp-1 with dp 3"),
+        ("replicas/1/dp_rank", 0, r"dp_rank \[0, 0\]"),
+        ("replicas", [], r"dp_rank \[\]"),
+        ("replicas", {}, "replicas is dict but must be a list"),
+        ("replicas/1/micro_batches/0/rows", 3, "replica 1 micro-batch 0: layout 'padded' with 2 samples in 3 rows"),
+        ("replicas/0/micro_batches/1/encoder_len", -1, "micro-batch 1: encoder_len has -1"),
+        ("replicas/0/micro_batches/1/samples", ["a"], "micro-batch 1: samples has 'a'"),
+        ("replicas/0/micro_batches/1/recompute", "some", "recompute is 'some' but must be one of none, selective"),
+        ("replicas/0/schedule/stages/0/0", "F0", "action 'F0' is not of the form"),
+        ("replicas/0/schedule/stages/0/0", 5, "replica 0: schedule.stages must hold one list of actions"),
+        ("replicas/1/schedule/stages/0/0", "0F1", "replica 1: micro-batch 0 on stage 0 runs B but must run"),
+        ("replicas/1/schedule/placement", [0, 7], "replica 1: stage_ranks .0, 7. must place"),
+        ("replicas/1/schedule/placement", "V", "schedule.placement 'V' must list"),
+    ],
+)
+def test_a_broken_plan_is_refused_naming_the_field(path: str, value: Any, message: str) -> None:
+    data = copy.deepcopy(plan_of_two_replicas())
+    _set(path, value)(data)
+    with pytest.raises(PlanError, match=message):
+        read_plan_json(data)
+
+
+def test_what_is_no_object_at_all_is_refused() -> None:
+    with pytest.raises(PlanError, match="plan is list but must be an object"):
+        read_plan_json([])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1: 0F0 0B0", r"line 1 '1: 0F0 0B0' must begin with '0:'"),
+        ("0: 0F0 0B0\n0F1", "line 2 '0F1' must begin with '1:'"),
+        ("0: 0F0 0X0", "action '0X0' is not of the form"),
+        ("0: 0F0 0B0\n1: 0F1 0B1", "stage 0 is on rank 0 and, by 0F1, on rank 1"),
+        ("0: 1F0 1B0", r"stages \[0\] have no action on any rank"),
+    ],
+)
+def test_a_broken_line_is_refused_naming_it(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parse_lines(text)
+
+
+def test_comments_and_empty_lines_are_passed_over() -> None:
+    assert parse_lines("# one stage\n\n0: 0F0 0B0  # all of it\n").lines() == [["0F0", "0B0"]]
+
+
+def test_a_picture_refuses_a_trace_of_other_actions_and_an_impossible_width() -> None:
+    schedule = one_f_one_b(1, 1)
+    other = Trace((Span(rank=0, label="0F0", start_s=0.0, end_s=1.0),))
+    with pytest.raises(PlanError, match="the trace of rank 0 has other actions than schedule '1f1b'"):
+        draw(schedule, other)
+    with pytest.raises(PlanError, match="width is 0 columns"):
+        draw(schedule, other, width=0)
+
+
+def test_actions_without_duration_leave_a_picture_whole() -> None:
+    spans = [Span(rank=0, label=label, start_s=end, end_s=end) for label, end in (("0F0", 0.0), ("0B0", 1.0))]
+    assert draw(one_f_one_b(1, 1), Trace(tuple(spans)), width=5) == "0 |.....|\n"
