@@ -33,6 +33,9 @@ class PlainMegatronGradients:
 
     def begin(self) -> None:
         self._ddp.zero_grad_buffer()
+        for parameter in self._ddp.parameters():
+            # Megatron's float32 optimizer leaves `grad` aliased to `main_grad`: the first backward would count twice.
+            parameter.grad = None
 
     def add(self) -> None: ...
 
