@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dynapipe_ext.data import tokenizer
+from dynapipe_ext.data import tokenizer as tokenizer_module
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.data.tokenizer import BytesTokenizer, load_tokenizer, save_tokenizer, train_tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
@@ -64,7 +64,7 @@ def test_save_and_load_keep_the_tokens(tokenizer, tmp_path):
 def test_bpe_is_shorter_than_bytes_and_no_larger_than_asked_for(bpe):
     assert bpe.vocab_size == 400
     assert sum(map(len, bpe.encode(texts()))) < 0.5 * sum(map(len, BytesTokenizer().encode(texts())))
-    assert train_tokenizer(["ab"], 5000).vocab_size == tokenize.MIN_BPE_VOCABULARY
+    assert train_tokenizer(["ab"], 5000).vocab_size == tokenizer_module.MIN_BPE_VOCABULARY
 
 
 def test_training_is_the_same_in_another_process_with_one_thread(bpe):
@@ -82,7 +82,7 @@ def test_training_is_the_same_in_another_process_with_one_thread(bpe):
 
 
 def test_training_reads_a_bounded_number_of_bytes_from_all_of_the_data():
-    kept = tokenize._spread((f"{i:010}" for i in range(100_000)), 5_000)
+    kept = tokenizer_module._spread((f"{i:010}" for i in range(100_000)), 5_000)
     numbers = list(map(int, kept))
     assert sum(map(len, kept)) <= 5_000
     assert len(kept) >= 200
@@ -93,7 +93,7 @@ def test_training_reads_a_bounded_number_of_bytes_from_all_of_the_data():
 
 
 def test_one_long_text_does_not_fill_the_training_data():
-    kept = tokenize._spread(["x" * 10_000_000, "y"], 1 << 20)
+    kept = tokenizer_module._spread(["x" * 10_000_000, "y"], 1 << 20)
     assert [t[0] for t in kept] == ["x", "y"]
 
 
