@@ -1,0 +1,113 @@
+"""The `dynapipe` command: a table of subcommands, each imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynapipe_ext.errors import ConfigError, DynaPipeError
+from dynapipe_ext.launch.cluster import USER_ERROR_STATUS, JobError
+from dynapipe_ext.launch.signals import ending_signals_raise
+
+_INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
+_BROKEN_PIPE_STATUS = 141  # 128 + SIGPIPE
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """A word on the command line; `module` has `add_arguments(parser)` and `run(args) -> int`."""
+
+    name: str
+    module: str
+    summary: str
+
+
+SUBCOMMANDS = (
+    Subcommand("train", "dynapipe_ext.launch.train_command", "train a model on ranks of this machine, with a report"),
+    Subcommand("plan", "dynapipe_ext.launch.plan_command", "show the plan of a lengths file without training"),
+    Subcommand("doctor", "dynapipe_ext.launch.doctor", "show what is installed and whether a run can start here"),
+)
+
+# What to install for an import that failed, by the name that was imported.
+_EXTRAS = {
+    "torch": "train",
+    "megatron": "train",
+    "tokenizers": "train",
+    "zstandard": "train",
+    "matplotlib": "train",
+    "psutil": "train",
+    "einops": "train",
+    "deepspeed": "deepspeed",
+    "transformers": "transformers",
+    "flash_attn": "flash",
+}
+
+_EPILOG = """examples:
+  dynapipe doctor
+  dynapipe train --steps 20
+  dynapipe train --data my.jsonl --tp 2 --pp 2 --dp 2 --layout packed
+  dynapipe COMMAND --help
+
+A user's mistake ends with one line and exit status 2, Ctrl-C with 130, a defect of dynapipe with a traceback and 1.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        with ending_signals_raise():
+            status = _run(arguments)
+            sys.stdout.flush()  # here, so that a reader who has gone is noticed inside this try
+        return status
+    except DynaPipeError as error:
+        print(f"dynapipe: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return error.exit_status if isinstance(error, JobError) else USER_ERROR_STATUS
+    except KeyboardInterrupt:
+        return _INTERRUPTED_STATUS
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit: let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE_STATUS
+
+
+def _run(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="dynapipe",
+        description="Training on samples of very different lengths: micro-batch plans, pipeline schedules, execution.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"dynapipe {importlib.metadata.version('dynapipe-ext')}")
+    words = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    try:
+        for subcommand in SUBCOMMANDS:
+            added = words.add_parser(subcommand.name, help=subcommand.summary, description=subcommand.summary)
+            if subcommand.name == asked:  # the others' modules stay unimported, and their parsers empty
+                module = importlib.import_module(subcommand.module)
+                module.add_arguments(added)
+                added.set_defaults(run=module.run)
+        args = parser.parse_args(arguments)
+        status: int = args.run(args)
+    except ModuleNotFoundError as error:
+        raise _missing_package(error) from error
+    return status
+
+
+def _missing_package(error: ModuleNotFoundError) -> Exception:
+    """What to tell somebody whose installation lacks a package; the error itself where the package is not optional."""
+    package = (error.name or "").partition(".")[0]
+    extra = _EXTRAS.get(package)
+    if extra is None:
+        return error
+    return ConfigError(f"this needs {package}, which is not installed: pip install 'dynapipe-ext[{extra}]'")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""N ranks on this machine: forked after one import, watched together, ended together.
+
+    caller imports torch ─► fork ranks 0 … N-1 ─► wait for the first that fails ─► end the others ─► say which it was
+
+Every rank also ends with this process, however that ends. A process beside the ranks (a planner) is a `Supervised`: its
+failure ends the job just as a rank's does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import NoReturn
+
+from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError
+from dynapipe_ext.launch.env import RankEnv, child_environment, use_loopback
+from dynapipe_ext.launch.parent_death import before_exec, end_with_parent, supervising_pid
+from dynapipe_ext.launch.scratch import ScratchDirectory
+from dynapipe_ext.launch.signals import ENDING, ending_signals_blocked, ending_signals_raise
+
+BUG_STATUS, USER_ERROR_STATUS = 1, 2
+_GRACE_S = 2.0
+_KILL_S = 2.0  # a killed process is gone in milliseconds unless it hangs in the kernel
+_STACKS_S = 1.0
+_POLL_S = 0.5  # a signal that arrives just before a wait is noticed at the latest after this
+
+
+class JobError(ExecutionError):
+    """A process of the job failed; what it had to say it has said itself. `exit_status` is the whole job's."""
+
+    def __init__(self, message: str, exit_status: int = USER_ERROR_STATUS) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
+class Supervised:
+    """A child process that ends with this one; a context manager that ends it. Make it with `fork` or `spawn`."""
+
+    def __init__(self, name: str, pid: int, popen: subprocess.Popen[bytes] | None = None, stacks: int = -1) -> None:
+        self.name = name
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.return_code: int | None = None
+        self._popen = popen
+        self._stacks = stacks
+        self._owner_pid = os.getpid()
+
+    @classmethod
+    def fork(cls, name: str, main: Callable[[], int]) -> Supervised:
+        """Run `main` in a copy of this process; its result is the exit status.
+
+        A DynaPipeError prints `name: message` and gives status 2, another exception its traceback and status 1. The
+        child ignores SIGINT (this process decides what Ctrl-C means) and never returns into the caller's stack.
+        """
+        parent_pid = supervising_pid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        stacks = os.memfd_create("stacks")
+        with ending_signals_blocked():
+            pid = os.fork()
+            if pid == 0:
+                _run_child(name, main, parent_pid, stacks)
+            return cls(name, pid, stacks=stacks)
+
+    @classmethod
+    def spawn(
+        cls, name: str, command: Sequence[str], *, stdin: bytes = b"", environment: Mapping[str, str] | None = None
+    ) -> Supervised:
+        """Run another program, with `stdin` (at most 64 KiB) on its standard input and `environment` added to ours.
+
+        Secrets belong in `stdin`: everybody on the machine can read arguments.
+        """
+        if len(stdin) > 65536:
+            raise ConfigError(f"{name} is given {len(stdin)} B on standard input but a pipe holds 65536 B: use a file")
+        try:
+            popen = subprocess.Popen(
+                list(command),
+                stdin=subprocess.PIPE,
+                env=child_environment(environment),
+                process_group=0,  # Ctrl-C reaches this process, which then ends the job in order
+                preexec_fn=before_exec(),
+            )
+        except OSError as error:
+            raise ExecutionError(f"{name} cannot be started ({error.strerror}): check {command[0]!r}") from error
+        child = cls(name, popen.pid, popen)
+        assert popen.stdin is not None
+        with suppress(BrokenPipeError):  # it ended already: whoever watches it will say so
+            popen.stdin.write(stdin)
+            popen.stdin.close()
+        return child
+
+    def poll(self) -> int | None:
+        """None while it runs; then its exit status, or minus the signal that killed it."""
+        if self.return_code is None and self._popen is not None:
+            self.return_code = self._popen.poll()
+        elif self.return_code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.return_code = os.waitstatus_to_exitcode(status)
+        return self.return_code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal it if it still runs; never a later process with the same id."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def verdict(self) -> str:
+        """What became of it, for a message."""
+        code = self.poll()
+        if code is None:
+            return f"{self.name} still runs"
+        if code >= 0:
+            return f"{self.name} ended with exit status {code}" + (" (see its message above)" if code else "")
+        try:
+            name = f"signal {-code} ({signal.Signals(-code).name})"
+        except ValueError:  # a real-time signal
+            name = f"signal {-code}"
+        reason = ": if nobody sent it, memory ran out; lower the token budget" if code == -signal.SIGKILL else ""
+        return f"{self.name} was killed by {name}{reason}"
+
+    def stack_text(self) -> str:
+        """The stacks it has written so far, as asked for with SIGUSR1 (forked processes only)."""
+        if self._stacks < 0:
+            return ""
+        return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
+
+    def close(self, grace_s: float = _GRACE_S) -> None:
+        """End it: SIGTERM, and SIGKILL after `grace_s`."""
+        end_all([self], grace_s)
+
+    def release(self) -> None:
+        """Give back the file descriptors of a process that has ended."""
+        for descriptor in (self.pidfd, self._stacks):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.pidfd = self._stacks = -1
+
+    @property
+    def owned(self) -> bool:
+        """Whether this is the process that started it, not a fork of that process."""
+        return self.pidfd >= 0 and os.getpid() == self._owner_pid
+
+    def __enter__(self) -> Supervised:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def run_local(
+    rank_main: Callable[[RankEnv], int],
+    world_size: int,
+    *,
+    timeout_s: float | None = None,
+    grace_s: float = _GRACE_S,
+    companions: Sequence[Supervised] = (),
+) -> None:
+    """Run `rank_main` in `world_size` forked ranks and return when all have ended with status 0.
+
+    Import what the ranks need, and set the number of threads, before the call. The first rank or companion that fails
+    ends all ranks (SIGTERM, after `grace_s` SIGKILL) and raises JobError, which names it. At `timeout_s` every rank's
+    stack is printed first. SIGINT and SIGTERM to this process end the ranks too, then raise KeyboardInterrupt and
+    SystemExit(143). Companions stay the caller's to close.
+    """
+    if world_size < 1:
+        raise ConfigError(f"the number of ranks is {world_size} but must be at least 1")
+    ranks: list[Supervised] = []
+    with ending_signals_raise(), ScratchDirectory() as scratch:
+        init_method = f"file://{scratch.path / 'rendezvous'}"  # torch takes the path as it is, with no %20
+        port = _free_port()
+        try:
+            with ending_signals_blocked():  # a rank that is not in the list yet would be forgotten
+                for rank in range(world_size):
+                    env = RankEnv(
+                        rank=rank,
+                        world_size=world_size,
+                        local_rank=rank,
+                        local_world_size=world_size,
+                        master_addr="127.0.0.1",
+                        master_port=port,
+                        init_method=init_method,
+                    )
+                    ranks.append(Supervised.fork(f"rank {rank}", partial(_rank, rank_main, env)))
+            _watch(ranks, companions, timeout_s)
+        finally:
+            end_all(ranks, grace_s)
+
+
+def end_all(processes: Sequence[Supervised], grace_s: float = _GRACE_S) -> None:
+    """End those that still run, all at once: SIGTERM, after `grace_s` SIGKILL. Ending signals to us wait meanwhile."""
+    mine = [process for process in processes if process.owned]
+    with ending_signals_blocked():
+        for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_S)):
+            for process in mine:
+                process.send_signal(number)
+            _wait_for_all(mine, wait_s)
+    for process in mine:
+        if process.poll() is None:
+            _say(f"{process.name} (pid {process.pid}) hangs in the kernel and could not be ended")
+        process.release()
+
+
+def _watch(ranks: Sequence[Supervised], companions: Sequence[Supervised], timeout_s: float | None) -> None:
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for process in (*ranks, *companions):
+            selector.register(process.pidfd, selectors.EVENT_READ, process)
+        while running := [rank for rank in ranks if rank.poll() is None]:
+            remaining_s = _POLL_S if deadline_s is None else deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                _print_stacks(running)
+                names = ", ".join(rank.name for rank in running)
+                raise JobError(
+                    f"not ended after {timeout_s:g} s: {names} (stacks above); look there, or allow more time"
+                )
+            for key, _ in selector.select(min(_POLL_S, remaining_s)):
+                selector.unregister(key.fd)
+            _raise_first_failure((*ranks, *companions))
+    _raise_first_failure(ranks)
+
+
+def _raise_first_failure(processes: Sequence[Supervised]) -> None:
+    failed = [process for process in processes if process.poll()]
+    if failed:
+        # Of several that ended at once, one that gave a reason says more than one that was killed.
+        culprit = max(failed, key=lambda process: (process.poll() or 0) > 0)
+        raise JobError(culprit.verdict(), BUG_STATUS if culprit.poll() == BUG_STATUS else USER_ERROR_STATUS)
+
+
+def _wait_for_all(processes: Collection[Supervised], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            if process.poll() is None:
+                selector.register(process.pidfd, selectors.EVENT_READ)
+        while selector.get_map() and (remaining_s := deadline_s - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining_s):
+                selector.unregister(key.fd)
+
+
+def _print_stacks(ranks: Sequence[Supervised]) -> None:
+    """Print where each rank is. The texts come through memory files, so two ranks' lines do not mix."""
+    for rank in ranks:
+        rank.send_signal(signal.SIGUSR1)
+    deadline_s = time.monotonic() + _STACKS_S
+    texts: list[str] = []
+    while time.monotonic() < deadline_s:
+        before, texts = texts, [rank.stack_text() for rank in ranks]
+        if all(texts) and texts == before:
+            break
+        time.sleep(0.05)
+    for rank, text in zip(ranks, texts, strict=True):
+        _say(f"--- {rank.name} (pid {rank.pid}):\n{text.rstrip() or 'it gave no stack'}")
+
+
+def _rank(rank_main: Callable[[RankEnv], int], env: RankEnv) -> int:
+    env.export()
+    use_loopback()
+    return rank_main(env)
+
+
+def _run_child(name: str, main: Callable[[], int], parent_pid: int, stacks: int) -> NoReturn:
+    status = BUG_STATUS
+    try:
+        end_with_parent(parent_pid)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        faulthandler.enable(file=2)
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the terminal
+        status = main()
+    except DynaPipeError as error:
+        status = USER_ERROR_STATUS
+        _say(f"{name}: {' '.join(str(error).split())}")
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:  # noqa: BLE001 - nothing may travel up into the parent's stack
+        _say("".join(f"{name}: {line}\n" for line in traceback.format_exc().splitlines()))
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status & 0xFF)
+
+
+def _say(text: str) -> None:
+    """Write to standard error at once and in one piece: several processes write there."""
+    with suppress(OSError):
+        os.write(2, (text.rstrip("\n") + "\n").encode())
+
+
+def _free_port() -> int:
+    """A loopback port that nobody listens on now, for libraries that insist on one; ranks meet in a file."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

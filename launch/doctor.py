@@ -1,0 +1,213 @@
+"""`dynapipe doctor`: what is installed and active here, and whether a training run can start."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import dynapipe_ext.errors
+from dynapipe_ext.errors import DynaPipeError
+from dynapipe_ext.launch.env import limit_threads
+from dynapipe_ext.launch.redis_server import RedisServer, find_server_binary
+
+_MEGATRON_VERSIONS = ((0, 16), (0, 20))  # from, up to but without: pyproject.toml has the same
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the report. A run can start if every `required` check is `ok`; `hint` is the next move if not."""
+
+    name: str
+    ok: bool
+    value: str
+    required: bool = False
+    hint: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--redis-server", metavar="PATH", help="the server program to check (default: the one found)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 0 when a training run can start here, else 1."""
+    checks = all_checks(args.redis_server)
+    ready = can_train(checks)
+    if args.json:
+        print(json.dumps({"can_train": ready, "checks": [asdict(check) for check in checks]}, indent=2))
+    elif sys.stdout.isatty():
+        _print_table(checks)
+    else:
+        for check in checks:
+            print("  ".join(filter(None, (f"{_mark(check):<8}{check.name:<18}{check.value}", check.hint))))
+    if not args.json:
+        print("A training run can start here." if ready else "A training run cannot start here: see what is missing.")
+    return 0 if ready else 1
+
+
+def can_train(checks: tuple[Check, ...]) -> bool:
+    return all(check.ok for check in checks if check.required)
+
+
+def all_checks(redis_server: str | None = None) -> tuple[Check, ...]:
+    """Every check in the order of the report. A probe that raises is a failed check, never the end of the report."""
+    limit_threads()
+    probes: tuple[tuple[str, Callable[[], Check]], ...] = (
+        ("Python", _python),
+        ("dynapipe-ext", _package),
+        ("torch", _torch),
+        ("devices", _devices),
+        ("megatron-core", _megatron),
+        ("tokenizers", lambda: _distribution("tokenizers", "train", required=True)),
+        ("deepspeed", lambda: _distribution("deepspeed", "deepspeed")),
+        ("transformers", lambda: _distribution("transformers", "transformers")),
+        ("flash-attn", lambda: _distribution("flash-attn", "flash")),
+        ("attention", _attention),
+        ("redis-py", lambda: _distribution("redis", "", required=True)),
+        ("hiredis", _hiredis),
+        ("Redis server", lambda: _server(redis_server)),
+        ("planner core", lambda: Check("planner core", True, "python")),
+        ("CPU cores", _cores),
+        ("memory", _memory),
+    )
+    return tuple(_guarded(name, probe) for name, probe in probes)
+
+
+def _guarded(name: str, probe: Callable[[], Check]) -> Check:
+    try:
+        return probe()
+    except Exception as error:  # noqa: BLE001 - a package that is broken in any way is what this command is to report
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return Check(name, False, f"broken: {reason}", required=True, hint=f"reinstall {name}")
+
+
+def _python() -> Check:
+    version = platform.python_version()
+    return Check("Python", True, f"{version}  {sys.executable}", required=True)
+
+
+def _package() -> Check:
+    folder = Path(dynapipe_ext.errors.__file__).parent
+    return Check("dynapipe-ext", True, f"{importlib.metadata.version('dynapipe-ext')}  {folder}", required=True)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _distribution(name: str, extra: str, *, required: bool = False) -> Check:
+    version = _version(name)
+    if version is not None:
+        return Check(name, True, version, required)
+    wanted = f"'dynapipe-ext[{extra}]'" if extra else name
+    return Check(name, False, "not installed", required, f"pip install {wanted}")
+
+
+def _torch() -> Check:
+    if importlib.util.find_spec("torch") is None:
+        return Check("torch", False, "not installed", True, "pip install torch, then 'dynapipe-ext[train]'")
+    import torch
+    import torch.distributed
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+    if not torch.distributed.is_available():
+        return Check("torch", False, f"{torch.__version__}  {build}", True, "this build has no torch.distributed")
+    backends = [name for name in ("gloo", "nccl") if torch.distributed.is_backend_available(name)]
+    return Check("torch", True, f"{torch.__version__}  {build} build, {' and '.join(backends)}", True)
+
+
+def _devices() -> Check:
+    if importlib.util.find_spec("torch") is None:
+        return Check("devices", False, "unknown without torch")
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        return Check("devices", True, "CPU only")
+    names = sorted({torch.cuda.get_device_name(index) for index in range(count)})
+    return Check("devices", True, f"{count} x {', '.join(names)}")
+
+
+def _megatron() -> Check:
+    version = _version("megatron-core")
+    lowest, beyond = (".".join(map(str, bound)) for bound in _MEGATRON_VERSIONS)
+    wanted = f"pip install 'megatron-core>={lowest},<{beyond}'"
+    if version is None:
+        return Check("megatron-core", False, "not installed", True, wanted)
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    fits = _MEGATRON_VERSIONS[0] <= numbers < _MEGATRON_VERSIONS[1]
+    return Check("megatron-core", fits, version, True, "" if fits else wanted)
+
+
+def _attention() -> Check:
+    name = "dynapipe_ext.executor.stages.attention"
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return Check("attention", False, f"unknown without {error.name}")
+    return Check("attention", True, str(module.attention_backend()))
+
+
+def _hiredis() -> Check:
+    version = _version("hiredis")
+    hint = "pip install hiredis (a plan of 1 MB is read 20 times faster with it)"
+    if version is None:
+        return Check("hiredis", False, "not installed", hint=hint)
+    import redis.utils
+
+    if not redis.utils.HIREDIS_AVAILABLE:
+        return Check("hiredis", False, f"{version}, too old for redis-py", hint=hint)
+    return Check("hiredis", True, f"{version}, active")
+
+
+def _server(binary: str | None) -> Check:
+    try:
+        path = find_server_binary(binary)
+        with RedisServer(binary=binary) as server:
+            return Check("Redis server", True, f"{server.name} {server.version}  {path}", True)
+    except DynaPipeError as error:
+        return Check("Redis server", False, "not available", True, str(error))
+
+
+def _cores() -> Check:
+    cores = len(os.sched_getaffinity(0))
+    return Check("CPU cores", True, str(cores))
+
+
+def _memory() -> Check:
+    """The smaller of the machine's memory and the control group's limit."""
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    usable_bytes = min(total_bytes, int(text)) if text.isdigit() else total_bytes
+    return Check("memory", True, f"{usable_bytes / _GB:.1f} GB")
+
+
+def _mark(check: Check) -> str:
+    return "ok" if check.ok else "MISSING" if check.required else "-"
+
+
+def _print_table(checks: tuple[Check, ...]) -> None:
+    table = Table(title="dynapipe doctor")
+    for column in ("", "what", "found", "next move"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        style = "green" if check.ok else "bold red" if check.required else "dim"
+        table.add_row(f"[{style}]{_mark(check)}[/]", check.name, check.value, check.hint.replace("[", "\\["))
+    Console().print(table)

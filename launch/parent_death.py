@@ -1,0 +1,38 @@
+"""Processes that end with the process that started them, however that one ends (Linux, prctl(2))."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill the calling process when its parent ends. Call it first thing after a fork.
+
+    `parent_pid` is what the parent read before the fork: where it ended in between, the caller ends at once.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(128 + signal.SIGKILL)
+
+
+def supervising_pid() -> int:
+    """This process's id, for `end_with_parent` in a child that is about to be started.
+
+    The kernel watches the thread that forks, not the process: so only the main thread may start such children.
+    """
+    if threading.get_native_id() != os.getpid():
+        raise RuntimeError("a process that must end with this one has to be started from the main thread")
+    return os.getpid()
+
+
+def before_exec() -> Callable[[], None]:
+    """A `preexec_fn` for Popen with which the child ends with this process."""
+    parent_pid = supervising_pid()
+    return lambda: end_with_parent(parent_pid)

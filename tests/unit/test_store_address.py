@@ -1,0 +1,71 @@
+"""A store's address is taken apart without ever showing its password."""
+
+import pytest
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.store.address import StoreAddress
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "password"),
+    [
+        ("unix:///run/a%20b/s.sock", "unix:///run/a%20b/s.sock", "given"),
+        ("redis://:inside@h:1/2", "redis://h:1/2", "inside"),
+        ("redis://h", "redis://h", "given"),
+        ("rediss://al%40ice:p%2Fw@h:6380/0", "rediss://al%40ice@h:6380/0", "p/w"),
+        ("rediss://h?ssl_ca_certs=/ca.pem&password=q", "rediss://h?ssl_ca_certs=%2Fca.pem", "q"),
+        ("redis://[::1]:7/1", "redis://[::1]:7/1", "given"),
+    ],
+)
+def test_the_password_leaves_the_url(text: str, url: str, password: str) -> None:
+    address = StoreAddress.parse(text, "given")
+    assert (address.url, address.password) == (url, password)
+    assert password not in repr(address)
+    assert password not in str(address)
+    assert "***" in address.redacted()
+
+
+def test_parts_are_what_a_client_needs() -> None:
+    unix = StoreAddress.parse("unix:///run/a%20b/s.sock?db=3", "x")
+    assert (unix.scheme, unix.path, unix.host, unix.port, unix.db, unix.username) == (
+        "unix",
+        "/run/a b/s.sock",
+        "",
+        0,
+        3,
+        None,
+    )
+    tcp = StoreAddress.parse("rediss://al%40ice:x@h:6380/4")
+    assert (tcp.scheme, tcp.path, tcp.host, tcp.port, tcp.db, tcp.username) == ("rediss", "", "h", 6380, 4, "al@ice")
+    assert StoreAddress.parse("redis://h", "x").port == 6379
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("localhost:6379", "known form"),
+        ("http://:hidden@h", "known form"),
+        ("redis://:hidden@", "no host"),
+        ("redis://:hid/hidden@h", "1..65535"),
+        ("redis://:hidden#1@h:1", "%23"),
+        ("redis://:hidden@h:99999", "1..65535"),
+        ("redis://:hidden@h:0", "port 0"),
+        ("redis://:hidden@h/first", "database"),
+        ("unix://relative.sock", "absolute path"),
+    ],
+)
+def test_a_malformed_address_is_refused_without_showing_a_password(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        StoreAddress.parse(text)
+    assert "hidden" not in str(caught.value)
+
+
+def test_a_store_without_a_password_is_refused() -> None:
+    with pytest.raises(ConfigError, match="DYNAPIPE_STORE_PASSWORD"):
+        StoreAddress.parse("redis://10.0.0.7:6379/0")
+
+
+def test_an_address_cannot_be_built_with_its_password_in_the_url() -> None:
+    with pytest.raises(ConfigError, match="pass it apart") as caught:
+        StoreAddress("redis://:hidden@h/0")
+    assert "hidden" not in str(caught.value)
