@@ -58,10 +58,10 @@ class DynaPipeDataLoader:
     replicas. sampler: indices of the whole epoch, the same on all ranks (`set_epoch` is called if it has it).
     num_workers: planner processes, which global rank 0 starts (start_planners overrides that); 0 plans in line.
     prefetch_steps: finished plans that the planners keep ahead. store: the address of a Redis-compatible store, or an
-    open Store; needed with planner processes, as is a `namespace` that no other run has used. plan_key: secret that
-    signs plans (default: derived from the store's password). coordinates: this rank's place (default: from
-    torch.distributed). needs_data=False (ranks without embedding or loss): no sample is read, and packed micro-batches
-    have `cu_seqlens` only. seed: of the shuffle. timeout_s: longest wait for a plan.
+    open Store; needed with planner processes. namespace: the same on all ranks, and one that no other loader or run has
+    used in that store. plan_key: secret that signs plans (default: derived from the store's password). coordinates: the
+    own place (default: from torch.distributed). needs_data=False (ranks without embedding or loss): no sample is
+    read, and packed micro-batches have `cu_seqlens` only. seed: of the shuffle. timeout_s: longest wait for a plan.
 
     `exposed_planning_s` sums the seconds in which the consumer waited for planning. Close it, or use it as a context
     manager, to stop the planners.
@@ -326,8 +326,8 @@ def _read_ahead(
 ) -> Generator[_Read, None, None]:
     """`read(place)` for each place, the next one in a thread while the consumer works on the current one."""
     with ThreadPoolExecutor(1, thread_name_prefix="dynapipe-loader") as pool:
-        pending = pool.submit(read, places[0])
-        try:
+        try:  # Ctrl-C may already come while the thread starts
+            pending = pool.submit(read, places[0])
             for following in places[1:]:
                 item = pending.result()
                 pending = pool.submit(read, following)
@@ -335,7 +335,6 @@ def _read_ahead(
             yield pending.result()
         finally:
             source.close()  # else leaving the pool would wait for a plan that nobody wants any more
-            pending.cancel()
 
 
 def _borders(micro_batch: MicroBatch) -> Mapping[str, Any]:

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
-from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
+from dynapipe_ext.executor.stages.megatron_model import (
+    build_model,
+    destroy_parallel,
+    initialize_parallel,
+    transformer_config,
+)
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.topology import Topology
@@ -28,17 +33,15 @@ _NUM_LAYERS = 2
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRate:
-    """time of an action = overhead_ns + FLOPs / flops_per_s; `error` is the mean relative error of the fit."""
+    """time of an action = layers x layer_overhead_ns + FLOPs / flops_per_s; `error` is the fit's mean relative error."""
 
     flops_per_s: float
-    overhead_ns: int
+    layer_overhead_ns: int
     error: float
 
 
 def measure_rate(shape: ModelShape, *, dtype: str, device: torch.device) -> MeasuredRate:
     """Measure on this process alone. torch.distributed must not be initialised; it is not afterwards either."""
-    from megatron.core import parallel_state
-
     small, alone = replace(shape, num_layers=min(shape.num_layers, _NUM_LAYERS)), Topology()
     longest = min(shape.max_seq_len, max(length for _, length in _SHAPES))
     shapes = sorted({(rows, min(length, longest)) for rows, length in _SHAPES})
@@ -51,7 +54,7 @@ def measure_rate(shape: ModelShape, *, dtype: str, device: torch.device) -> Meas
             model = build_model(small, alone, 0, config, seed=0, device=device)
             seconds = np.array([_forward_backward_s(model, rows, length, device) for rows, length in shapes])
         finally:
-            parallel_state.destroy_model_parallel()
+            destroy_parallel()
             dist.destroy_process_group()
     unit = AnalyticCosts(small, alone, flops_per_s=1e9, overhead_ns=0)  # nanoseconds at 1 GFLOP/s are FLOPs
     costs = unit.evaluate([MicroBatch(tuple(SampleLength(i, length) for i in range(rows))) for rows, length in shapes])
@@ -62,7 +65,7 @@ def measure_rate(shape: ModelShape, *, dtype: str, device: torch.device) -> Meas
     slope = max(slope, 1e-18)
     overhead_s = max(intercept, 1e-6) / 2  # of a forward and of a backward
     error = float(np.mean(np.abs(2 * overhead_s + slope * flops - seconds) / seconds))
-    return MeasuredRate(float(1.0 / slope), round(overhead_s * 1e9), error)
+    return MeasuredRate(float(1.0 / slope), round(overhead_s * 1e9 / small.num_layers), error)
 
 
 def _forward_backward_s(model: torch.nn.Module, rows: int, length: int, device: torch.device) -> float:

@@ -52,7 +52,7 @@ class PlanChannel:
         self._ahead = prefetch_steps + num_workers  # finished ones, and one in the making for each planner
         self._timeout_s = timeout_s
         self._planner = describe_planner(planner)
-        self._topic = _topic(lengths, rule, self._planner)
+        self._topic = _topic(namespace, lengths, rule, self._planner)
         self._owns_store = isinstance(store, str | StoreAddress)
         self._store, self._address, self._namespace = _opened(store, namespace, num_workers)
         if self._starts and self._address is None:
@@ -126,10 +126,10 @@ class PlanChannel:
             self._pool = None
 
 
-def _topic(lengths: LengthArray, rule: BatchRule, planner: dict[str, object]) -> str:
-    """Keeps loaders over other data, or with other settings, apart in the store."""
+def _topic(namespace: str, lengths: LengthArray, rule: BatchRule, planner: dict[str, object]) -> str:
+    """Keeps loaders of another namespace, over other data, or with other settings, apart in one store."""
     try:
-        settings = json.dumps([rule.to_json(), planner], sort_keys=True)
+        settings = json.dumps([namespace, rule.to_json(), planner], sort_keys=True)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"planner.to_json() must give plain JSON values for planner processes: {error}") from error
     return hashlib.sha256(f"{digest(lengths)} {settings}".encode()).hexdigest()[:16]

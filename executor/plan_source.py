@@ -27,7 +27,7 @@ from dynapipe_ext.topology import Topology
 Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [dp_rank][pp_rank]
 
 _SLICE_S = 0.25  # how often a rank that waits for its plan looks for a failed or silent planner
-SILENT_AFTER_S = 8.0  # planner processes give a sign every second, from a thread of their own
+SILENT_AFTER_S = 15.0  # planner processes give a sign every second; on a crowded machine some come late
 
 
 class Planner(Protocol):

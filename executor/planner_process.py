@@ -205,7 +205,7 @@ def _end_with_parent(job: PlannerJob) -> None:
         os._exit(1)
 
     def watch() -> None:
-        while sys.stdin.buffer.read(4096):
+        while os.read(0, 4096):  # not sys.stdin, whose lock would still be held when the interpreter ends
             pass
         os._exit(0)
 

@@ -8,6 +8,7 @@ is why nothing here happens at import.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -122,12 +123,14 @@ def _import_megatron_uncompiled() -> None:
     compile_function = torch.compile
     torch.compile = lambda function, *_, **__: function  # type: ignore[assignment]
     try:
-        from megatron.core import jit
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on what Transformer Engine and Apex would do, which need CUDA
+            from megatron.core import jit
 
-        jit.disable_jit_fuser()
-        import megatron.core.distributed
-        import megatron.core.models.gpt
-        import megatron.core.optimizer
+            jit.disable_jit_fuser()
+            import megatron.core.distributed
+            import megatron.core.models.gpt
+            import megatron.core.optimizer
     finally:
         torch.compile = compile_function
 

@@ -29,6 +29,13 @@ def initialize_parallel(topology: Topology, seed: int) -> None:
     model_parallel_cuda_manual_seed(1 + seed % 2**31)
 
 
+def destroy_parallel() -> None:
+    """Forget Megatron's process groups, so that others can be made."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
 def transformer_config(
     shape: ModelShape, topology: Topology, *, dtype: str, sequence_parallel: bool, dropout: float = 0.0
 ) -> Any:

@@ -1,0 +1,292 @@
+"""The data loader with planner processes and a real server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.errors import DataError, PlanError, StoreError
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.executor.store.redis import RedisStore
+from dynapipe_ext.executor.wire import encode
+from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.lengths import LengthArray
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.topology import Coordinates, Topology
+
+pytestmark = pytest.mark.timeout(90)
+KEY = b"k" * 32
+RANKS = [Coordinates(tp_rank=0, pp_rank=pp_rank, dp_rank=dp_rank) for pp_rank in range(2) for dp_rank in range(2)]
+FIRST = RANKS[0]
+
+
+class CountingDataset:
+    """Decoder-only samples of seeded lengths; remembers which were read, by which thread."""
+
+    def __init__(self, num_samples: int = 30) -> None:
+        sizes = np.random.default_rng(0).integers(4, 90, num_samples)
+        self.lengths: LengthArray = np.stack([sizes, np.zeros_like(sizes), sizes], axis=1)
+        self.read: list[int] = []
+        self.threads: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        self.read.append(index)
+        self.threads.add(threading.get_ident())
+        return TokenSample(index, np.arange(self.lengths[index, 0] + 1) + index, 1)
+
+
+class RecordingStore(RedisStore):
+    """Remembers the keys that were waited for."""
+
+    def __init__(self, address: StoreAddress, namespace: str) -> None:
+        super().__init__(address, namespace=namespace)
+        self.asked: set[str] = set()
+        self.waited = threading.Event()
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        self.asked.add(key)
+        self.waited.set()
+        return super().get(key, timeout_s)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[StoreAddress]:
+    with RedisServer() as server:
+        yield server.address
+
+
+@pytest.fixture
+def namespace(request: pytest.FixtureRequest) -> str:
+    return request.node.name
+
+
+def planner(memory_limit_bytes: float = 1e12) -> Planner:
+    topology, costs = Topology(pp=2, dp=2), TokenCosts(2)
+    return Planner(topology, costs, memory_limit_bytes, schedule="1f1b", format=ActivationFormat(16))
+
+
+def inline(at: Coordinates, **settings: Any) -> DynaPipeDataLoader:
+    options = {"tokens_per_batch": 400, "shuffle": True, **settings}
+    return DynaPipeDataLoader(options.pop("dataset", CountingDataset()), planner(), coordinates=at, **options)
+
+
+def through(store: object, at: Coordinates, namespace: str = "", **settings: Any) -> DynaPipeDataLoader:
+    options = {"planner": planner(), "tokens_per_batch": 400, "shuffle": True, "num_workers": 2, **settings}
+    dataset = options.pop("dataset", CountingDataset())
+    return DynaPipeDataLoader(
+        dataset, options.pop("planner"), coordinates=at, store=store, namespace=namespace or "loader", **options
+    )
+
+
+def plans(loading: DynaPipeDataLoader) -> list[bytes]:
+    return [encode(plan, KEY) for _, plan in loading]
+
+
+def train_epochs(loading: DynaPipeDataLoader, epochs: int) -> list[bytes]:
+    with loading:
+        return [data for _ in range(epochs) for data in plans(loading)]
+
+
+def in_step(loaders: list[DynaPipeDataLoader], epochs: int) -> list[list[bytes]]:
+    """The plans of each rank, which take their steps together as training ranks do."""
+    seen: list[list[bytes]] = [[] for _ in loaders]
+    for _ in range(epochs):
+        for step in zip(*loaders, strict=True):
+            for rank, (_, plan) in enumerate(step):
+                seen[rank].append(encode(plan, KEY))
+    return seen
+
+
+def until_it_ends(loading: DynaPipeDataLoader, running: Iterator[Any]) -> None:
+    """Take all that was published before, over the end of the epoch too."""
+    while True:
+        for _ in running:
+            pass
+        running = iter(loading)
+
+
+def samples_of(plan: ExecutionPlan) -> list[int]:
+    return [sample.index for micro_batch in plan.micro_batches for sample in micro_batch.samples]
+
+
+def test_two_planner_processes_give_every_rank_the_plans_of_planning_in_line(
+    address: StoreAddress, namespace: str
+) -> None:
+    loaders = [through(address, at, namespace) for at in RANKS]
+    try:
+        found = in_step(loaders, epochs=2)
+    finally:
+        for loading in loaders:
+            loading.close()
+    assert found == [train_epochs(inline(at), 2) for at in RANKS]
+    assert len({plan for rank in found for plan in rank}) == sum(map(len, found))
+
+
+def test_the_tensors_are_those_of_planning_in_line(address: StoreAddress, namespace: str) -> None:
+    with through(address, FIRST, namespace) as loading:
+        for (found, _), (expected, _) in zip(loading, inline(FIRST), strict=True):
+            for left, right in zip(found, expected, strict=True):
+                assert left.keys() == right.keys()
+                assert all((left[name] == right[name]).all() for name in left)
+
+
+def test_a_rank_takes_no_plan_but_its_own_and_reads_no_sample_but_its_replicas(
+    address: StoreAddress, namespace: str
+) -> None:
+    dataset = CountingDataset()
+    with (
+        RecordingStore(address, namespace) as mine,
+        through(address, FIRST, namespace) as first,
+        through(mine, RANKS[3], namespace, dataset=dataset) as loading,
+    ):
+        planned = [samples_of(plan) for (_, plan), _ in zip(loading, first, strict=True)]
+    asked = [key.split("/")[-2:] for key in mine.asked if "/plan/" in key]
+    assert set(map(tuple, asked)) == {("1", "1")}
+    assert dataset.read == [i for step in planned for i in step]
+
+
+def test_the_next_step_is_read_by_a_thread_that_ends_with_the_iteration(address: StoreAddress, namespace: str) -> None:
+    dataset = CountingDataset()
+    with through(address, FIRST, namespace, dataset=dataset) as loading:
+        running = iter(loading)
+        next(running)
+        assert threading.get_ident() not in dataset.threads
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dynapipe-loader")]
+
+
+def test_a_resumed_loader_with_planner_processes_goes_on_with_exactly_the_same_plans(
+    address: StoreAddress, namespace: str
+) -> None:
+    expected = train_epochs(inline(FIRST), 2)
+    with through(address, FIRST, namespace) as broken:
+        running = iter(broken)
+        for _ in range(2):
+            next(running)
+        state = broken.state_dict()
+    with through(address, FIRST, f"{namespace} again") as resumed:
+        resumed.load_state_dict(state)
+        assert plans(resumed) + plans(resumed) == expected[2:]
+        resumed.load_state_dict(state)  # in the same loader, after other steps
+        assert plans(resumed) == expected[2 : len(expected) // 2]
+
+
+def test_an_iteration_left_half_way_is_followed_by_the_next_epoch(address: StoreAddress, namespace: str) -> None:
+    with through(address, FIRST, namespace) as loading, inline(FIRST) as expected:
+        next(iter(loading))
+        next(iter(expected))
+        assert plans(loading) == plans(expected)
+
+
+def test_a_samplers_order_goes_to_the_planner_processes(address: StoreAddress, namespace: str) -> None:
+    class Reversed:
+        def __init__(self) -> None:
+            self.epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(29 - self.epoch, -1, -2))
+
+    settings: dict[str, Any] = {"shuffle": None, "sampler": Reversed()}
+    found = train_epochs(through(address, FIRST, namespace, **settings), 2)
+    assert found == train_epochs(inline(FIRST, **settings), 2)
+
+
+def test_ranks_whose_samplers_differ_are_told(address: StoreAddress, namespace: str) -> None:
+    orders = [list(range(30)), list(range(29, -1, -1))]
+    loaders = [
+        through(address, at, namespace, shuffle=None, sampler=order)
+        for at, order in zip(RANKS[:2], orders, strict=True)
+    ]
+    try:
+        next(iter(loaders[0]))
+        with pytest.raises(DataError, match=r"not in this rank's global batch.*sampler order"):
+            next(iter(loaders[1]))
+    finally:
+        for loading in loaders:
+            loading.close()
+
+
+def test_a_killed_planner_ends_every_ranks_iteration(address: StoreAddress, namespace: str) -> None:
+    loaders = [through(address, at, namespace, timeout_s=600.0) for at in RANKS[:2]]
+    try:
+        running = [iter(loading) for loading in loaders]
+        for one in running:
+            next(one)
+        assert loaders[0]._channel is not None
+        pool = loaders[0]._channel.planners
+        assert pool is not None
+        for process in pool.processes:
+            os.kill(process.pid, signal.SIGKILL)
+        for loading, one in zip(loaders, running, strict=True):
+            with pytest.raises(StoreError, match=r"planner process [01] \(pid \d+\) was killed by SIGKILL"):
+                until_it_ends(loading, one)
+    finally:
+        for loading in loaders:
+            loading.close()
+
+
+def test_a_failing_planner_ends_every_ranks_iteration_with_its_sentence(address: StoreAddress, namespace: str) -> None:
+    tight = planner(memory_limit_bytes=10.0)
+    loaders = [through(address, at, namespace, planner=tight, timeout_s=600.0) for at in RANKS[:2]]
+    try:
+        running = [iter(loading) for loading in loaders]
+        messages = []
+        for one in running:
+            with pytest.raises(PlanError, match="10 B") as caught:
+                next(one)
+            messages.append(str(caught.value))
+        assert messages[0] == messages[1]
+    finally:
+        for loading in loaders:
+            loading.close()
+
+
+def test_equal_loaders_in_one_store_do_not_meet_if_their_namespaces_differ(
+    address: StoreAddress, namespace: str
+) -> None:
+    expected = train_epochs(inline(FIRST), 1)
+    with RedisStore(address, namespace=namespace) as store:
+        for name in ("first", "second"):
+            assert train_epochs(through(store, FIRST, name), 1) == expected
+        prefixes = {through(store, FIRST, name)._channel._keys.prefix for name in ("first", "second")}
+    assert len(prefixes) == 2
+
+
+def test_ctrl_c_ends_a_wait_for_a_plan_that_never_comes(address: StoreAddress, namespace: str) -> None:
+    with RecordingStore(address, namespace) as store, through(store, RANKS[1], timeout_s=600.0) as loading:
+
+        def interrupt() -> None:
+            store.waited.wait(60)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loading))
+        thread.join()
+        for reader in threading.enumerate():  # an interrupt during its start leaves the thread to end by itself
+            if reader.name.startswith("dynapipe-loader"):
+                reader.join(60)
+                assert not reader.is_alive()
+
+
+def test_exposed_planning_does_not_exceed_the_consumers_waiting(address: StoreAddress, namespace: str) -> None:
+    with through(address, FIRST, namespace) as loading:
+        plans(loading)
+        assert loading.exposed_planning_s > 0  # the first plan cannot be ahead of its consumer

@@ -1,0 +1,322 @@
+"""Planner processes against a real server: they keep ahead, fail aloud, and never outlive their owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ConfigError, PlanError, StoreError
+from dynapipe_ext.executor import plan_source as plan_source_module
+from dynapipe_ext.executor.course import BatchRule, Place, course
+from dynapipe_ext.executor.plan_source import StorePlanSource, execution_plans, publish_failure
+from dynapipe_ext.executor.planner_pool import PlannerProcesses
+from dynapipe_ext.executor.planner_process import PlannerJob, describe_planner, publish_plans
+from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.executor.store.keys import Keys
+from dynapipe_ext.executor.store.memory import MemoryStore
+from dynapipe_ext.executor.store.redis import RedisStore
+from dynapipe_ext.executor.wire import decode, encode
+from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.lengths import LengthArray, as_length_array, sample_lengths
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.topology import Topology
+
+pytestmark = pytest.mark.timeout(90)
+KEY = b"k" * 32
+LENGTHS: LengthArray = as_length_array(np.random.default_rng(0).integers(4, 90, 40))
+RULE = BatchRule(batch_size=5, shuffle=True)
+PLANNER = Planner(Topology(pp=2, dp=2), TokenCosts(2), 1e12, schedule="1f1b", format=ActivationFormat(16))
+KEYS = Keys("topic/1")
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[StoreAddress]:
+    with RedisServer() as server:
+        yield server.address
+
+
+@pytest.fixture
+def store(address: StoreAddress, request: pytest.FixtureRequest) -> Iterator[RedisStore]:
+    with RedisStore(address, namespace=request.node.name) as made:
+        yield made
+
+
+def job_of(store: RedisStore, *, num_workers: int = 2, ahead: int = 4) -> PlannerJob:
+    return PlannerJob(
+        store_url=store.address.url,
+        store_password=store.address.password,
+        namespace=store.namespace,
+        prefix=KEYS.prefix,
+        plan_key=KEY.hex(),
+        rule=RULE,
+        planner=describe_planner(PLANNER),
+        start=Place(),
+        ahead=ahead,
+        num_workers=num_workers,
+    )
+
+
+def source(
+    store: object, *, dp_rank: int = 0, pp_rank: int = 0, num_planners: int = 2, **options: float
+) -> StorePlanSource:
+    settings = {"timeout_s": 60.0, "marks_taken": dp_rank == pp_rank == 0, **options}
+    return StorePlanSource(store, KEYS, KEY, dp_rank=dp_rank, pp_rank=pp_rank, num_planners=num_planners, **settings)
+
+
+def plan_key(place: Place, dp_rank: int = 0, pp_rank: int = 0) -> str:
+    return KEYS.plan(epoch=place.epoch, step=place.step, dp_rank=dp_rank, pp_rank=pp_rank)
+
+
+def places(count: int) -> list[tuple[Place, tuple[int, ...]]]:
+    steps = course(RULE, LENGTHS, Place())
+    return [next(steps) for _ in range(count)]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Poll, under the test's own time limit, for a state of another process that cannot be waited for."""
+    while not condition():
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """False for a zombie too: an orphan's new parent may be slow to reap it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_every_rank_gets_the_plan_that_it_would_make_itself_over_epochs(store: RedisStore) -> None:
+    sources = {(d, p): source(store, dp_rank=d, pp_rank=p) for d in range(2) for p in range(2)}
+    with PlannerProcesses(job_of(store), store, LENGTHS):
+        for place, indices in places(19):  # two epochs of 8 steps, and some
+            expected = execution_plans(PLANNER, sample_lengths(LENGTHS, indices), step=place.global_step)
+            for (dp_rank, pp_rank), one in sources.items():
+                plan = one.plan(place)
+                assert encode(plan, KEY) == encode(expected[dp_rank][pp_rank], KEY)
+                assert (plan.step, plan.dp_rank, plan.pp_rank) == (place.global_step, dp_rank, pp_rank)
+
+
+def test_planners_stay_exactly_so_far_ahead_of_rank_0(store: RedisStore) -> None:
+    order = [place for place, _ in places(8)]
+    with PlannerProcesses(job_of(store, ahead=4), store, LENGTHS):
+        for place in order[:4]:
+            store.get(plan_key(place), 60.0)
+        assert store.try_get(plan_key(order[4])) is None
+        source(store).plan(order[0])
+        store.get(plan_key(order[4]), 60.0)
+        assert store.try_get(plan_key(order[5])) is None
+
+
+def test_plans_that_nobody_needs_any_more_are_deleted() -> None:
+    store = MemoryStore()
+    order = places(40)
+    for place, _ in order:
+        store.put(KEYS.taken(epoch=place.epoch, step=place.step), b"1")
+    publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, order, worker=0, num_workers=1, ahead=3)
+    left = [place for place, _ in order if store.try_get(plan_key(place, 1, 1))]
+    assert left == [place for place, _ in order[-10:]]  # 2 x ahead and the slack of 4
+    assert store.try_get(KEYS.taken(epoch=0, step=0)) is None
+
+
+def test_nothing_secret_stands_in_arguments_or_environment(store: RedisStore) -> None:
+    with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
+        store.get(KEYS.heartbeat(0), 60.0)
+        for process in pool.processes:
+            visible = (
+                Path(f"/proc/{process.pid}/cmdline").read_bytes() + Path(f"/proc/{process.pid}/environ").read_bytes()
+            )
+            for secret in (store.address.password, KEY.hex(), store.address.url):
+                assert secret.encode() not in visible
+
+
+def test_planning_processes_do_not_import_torch() -> None:
+    modules = "dynapipe_ext.executor.planner_process, dynapipe_ext.schedules.planner"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_killed_planner_is_named_at_a_rank_that_waits_for_it(store: RedisStore) -> None:
+    with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
+        store.get(KEYS.heartbeat(1), 60.0)
+        pid = pool.processes[1].pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(
+            StoreError, match=rf"planner process 1 \(pid {pid}\) was killed by SIGKILL.*step 7 of epoch 3"
+        ):
+            source(store, timeout_s=600.0).plan(Place(3, 7, 31))
+        assert pool.poll() == {1: -signal.SIGKILL}
+
+
+def test_a_planner_that_falls_silent_is_named_without_its_owners_help(store: RedisStore) -> None:
+    with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
+        store.get(KEYS.heartbeat(1), 60.0)
+        os.kill(pool.processes[1].pid, signal.SIGSTOP)
+        with pytest.raises(StoreError, match=r"planner process 1 has given no sign for .* step 7 of epoch 3"):
+            source(store, timeout_s=600.0, silent_after_s=3.0).plan(Place(3, 7, 31))
+        os.kill(pool.processes[1].pid, signal.SIGCONT)
+
+
+def test_a_batch_that_cannot_be_planned_ends_every_rank_with_the_planners_sentence(store: RedisStore) -> None:
+    tight = replace(PLANNER, memory_limit_bytes=10.0)
+    with pytest.raises(PlanError) as wanted:
+        execution_plans(tight, sample_lengths(LENGTHS, places(1)[0][1]), step=0)
+    job = replace(job_of(store), planner=describe_planner(tight))
+    with PlannerProcesses(job, store, LENGTHS):
+        for dp_rank in range(2):
+            with pytest.raises(PlanError) as found:
+                source(store, dp_rank=dp_rank, timeout_s=600.0).plan(Place())
+            assert str(found.value) == str(wanted.value)
+
+
+def test_a_bug_in_a_planner_is_told_with_its_type_worker_and_step(
+    store: RedisStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_planner.py").write_text(
+        "class Broken:\n"
+        "    @classmethod\n"
+        "    def from_json(cls, settings): return cls()\n"
+        "    def plan(self, samples, *, step): raise ZeroDivisionError('by nought')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    job = replace(job_of(store), planner={"class": "broken_planner:Broken", "settings": {}})
+    with (
+        PlannerProcesses(job, store, LENGTHS),
+        pytest.raises(PlanError, match="planner process 0 failed on step 0 of epoch 0: ZeroDivisionError: by nought"),
+    ):
+        source(store, timeout_s=600.0).plan(Place())
+
+
+def test_a_planner_that_cannot_start_ends_the_wait(store: RedisStore) -> None:
+    job = replace(job_of(store), planner={"class": "no_such_module:Planner", "settings": {}})
+    with (
+        PlannerProcesses(job, store, LENGTHS),
+        pytest.raises(PlanError, match="failed while starting: ModuleNotFoundError: No module named 'no_such_module'"),
+    ):
+        source(store, timeout_s=600.0).plan(Place())
+
+
+def test_closing_the_pool_leaves_no_process_and_no_file_and_blames_nobody(store: RedisStore) -> None:
+    with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
+        store.get(KEYS.heartbeat(0), 60.0)
+        folder = Path(pool._job.lengths_path).parent
+        assert folder.stat().st_mode & 0o077 == 0
+    assert set(pool.poll()) == {0, 1}
+    assert not folder.exists()
+    assert [store.try_get(KEYS.failure(worker)) for worker in range(2)] == [None, None]
+
+
+def test_planners_end_when_their_owner_is_killed(store: RedisStore, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(job_of(store).to_json())
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    owner_code = (
+        "import sys, numpy as np, time\n"
+        "from dynapipe_ext.executor.planner_pool import PlannerProcesses\n"
+        "from dynapipe_ext.executor.planner_process import PlannerJob\n"
+        "from dynapipe_ext.executor.store.memory import MemoryStore\n"
+        f"job = PlannerJob.from_json(open({str(tmp_path / 'job.json')!r}).read())\n"
+        f"pool = PlannerProcesses(job, MemoryStore(), np.load({str(tmp_path / 'lengths.npy')!r}))\n"
+        "print(*[process.pid for process in pool.processes], flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", owner_code], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        pids = [int(pid) for pid in owner.stdout.readline().split()]
+        store.get(KEYS.heartbeat(0), 60.0)
+        store.get(KEYS.heartbeat(1), 60.0)
+        owner.kill()
+    assert len(pids) == 2
+    until(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_a_planner_class_of_the_main_script_is_refused_before_anything_starts() -> None:
+    kind = type("Planner", (), {"__module__": "__main__"})
+    with pytest.raises(ConfigError, match="define it in a module"):
+        describe_planner(kind())
+
+
+def test_an_overdue_plan_names_the_planner_the_step_and_the_rank() -> None:
+    with pytest.raises(
+        StoreError, match=r"planner process 1 did not publish .*step 3 of epoch 2.*pp_rank 1 within 0\.3 s"
+    ):
+        source(MemoryStore(), pp_rank=1, timeout_s=0.3).plan(Place(2, 3, 9))
+
+
+def test_a_rank_at_another_step_than_its_planners_is_told() -> None:
+    store = MemoryStore()
+    publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)
+    with pytest.raises(StoreError, match="same checkpoint"):
+        source(store, num_planners=1).plan(Place(0, 0, 5))
+
+
+def test_a_plan_put_under_another_ranks_name_is_refused() -> None:
+    store = MemoryStore()
+    publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)
+    store.put(plan_key(Place(), 0, 0), store.get(plan_key(Place(), 1, 0), 1.0))
+    with pytest.raises(StoreError, match="signature"):
+        source(store, num_planners=1).plan(Place())
+
+
+def test_a_forged_failure_is_not_believed() -> None:
+    store = MemoryStore()
+    publish_failure(store, KEYS, b"j" * 32, 0, "pay here", of_planning=True)
+    with pytest.raises(StoreError, match="signature"):
+        source(store, timeout_s=30.0).plan(Place())
+
+
+def test_a_failure_of_a_later_step_does_not_stop_a_rank_that_waits_for_another_planner() -> None:
+    store = MemoryStore()
+    publish_failure(store, KEYS, KEY, 1, "step 1 does not fit", of_planning=True)
+    with pytest.raises(StoreError, match="did not publish"):
+        source(store, timeout_s=0.3).plan(Place(0, 0, 0))
+    with pytest.raises(PlanError, match="step 1 does not fit"):
+        source(store, timeout_s=30.0).plan(Place(0, 1, 1))
+
+
+def test_the_first_failure_stays() -> None:
+    store = MemoryStore()
+    publish_failure(store, KEYS, KEY, 0, "the cause", of_planning=True)
+    publish_failure(store, KEYS, KEY, 0, "a consequence", of_planning=False)
+    with pytest.raises(PlanError, match="the cause"):
+        source(store, timeout_s=30.0).plan(Place())
+
+
+def test_plans_are_verified_before_they_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = plan_source_module.lower
+
+    def without_waits(*arguments: object) -> object:
+        plans = real(*arguments)
+        return tuple(tuple(replace(plan, instructions=plan.instructions[:-1]) for plan in replica) for replica in plans)
+
+    monkeypatch.setattr(plan_source_module, "lower", without_waits)
+    store = MemoryStore()
+    with pytest.raises(Exception, match="rank"):
+        publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)
+    assert store.try_get(plan_key(Place())) is None
+    with pytest.raises(PlanError):
+        source(store, num_planners=1).plan(Place())
+
+
+def test_time_spent_waiting_for_plans_is_counted() -> None:
+    store = MemoryStore()
+    waiting = source(store, timeout_s=0.3)
+    with pytest.raises(StoreError):
+        waiting.plan(Place())
+    assert waiting.exposed_planning_s >= 0.3
+
+
+def test_a_stored_plan_is_signed_for_its_name(store: RedisStore) -> None:
+    with PlannerProcesses(job_of(store), store, LENGTHS):
+        data = store.get(plan_key(Place()), 60.0)
+    assert decode(data, KEY, context=plan_key(Place()).encode()).step == 0
