@@ -70,7 +70,7 @@ class PlanSettings:
     """`costs` names a cost file; empty means: measure this machine before the run. `max_tokens` caps the positions of
     one micro-batch (0: only memory does)."""
 
-    layout: Layout = "padded"
+    layout: Layout = "packed"
     schedule: ScheduleName = "adaptive"
     rule: Rule = "dynapipe-ext"
     costs: str = ""

@@ -181,7 +181,8 @@ def settle_costs(config: TrainConfig, vocab_size: int) -> CostModel:
 
     shape = model_shape(config, vocab_size)
     rate = measure_rate(shape, dtype=config.model.dtype, device=rank_device(0))
-    return analytic_costs(config, shape, flops_per_s=rate.flops_per_s, overhead_ns=rate.overhead_ns)
+    overhead_ns = rate.layer_overhead_ns * -(-shape.num_layers // topology_of(config).num_stages)
+    return analytic_costs(config, shape, flops_per_s=rate.flops_per_s, overhead_ns=overhead_ns)
 
 
 def data_progress(config: TrainConfig, *, enabled: bool) -> tuple[WorkProgress, Callable[[int], None]]:

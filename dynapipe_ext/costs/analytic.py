@@ -1,0 +1,278 @@
+"""Costs of a Megatron GPT from its shape alone: parameters, FLOPs and bytes, counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.tokens import fingerprint, sum_of_squares, topology_from_json, topology_to_json
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.plan import MicroBatch, Recompute
+from dynapipe_ext.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer as Megatron builds it. `vocab_size` is the padded one; `max_seq_len` counts
+    position embeddings when they are learned. Weights of gated MLPs hold gate and value (2 ffn_hidden_size rows).
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_query_groups: int
+    ffn_hidden_size: int
+    gated_mlp: bool
+    vocab_size: int
+    max_seq_len: int
+    tied_embeddings: bool
+    position: Literal["learned", "rope"] = "learned"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        names = ("num_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size")
+        for name in (*names, "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)} but must be at least 1")
+        if self.hidden_size % self.num_heads or self.num_heads % self.num_query_groups:
+            raise ConfigError(
+                f"hidden_size {self.hidden_size}, num_heads {self.num_heads} and num_query_groups"
+                f" {self.num_query_groups} must divide one another in this order"
+            )
+        if self.position not in ("learned", "rope") or self.norm not in ("layernorm", "rmsnorm"):
+            raise ConfigError(f"position {self.position!r} (learned, rope) or norm {self.norm!r} (layernorm, rmsnorm)")
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.hidden_size // self.num_heads * self.num_query_groups
+
+    @property
+    def fc1_size(self) -> int:
+        return self.ffn_hidden_size * (2 if self.gated_mlp else 1)
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights of one layer's four matrix products: qkv, proj, fc1, fc2."""
+        h = self.hidden_size
+        return h * (h + 2 * self.kv_size) + h * h + h * self.fc1_size + self.ffn_hidden_size * h
+
+
+def _check(shape: ModelShape, topology: Topology) -> Topology:
+    for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
+        if getattr(shape, name) % topology.tp:
+            raise ConfigError(
+                f"{name} {getattr(shape, name)} does not divide over tp {topology.tp}: lower tp or pad it"
+            )
+    return topology.with_layers(shape.num_layers)
+
+
+def parameters_per_stage(shape: ModelShape, topology: Topology) -> tuple[int, ...]:
+    """Parameters of one tensor-parallel rank of every stage.
+
+    Sharded over TP: matrices, the biases of qkv and fc1, embedding and LM head. Copied: norms, the biases of proj and
+    fc2, position embeddings. The LM head of tied embeddings is a copy on the last stage, none if that is the first too.
+
+    >>> gpt2 = ModelShape(12, 768, 12, 12, 3072, False, 50257, 1024, True)
+    >>> parameters_per_stage(gpt2, Topology())
+    (124439808,)
+    """
+    topology = _check(shape, topology)
+    h, tp = shape.hidden_size, topology.tp
+    norm = h * (2 if shape.norm == "layernorm" else 1)
+    biases = (h + 2 * shape.kv_size + shape.fc1_size) // tp + 2 * h if shape.bias else 0
+    layer = shape.matmul_parameters // tp + biases + 2 * norm
+    stages = [count * layer for count in topology.layers_per_stage]
+    stages[0] += shape.vocab_size * h // tp + (shape.max_seq_len * h if shape.position == "learned" else 0)
+    stages[-1] += norm
+    if not shape.tied_embeddings or len(stages) > 1:
+        stages[-1] += shape.vocab_size * h // tp
+    return tuple(stages)
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyticCosts:
+    """Nanoseconds and bytes of micro-batches on every stage of a Megatron GPT.
+
+    Time of an action = `overhead_ns` + FLOPs / `flops_per_s` (the rate the device reaches, not its peak; it stands for
+    tensor-parallel communication too). Per token a layer's matrix products take 2 FLOPs a weight, attention over rows
+    of length L takes 4 h L^2, half of it where the kernel skips what the causal mask hides (`flash`); backward is twice
+    forward, plus what is recomputed: the layers (full) or core attention (selective). W of a split backward is one
+    forward's worth of matrix products. Tensor parallelism divides everything.
+
+    Stored bytes follow Korthikanti et al. 2022 (sec. 4, table 2) for any width of values: norm inputs, matrix inputs,
+    q, k, v, the scores unless `flash`, masks under `dropout`; the last stage adds the final norm, the head's input and
+    fp32 logits. `working_bytes` is the larger of one layer's recomputed activations with the gradient of its widest
+    value, and the logits once more in the width of values.
+
+    Static bytes: weights of `param_bytes`, fp32 gradients, Adam's moments and, for 16-bit weights, fp32 masters; the
+    last two divided over replicas under `distributed_optimizer`.
+    """
+
+    shape: ModelShape
+    topology: Topology
+    flops_per_s: float = 100e12
+    overhead_ns: int = 20_000
+    bandwidth_bytes_per_s: float = 25e9
+    latency_ns: int = 10_000
+    activation_bytes_per_value: Literal[2, 4] = 2
+    param_bytes: Literal[2, 4] = 2
+    sequence_parallel: bool = False
+    flash: bool = True
+    distributed_optimizer: bool = False
+    dropout: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.shape, self.topology)
+        if not (self.flops_per_s > 0 and self.bandwidth_bytes_per_s > 0):
+            raise ConfigError(
+                f"flops_per_s {self.flops_per_s} and bandwidth_bytes_per_s {self.bandwidth_bytes_per_s} must be above 0"
+            )
+        if self.overhead_ns < 0 or self.latency_ns < 0:
+            raise ConfigError(f"overhead_ns {self.overhead_ns} and latency_ns {self.latency_ns} cannot be negative")
+        if self.activation_bytes_per_value not in (2, 4) or self.param_bytes not in (2, 4):
+            raise ConfigError(
+                f"values of {self.activation_bytes_per_value} and parameters of {self.param_bytes} bytes: give 2 or 4"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        return self.topology.num_stages
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        return self.topology.with_layers(self.shape.num_layers).layers_per_stage
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        for m in micro_batches:
+            if m.decoder_len:
+                raise PlanError(
+                    f"a micro-batch has decoder length {m.decoder_len}, but the analytic model prices decoder-only"
+                    " models (their length is encoder): measure a cost table for encoder-decoder models"
+                )
+            whole = m.layout == "padded" or m.attention == "row"
+            longest = m.encoder_len if whole else max(s.encoder for s in m.samples)
+            if not self._has_positions(longest):
+                raise PlanError(
+                    f"a {m.layout} micro-batch has rows of {longest} positions but the model has"
+                    f" {self.shape.max_seq_len} learned position embeddings: raise max_seq_len or truncate samples"
+                )
+        tokens = np.array([m.padded_tokens for m in micro_batches], np.int64)
+        squares = np.array([sum_of_squares(m) for m in micro_batches], np.int64)
+        return self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
+
+    def evaluate_shapes(
+        self,
+        rows: npt.ArrayLike,
+        encoder_len: npt.ArrayLike,
+        decoder_len: npt.ArrayLike = 0,
+        recompute: Recompute = "none",
+    ) -> MicroBatchCosts:
+        """Costs of padded shapes given as arrays; times and bytes of a shape the model cannot run are INFEASIBLE."""
+        r, e, d = np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))
+        costs = self._price(r * e, r * e * e, np.full(r.shape, recompute))
+        bad = (d > 0) | ((e > self.shape.max_seq_len) & (self.shape.position == "learned"))
+        if bad.any():
+            for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes"):
+                getattr(costs, name)[:, bad] = INFEASIBLE
+        return costs
+
+    def _has_positions(self, length: int) -> bool:
+        return self.shape.position == "rope" or length <= self.shape.max_seq_len
+
+    def _price(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
+        shape, tp = self.shape, self.topology.tp
+        full, selective = recompute == "full", recompute == "selective"
+        layers = np.array(self.layers_per_stage, np.int64)[:, None]
+        is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
+
+        layer_flops = 2 * shape.matmul_parameters // tp * tokens
+        attention_flops = (2 if self.flash else 4) * shape.hidden_size * squares // tp
+        head_flops = is_last * (2 * shape.vocab_size * shape.hidden_size // tp * tokens)
+        matmul = layers * layer_flops + head_flops
+        forward = matmul + layers * attention_flops
+        again = layers * (np.where(full, layer_flops, 0) + np.where(full | selective, attention_flops, 0))
+
+        layer_none = self._layer_bytes(tokens, squares, "none")
+        layer = np.where(
+            full,
+            self._layer_bytes(tokens, squares, "full"),
+            np.where(selective, self._layer_bytes(tokens, squares, "selective"), layer_none),
+        )
+        logits = tokens * (shape.vocab_size // tp)
+        values = self.activation_bytes_per_value
+        head_bytes = 2 * self._split(values * shape.hidden_size * tokens) + 4 * logits
+        widest = values * max(shape.fc1_size // tp, shape.hidden_size) * tokens
+        working = np.where(layers > 0, layer_none - layer + widest, 0)
+        # A stage sends the residual stream, its rank's share of it under sequence parallelism.
+        sent = self._split(values * shape.hidden_size * tokens) * np.ones((self.num_stages - 1, 1), np.int64)
+        ranks = self.topology.stage_ranks
+        apart = np.array([a != b for a, b in itertools.pairwise(ranks)], np.int64)[:, None]
+        sent_ns = self.latency_ns + np.rint(sent * (1e9 / self.bandwidth_bytes_per_s)).astype(np.int64)
+        return MicroBatchCosts(
+            forward_ns=self.overhead_ns + self._ns(forward),
+            backward_ns=self.overhead_ns + self._ns(2 * forward + again),
+            weight_ns=self._ns(matmul),
+            stored_bytes=layers * layer + is_last * head_bytes,
+            working_bytes=np.maximum(working, is_last * (values * logits)),
+            transfer_ns=apart * sent_ns,
+            transfer_bytes=sent,
+            static_bytes=self.static_bytes(),
+        )
+
+    def _ns(self, flops: IntArray) -> IntArray:
+        time_ns: IntArray = np.rint(flops * (1e9 / self.flops_per_s)).astype(np.int64)
+        return time_ns
+
+    def _split(self, num_bytes: IntArray) -> IntArray:
+        """Bytes that sequence parallelism divides over tensor-parallel ranks and plain tensor parallelism copies."""
+        if not self.sequence_parallel:
+            return num_bytes
+        share: IntArray = -(-num_bytes // self.topology.tp)
+        return share
+
+    def _layer_bytes(self, tokens: IntArray, squares: IntArray, recompute: Recompute) -> IntArray:
+        """Activations that one layer keeps for its backward."""
+        shape, tp, values = self.shape, self.topology.tp, self.activation_bytes_per_value
+        h = shape.hidden_size
+        if recompute == "full":
+            return self._split(values * h * tokens)
+        copied = 4 * values * h + (2 * h if self.dropout else 0)  # inputs of norms, qkv, fc1; masks of one byte
+        gate_and_value = shape.fc1_size  # input of the activation function; its output is fc2's input
+        sharded = values * (h + 2 * shape.kv_size + h + gate_and_value + shape.ffn_hidden_size)
+        kept = self._split(copied * tokens) + sharded * tokens // tp
+        if recompute == "selective":
+            return kept
+        if self.flash:  # the log-sum-exp of every head and position, fp32
+            return kept + 4 * shape.num_heads // tp * tokens
+        scores = 2 * values + 1 if self.dropout else values  # softmax, and with dropout its mask and its output
+        return kept + scores * shape.num_heads // tp * squares
+
+    def static_bytes(self) -> IntArray:
+        """Weights, fp32 gradients and Adam states of one rank of every stage."""
+        parameters = np.array(parameters_per_stage(self.shape, self.topology), np.int64)
+        adam = 8 + (4 if self.param_bytes == 2 else 0)
+        shards = self.topology.dp if self.distributed_optimizer else 1
+        return parameters * (self.param_bytes + 4) + -(-parameters * adam // shards)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "analytic", **asdict(self), "topology": topology_to_json(self.topology)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> AnalyticCosts:
+        fields = {key: value for key, value in raw.items() if key != "kind"}
+        try:
+            return cls(ModelShape(**fields.pop("shape")), topology_from_json(fields.pop("topology")), **fields)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"analytic costs cannot be read: {type(error).__name__} {error}") from error
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.to_json())

@@ -1,0 +1,108 @@
+"""Multilinear interpolation in a measured grid that says where it does not know."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.errors import DataError
+
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+Point = tuple[int, ...]
+
+INFEASIBLE = (
+    1 << 50
+)  # ns or bytes of a shape that cannot run: above any real cost, and 8,000 of them still sum in int64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """Columns of measured values over a rectangular grid of points.
+
+    `axes`: ascending coordinates, one array an axis; `values`: shape (num_columns, points in row-major order);
+    `known`: shape (points,), False where nothing was measured (the values there are 0 and must not be used).
+    """
+
+    columns: tuple[str, ...]
+    axes: tuple[FloatArray, ...]
+    values: FloatArray
+    known: BoolArray
+
+    @classmethod
+    def from_points(cls, columns: Mapping[str, Mapping[Point, float]]) -> Grid:
+        """A grid of the columns' points, which must lie on the same axes; a point counts if every column has it."""
+        points = sorted(set().union(*columns.values()))
+        if not points:
+            raise DataError(f"a cost grid of {', '.join(columns) or 'no columns'} has no points: measure at least one")
+        axes = tuple(np.array(sorted(set(axis)), np.float64) for axis in zip(*points, strict=True))
+        shape = tuple(len(axis) for axis in axes)
+        values, known = np.zeros((len(columns), *shape)), np.ones((len(columns), *shape), bool)
+        for column, table in enumerate(columns.values()):
+            known[column] = False
+            for point, value in table.items():
+                if not np.isfinite(value) or value < 0:
+                    raise DataError(f"cost {value} at grid point {point} is not a finite, non-negative number")
+                index = tuple(int(np.searchsorted(axis, x)) for axis, x in zip(axes, point, strict=True))
+                values[(column, *index)], known[(column, *index)] = value, True
+        return cls(tuple(columns), axes, values.reshape(len(columns), -1), known.all(axis=0).reshape(-1))
+
+    def at(self, coordinates: Sequence[FloatArray]) -> tuple[FloatArray, BoolArray]:
+        """Interpolated columns, shape (num_columns, num_shapes), and which of them rest on measured points only.
+
+        Below the grid the smallest coordinate counts; above it, and where a missing corner carries weight, the answer
+        is not known. Every operation is elementwise in one fixed order, so all machines get the same bits.
+        """
+        num_shapes = len(coordinates[0])
+        known = np.ones(num_shapes, bool)
+        sides = []
+        for axis, raw in zip(self.axes, coordinates, strict=True):
+            x = np.maximum(raw, axis[0])
+            known &= x <= axis[-1]
+            low = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, max(0, len(axis) - 2))
+            high = np.minimum(low + 1, len(axis) - 1)
+            width = axis[high] - axis[low]
+            weight = np.clip((x - axis[low]) / np.where(width > 0, width, 1.0), 0.0, 1.0)
+            sides.append(((low, 1.0 - weight), (high, weight)))
+        total = np.zeros((len(self.columns), num_shapes))
+        for corner in itertools.product(*sides):
+            flat, weight = np.zeros(num_shapes, np.int64), np.ones(num_shapes)
+            for axis, (index, share) in zip(self.axes, corner, strict=True):
+                flat, weight = flat * len(axis) + index, weight * share
+            known &= self.known[flat] | (weight == 0)
+            total += weight * self.values[:, flat]
+        return total, known
+
+    def to_json(self) -> dict[str, Any]:
+        """Axes and, per column, the values in row-major order with null where nothing was measured."""
+        return {
+            "axes": [[int(x) for x in axis] for axis in self.axes],
+            "columns": {
+                name: [float(v) if ok else None for v, ok in zip(row, self.known, strict=True)]
+                for name, row in zip(self.columns, self.values, strict=True)
+            },
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Grid:
+        axes = [[int(x) for x in axis] for axis in raw["axes"]]
+        num_points = int(np.prod([len(axis) for axis in axes]))
+        if any(axis != sorted(set(axis)) or not axis for axis in axes):
+            raise DataError(f"grid axes {axes} must be ascending and not empty")
+        for name, values in raw["columns"].items():
+            if len(values) != num_points:
+                raise DataError(f"column {name!r} has {len(values)} values for a grid of {num_points} points")
+        points = list(itertools.product(*axes))
+        columns = {
+            name: {point: float(v) for point, v in zip(points, values, strict=True) if v is not None}
+            for name, values in raw["columns"].items()
+        }
+        grid = cls.from_points(columns)
+        if [list(axis) for axis in grid.axes] != axes:
+            raise DataError(f"a coordinate of grid axes {axes} has no measured point: leave it out")
+        return grid

@@ -1,0 +1,406 @@
+"""Costs interpolated from measured per-layer grids, and the one JSON door of all cost models."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, assert_never, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.costs.tokens import TokenCosts, fingerprint, topology_from_json, topology_to_json
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.topology import Topology
+
+__all__ = ["INFEASIBLE", "CostTable", "TokenCosts", "cost_model_from_json", "cost_model_to_json"]
+
+FORMAT = "dynapipe-costs/1"
+LayerKind = Literal["encoder", "decoder", "postprocess"]
+KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
+COLUMNS = ("forward_ms", "backward_ms", "stored_mb", "peak_mb")  # MB = 10^6 bytes; peak is while the layer runs
+A100_HIDDEN_SIZE = {"gpt_6.7b": 4096, "t5_11b": 1024}
+STATES_PER_PARAMETER_BYTE = (2, 6)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CostTable:
+    """Measured costs of one layer of each kind, laid out over the stages of a topology.
+
+    `grids[recompute, kind]` has the columns `COLUMNS` (postprocess, the LM head: the two times only) over the axes rows
+    and encoder_len (the head: rows and output length), for decoder layers rows, encoder_len and decoder_len. A decoder-
+    only model has encoder layers only; an encoder-decoder has `num_layers` of each, encoder first.
+
+    Between grid points costs are multilinear. Below the grid a shape costs what the smallest point costs. Above it, or
+    next to a point that was not measured, `evaluate` raises PlanError and `evaluate_shapes` answers INFEASIBLE.
+
+    Packed rows have no axis of their own. A packed row of P positions with document attention is priced as the padded
+    shape with the same tokens and the same sum of squared lengths, P / L rows of length L = sum(l^2) / P: matrix
+    products depend on the first and attention on the second. L never goes below the grid's shortest row, so that many
+    tiny documents cost their tokens. Where that leans on a point that was not measured, it is priced by the next
+    smaller measured number of rows, in proportion. Whole-row attention is one padded row of P positions.
+    """
+
+    grids: Mapping[tuple[Recompute, LayerKind], Grid]
+    parameter_bytes: Mapping[str, float]  # 16-bit weights of one layer, and of "embedding", on one tensor-parallel rank
+    hidden_size: int
+    num_layers: int
+    topology: Topology
+    lm_head: Literal["last", "every"] = "last"
+    split_w: float = 0.45
+    comm_gbps: float = 4800.0
+    comm_latency_us: float = 0.0
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.split_w <= 1:
+            raise ConfigError(f"split_w is {self.split_w} but is a share of the backward: give 0 to 1")
+        if self.comm_gbps <= 0 or self.comm_latency_us < 0:
+            raise ConfigError(
+                f"a link of {self.comm_gbps} Gbit/s and {self.comm_latency_us} us cannot be: above 0, 0 or more"
+            )
+        if self.lm_head not in ("last", "every"):
+            raise ConfigError(f"lm_head is {self.lm_head!r}: give 'last' or 'every'")
+        if not self.grids:
+            raise ConfigError("a cost table needs at least one grid")
+        if self.num_layers < 1 or self.num_stages > self.total_layers:
+            raise ConfigError(
+                f"{self.total_layers} layers cannot fill {self.num_stages} stages: lower pp or add layers"
+            )
+        given = self.topology.layers_per_stage
+        if given and sum(given) != self.total_layers:
+            raise ConfigError(
+                f"layers_per_stage {given} sums to {sum(given)} but the model has {self.total_layers} layers"
+            )
+        if missing := sorted({"encoder", "embedding", *(["decoder"] * self.has_decoder)} - self.parameter_bytes.keys()):
+            raise ConfigError(f"the cost table has no parameter sizes of {missing}")
+
+    @property
+    def num_stages(self) -> int:
+        return self.topology.num_stages
+
+    @property
+    def has_decoder(self) -> bool:
+        return any(kind == "decoder" for _, kind in self.grids)
+
+    @property
+    def total_layers(self) -> int:
+        return self.num_layers * (1 + self.has_decoder)
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """The recomputation types that were measured."""
+        return tuple(r for r in RECOMPUTES if (r, "encoder") in self.grids)
+
+    def stage_layers(self) -> list[tuple[int, int]]:
+        """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
+        total, stages = self.total_layers, self.num_stages
+        given = self.topology.layers_per_stage
+        stage_of = [s for s, n in enumerate(given) for _ in range(n)] or [i * stages // total for i in range(total)]
+        counts = [[0, 0] for _ in range(stages)]
+        for layer, stage in enumerate(stage_of):
+            counts[stage][layer >= self.num_layers] += 1
+        return [(encoder, decoder) for encoder, decoder in counts]
+
+    def with_topology(self, topology: Topology, *, num_layers: int | None = None) -> CostTable:
+        """The same measurements over other stages; the tensor-parallel degree is part of what was measured."""
+        if topology.tp != self.topology.tp:
+            raise ConfigError(
+                f"the cost table was measured at tp {self.topology.tp}, not {topology.tp}: measure that too"
+            )
+        return replace(self, topology=topology, num_layers=num_layers or self.num_layers)
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        shapes = np.array([self._equivalent(m) for m in micro_batches], np.float64).reshape(-1, 3).T
+        tokens = np.array([(m.rows * m.encoder_len, m.rows * m.decoder_len) for m in micro_batches], np.float64)
+        recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
+        costs, known = self._price(shapes, tokens.reshape(-1, 2).T, recompute)
+        packed = np.array([m.layout == "packed" and m.attention == "document" for m in micro_batches], bool)
+        if (packed & ~known).any():
+            measured = np.unique(np.concatenate([grid.axes[0] for grid in self.grids.values()]))
+            below = measured[np.maximum(np.searchsorted(measured, shapes[0], side="right") - 1, 0)]
+            factor = np.where(packed & ~known, shapes[0] / below, 1.0)
+            shapes[0] = np.where(packed & ~known, below, shapes[0])
+            costs, known = self._price(shapes, tokens.reshape(-1, 2).T, recompute, factor)
+        if not known.all():
+            index = int(np.flatnonzero(~known)[0])
+            raise PlanError(self._refusal(micro_batches[index], shapes[:, index]))
+        return costs
+
+    def evaluate_shapes(
+        self,
+        rows: npt.ArrayLike,
+        encoder_len: npt.ArrayLike,
+        decoder_len: npt.ArrayLike = 0,
+        recompute: Recompute = "none",
+    ) -> MicroBatchCosts:
+        """Costs of padded shapes given as arrays; every cost of a shape outside the grid is INFEASIBLE."""
+        shapes = np.array(np.broadcast_arrays(*(np.asarray(x, np.float64) for x in (rows, encoder_len, decoder_len))))
+        shapes = shapes.reshape(3, -1)
+        return self._price(shapes, shapes[0] * shapes[1:], np.full(shapes.shape[1], recompute))[0]
+
+    def _equivalent(self, m: MicroBatch) -> tuple[float, float, float]:
+        """The padded (rows, encoder_len, decoder_len), not always whole, that a micro-batch is priced as."""
+        if m.layout == "padded" or m.attention == "row":
+            return (m.rows, m.encoder_len, m.decoder_len)
+        encoder, decoder = m.encoder_len, m.decoder_len
+        pad = (encoder - sum(s.encoder for s in m.samples)) + (decoder - sum(s.decoder for s in m.samples))
+        squares = sum(s.tokens**2 for s in m.samples) + pad**2
+        rows = (encoder + decoder) ** 2 / squares
+        grid = self.grids.get((m.recompute, "decoder" if decoder else "encoder"))
+        if grid:
+            lengths = zip((encoder, decoder), grid.axes[1:], strict=False)
+            rows = min([rows, *(length / float(axis[0]) for length, axis in lengths)])
+        rows = max(1.0, rows)
+        return (rows, encoder / rows, decoder / rows)
+
+    def _layers(self, recompute: Recompute, shapes: FloatArray) -> tuple[dict[LayerKind, FloatArray], BoolArray]:
+        known = np.ones(shapes.shape[1], bool)
+        parts: dict[LayerKind, FloatArray] = {}
+        for kind in KINDS:
+            parts[kind] = np.zeros((len(COLUMNS), shapes.shape[1]))
+            if grid := self.grids.get((recompute, kind)):
+                head = shapes[[0, 2]] if self.has_decoder else shapes[:2]
+                at = {"encoder": shapes[:2], "decoder": shapes, "postprocess": head}[kind]
+                values, measured = grid.at(list(at))
+                known &= measured
+                for name, row in zip(grid.columns, values, strict=True):
+                    parts[kind][COLUMNS.index(name)] = row
+            elif (kind == "encoder") or (kind == "decoder" and self.has_decoder):
+                known[:] = False
+        return parts, known
+
+    def _price(
+        self,
+        shapes: FloatArray,
+        tokens: FloatArray,
+        recompute: npt.NDArray[np.str_],
+        factor: FloatArray | float = 1.0,
+    ) -> tuple[MicroBatchCosts, BoolArray]:
+        """Costs of shapes (3, M), times a factor, with (encoder, decoder) tokens (2, M); and which the grid knows."""
+        layout = self.stage_layers()
+        count = shapes.shape[1]
+        ms_and_mb, known = np.zeros((4, len(layout), count)), np.zeros(count, bool)
+        for kind in RECOMPUTES:
+            if not (chosen := recompute == kind).any():
+                continue
+            parts, known[chosen] = self._layers(kind, shapes[:, chosen])
+            e, d, head = (parts[name] for name in KINDS)
+            out = np.zeros((4, len(layout), int(chosen.sum())))
+            for stage, (num_encoder, num_decoder) in enumerate(layout):
+                out[:3, stage] = num_encoder * e[:3] + num_decoder * d[:3]
+                if stage == len(layout) - 1 or self.lm_head == "every":
+                    out[:3, stage] += head[:3]
+                if num_encoder:
+                    out[3, stage] = (num_encoder - 1) * e[2] + e[3]
+                if num_decoder:
+                    last = num_encoder * e[2] + (num_decoder - 1) * d[2] + d[3]
+                    out[3, stage] = np.maximum(out[3, stage], last)
+            ms_and_mb[:, :, chosen] = out
+        ms_and_mb = ms_and_mb * factor
+        decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
+        crossing = tokens[0] + decoded[:, None] * tokens[1]
+        ranks = self.topology.stage_ranks
+        apart = np.array([a != b for a, b in itertools.pairwise(ranks)], np.float64)[:, None]
+        bytes_sent = crossing * (2 * self.hidden_size)
+        sent_ns = apart * (self.comm_latency_us * 1e3 + bytes_sent * 8 / self.comm_gbps)
+
+        def integers(values: FloatArray, scale: float = 1.0) -> npt.NDArray[np.int64]:
+            return np.where(known, np.rint(values * scale).astype(np.int64), INFEASIBLE)
+
+        backward = integers(ms_and_mb[1], 1e6)
+        stored, running = integers(ms_and_mb[2], 1e6), integers(ms_and_mb[3], 1e6)
+        costs = MicroBatchCosts(
+            forward_ns=integers(ms_and_mb[0], 1e6),
+            backward_ns=backward,
+            weight_ns=np.where(known, np.rint(self.split_w * backward).astype(np.int64), INFEASIBLE),
+            stored_bytes=stored,
+            working_bytes=np.where(known, np.maximum(running - stored, 0), INFEASIBLE),
+            transfer_ns=integers(sent_ns),
+            transfer_bytes=integers(bytes_sent),
+            static_bytes=self.static_bytes(),
+        )
+        return costs, known
+
+    def static_bytes(self) -> npt.NDArray[np.int64]:
+        """Weights, gradients and Adam states of every stage: parameter bytes x (2 + 6 / dp), 16-bit, ZeRO stage 1.
+
+        One embedding is on stage 0 and one on the first decoder stage.
+        """
+        layout, parameters = self.stage_layers(), self.parameter_bytes
+        first_decoder = next((s for s, (_, num_decoder) in enumerate(layout) if num_decoder), None)
+        here, sharded = STATES_PER_PARAMETER_BYTE
+        total = [
+            num_encoder * parameters["encoder"]
+            + (num_decoder * parameters["decoder"] if num_decoder else 0.0)
+            + parameters["embedding"] * ((stage == 0) + (stage == first_decoder))
+            for stage, (num_encoder, num_decoder) in enumerate(layout)
+        ]
+        return np.rint(np.array(total) * (here + sharded / self.topology.dp)).astype(np.int64)
+
+    def _refusal(self, m: MicroBatch, shape: FloatArray) -> str:
+        text = f"a {m.layout} micro-batch of {m.rows} x {m.encoder_len}"
+        text += f" (decoder {m.decoder_len})" if self.has_decoder else ""
+        if m.layout == "packed" and m.attention == "document":
+            text += f", priced as {shape[0]:.1f} x {shape[1]:.1f},"
+        if m.recompute not in self.recomputes:
+            return f"{text} with recompute {m.recompute!r}: the cost table has only {', '.join(self.recomputes)}"
+        axes = self.grids[m.recompute, "decoder" if self.has_decoder else "encoder"].axes
+        for name, value, axis in zip(("rows", "encoder_len", "decoder_len"), shape, axes, strict=False):
+            if value > axis[-1]:
+                return (
+                    f"{text} lies above the cost table, which ends at {name} {axis[-1]:.0f} and refuses to extrapolate:"
+                    f" measure a larger grid, or make micro-batches and samples smaller"
+                )
+        return (
+            f"{text} with recompute {m.recompute!r} leans on points that were not measured (they did not fit on the"
+            " device), and the cost table refuses to extrapolate: use fewer rows or more recomputation"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "kind": "table",
+            "hidden_size": self.hidden_size,
+            "num_layers": self.num_layers,
+            "topology": topology_to_json(self.topology),
+            "lm_head": self.lm_head,
+            "split_w": self.split_w,
+            "comm_gbps": self.comm_gbps,
+            "comm_latency_us": self.comm_latency_us,
+            "parameter_bytes": dict(self.parameter_bytes),
+            "provenance": dict(self.provenance),
+            "grids": [
+                {"recompute": recompute, "layer": kind, **self.grids[recompute, kind].to_json()}
+                for recompute, kind in sorted(self.grids)
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> CostTable:
+        if raw.get("format") != FORMAT:
+            raise DataError(
+                f"cost table has format {raw.get('format')!r} but this version reads {FORMAT!r}: measure again"
+            )
+        try:
+            return cls(
+                grids={(grid["recompute"], grid["layer"]): Grid.from_json(grid) for grid in raw["grids"]},
+                parameter_bytes={name: float(value) for name, value in raw["parameter_bytes"].items()},
+                hidden_size=int(raw["hidden_size"]),
+                num_layers=int(raw["num_layers"]),
+                topology=topology_from_json(raw["topology"]),
+                lm_head=raw["lm_head"],
+                split_w=float(raw["split_w"]),
+                comm_gbps=float(raw["comm_gbps"]),
+                comm_latency_us=float(raw["comm_latency_us"]),
+                provenance=dict(raw["provenance"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"cost table cannot be read: {type(error).__name__} {error}") from error
+
+    @classmethod
+    def read(cls, path: str | Path) -> CostTable:
+        """The table of a file written by `write`."""
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except (OSError, json.JSONDecodeError, AttributeError) as error:
+            raise DataError(f"cost table {path} cannot be read: {error}") from error
+
+    def write(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=None, separators=(",", ":")) + "\n")
+
+    def fingerprint(self) -> str:
+        """Hash of everything but the provenance."""
+        return fingerprint({key: value for key, value in self.to_json().items() if key != "provenance"})
+
+    @classmethod
+    def read_a100(
+        cls,
+        directory: str | Path,
+        model: str,
+        *,
+        topology: Topology,
+        num_layers: int,
+        lm_head: Literal["last", "every"] = "last",
+        split_w: float = 0.45,
+        comm_gbps: float = 4800.0,
+        comm_latency_us: float = 0.0,
+        hidden_size: int | None = None,
+    ) -> CostTable:
+        """The table of `model` in the CSV form of DynaPipe's published A100 measurements, at the topology's tp."""
+        hidden = hidden_size or A100_HIDDEN_SIZE.get(model)
+        if hidden is None:
+            raise ConfigError(
+                f"hidden size of model {model!r} is not known ({', '.join(A100_HIDDEN_SIZE)} are): give it"
+            )
+        grids = _read_grids(Path(directory), model, topology.tp)
+        parameters: dict[str, float] = {}
+        for row in _read_csv(Path(directory) / f"{model}_parameters_mb.csv", topology.tp):
+            parameters[row["layer"]] = max(parameters.get(row["layer"], 0.0), float(row["mb"]) * 1e6)
+        return cls(
+            grids=grids,
+            parameter_bytes=parameters,
+            hidden_size=hidden,
+            num_layers=num_layers,
+            topology=topology,
+            lm_head=lm_head,
+            split_w=split_w,
+            comm_gbps=comm_gbps,
+            comm_latency_us=comm_latency_us,
+            provenance={"device": "A100 40 GB", "source": "DynaPipe (arXiv 2311.10418) layer costs", "model": model},
+        )
+
+
+def _read_csv(path: Path, tp: int) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        chosen = [row for row in rows if int(row["tp"]) == tp]
+        if not chosen:
+            raise ConfigError(f"{path} was measured at tp {sorted({int(row['tp']) for row in rows})}, not at {tp}")
+    except (OSError, KeyError, ValueError) as error:
+        raise DataError(f"cost file {path} cannot be read: {type(error).__name__} {error}") from error
+    return chosen
+
+
+def _read_grids(directory: Path, model: str, tp: int) -> dict[tuple[Recompute, LayerKind], Grid]:
+    points: dict[tuple[Recompute, LayerKind], dict[str, dict[tuple[int, ...], float]]] = {}
+    for suffix, column, value, unit in (("time_ms", "pass", "ms", "_ms"), ("activation_mb", "kind", "mb", "_mb")):
+        for row in _read_csv(directory / f"{model}_{suffix}.csv", tp):
+            recompute, layer, name = row["recompute"], row["layer"], row[column] + unit
+            if recompute not in RECOMPUTES or layer not in KINDS or name not in COLUMNS:
+                raise DataError(f"{model}_{suffix}.csv has recompute {recompute!r}, layer {layer!r}, column {name!r}")
+            axes = ["micro_batch_size", "encoder_len", *(["decoder_len"] if layer == "decoder" else [])]
+            table = points.setdefault((recompute, layer), {}).setdefault(name, {})
+            table[tuple(int(row[axis]) for axis in axes)] = float(row[value])
+    return {key: Grid.from_points(columns) for key, columns in points.items()}
+
+
+def cost_model_to_json(model: AnalyticCosts | CostTable | TokenCosts) -> dict[str, Any]:
+    """A cost model as JSON; its "kind" says which of the three it is."""
+    match model:
+        case AnalyticCosts() | CostTable() | TokenCosts():
+            return model.to_json()
+        case _:
+            assert_never(model)
+
+
+def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
+    """The cost model that `cost_model_to_json` wrote."""
+    match raw.get("kind"):
+        case "analytic":
+            return AnalyticCosts.from_json(raw)
+        case "table":
+            return CostTable.from_json(raw)
+        case "tokens":
+            return TokenCosts.from_json(raw)
+        case other:
+            raise ConfigError(f"cost model has kind {other!r}: expected analytic, table or tokens")

@@ -1,0 +1,128 @@
+"""Costs as a polynomial in tokens: a tiny deterministic model for tests, trials and the emulated stage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.plan import MicroBatch, Recompute
+from dynapipe_ext.topology import Topology
+
+
+def sum_of_squares(micro_batch: MicroBatch) -> int:
+    """Positions that attend x positions attended to, self-attention of both sides: rows x length squared if padded or
+    attending over the row; the sum over documents (the row's padding is one more) if attention restarts at each.
+    """
+    sides = (micro_batch.encoder_len, micro_batch.decoder_len)
+    if micro_batch.layout == "padded" or micro_batch.attention == "row":
+        return micro_batch.rows * sum(length**2 for length in sides)
+    lengths = ([s.encoder for s in micro_batch.samples], [s.decoder for s in micro_batch.samples])
+    return sum(
+        sum(n**2 for n in documents) + (length - sum(documents)) ** 2
+        for documents, length in zip(lengths, sides, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCosts:
+    """F = overhead + a tokens + b sum(length^2) on every stage; B = ratio x F, half of its token part being W.
+
+    Tokens are padded tokens, so padding costs what it costs. `stage_scale` (one factor a stage) makes stages unequal.
+    Recomputation "full" adds one F to B and stores nothing but a tenth; "selective" adds the b part and stores half.
+    """
+
+    num_stages: int
+    ns_per_token: int = 1000
+    ns_per_token_squared: float = 0
+    backward_ratio: float = 2.0
+    bytes_per_token: int = 1000
+    static_bytes: int = 0
+    overhead_ns: int = 0
+    transfer_ns_per_token: int = 0
+    transfer_bytes_per_token: int = 0
+    stage_scale: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1:
+            raise ConfigError(f"num_stages is {self.num_stages} but must be at least 1")
+        for name, value in asdict(self).items():
+            if not isinstance(value, tuple) and value < 0:
+                raise ConfigError(f"{name} is {value} but costs cannot be negative")
+        if self.stage_scale and len(self.stage_scale) != self.num_stages:
+            raise ConfigError(f"stage_scale has {len(self.stage_scale)} entries for {self.num_stages} stages")
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        tokens = np.array([m.padded_tokens for m in micro_batches], np.int64)
+        squares = np.array([sum_of_squares(m) for m in micro_batches], np.int64)
+        return self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
+
+    def evaluate_shapes(
+        self, rows: npt.ArrayLike, encoder_len: npt.ArrayLike, decoder_len: npt.ArrayLike, recompute: Recompute = "none"
+    ) -> MicroBatchCosts:
+        """Costs of padded shapes given as arrays."""
+        r, e, d = (np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len))
+        return self._price(r * (e + d), r * (e * e + d * d), np.full(r.shape, recompute))
+
+    def _price(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
+        full, selective = recompute == "full", recompute == "selective"
+        scale = np.array(self.stage_scale or (1.0,) * self.num_stages)[:, None]
+        linear = np.rint(scale * (self.ns_per_token * tokens)).astype(np.int64)
+        attention = np.rint(scale * (self.ns_per_token_squared * squares)).astype(np.int64)
+        forward = self.overhead_ns + linear + attention
+        again = np.where(full, forward, np.where(selective, attention, 0))
+        backward = np.rint(self.backward_ratio * forward).astype(np.int64) + again
+        weight = np.rint(self.backward_ratio * linear / 2).astype(np.int64)
+        whole = np.broadcast_to(self.bytes_per_token * tokens, forward.shape)
+        stored = np.where(full, whole // 10, np.where(selective, whole // 2, whole))
+        edges = np.ones((self.num_stages - 1, 1), np.int64)
+        return MicroBatchCosts(
+            forward_ns=forward,
+            backward_ns=backward,
+            weight_ns=weight,
+            stored_bytes=stored,
+            working_bytes=whole - stored,
+            transfer_ns=edges * (self.transfer_ns_per_token * tokens),
+            transfer_bytes=edges * (self.transfer_bytes_per_token * tokens),
+            static_bytes=np.full(self.num_stages, self.static_bytes, np.int64),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "tokens", **asdict(self), "stage_scale": list(self.stage_scale)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> TokenCosts:
+        fields = {key: value for key, value in raw.items() if key != "kind"}
+        try:
+            return cls(**{**fields, "stage_scale": tuple(fields.get("stage_scale", ()))})
+        except TypeError as error:
+            raise ConfigError(f"token costs {sorted(fields)} cannot be read: {error}") from error
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.to_json())
+
+
+def fingerprint(settings: Mapping[str, Any]) -> str:
+    """SHA-256 of settings in canonical JSON."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def topology_to_json(topology: Topology) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(topology).items()}
+
+
+def topology_from_json(raw: Mapping[str, Any]) -> Topology:
+    return Topology(
+        tp=raw["tp"],
+        pp=raw["pp"],
+        dp=raw["dp"],
+        layers_per_stage=tuple(raw["layers_per_stage"]),
+        placement=tuple(raw["placement"]),
+    )
