@@ -97,7 +97,7 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
-    """`strict` enforces NCCL's ordering rules over gloo. `redis_server` names a server binary for the embedded store."""
+    """`strict` enforces NCCL's ordering rules over gloo. `redis_server` is the embedded store's server binary."""
 
     timeout_s: float = 120.0
     strict: bool = False
@@ -136,7 +136,8 @@ class TrainConfig:
                 raise ConfigError(f"{where}: {name} must be a table like [{name}]")
             hints = get_type_hints(table)
             _refuse_unknown(values, hints, f"{where}: [{name}]")
-            built[name] = table(**{key: _checked(v, hints[key], f"{where}: [{name}] {key}") for key, v in values.items()})
+            checked = {key: _checked(v, hints[key], f"{where}: [{name}] {key}") for key, v in values.items()}
+            built[name] = table(**checked)
         config = cls(**built)
         config.check(where)
         return config
@@ -190,7 +191,7 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
             raise ConfigError(f"{where} is {value!r}: choose from {list(get_args(hint))}")
         return value
     if get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple) or not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+        if not isinstance(value, list | tuple) or any(not isinstance(v, int) or isinstance(v, bool) for v in value):
             raise ConfigError(f"{where} is {value!r} but must be a list of integers")
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

@@ -131,7 +131,8 @@ def check_cover(plan: GlobalBatchPlan, samples: Iterable[SampleLength]) -> None:
         end = 0
         for part in sorted(parts, key=lambda part: part.start):
             if part.start != end:
-                raise PlanError(f"sample {index} is trained {'twice' if part.start < end else 'with a gap'} at {part.start}")
+                fault = "twice" if part.start < end else "with a gap"
+                raise PlanError(f"sample {index} is trained {fault} at position {part.start}")
             end += part.encoder
         whole = wanted[index]
         totals = Counter(encoder=end, decoder=sum(p.decoder for p in parts), target=sum(p.target for p in parts))

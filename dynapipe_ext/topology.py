@@ -62,7 +62,8 @@ class Topology:
 
     def coordinates(self, rank: int) -> Coordinates:
         if not 0 <= rank < self.world_size:
-            raise ConfigError(f"rank {rank} is outside 0..{self.world_size - 1} of tp{self.tp} x pp{self.pp} x dp{self.dp}")
+            size = f"tp {self.tp} x pp {self.pp} x dp {self.dp}"
+            raise ConfigError(f"rank {rank} is outside 0..{self.world_size - 1} of {size}")
         outer, tp_rank = divmod(rank, self.tp)
         pp_rank, dp_rank = divmod(outer, self.dp)
         return Coordinates(tp_rank=tp_rank, pp_rank=pp_rank, dp_rank=dp_rank)

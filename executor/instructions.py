@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dynapipe_ext.activations import DTYPE_BYTES as DTYPE_BYTES
-from dynapipe_ext.activations import ActivationFormat as ActivationFormat
-from dynapipe_ext.activations import TensorSpec as TensorSpec
+from dynapipe_ext.activations import TensorSpec
 from dynapipe_ext.plan import LossNorm, MicroBatch
 
 Payload = Literal["activation", "gradient"]

@@ -22,8 +22,8 @@ from dynapipe_ext.executor.stages.megatron_model import (
     initialize_parallel,
     transformer_config,
 )
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology
 
 _SHAPES = ((1, 32), (2, 64), (4, 128), (2, 512), (8, 128))  # rows, positions
@@ -33,7 +33,7 @@ _NUM_LAYERS = 2
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRate:
-    """time of an action = layers x layer_overhead_ns + FLOPs / flops_per_s; `error` is the fit's mean relative error."""
+    """time of an action = layers x layer_overhead_ns + FLOPs / flops_per_s; `error`: the fit's mean relative one."""
 
     flops_per_s: float
     layer_overhead_ns: int

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from dynapipe_ext.timeline import Span
 from dynapipe_ext.executor.instructions import ExecutionPlan, Recv, Send
+from dynapipe_ext.timeline import Span
 
 Tensors = tuple[Any, ...]
 Batch = Mapping[str, Any]  # tensors of one micro-batch by name, as the collate function made them

@@ -222,7 +222,7 @@ def _check_end(rank: _Rank, stage_ranks: Sequence[int], num_micro_batches: int) 
             for micro_batch in range(num_micro_batches):
                 if rank.forwarded.get((stage, micro_batch)) != "done":
                     raise VerificationError(
-                        f"rank {rank.rank} ends without the whole backward of micro-batch {micro_batch} on stage {stage}"
+                        f"rank {rank.rank} ends without the whole backward of micro-batch {micro_batch}, stage {stage}"
                     )
     if len(rank.loaded) != num_micro_batches or (rank.loaded and max(rank.loaded) >= num_micro_batches):
         raise VerificationError(f"rank {rank.rank} loads micro-batches {sorted(rank.loaded)} of {num_micro_batches}")

@@ -15,6 +15,7 @@ import struct
 import zlib
 from typing import Any, assert_never
 
+from dynapipe_ext.activations import TensorSpec
 from dynapipe_ext.errors import ConfigError, StoreError
 from dynapipe_ext.executor.instructions import (
     Backward,
@@ -29,7 +30,6 @@ from dynapipe_ext.executor.instructions import (
     Payload,
     Recv,
     Send,
-    TensorSpec,
     WaitRecv,
     WaitSend,
 )

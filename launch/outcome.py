@@ -17,9 +17,9 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.launch.job import Variant, make_planner, topology_of
 from dynapipe_ext.launch.rank import RankFigures, StepFigures
+from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.simulate import simulate
@@ -113,9 +113,7 @@ def _write_traces(
     measured = tuple(
         merge((Trace(tuple(rank.spans.get(step, ()))) for rank in run.ranks), f"step {step + 1}") for step in traced
     )
-    simulated = tuple(
-        _simulated(config, costs, dataset, run.variant, run.steps[step], shared_cores) for step in traced
-    )
+    simulated = tuple(_simulated(config, costs, dataset, run.variant, run.steps[step], shared_cores) for step in traced)
     names = {}
     for rank in range(topology.world_size):
         me = topology.coordinates(rank)
@@ -170,9 +168,7 @@ def _simulated(
         trace = _shared_simulation(schedule, costs, replica.micro_batches, topology, shared_cores)
         shapes = [(m.rows, m.encoder_len, m.decoder_len) for m in replica.micro_batches]
         for tp_rank in range(topology.tp):
-            ranks = [
-                topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=replica.dp_rank) for p in range(topology.pp)
-            ]
+            ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=replica.dp_rank) for p in range(topology.pp)]
             traces.append(trace.with_shapes(shapes).shifted(ranks))
     return merge(traces, f"step {step.step + 1}")
 

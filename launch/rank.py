@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -167,9 +166,7 @@ def _steps(
         start_s = time.perf_counter()
         loss = executor.execute(plan, micro_batches)
         optimizer.step()
-        spans = [
-            replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in recorder.spans
-        ]
+        spans = [replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in recorder.spans]
         if step >= config.run.steps - config.run.traced_steps:
             traced[step] = spans
         predicted_peak = max(predicted_peak, plan.certificate.peak_bytes[plan.pp_rank])
@@ -179,9 +176,7 @@ def _steps(
         figures.append(_figures(step, epoch, epoch_step, loss, end_s - step_start_s, shared, plan))
         step_start_s, cpu_start_s = end_s, cpu_end_s
         last = figures[-1]
-        progress.update(
-            step + 1, loss, last.real_tokens / last.step_s, plan.padding_efficiency, last.bubble_ratio
-        )
+        progress.update(step + 1, loss, last.real_tokens / last.step_s, plan.padding_efficiency, last.bubble_ratio)
     return figures, RankFigures(
         rank=context.rank,
         predicted_peak_bytes=predicted_peak,
@@ -241,9 +236,7 @@ def _transport(context: RankContext) -> Transport:
     topology, job = topology_of(context.config), context.config.job
     if job.strict:
         return StrictTransport(topology, context.rank, context.groups, timeout_s=job.timeout_s)
-    return TorchP2PTransport(
-        topology, context.rank, context.groups, device=context.device, timeout_s=job.timeout_s
-    )
+    return TorchP2PTransport(topology, context.rank, context.groups, device=context.device, timeout_s=job.timeout_s)
 
 
 def broadcast_bytes(data: bytes, device: torch.device) -> bytes:

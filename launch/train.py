@@ -201,7 +201,7 @@ def data_progress(config: TrainConfig, *, enabled: bool) -> tuple[WorkProgress, 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dynapipe_ext.launch.train", description=__doc__)
     parser.add_argument("--config", required=True, metavar="FILE", help="settings in TOML")
-    parser.add_argument("--store", metavar="URL", help="redis://, rediss:// or unix://; default: embedded, one node only")
+    parser.add_argument("--store", metavar="URL", help="redis://, rediss:// or unix://; default: embedded (one node)")
     parser.add_argument("--compare", action="store_true", help="run the usual ways beside the configured one")
     args = parser.parse_args(arguments)
     try:

@@ -91,7 +91,7 @@ class Planner:
     @property
     def _shape_costs(self) -> ShapeCosts:
         if not hasattr(self.costs, "evaluate_shapes"):
-            raise ConfigError(f"{type(self.costs).__name__} cannot price padded shapes as arrays: it lacks evaluate_shapes")
+            raise ConfigError(f"{type(self.costs).__name__} cannot price padded shapes: it lacks evaluate_shapes")
         return cast(ShapeCosts, self.costs)
 
     def plan(self, lengths: Sequence[SampleLength] | Sequence[int] | LengthArray, *, step: int = 0) -> StepPlan:
@@ -187,7 +187,9 @@ class Planner:
         while len(parts) < dp or (self.equal_counts and len(parts) % dp):
             i = max(range(len(parts)), key=lambda k: (parts[k].rows, parts[k].padded_tokens, -k))
             if len(parts[i].samples) < 2:
-                raise PlanError(f"{len(parts)} micro-batches of one sample do not divide over {dp} replicas: enlarge the batch")
+                raise PlanError(
+                    f"{len(parts)} samples do not divide over {dp} replicas of equal counts: enlarge the batch"
+                )
             half = len(parts[i].samples) // 2
             parts[i : i + 1] = [
                 replace(parts[i], samples=parts[i].samples[:half]),
@@ -211,14 +213,17 @@ class Planner:
         kinds = RECOMPUTES if self.recompute is None else (self.recompute,)
         match self.rule:
             case "batch-max":
-                rows = [rows for rows in (1, 2, 4, 8, 16, 32) if rows == 1 or rows * longest <= (self.max_tokens or limit)]
+                most = (self.max_tokens or limit) // longest
+                rows = [rows for rows in (1, 2, 4, 8, 16, 32) if rows == 1 or rows <= most]
                 return [
                     pad_to_batch_max(samples, dp=dp, rows_per_micro_batch=n, pad_multiple=multiple, recompute=kind)
                     for n in rows
                     for kind in kinds
                 ]
             case "fixed-rows":
-                return [fixed_rows(samples, row_len=room, dp=dp, pad_multiple=multiple, recompute=kind) for kind in kinds]
+                return [
+                    fixed_rows(samples, row_len=room, dp=dp, pad_multiple=multiple, recompute=kind) for kind in kinds
+                ]
             case "packed-balanced":
                 evaluate = micro_batch_evaluate(self.costs)
                 return [
@@ -227,7 +232,9 @@ class Planner:
                 ]
             case _:
                 in_flight = self.topology.num_stages
-                shapes = {kind: shape_evaluate(self._shape_costs, recompute=kind, min_in_flight=in_flight) for kind in kinds}
+                shapes = {
+                    kind: shape_evaluate(self._shape_costs, recompute=kind, min_in_flight=in_flight) for kind in kinds
+                }
                 return [dynapipe_rule(samples, shapes, pp=in_flight, dp=dp, max_bytes=limit, pad_multiple=multiple)]
 
     def _schedule(self, replicas: Replicas, step: int) -> StepPlan:
@@ -281,7 +288,9 @@ class Planner:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Planner:
-        topology = {key: tuple(value) if isinstance(value, list) else value for key, value in raw["topology"].items()}
+        topology: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in raw["topology"].items()
+        }
         return cls(
             Topology(**topology),
             cost_model_from_json(raw["costs"]),
@@ -307,7 +316,7 @@ _PLAIN_FIELDS = (
 
 def _as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) -> list[SampleLength]:
     if len(lengths) and isinstance(lengths[0], SampleLength):
-        return list(lengths)  # type: ignore[arg-type]
+        return list(lengths)
     return sample_lengths(lengths)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ scaled-dot-product call a document elsewhere (the reference; exact on CPU).
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from typing import Any
 
 import torch
@@ -62,10 +63,10 @@ class DocumentAttention(torch.nn.Module):
         if self.backend == "flash-attn":
             return self._flash(query, key, value, packed_seq_params)
         bounds: list[int] = packed_seq_params.cu_seqlens_q.tolist()
-        lengths = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+        lengths = [end - start for start, end in itertools.pairwise(bounds)]
         if sum(lengths) != query.shape[0]:
             raise ValueError(f"documents of {sum(lengths)} positions do not fill a packed row of {query.shape[0]}")
-        documents = zip(*(x.split(lengths) for x in (query, key, value)), strict=True)
+        documents = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
         outputs = [
             self._sdpa(*(x_THD.transpose(0, 1).unsqueeze(0) for x_THD in document)).squeeze(0).transpose(0, 1)
             for document in documents

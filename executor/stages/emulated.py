@@ -9,8 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from dynapipe_ext.activations import ActivationFormat, TensorSpec
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.executor.instructions import ActivationFormat, ExecutionPlan, TensorSpec
+from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 
 
@@ -31,9 +32,7 @@ class EmulatedStage:
     def start_step(self, plan: ExecutionPlan) -> None:
         self._plan = plan
         self._costs = self._costs_of(plan)
-        self._tensors = [
-            tuple(self._make_tensor(spec) for spec in self._format.specs(m)) for m in plan.micro_batches
-        ]
+        self._tensors = [tuple(self._make_tensor(spec) for spec in self._format.specs(m)) for m in plan.micro_batches]
         self._held: dict[tuple[int, int], int] = {}
 
     def load(self, micro_batch: int, batch: Batch) -> None: ...

@@ -272,14 +272,12 @@ class MegatronOptimizer:
     def state_bytes(self) -> int:
         """Adam's moments and the master weights that the optimizer holds on this rank."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        masters = sum(p.numel() * p.element_size() for p in parameters) if self._has_masters else 0
-        return sum(2 * 4 * p.numel() for p in parameters) + masters
+        num_parameters = sum(int(p.numel()) for p in parameters)
+        return num_parameters * (12 if self._has_masters else 8)
 
     @property
     def lr(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
-
-
 
 
 def main_grads(ddp: Any) -> dict[str, torch.Tensor]:

@@ -102,7 +102,7 @@ def install() -> bool:
         setattr(torch.cuda.nvtx, name, _nothing)
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     plain_type = torch.Tensor.type
 
     def type_as_on_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -128,9 +128,6 @@ def _import_megatron_uncompiled() -> None:
             from megatron.core import jit
 
             jit.disable_jit_fuser()
-            import megatron.core.distributed
-            import megatron.core.models.gpt
-            import megatron.core.optimizer
     finally:
         torch.compile = compile_function
 

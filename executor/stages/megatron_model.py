@@ -79,11 +79,11 @@ def transformer_config(
 
 
 class _Norm:
-    """torch's norm, marked for Megatron's gradient reduction under sequence parallelism (which its own wrapper refuses)."""
+    """torch's norm, marked for the reduction that sequence parallelism needs, which Megatron's wrapper refuses."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm = kind(hidden_size, eps=eps)
+        norm: torch.nn.Module = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
@@ -101,7 +101,7 @@ def build_model(
     layer.submodules.self_attention.submodules.core_attention = DocumentAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
     layers = topology.with_layers(shape.num_layers).layers_per_stage
-    model = GPTModel(
+    model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * layers[pp_rank], layer_norm=_Norm),
         vocab_size=shape.vocab_size,

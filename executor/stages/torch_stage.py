@@ -81,6 +81,5 @@ class TorchStage:
         return float(self._loss_sum)
 
     def held_bytes(self) -> int:
-        return sum(
-            tensor.numel() * tensor.element_size() for pair in self._live.values() for tensor in pair if tensor is not None
-        )
+        tensors = [tensor for pair in self._live.values() for tensor in pair if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -19,11 +19,7 @@ def make_pipeline_groups(topology: Topology, rank: int, *, timeout_s: float) -> 
     """
     me = topology.coordinates(rank)
     neighbours = sorted(
-        {
-            (min(a, b), max(a, b))
-            for a, b in zip(topology.stage_ranks, topology.stage_ranks[1:], strict=False)
-            if a != b
-        }
+        {(min(a, b), max(a, b)) for a, b in zip(topology.stage_ranks, topology.stage_ranks[1:], strict=False) if a != b}
     )
     mine: Groups = {}
     for dp_rank in range(topology.dp):

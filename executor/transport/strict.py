@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.activations import DTYPE_BYTES
 from dynapipe_ext.errors import ExecutionError
-from dynapipe_ext.executor.instructions import DTYPE_BYTES, Buffer, Recv, Send
+from dynapipe_ext.executor.instructions import Buffer, Recv, Send
 from dynapipe_ext.executor.protocols import Pending, Tensors
 from dynapipe_ext.executor.transport.groups import Groups
 from dynapipe_ext.executor.transport.torch_p2p import check_tensors, empty_tensors
@@ -72,7 +73,7 @@ class StrictTransport:
         lane = self._queues.get((instruction.peer, instruction.channel))
         if lane is None:
             raise ExecutionError(
-                f"pipeline rank {self._me.pp_rank} has no communicator {instruction.channel} with rank {instruction.peer}"
+                f"pipeline rank {self._me.pp_rank} has no communicator {instruction.channel} with {instruction.peer}"
             )
         verb = "take" if isinstance(instruction, Send) else "send"
         who = f"pipeline rank {self._me.pp_rank} waited for rank {instruction.peer} to {verb} the {instruction.buffer}"
@@ -121,13 +122,14 @@ class _StrictPending:
     def __init__(self, instruction: Send | Recv, tensors: tuple[torch.Tensor, ...], who: str, timeout_s: float) -> None:
         self.instruction, self.tensors = instruction, tensors
         self._who, self._timeout_s = who, timeout_s
-        self._ended, self._error = threading.Event(), None
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
 
     def succeed(self) -> None:
         self._ended.set()
 
     def fail(self, error: BaseException) -> None:
-        self._error: BaseException | None = error
+        self._error = error
         self._ended.set()
 
     def wait(self) -> Tensors:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.activations import TensorSpec
 from dynapipe_ext.errors import ExecutionError
-from dynapipe_ext.executor.instructions import Buffer, Recv, Send, TensorSpec
+from dynapipe_ext.executor.instructions import Buffer, Recv, Send
 from dynapipe_ext.executor.protocols import Pending, Tensors
 from dynapipe_ext.executor.transport.groups import Groups
 from dynapipe_ext.topology import Topology
@@ -25,7 +26,8 @@ def check_tensors(instruction: Send, tensors: Tensors) -> None:
     if found != instruction.specs:
         raise ExecutionError(
             f"the {instruction.buffer} has {[(s.shape, s.dtype) for s in found]} but the plan says"
-            f" {[(s.shape, s.dtype) for s in instruction.specs]}: check hidden size, dtype and order of the ActivationFormat"
+            f" {[(s.shape, s.dtype) for s in instruction.specs]}:"
+            " check hidden size, dtype and order of the ActivationFormat"
         )
 
 
@@ -46,13 +48,15 @@ class TorchP2PTransport:
         kept = tuple(tensor.detach().contiguous() for tensor in tensors)
         group, peer = self._route(instruction)
         works = [dist.isend(tensor, dst=peer, group=group) for tensor in kept]
-        return _TorchPending(works, kept, (), self._who("to take", instruction.buffer, instruction.peer), self._timeout_s)
+        who = self._who("to take", instruction.buffer, instruction.peer)
+        return _TorchPending(works, kept, (), who, self._timeout_s)
 
     def recv(self, instruction: Recv) -> Pending:
         tensors = empty_tensors(instruction.specs, self._device)
         group, peer = self._route(instruction)
         works = [dist.irecv(tensor, src=peer, group=group) for tensor in tensors]
-        return _TorchPending(works, (), tensors, self._who("to send", instruction.buffer, instruction.peer), self._timeout_s)
+        who = self._who("to send", instruction.buffer, instruction.peer)
+        return _TorchPending(works, (), tensors, who, self._timeout_s)
 
     def close(self) -> None: ...
 
@@ -68,7 +72,8 @@ class TorchP2PTransport:
         return group, peer
 
     def _who(self, verb: str, buffer: Buffer, peer: int) -> str:
-        return f"pipeline rank {self._me.pp_rank} of replica {self._me.dp_rank} waited for rank {peer} {verb} the {buffer}"
+        me = self._me
+        return f"pipeline rank {me.pp_rank} of replica {me.dp_rank} waited for rank {peer} {verb} the {buffer}"
 
 
 class _TorchPending:

@@ -82,13 +82,15 @@ class Case:
     def __str__(self) -> str:
         t, m = self.topology, self.model
         words = [f"tp{t.tp}pp{t.pp}dp{t.dp}", self.layout, self.schedule, "tied" if m.tied else "untied", m.position]
-        words += ["sp"] * self.sequence_parallel + ["gpt2"] * (not m.modern) + ["samples"] * (self.loss_norm != "tokens")
+        words += ["sp"] * self.sequence_parallel + ["gpt2"] * (not m.modern)
+        words += ["samples"] * (self.loss_norm != "tokens")
         words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer
         return "-".join(words + [str(n) for n in t.layers_per_stage])
 
 
 TP2, TP2PP2, ALL = Topology(tp=2), Topology(tp=2, pp=2), Topology(tp=2, pp=2, dp=2)
-UNTIED, LEARNED, GPT2 = Model(tied=False), Model(position="learned"), Model(tied=False, position="learned", modern=False)
+UNTIED, LEARNED = Model(tied=False), Model(position="learned")
+GPT2 = Model(tied=False, position="learned", modern=False)
 CASES = [
     Case(Topology()),
     Case(Topology(), "packed", loss_norm="samples"),
@@ -131,9 +133,7 @@ def tensors_of(micro_batch: MicroBatch, samples: list[TokenSample], loss_norm: L
 
 def build(case: Case, topology: Topology, rank: int):
     initialize_parallel(topology, 0)
-    config = transformer_config(
-        case.model.shape, topology, dtype="float32", sequence_parallel=case.sequence_parallel
-    )
+    config = transformer_config(case.model.shape, topology, dtype="float32", sequence_parallel=case.sequence_parallel)
     model = build_model(case.model.shape, topology, topology.coordinates(rank).pp_rank, config, seed=7, device=CPU)
     ddp = wrap_ddp(model, config, distributed_optimizer=case.distributed_optimizer)
     settings = OptimizerSettings(
@@ -144,7 +144,7 @@ def build(case: Case, topology: Topology, rank: int):
 
 def join(env) -> None:
     limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", init_method=env.init_method, rank=env.rank, world_size=env.world_size, timeout=limit)
+    dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size, timeout=limit)
 
 
 def oracle(case: Case, path: Path):
@@ -188,7 +188,11 @@ def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list]:
     )
     predictions = tuple(
         Prediction(
-            makespan_ns=makespan_ns(s, c), lower_bound_ns=0, peak_bytes=(0,) * pp, bubble_ratio=0.0, trace=simulate(s, c)
+            makespan_ns=makespan_ns(s, c),
+            lower_bound_ns=0,
+            peak_bytes=(0,) * pp,
+            bubble_ratio=0.0,
+            trace=simulate(s, c),
         )
         for s, c in zip(schedules, costs, strict=True)
     )
@@ -222,10 +226,9 @@ def rank_main(case: Case, oracle_path: Path):
             plan = plans[me.dp_rank][me.pp_rank]
             samples = samples_of(step)
             loss = executor.execute(plan, [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches])
-            if case.distributed_optimizer:  # reduce-scattered: this rank's buffer holds only its shard of the sums
-                error = 0.0
-            else:
-                error = worst_error(case, model, me, expected[step][2])
+            # Under a distributed optimizer sums are reduce-scattered: the buffer holds only this rank's shard of them.
+            whole = not case.distributed_optimizer
+            error = worst_error(case, model, me, expected[step][2]) if whole else 0.0
             results.append((loss, optimizer.step(), error))
         transport.close()
         dist.barrier()

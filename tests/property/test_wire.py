@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.activations import TensorSpec
 from dynapipe_ext.errors import ConfigError, StoreError
 from dynapipe_ext.executor import wire
 from dynapipe_ext.executor.instructions import (
@@ -27,7 +28,6 @@ from dynapipe_ext.executor.instructions import (
     Load,
     Recv,
     Send,
-    TensorSpec,
     WaitRecv,
     WaitSend,
 )

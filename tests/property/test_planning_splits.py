@@ -1,0 +1,216 @@
+"""Splits, rules and balance over random batches: nothing lost, caps kept, and brute force no better."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.costs.table import TokenCosts
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, ReplicaPlan, check_cover, round_up
+from dynapipe_ext.planning import partition
+from dynapipe_ext.planning.balance import assign_replicas
+from dynapipe_ext.planning.packing import micro_batch_evaluate, split_packed
+from dynapipe_ext.planning.padded import ordered, shape_evaluate, split_padded
+from dynapipe_ext.planning.partition import best_partition
+from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
+
+COSTS = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.5, overhead_ns=3000, bytes_per_token=10)
+BY_SHAPE, BY_BATCH = shape_evaluate(COSTS, min_in_flight=3), micro_batch_evaluate(COSTS, min_in_flight=3)
+STEADY = settings(deadline=None, derandomize=True)
+LENGTH = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 400))
+
+
+@st.composite
+def batches(draw: st.DrawFn, *, most: int = 40, decoder: bool | None = None) -> list[SampleLength]:
+    with_decoder = draw(st.booleans()) if decoder is None else decoder
+    samples = []
+    for index in draw(st.permutations(range(draw(st.integers(1, most))))):
+        encoder, dec = draw(LENGTH), draw(LENGTH) if with_decoder else 0
+        samples.append(SampleLength(index, encoder, dec, target=draw(st.integers(0, dec or encoder))))
+    return samples
+
+
+def check(replicas: list[list[MicroBatch]], samples: list[SampleLength], dp: int) -> None:
+    assert len(replicas) == dp
+    assert all(replicas), "a replica is empty"
+    plan = GlobalBatchPlan(step=0, replicas=tuple(ReplicaPlan(d, tuple(r)) for d, r in enumerate(replicas)))
+    check_cover(plan, samples)
+    assert plan.target_tokens == sum(s.target for s in samples)
+
+
+def replicate(micro_batches: list[MicroBatch], dp: int) -> list[list[MicroBatch]]:
+    times, _ = BY_BATCH(micro_batches)
+    return [[micro_batches[i] for i in share] for share in assign_replicas(times.tolist(), dp)]
+
+
+@STEADY
+@given(batches(), st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 8]))
+def test_every_split_trains_every_sample_once(samples: list[SampleLength], dp: int, pp: int, multiple: int) -> None:
+    dp = min(dp, len(samples))
+    padded = split_padded(samples, BY_SHAPE, pp=pp, dp=dp, pad_multiple=multiple)
+    packed = split_packed(samples, BY_BATCH, max_tokens=510, pp=pp, dp=dp, pad_multiple=multiple)
+    check(replicate(padded, dp), samples, dp)
+    check(replicate(packed, dp), samples, dp)
+    assert max(max(m.encoder_len, m.decoder_len) for m in packed) <= 510
+    assert all(m.pad_multiple == multiple for m in (*padded, *packed))
+
+
+@STEADY
+@given(batches(decoder=False), st.integers(1, 4), st.integers(1, 9), st.integers(1, 64))
+def test_every_rule_for_decoder_only_models_trains_every_sample_once(
+    samples: list[SampleLength], dp: int, rows: int, row_len: int
+) -> None:
+    dp = min(dp, len(samples))
+    check(pad_to_batch_max(samples, dp=dp, rows_per_micro_batch=rows, pad_multiple=8), samples, dp)
+    check(pad_to_batch_max(samples, dp=dp, max_tokens=1024, pad_multiple=8), samples, dp)
+    fits = -(-sum(s.encoder for s in samples) // row_len) >= dp
+    cut = fixed_rows(samples, row_len=row_len, dp=dp if fits else 1)
+    check(cut, samples, dp if fits else 1)
+    assert {m.encoder_len for replica in cut for m in replica} == {row_len}
+    shortfalls = [row_len - m.real_tokens for replica in cut for m in replica]
+    assert sum(gap > 0 for gap in shortfalls) <= 1
+
+
+@STEADY
+@given(batches(), st.integers(1, 4))
+def test_the_rules_for_both_kinds_of_model_train_every_sample_once(samples: list[SampleLength], dp: int) -> None:
+    dp = min(dp, len(samples))
+    check(packed_documents(samples, BY_BATCH, max_tokens=512, dp=dp), samples, dp)
+    check(dynapipe_rule(samples, BY_SHAPE, pp=3, dp=dp), samples, dp)
+    check(dynapipe_rule(samples, BY_SHAPE, pp=3, dp=dp, thinning_ns=0, pad_multiple=8), samples, dp)
+
+
+def partitions(count: int) -> Iterator[list[tuple[int, int]]]:
+    for cuts in itertools.product((False, True), repeat=count - 1):
+        bounds = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), count]
+        yield list(itertools.pairwise(bounds))
+
+
+@settings(STEADY, max_examples=60)
+@given(
+    batches(most=9),
+    st.integers(1, 4),
+    st.integers(2, 4),
+    st.sampled_from([1, 8]),
+    st.none() | st.integers(1, 4),
+    st.none() | st.integers(16, 3000),
+    st.none() | st.integers(5_000, 100_000),
+)
+def test_padded_split_equals_brute_force_over_contiguous_partitions(
+    samples: list[SampleLength],
+    dp: int,
+    pp: int,
+    multiple: int,
+    max_rows: int | None,
+    max_tokens: int | None,
+    max_bytes: int | None,
+) -> None:
+    dp = min(dp, len(samples))
+
+    def value(order: list[SampleLength], runs: list[tuple[int, int]]) -> int | None:
+        times = []
+        for a, b in runs:
+            encoder = round_up(max(s.encoder for s in order[a:b]), multiple)
+            decoder = round_up(max(s.decoder for s in order[a:b]), multiple)
+            time_ns, num_bytes = BY_SHAPE(np.array([b - a]), np.array([encoder]), np.array([decoder]))
+            if (max_rows and b - a > max_rows) or (max_tokens and (b - a) * (encoder + decoder) > max_tokens):
+                return None
+            if max_bytes and num_bytes[0] > max_bytes:
+                return None
+            times.append(int(time_ns[0]))
+        return sum(times) + dp * (pp - 1) * max(times)
+
+    orders = [ordered(samples, "sorted"), *([ordered(samples, "classes")] if samples[0].decoder else [])]
+    found = [(value(order, runs), len(runs)) for order in orders for runs in partitions(len(order))]
+    best = min(((v, n) for v, n in found if v is not None), default=None)
+
+    def split() -> list[MicroBatch]:
+        return split_padded(
+            samples, BY_SHAPE, pp=pp, dp=dp, pad_multiple=multiple,
+            max_rows=max_rows, max_tokens=max_tokens, max_bytes=max_bytes,
+        )  # fmt: skip
+
+    if best is None:
+        with pytest.raises(PlanError, match="sample"):
+            split()
+        return
+    micro_batches = split()
+    have = [s for m in micro_batches for s in m.samples]
+    ends = list(itertools.accumulate(m.rows for m in micro_batches))
+    got = value(have, list(itertools.pairwise([0, *ends])))
+    assert got is not None
+    assert got >= best[0]
+    assert len(micro_batches) >= dp
+    if best[1] >= dp:  # else the optimum would leave a replica empty
+        assert got == best[0]
+
+
+@settings(STEADY, max_examples=300)
+@given(st.integers(1, 9), st.integers(0, 12), st.randoms(use_true_random=False))
+def test_best_partition_equals_brute_force_on_any_costs(count: int, weight: int, rng: object) -> None:
+    """Costs need not grow with the run, and some runs may be impossible."""
+    costs: IntArray = np.full((count, count), INFEASIBLE, np.int64)
+    for end in range(count):
+        for rows in range(1, end + 2):
+            possible = rows == 1 or rng.random() < 0.8  # type: ignore[attr-defined]
+            costs[end, rows - 1] = rng.randint(1, 3000) if possible else INFEASIBLE  # type: ignore[attr-defined]
+    values = []
+    for runs in partitions(count):
+        each = [int(costs[b - 1, b - a - 1]) for a, b in runs]
+        if max(each) < INFEASIBLE:
+            values.append(sum(each) + weight * max(each))
+    with mock.patch.object(partition, "_CANDIDATES_AT_ONCE", 1):  # the narrowest search must still miss no bound
+        parts = best_partition(costs, weight)
+    assert best_partition(costs, weight).value(weight) == min(values)
+    assert parts.value(weight) == min(values)
+    each = [int(costs[b - 1, b - a - 1]) for a, b in itertools.pairwise([0, *parts.ends])]
+    assert (sum(each), max(each)) == (parts.sum_ns, parts.max_ns)
+
+
+@STEADY
+@given(batches(most=60, decoder=False), st.integers(1, 3))
+def test_long_runs_are_not_cut_off_by_the_search_window(samples: list[SampleLength], pp: int) -> None:
+    """With overhead only, fewest micro-batches are best: one for one replica, whatever the number of samples."""
+    more = [SampleLength(1000 + i, 7) for i in range(200)]
+    costs = TokenCosts(2, ns_per_token=0, overhead_ns=1000)
+    assert len(split_padded([*samples, *more], shape_evaluate(costs), pp=pp, dp=1)) == 1
+
+
+@STEADY
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=7), st.integers(1, 3))
+def test_balance_is_within_grahams_bound_of_the_optimum(costs: list[int], replicas: int) -> None:
+    replicas = min(replicas, len(costs))
+    shares = assign_replicas(costs, replicas)
+    optimum = min(
+        max(sum(c for c, r in zip(costs, choice, strict=True) if r == k) for k in range(replicas))
+        for choice in itertools.product(range(replicas), repeat=len(costs))
+    )
+    assert 3 * replicas * max(sum(costs[i] for i in s) for s in shares) <= (4 * replicas - 1) * optimum
+    assert sorted(i for s in shares for i in s) == list(range(len(costs)))
+    assert all(s and s == sorted(s) for s in shares)
+
+
+@STEADY
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=30), st.integers(1, 6))
+def test_equal_counts_are_equal(costs: list[int], replicas: int) -> None:
+    costs = (costs * replicas)[: max(1, len(costs) // replicas) * replicas]
+    shares = assign_replicas(costs, replicas, equal_counts=True)
+    assert {len(s) for s in shares} == {len(costs) // replicas}
+    assert sorted(i for s in shares for i in s) == list(range(len(costs)))
+
+
+@STEADY
+@given(batches(most=25), st.integers(0, 3))
+def test_splits_do_not_depend_on_the_order_of_the_batch(samples: list[SampleLength], turn: int) -> None:
+    turned = [*samples[turn:], *samples[:turn]]
+    assert split_padded(samples, BY_SHAPE, pp=3, dp=1) == split_padded(turned, BY_SHAPE, pp=3, dp=1)

@@ -1,0 +1,213 @@
+"""The analytic model against published parameter counts and formulas."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape, parameters_per_stage
+from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.table import cost_model_from_json, cost_model_to_json
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.topology import Topology
+
+GPT2 = ModelShape(12, 768, 12, 12, 3072, False, 50257, 1024, True)
+LLAMA = {"position": "rope", "norm": "rmsnorm", "bias": False}
+LLAMA2_7B = ModelShape(32, 4096, 32, 32, 11008, True, 32000, 4096, False, **LLAMA)  # type: ignore[arg-type]
+LLAMA2_70B = ModelShape(80, 8192, 64, 8, 28672, True, 32000, 4096, False, **LLAMA)  # type: ignore[arg-type]
+SMALL = ModelShape(4, 64, 4, 2, 256, False, 512, 128, True)
+
+
+def padded(rows: int, length: int, **more: Any) -> MicroBatch:
+    return MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), **more)
+
+
+@pytest.mark.parametrize(
+    ("shape", "published"), [(GPT2, 124_439_808), (LLAMA2_7B, 6_738_415_616), (LLAMA2_70B, 68_976_648_192)]
+)
+def test_parameters_equal_the_published_counts(shape: ModelShape, published: int) -> None:
+    assert parameters_per_stage(shape, Topology()) == (published,)
+
+
+def test_pipeline_stages_add_up_to_the_model_and_tied_embeddings_add_one_copy() -> None:
+    assert sum(parameters_per_stage(LLAMA2_70B, Topology(pp=8))) == 68_976_648_192
+    assert sum(parameters_per_stage(GPT2, Topology(pp=4))) == 124_439_808 + 50257 * 768
+
+
+def test_tensor_parallel_ranks_copy_norms_late_biases_and_positions_only() -> None:
+    shape = replace(GPT2, vocab_size=50304)
+    one, two = (sum(parameters_per_stage(shape, Topology(tp=tp))) for tp in (1, 2))
+    copied = 12 * (4 * 768 + 2 * 768) + 2 * 768 + 1024 * 768
+    assert 2 * two - one == copied
+
+
+def test_uneven_stages_hold_their_own_layers() -> None:
+    counts = parameters_per_stage(SMALL, Topology(pp=3, layers_per_stage=(2, 1, 1)))
+    layer = parameters_per_stage(replace(SMALL, num_layers=5), Topology())[0]
+    layer -= parameters_per_stage(SMALL, Topology())[0]
+    assert counts == (2 * layer + 512 * 64 + 128 * 64, layer, layer + 2 * 64 + 512 * 64)
+
+
+def bare(shape: ModelShape = SMALL, topology: Topology | None = None, **more: Any) -> AnalyticCosts:
+    """One FLOP a nanosecond and no overhead, so that times are FLOPs."""
+    settings = {"flops_per_s": 1e9, "overhead_ns": 0, "flash": False, **more}
+    return AnalyticCosts(shape, topology or Topology(), **settings)
+
+
+def test_forward_flops_are_those_of_narayanan_et_al() -> None:
+    """24 b s h^2 + 4 b s^2 h a layer and 2 b s h V for the head (2021, appendix); backward is twice that."""
+    shape = replace(SMALL, num_query_groups=4)
+    b, s, h, v, layers = 3, 32, 64, 512, 4
+    costs = bare(shape).evaluate([padded(b, s)])
+    expected = layers * (24 * b * s * h**2 + 4 * b * s**2 * h) + 2 * b * s * h * v
+    assert costs.forward_ns.tolist() == [[expected]]
+    assert costs.backward_ns.tolist() == [[2 * expected]]
+    assert costs.weight_ns.tolist() == [[expected - layers * 4 * b * s**2 * h]]
+
+
+def test_recomputation_adds_the_layers_or_their_core_attention_to_the_backward() -> None:
+    b, s = 2, 16
+    kinds = [padded(b, s, recompute=kind) for kind in ("none", "selective", "full")]
+    backward = bare().evaluate(kinds).backward_ns[0]
+    attention = 4 * 4 * b * s**2 * 64
+    assert backward[1] - backward[0] == attention
+    assert backward[2] - backward[0] == attention + 4 * 2 * SMALL.matmul_parameters * b * s
+
+
+def test_causal_flash_attention_does_half_the_work() -> None:
+    full, half = (bare(flash=flash).evaluate([padded(1, 64)]).forward_ns[0, 0] for flash in (False, True))
+    assert full - half == 4 * 2 * 64**2 * 64
+
+
+def test_only_the_last_stage_pays_for_the_head() -> None:
+    forward = bare(topology=Topology(pp=4)).evaluate([padded(1, 8)]).forward_ns[:, 0]
+    assert len(set(forward[:3])) == 1
+    assert forward[3] - forward[0] == 2 * 8 * 64 * 512
+
+
+def test_packed_documents_cost_what_padded_rows_of_their_length_cost_and_whole_rows_more() -> None:
+    model = bare(topology=Topology(pp=2))
+    samples = tuple(SampleLength(i, 16) for i in range(4))
+    rows, packed = MicroBatch(samples), MicroBatch(samples, "packed")
+    whole = MicroBatch(samples, "packed", attention="row")
+    costs = model.evaluate([rows, packed, whole])
+    assert costs.forward_ns[:, 0].tolist() == costs.forward_ns[:, 1].tolist()
+    assert costs.stored_bytes[:, 0].tolist() == costs.stored_bytes[:, 1].tolist()
+    assert (costs.forward_ns[:, 2] - costs.forward_ns[:, 1]).tolist() == [2 * 4 * 64 * (64**2 - 4 * 16**2)] * 2
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_stored_bytes_are_those_of_korthikanti_et_al(tp: int) -> None:
+    """s b h (10 + 24 / t + 5 a s / (h t)) a layer, s b h (34 + 5 a s / h) / t under sequence parallelism; selective
+    recomputation drops the 5 a s / h, full keeps 2 (2022, eq. 2-6). The first of two stages has layers only."""
+    shape, b, s, h, a = replace(SMALL, num_query_groups=4), 2, 32, 64, 4
+    kinds = [padded(b, s, recompute=kind) for kind in ("none", "selective", "full")]
+
+    def stored(*, sequence_parallel: bool) -> list[int]:
+        topology = Topology(tp=tp, pp=2, layers_per_stage=(1, 3))
+        model = bare(shape, topology, dropout=True, sequence_parallel=sequence_parallel)
+        return [int(x) for x in model.evaluate(kinds).stored_bytes[0]]
+
+    scores = 5 * a * s * s * b // tp
+    assert stored(sequence_parallel=False) == [
+        s * b * h * (10 + 24 // tp) + scores,
+        s * b * h * (10 + 24 // tp),
+        2 * s * b * h,
+    ]
+    assert stored(sequence_parallel=True) == [
+        s * b * h * 34 // tp + scores,
+        s * b * h * 34 // tp,
+        2 * s * b * h // tp,
+    ]
+
+
+def test_fp32_values_store_twice_the_bytes_of_bf16() -> None:
+    def stored(width: int) -> np.ndarray[Any, Any]:
+        model = bare(topology=Topology(pp=2), activation_bytes_per_value=width)
+        return model.evaluate([padded(1, 16)]).stored_bytes[0]
+
+    assert stored(4).tolist() == (2 * stored(2)).tolist()
+
+
+def test_last_stage_holds_fp32_logits() -> None:
+    stored = bare(topology=Topology(pp=2)).evaluate([padded(1, 16)]).stored_bytes[:, 0]
+    assert stored[1] - stored[0] == 16 * (4 * 512 + 2 * 2 * 64)
+
+
+def test_full_recomputation_needs_a_whole_layer_while_it_runs() -> None:
+    model = bare(topology=Topology(pp=4))
+    none, full = model.evaluate([padded(1, 32), padded(1, 32, recompute="full")]).take([0, 1]).working_bytes[0]
+    stored = model.evaluate([padded(1, 32)]).stored_bytes[0, 0]
+    assert full - none == stored - 2 * 32 * 64
+
+
+def test_states_are_18_bytes_a_parameter_or_6_and_12_over_dp() -> None:
+    count = parameters_per_stage(SMALL, Topology())[0]
+    assert bare(topology=Topology(dp=4)).static_bytes().tolist() == [18 * count]
+    assert bare(topology=Topology(dp=4), distributed_optimizer=True).static_bytes().tolist() == [6 * count + 3 * count]
+    assert bare(param_bytes=4).static_bytes().tolist() == [16 * count]
+
+
+def test_transfers_take_latency_and_bytes_over_bandwidth_and_none_within_a_rank() -> None:
+    link = {"bandwidth_bytes_per_s": 1e9, "latency_ns": 100}
+    costs = bare(topology=Topology(pp=2, placement=(0, 1, 1, 0)), **link).evaluate([padded(2, 8)])
+    sent = 2 * 8 * 64 * 2
+    assert costs.transfer_bytes[:, 0].tolist() == [sent] * 3
+    assert costs.transfer_ns[:, 0].tolist() == [100 + sent, 0, 100 + sent]
+
+
+def test_shapes_as_arrays_cost_what_micro_batches_cost() -> None:
+    model = AnalyticCosts(SMALL, Topology(pp=2))
+    shapes = [(1, 1), (3, 17), (5, 128)]
+    for kind in ("none", "selective", "full"):
+        one = model.evaluate([padded(r, n, recompute=kind) for r, n in shapes])
+        two = model.evaluate_shapes([r for r, _ in shapes], [n for _, n in shapes], 0, kind)  # type: ignore[arg-type]
+        for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes", "transfer_ns"):
+            assert getattr(one, name).tolist() == getattr(two, name).tolist()
+
+
+def test_rows_beyond_the_learned_positions_are_refused() -> None:
+    model = AnalyticCosts(SMALL, Topology())
+    with pytest.raises(PlanError, match=r"129 positions .* 128 learned"):
+        model.evaluate([padded(1, 129)])
+    assert model.evaluate_shapes([1, 1], [128, 129]).forward_ns[0].tolist()[1] == INFEASIBLE
+    model.evaluate([MicroBatch(tuple(SampleLength(i, 100) for i in range(3)), "packed")])  # positions restart
+
+
+def test_encoder_decoder_shapes_are_refused() -> None:
+    with pytest.raises(PlanError, match="decoder-only"):
+        AnalyticCosts(SMALL, Topology()).evaluate([MicroBatch((SampleLength(0, 4, 4),))])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topology": Topology(tp=4)}, "num_query_groups 2"),
+        ({"topology": Topology(pp=5)}, "4 layers cannot fill 5 stages"),
+        ({"flops_per_s": 0.0}, "flops_per_s"),
+        ({"param_bytes": 3}, "give 2 or 4"),
+        ({"latency_ns": -1}, "negative"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(AnalyticCosts(SMALL, Topology()), **change)
+
+
+def test_json_round_trip_keeps_the_fingerprint_and_every_setting_changes_it() -> None:
+    model = AnalyticCosts(SMALL, Topology(pp=2, dp=2, layers_per_stage=(3, 1)))
+    again = cost_model_from_json(json.loads(json.dumps(cost_model_to_json(model))))
+    assert again == model
+    assert again.fingerprint() == model.fingerprint()
+    changes: list[dict[str, Any]] = [
+        {"flops_per_s": 1e12}, {"overhead_ns": 1}, {"bandwidth_bytes_per_s": 1.0}, {"latency_ns": 1}, {"flash": False},
+        {"activation_bytes_per_value": 4}, {"param_bytes": 4}, {"sequence_parallel": True}, {"dropout": True},
+        {"distributed_optimizer": True}, {"topology": Topology(pp=2)}, {"shape": replace(SMALL, vocab_size=1024)},
+    ]  # fmt: skip
+    assert len({replace(model, **change).fingerprint() for change in changes} | {model.fingerprint()}) == 13

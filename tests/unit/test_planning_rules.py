@@ -1,0 +1,199 @@
+"""The peers' rules and the balance on cases small enough to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.costs.table import TokenCosts
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.lengths import SampleLength, sample_lengths
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.planning.balance import assign_replicas
+from dynapipe_ext.planning.packing import micro_batch_evaluate, split_packed
+from dynapipe_ext.planning.padded import shape_evaluate, split_padded
+from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, karmarkar_karp, packed_documents, pad_to_batch_max
+
+COSTS = TokenCosts(4, ns_per_token=100, ns_per_token_squared=1, overhead_ns=2000)
+BY_SHAPE, BY_BATCH = shape_evaluate(COSTS), micro_batch_evaluate(COSTS)
+
+
+def indices(replicas: list[list[object]]) -> list[list[list[int]]]:
+    return [[[s.index for s in m.samples] for m in replica] for replica in replicas]  # type: ignore[attr-defined]
+
+
+def test_pad_to_batch_max_deals_equal_micro_batches_of_the_longest_length() -> None:
+    replicas = pad_to_batch_max(sample_lengths([3, 9, 5, 1, 2]), dp=2, rows_per_micro_batch=2, pad_multiple=4)
+    assert indices(replicas) == [[[0, 1], [4]], [[2, 3]]]
+    assert {m.encoder_len for r in replicas for m in r} == {12}
+    by_tokens = pad_to_batch_max(sample_lengths([3, 9, 5, 1, 2]), dp=1, max_tokens=24, pad_multiple=4)
+    assert indices(by_tokens) == [[[0, 1], [2, 3], [4]]]
+
+
+def test_fixed_rows_cuts_at_row_ends_and_each_piece_keeps_its_own_targets() -> None:
+    samples = [SampleLength(0, 3, target=2), SampleLength(1, 9, target=6), SampleLength(2, 2, target=2)]
+    rows = [m for replica in fixed_rows(samples, row_len=5, dp=1) for m in replica]
+    pieces = [[(s.index, s.start, s.encoder, s.target) for s in m.samples] for m in rows]
+    assert pieces == [[(0, 0, 3, 2), (1, 0, 2, 0)], [(1, 2, 5, 4)], [(1, 7, 2, 2), (2, 0, 2, 2)]]
+    assert [(m.encoder_len, m.attention, m.layout) for m in rows] == [(5, "row", "packed")] * 3
+
+
+def test_dynapipe_rule_takes_the_first_recompute_type_that_fits_for_the_whole_plan() -> None:
+    samples = sample_lengths([100, 10, 10, 10])
+    choices = {kind: shape_evaluate(COSTS, recompute=kind) for kind in ("full", "none", "selective")}  # type: ignore[arg-type]
+    roomy, tight = (dynapipe_rule(samples, choices, pp=4, dp=1, max_bytes=b) for b in (10**9, 100_000))
+    assert {m.recompute for m in roomy[0]} == {"none"}
+    assert {m.recompute for m in tight[0]} == {"none"}
+    stored_only = {
+        kind: (lambda r, e, d, by=by: (r * e * 100, r * e * by)) for kind, by in (("none", 1000), ("full", 10))
+    }
+    (replica,) = dynapipe_rule(samples, stored_only, pp=2, dp=1, max_bytes=50_000)  # type: ignore[arg-type]
+    assert {m.recompute for m in replica} == {"full"}
+
+
+def test_each_micro_batch_takes_the_fastest_recompute_type_that_fits() -> None:
+    choices = {
+        "none": lambda r, e, d: (r * e * 100, r * e * 1000),
+        "full": lambda r, e, d: (r * e * 130, r * e * 10),
+    }
+    split = split_padded(sample_lengths([100, 10]), choices, pp=2, dp=1, max_bytes=50_000)  # type: ignore[arg-type]
+    assert [(m.encoder_len, m.recompute) for m in split] == [(10, "none"), (100, "full")]
+
+
+def test_karmarkar_karp_leaves_no_group_empty() -> None:
+    for count in range(3, 9):
+        groups = karmarkar_karp([1] * count, 3)
+        assert sorted(i for g in groups for i in g) == list(range(count))
+        assert min(map(len, groups)) >= 1
+
+
+def test_class_order_serves_encoder_decoder_samples_better_than_the_plain_sort() -> None:
+    costs = TokenCosts(4, ns_per_token=100, ns_per_token_squared=0.01, overhead_ns=20_000)
+    rng = np.random.default_rng(5)
+    pairs = np.exp(rng.normal(4.5, 1.0, (200, 2))).astype(np.int64) + 1
+    samples = [SampleLength(i, int(e), int(d)) for i, (e, d) in enumerate(pairs)]
+
+    def value(*orders: str) -> int:
+        split = split_padded(samples, shape_evaluate(costs), pp=4, dp=1, orders=orders)  # type: ignore[arg-type]
+        time_ns, _ = micro_batch_evaluate(costs)(split)
+        return int(time_ns.sum() + 3 * time_ns.max())
+
+    assert value("classes") < 0.95 * value("sorted")
+    assert value("sorted", "classes") == value("classes")
+
+
+@pytest.mark.parametrize(("pp", "count", "dp"), [(1, 7, 4), (4, 9, 8), (1, 4, 4)])
+def test_no_split_has_fewer_micro_batches_than_replicas(pp: int, count: int, dp: int) -> None:
+    samples = sample_lengths([5] * count)
+    assert len(split_padded(samples, BY_SHAPE, pp=pp, dp=dp)) >= dp
+    assert len(split_packed(samples, BY_BATCH, max_tokens=1000, pp=pp, dp=dp)) >= dp
+    assert all(packed_documents(samples, BY_BATCH, max_tokens=1000, dp=dp))
+
+
+def test_equal_counts_makes_the_number_of_micro_batches_a_multiple_of_the_replicas() -> None:
+    samples = sample_lengths(list(range(3, 50)))
+    assert len(split_padded(samples, BY_SHAPE, pp=4, dp=3, equal_counts=True)) % 3 == 0
+    assert len(split_packed(samples, BY_BATCH, max_tokens=100, pp=4, dp=3, equal_counts=True)) % 3 == 0
+    assert len({len(r) for r in packed_documents(samples, BY_BATCH, max_tokens=100, dp=3, equal_counts=True)}) == 1
+
+
+def test_packed_rows_follow_the_asked_number_and_refuse_an_impossible_one() -> None:
+    samples = sample_lengths([40, 30, 20, 10])
+    split = split_packed(samples, BY_BATCH, max_tokens=50, num_micro_batches=2)
+    assert sorted(m.encoder_len for m in split) == [50, 50]
+    with pytest.raises(PlanError, match="1 packed rows cannot hold 4 samples: between 2 rows"):
+        split_packed(samples, BY_BATCH, max_tokens=50, num_micro_batches=1)
+
+
+def test_a_row_passed_over_for_lack_of_room_takes_later_smaller_documents() -> None:
+    split = split_packed(sample_lengths([70, 30, 30, 30, 25, 10]), BY_BATCH, max_tokens=100, num_micro_batches=2)
+    assert sorted([s.encoder for s in m.samples] for m in split) == [[30, 30, 30, 10], [70, 25]]
+
+
+def test_rounding_up_keeps_packed_rows_within_max_tokens() -> None:
+    split = split_packed(sample_lengths([10, 8]), BY_BATCH, max_tokens=20, pad_multiple=8)
+    assert sorted(m.encoder_len for m in split) == [8, 16]
+
+
+def test_the_byte_cap_is_exact() -> None:
+    samples = sample_lengths([10, 10])
+    _, needed = BY_SHAPE(np.array([2]), np.array([10]), np.array([0]))
+    counts = [len(split_padded(samples, BY_SHAPE, pp=2, dp=1, max_bytes=int(needed[0]) - less)) for less in (0, 1)]
+    assert counts == [1, 2]
+
+
+def test_swaps_repair_what_longest_first_gets_wrong() -> None:
+    costs = [3, 3, 2, 2, 2]
+    assert [sum(costs[i] for i in share) for share in assign_replicas(costs, 2)] == [6, 6]
+
+
+def test_packed_rows_that_cannot_be_priced_give_way_to_shorter_ones() -> None:
+    def at_most_60(micro_batches: Sequence[MicroBatch]) -> tuple[IntArray, IntArray]:
+        if max(m.encoder_len for m in micro_batches) > 60:
+            raise PlanError("outside the grid")
+        return BY_BATCH(micro_batches)
+
+    split = split_packed(sample_lengths([50, 20, 20, 20, 10]), at_most_60, max_tokens=1000)
+    assert sum(m.rows for m in split) >= 2
+    assert max(m.encoder_len for m in split) <= 60
+    with pytest.raises(PlanError, match="outside the grid"):
+        split_packed(sample_lengths([70, 20]), at_most_60, max_tokens=1000)
+
+
+def test_packed_rows_balance_attention_and_not_tokens() -> None:
+    """One long document costs more than its tokens in short ones, so the row that has it gets fewer tokens."""
+    samples = sample_lengths([1000, *[10] * 1500])
+    split = split_packed(samples, BY_BATCH, max_tokens=20_000, num_micro_batches=2)
+    time_ns, _ = BY_BATCH(split)
+    assert time_ns.max() <= 1.15 * time_ns.min()
+    assert min(m.encoder_len for m in split) == next(m.encoder_len for m in split if m.samples[0].index == 0)
+
+
+def pad(lengths: list[int], **more: Any) -> object:
+    return split_padded(sample_lengths(lengths), BY_SHAPE, pp=2, **more)
+
+
+def row(lengths: list[int], **more: Any) -> object:
+    return split_packed(sample_lengths(lengths), BY_BATCH, max_tokens=100, **more)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pad([9, 200], dp=1, max_tokens=100), r"sample 1 \(200 .* 100 tok"),
+        (lambda: pad([9, 200], dp=1, max_bytes=1000), r"sample 0 .* 9000 B .* 1000 B"),
+        (lambda: pad([9], dp=2), "1 samples cannot feed 2 replicas"),
+        (lambda: pad([9] * 3, dp=2, max_rows=1, equal_counts=True), "3 samples"),
+        (lambda: row([9, 200]), "sample 1 has 200 positions .* has 100"),
+        (lambda: row([9, 99], max_bytes=9500), "1 with 99 .* 99000 B"),
+        (lambda: fixed_rows(sample_lengths([9]), row_len=10, dp=2), "make 1 rows of 10, fewer than 2 replicas"),
+        (lambda: fixed_rows([SampleLength(4, 3, 2)], row_len=10, dp=1), "sample 4 has a decoder side"),
+        (lambda: pad_to_batch_max(sample_lengths([9, 200]), dp=1, max_tokens=100), "sample 1 makes rows of 200"),
+        (lambda: assign_replicas([5], 2), "1 micro-batches cannot feed 2 replicas"),
+        (lambda: assign_replicas([5] * 3, 2, equal_counts=True), "3 micro-batches do not divide .* into 4"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_refused_by_name(call: object, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        call()  # type: ignore[operator]
+
+
+def test_heavy_tailed_loads_over_64_replicas_stay_within_one_percent() -> None:
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        costs = np.exp(rng.normal(10, 1.5, 2048))
+        costs = np.minimum(costs, 0.999 * costs.sum() / 64).astype(np.int64)
+        mean = costs.sum() / 64
+        loads = [costs[share].sum() for share in assign_replicas(costs.tolist(), 64)]
+        assert costs.max() <= mean or max(loads) == costs.max()
+        assert max(loads) <= 1.01 * max(mean, costs.max())
+
+
+def test_the_seed_turns_the_replicas_round() -> None:
+    costs = [9, 1, 5, 5]
+    assert sorted(map(tuple, assign_replicas(costs, 3))) == sorted(map(tuple, assign_replicas(costs, 3, seed=1)))
+    assert len({tuple(assign_replicas(costs, 3, seed=seed)[0]) for seed in range(3)}) == 3
