@@ -72,10 +72,10 @@ class Topology:
         return tp_rank + self.tp * (dp_rank + self.dp * pp_rank)
 
     def with_layers(self, num_layers: int) -> Topology:
-        """The same topology with `layers_per_stage` filled in evenly (early stages get the remainder).
+        """The same topology with `layers_per_stage` filled in evenly: layer i of T lies on stage i * S // T.
 
         >>> Topology(pp=4).with_layers(10).layers_per_stage
-        (3, 3, 2, 2)
+        (3, 2, 3, 2)
         """
         if self.layers_per_stage:
             if sum(self.layers_per_stage) != num_layers:
@@ -86,6 +86,6 @@ class Topology:
             return self
         if num_layers < self.num_stages:
             raise ConfigError(f"{num_layers} layers cannot fill {self.num_stages} stages: lower pp or add layers")
-        each, rest = divmod(num_layers, self.num_stages)
-        layers = tuple(each + (stage < rest) for stage in range(self.num_stages))
+        stage_of = [layer * self.num_stages // num_layers for layer in range(num_layers)]
+        layers = tuple(stage_of.count(stage) for stage in range(self.num_stages))
         return Topology(tp=self.tp, pp=self.pp, dp=self.dp, layers_per_stage=layers, placement=self.placement)

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.costs.table import CostTable, cost_model_from_json, cost_model_to_json
+from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import ConfigError, DynaPipeError
 from dynapipe_ext.executor.store.address import StoreAddress

@@ -13,8 +13,8 @@ from typing import Any, get_args
 from rich.console import Console
 
 from dynapipe_ext.config import ScheduleName, TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.costs.table import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.env import RankEnv, limit_threads

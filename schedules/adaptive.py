@@ -24,6 +24,7 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linea
 from dynapipe_ext.schedules.bounds import lower_bound_ns
 from dynapipe_ext.schedules.memory import peak_bytes
 from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.order import moved_order, start_orders
 from dynapipe_ext.schedules.simulate import Step, backward_steps, forward_steps, num_slots, run_steps
 from dynapipe_ext.schedules.validate import validate
 
@@ -105,7 +106,7 @@ def best_order(
     bound = lower_bound_ns(range(costs.num_stages), costs, split=False, memory_limit_bytes=memory_limit_bytes)
     best: tuple[int, int, Order] | None = None
     best_chosen: list[int] = []
-    for start in _start_orders(costs):
+    for start in start_orders(costs):
         found = _best_of(_reordered(table, start), range(len(_RULES)))
         if best is None or found[0] < best[0]:
             best, best_chosen = found, start
@@ -114,7 +115,7 @@ def best_order(
     for _ in range(effort if num > 1 else 0):
         if best[0] <= bound:
             break
-        state, moved = _move(current, state)
+        state, moved = moved_order(current, state)
         found = _best_of(_reordered(table, moved), (rule,))
         if found[0] <= current_ns:
             current, current_ns = moved, found[0]
@@ -343,46 +344,6 @@ def _check_order(costs: MicroBatchCosts, order: Sequence[int] | None) -> list[in
             f"order {chosen} must list each of the micro-batches 0..{costs.num_micro_batches - 1} exactly once"
         )
     return chosen
-
-
-def _start_orders(costs: MicroBatchCosts) -> list[list[int]]:
-    """Natural, ascending, descending, alternating between the two halves, and cheap at both ends (a short fill and
-    drain, and neighbours alike)."""
-    work = (costs.forward_ns + costs.backward_ns).sum(axis=0).tolist()
-    ascending = sorted(range(len(work)), key=lambda m: (work[m], m))
-    half = len(work) // 2
-    alternating = [m for pair in zip(ascending[half:], ascending[:half], strict=False) for m in pair]
-    alternating += [ascending[-1]] if len(work) % 2 else []
-    hill = ascending[::2] + ascending[1::2][::-1]
-    orders = [list(range(len(work))), ascending, ascending[::-1], alternating, hill]
-    return [order for i, order in enumerate(orders) if order not in orders[:i]]
-
-
-def _move(order: Sequence[int], state: int) -> tuple[int, list[int]]:
-    """The next random state, and the order with two places swapped or one micro-batch put elsewhere."""
-    state, number = splitmix64(state)
-    num, moved = len(order), list(order)
-    kind, number = number % 2, number // 2
-    i, j = number % num, number // num % (num - 1)
-    j += j >= i
-    if kind:
-        moved[i], moved[j] = moved[j], moved[i]
-    else:
-        moved.insert(j, moved.pop(i))
-    return state, moved
-
-
-def splitmix64(state: int) -> tuple[int, int]:
-    """Next state and a random number of 64 bits (Steele, Lea and Flood 2014): the same on every machine.
-
-    >>> splitmix64(0)[1], splitmix64(splitmix64(0)[0])[1]
-    (16294208416658607535, 7960286522194355700)
-    """
-    mask = (1 << 64) - 1
-    state = (state + 0x9E3779B97F4A7C15) & mask
-    z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return state, z ^ (z >> 31)
 
 
 def _proven(found: Order, order: Sequence[int], costs: MicroBatchCosts, limit_bytes: int) -> PipelineSchedule:

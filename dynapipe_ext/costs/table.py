@@ -8,20 +8,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, assert_never, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
-from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
-from dynapipe_ext.costs.tokens import TokenCosts, fingerprint, topology_from_json, topology_to_json
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
-
-__all__ = ["INFEASIBLE", "CostTable", "TokenCosts", "cost_model_from_json", "cost_model_to_json"]
 
 FORMAT = "dynapipe-costs/1"
 LayerKind = Literal["encoder", "decoder", "postprocess"]
@@ -382,25 +379,3 @@ def _read_grids(directory: Path, model: str, tp: int) -> dict[tuple[Recompute, L
             table = points.setdefault((recompute, layer), {}).setdefault(name, {})
             table[tuple(int(row[axis]) for axis in axes)] = float(row[value])
     return {key: Grid.from_points(columns) for key, columns in points.items()}
-
-
-def cost_model_to_json(model: AnalyticCosts | CostTable | TokenCosts) -> dict[str, Any]:
-    """A cost model as JSON; its "kind" says which of the three it is."""
-    match model:
-        case AnalyticCosts() | CostTable() | TokenCosts():
-            return model.to_json()
-        case _:
-            assert_never(model)
-
-
-def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
-    """The cost model that `cost_model_to_json` wrote."""
-    match raw.get("kind"):
-        case "analytic":
-            return AnalyticCosts.from_json(raw)
-        case "table":
-            return CostTable.from_json(raw)
-        case "tokens":
-            return TokenCosts.from_json(raw)
-        case other:
-            raise ConfigError(f"cost model has kind {other!r}: expected analytic, table or tokens")

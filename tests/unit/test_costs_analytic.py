@@ -11,7 +11,7 @@ import pytest
 
 from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape, parameters_per_stage
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.table import cost_model_from_json, cost_model_to_json
+from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
-from dynapipe_ext.costs.table import CostTable, TokenCosts, cost_model_from_json, cost_model_to_json
+from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
+from dynapipe_ext.costs.table import CostTable
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute

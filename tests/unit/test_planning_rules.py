@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.costs.table import TokenCosts
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.plan import MicroBatch

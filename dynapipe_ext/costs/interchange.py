@@ -1,0 +1,34 @@
+"""Cost models as JSON, whichever of the three they are: how planners receive them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, assert_never
+
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.table import CostTable
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ConfigError
+
+
+def cost_model_to_json(model: AnalyticCosts | CostTable | TokenCosts) -> dict[str, Any]:
+    """A cost model as JSON; its "kind" says which of the three it is."""
+    match model:
+        case AnalyticCosts() | CostTable() | TokenCosts():
+            return model.to_json()
+        case _:
+            assert_never(model)
+
+
+def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
+    """The cost model that `cost_model_to_json` wrote."""
+    match raw.get("kind"):
+        case "analytic":
+            return AnalyticCosts.from_json(raw)
+        case "table":
+            return CostTable.from_json(raw)
+        case "tokens":
+            return TokenCosts.from_json(raw)
+        case other:
+            raise ConfigError(f"cost model has kind {other!r}: expected analytic, table or tokens")
