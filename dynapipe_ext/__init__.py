@@ -1,1 +1,72 @@
-"""Variable micro-batches, pipeline schedules and an instruction executor for 3D-parallel training."""
+"""Variable micro-batches, pipeline schedules and an instruction executor for 3D-parallel training.
+
+The names below load on first use, so that planning processes never import torch. Everything else is imported from the
+module that defines it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynapipe_ext.activations import ActivationFormat
+    from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+    from dynapipe_ext.costs.table import CostTable
+    from dynapipe_ext.costs.tokens import TokenCosts
+    from dynapipe_ext.errors import DynaPipeError
+    from dynapipe_ext.executor.engine import PipelineExecutor
+    from dynapipe_ext.executor.instructions import ExecutionPlan
+    from dynapipe_ext.executor.loader import DynaPipeDataLoader
+    from dynapipe_ext.executor.stages.torch_stage import TorchStage
+    from dynapipe_ext.executor.transport.inline import InlineHub
+    from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
+    from dynapipe_ext.plan import MicroBatch
+    from dynapipe_ext.schedules.planner import Planner
+    from dynapipe_ext.topology import Topology
+
+_HOMES = {
+    "ActivationFormat": "dynapipe_ext.activations",
+    "AnalyticCosts": "dynapipe_ext.costs.analytic",
+    "CostTable": "dynapipe_ext.costs.table",
+    "DynaPipeDataLoader": "dynapipe_ext.executor.loader",
+    "DynaPipeError": "dynapipe_ext.errors",
+    "ExecutionPlan": "dynapipe_ext.executor.instructions",
+    "InlineHub": "dynapipe_ext.executor.transport.inline",
+    "MicroBatch": "dynapipe_ext.plan",
+    "ModelShape": "dynapipe_ext.costs.analytic",
+    "PipelineExecutor": "dynapipe_ext.executor.engine",
+    "Planner": "dynapipe_ext.schedules.planner",
+    "TokenCosts": "dynapipe_ext.costs.tokens",
+    "Topology": "dynapipe_ext.topology",
+    "TorchP2PTransport": "dynapipe_ext.executor.transport.torch_p2p",
+    "TorchStage": "dynapipe_ext.executor.stages.torch_stage",
+}
+
+__all__ = [
+    "ActivationFormat",
+    "AnalyticCosts",
+    "CostTable",
+    "DynaPipeDataLoader",
+    "DynaPipeError",
+    "ExecutionPlan",
+    "InlineHub",
+    "MicroBatch",
+    "ModelShape",
+    "PipelineExecutor",
+    "Planner",
+    "TokenCosts",
+    "Topology",
+    "TorchP2PTransport",
+    "TorchStage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,21 +20,27 @@ class TorchStage:
     """`modules[stage]` maps (hidden states, or the batch's "tokens" on stage 0; batch) to hidden states or outputs.
 
     `loss(output, batch)` returns the weighted sum over the micro-batch's positions (weights in "loss_weights"); the
-    stage divides it by the plan's loss divisor. `group` is the data-parallel process group of this stage's replicas.
+    stage divides it by the plan's loss divisor. `parameters` default to those of the modules. `group` is the
+    data-parallel process group of this stage's replicas; `world` says that torch.distributed spans the job, so that
+    every rank returns the loss of the global batch.
     """
 
     def __init__(
         self,
-        modules: Mapping[int, torch.nn.Module],
+        modules: Mapping[int, Callable[[torch.Tensor, Batch], torch.Tensor]],
         loss: LossFunction,
         *,
+        parameters: Iterable[torch.nn.Parameter] | None = None,
         accumulator: GradientAccumulator | None = None,
         group: Any = None,
         world: bool = False,
     ) -> None:
         self._modules, self._loss, self._world = dict(modules), loss, world
-        parameters = [p for module in self._modules.values() for p in module.parameters() if p.requires_grad]
-        self._accumulator = accumulator or PlainAccumulator(parameters, group)
+        if parameters is None:
+            modules_with_weights = [m for m in self._modules.values() if isinstance(m, torch.nn.Module)]
+            parameters = [p for module in modules_with_weights for p in module.parameters()]
+        trained = [p for p in parameters if p.requires_grad]
+        self._accumulator = accumulator or PlainAccumulator(trained, group)
 
     def start_step(self, plan: ExecutionPlan) -> None:
         self._plan = plan

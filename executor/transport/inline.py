@@ -3,27 +3,58 @@
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import Recv, Send
 from dynapipe_ext.executor.protocols import Pending, Tensors
 
-_Lane = tuple[int, int, int]  # sender, receiver, communicator
+_Lane = tuple[int, int, int]  # lower rank, higher rank, communicator
+
+
+class _Meeting:
+    """The k-th operation of each side of a lane: a transfer has happened once both are posted."""
+
+    def __init__(self) -> None:
+        self.sent: Send | None = None
+        self.received: Recv | None = None
+        self.tensors: Tensors = ()
 
 
 class InlineHub:
-    """Where the transports of one replica meet. Buffers pass by reference; sends wait for their receives."""
+    """Where the transports of one replica meet. Buffers pass by reference; a send ends once its receive is posted.
+
+    Like NCCL's, a pair of ranks has one queue for each communicator, without tags: operations meet by their place.
+    """
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
-        self.changed = threading.Condition()
-        self.sent: dict[_Lane, deque[tuple[Send, Tensors]]] = defaultdict(deque)
-        self.num_sent: dict[_Lane, int] = defaultdict(int)
-        self.num_taken: dict[_Lane, int] = defaultdict(int)
+        self._changed = threading.Condition()
+        self._meetings: dict[tuple[_Lane, int], _Meeting] = defaultdict(_Meeting)
 
     def transport(self, pp_rank: int) -> InlineTransport:
         return InlineTransport(self, pp_rank)
+
+    def post(self, lane: _Lane, place: int, operation: Send | Recv, tensors: Tensors = ()) -> None:
+        with self._changed:
+            meeting = self._meetings[lane, place]
+            if isinstance(operation, Send):
+                meeting.sent, meeting.tensors = operation, tensors
+            else:
+                meeting.received = operation
+            self._changed.notify_all()
+
+    def wait(self, lane: _Lane, place: int, operation: Send | Recv, who: str) -> Tensors:
+        with self._changed:
+            meeting = self._meetings[lane, place]
+            if not self._changed.wait_for(lambda: meeting.sent and meeting.received, self.timeout_s):
+                raise ExecutionError(f"{who}, limit {self.timeout_s:g} s")
+            assert meeting.sent and meeting.received
+            _check_meets(meeting.sent, meeting.received, who)
+            if isinstance(operation, Send):
+                return ()
+            tensors, meeting.tensors = meeting.tensors, ()
+            return tensors
 
 
 class InlineTransport:
@@ -35,62 +66,36 @@ class InlineTransport:
         self._num_posted: dict[_Lane, int] = defaultdict(int)
 
     def send(self, instruction: Send, tensors: Tensors) -> Pending:
-        hub, lane = self._hub, (self._pp_rank, instruction.peer, instruction.channel)
-        with hub.changed:
-            hub.sent[lane].append((instruction, tensors))
-            hub.num_sent[lane] += 1
-            place = hub.num_sent[lane]
-            hub.changed.notify_all()
-        return _InlineSend(hub, lane, place, instruction)
+        return self._post(instruction, tensors)
 
     def recv(self, instruction: Recv) -> Pending:
-        lane = (instruction.peer, self._pp_rank, instruction.channel)
-        self._num_posted[lane] += 1
-        return _InlineRecv(self._hub, lane, self._num_posted[lane], instruction)
+        return self._post(instruction, ())
 
     def close(self) -> None: ...
 
-
-class _InlineSend:
-    def __init__(self, hub: InlineHub, lane: _Lane, place: int, instruction: Send) -> None:
-        self._hub, self._lane, self._place, self._instruction = hub, lane, place, instruction
-
-    def wait(self) -> Tensors:
-        hub = self._hub
-        with hub.changed:
-            if not hub.changed.wait_for(lambda: hub.num_taken[self._lane] >= self._place, hub.timeout_s):
-                raise ExecutionError(
-                    f"pipeline rank {self._lane[0]} waited {hub.timeout_s:g} s for rank {self._lane[1]}"
-                    f" to take the {self._instruction.buffer}"
-                )
-        return ()
+    def _post(self, instruction: Send | Recv, tensors: Tensors) -> Pending:
+        peer, me = instruction.peer, self._pp_rank
+        lane = (min(me, peer), max(me, peer), instruction.channel)
+        place = self._num_posted[lane]
+        self._num_posted[lane] += 1
+        self._hub.post(lane, place, instruction, tensors)
+        verb = "take" if isinstance(instruction, Send) else "send"
+        who = f"pipeline rank {me} waited for rank {peer} to {verb} the {instruction.buffer}"
+        return _InlinePending(self._hub, lane, place, instruction, who)
 
 
-class _InlineRecv:
-    def __init__(self, hub: InlineHub, lane: _Lane, place: int, instruction: Recv) -> None:
-        self._hub, self._lane, self._place, self._instruction = hub, lane, place, instruction
+class _InlinePending:
+    def __init__(self, hub: InlineHub, lane: _Lane, place: int, operation: Send | Recv, who: str) -> None:
+        self._hub, self._lane, self._place, self._operation, self._who = hub, lane, place, operation, who
 
     def wait(self) -> Tensors:
-        hub, lane = self._hub, self._lane
-        with hub.changed:
-            if not hub.changed.wait_for(
-                lambda: hub.num_taken[lane] == self._place - 1 and len(hub.sent[lane]) > 0, hub.timeout_s
-            ):
-                raise ExecutionError(
-                    f"pipeline rank {lane[1]} waited {hub.timeout_s:g} s for rank {lane[0]}"
-                    f" to send the {self._instruction.buffer}"
-                )
-            sent, tensors = hub.sent[lane].popleft()
-            hub.num_taken[lane] += 1
-            hub.changed.notify_all()
-        check_meets(sent, self._instruction, lane[0], lane[1])
-        return tensors
+        return self._hub.wait(self._lane, self._place, self._operation, self._who)
 
 
-def check_meets(sent: Send, received: Recv, sender: int, receiver: int) -> None:
+def _check_meets(sent: Send, received: Recv, who: str) -> None:
     """Refuse a pair of operations that met on a queue but do not belong together."""
     if (sent.buffer, sent.specs) != (received.buffer, received.specs):
         raise ExecutionError(
-            f"pipeline rank {sender} sent the {sent.buffer} {[s.shape for s in sent.specs]} where rank {receiver}"
-            f" expected the {received.buffer} {[s.shape for s in received.specs]}: the ranks run different plans"
+            f"{who}, but the {sent.buffer} {[s.shape for s in sent.specs]} was sent where the {received.buffer}"
+            f" {[s.shape for s in received.specs]} is expected: the ranks run different plans"
         )

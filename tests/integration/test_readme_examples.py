@@ -1,0 +1,107 @@
+"""The README's Python blocks run as they stand, one after the other, and do what the text says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+
+import pytest
+import torch
+
+from dynapipe_ext import ActivationFormat, InlineHub, PipelineExecutor, TokenCosts, TorchStage
+from dynapipe_ext.executor.plan_source import execution_plans
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.topology import Topology
+
+
+@pytest.fixture(scope="module")
+def blocks(root):
+    found = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.S)
+    assert len(found) == 3
+    return found
+
+
+def run(block, namespace):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(block, "README.md", "exec"), namespace)
+    return output.getvalue()
+
+
+def test_the_planning_example_prints_a_plan_at_or_above_its_bound(blocks):
+    numbers = [float(n) for n in re.findall(r"\d+\.\d+", run(blocks[0], {}))]
+    assert 0 < numbers[1] <= numbers[0]
+    assert 0 < numbers[2] <= 64
+
+
+def test_the_training_example_trains(blocks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    losses = [float(x) for x in re.findall(r"loss (\d+\.\d+)", run(blocks[1], {}))]
+    assert len(losses) > 3
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_training_example_is_about_twenty_lines_and_the_stage_at_most_forty(blocks):
+    code = [line for line in blocks[1].splitlines() if line.strip()]
+    assert len(code) <= 27
+    assert len([line for line in blocks[2].splitlines() if line.strip()]) <= 40
+
+
+def test_the_readmes_stage_gives_the_gradients_of_the_built_in_one_on_a_pipeline(blocks):
+    namespace: dict = {}
+    run(blocks[2], namespace)
+    topology, form = Topology(pp=2), ActivationFormat(8, order="bsh")
+    planner = Planner(topology, TokenCosts(2), 10**9, pad_multiple=1, format=form)
+    samples = [SampleLength(i, n, target=n) for i, n in enumerate((3, 9, 4, 5))]
+    torch.manual_seed(0)
+    parts = {0: torch.nn.Embedding(16, 8), 1: torch.nn.Linear(8, 16)}
+
+    def loss_sum(logits, batch):
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+    gradients, losses = [], []
+    for make in (namespace["MyStage"], TorchStage):
+        modules = {0: lambda x, batch: parts[0](x), 1: lambda x, batch: parts[1](x)}
+        loss, gradient = train_once(make, modules, parts, loss_sum, planner, samples)
+        losses.append(loss)
+        gradients.append(gradient)
+    assert losses[0] == pytest.approx(losses[1])
+    assert losses[0] > 0
+    for mine, theirs in zip(*gradients, strict=True):
+        assert torch.equal(mine, theirs)
+        assert mine.abs().sum() > 0
+
+
+def train_once(make, modules, parts, loss_sum, planner, samples):
+    import threading
+
+    plans = execution_plans(planner, samples, step=0)[0]
+    hub, losses = InlineHub(timeout_s=20), {}
+    everything = torch.nn.ModuleDict({str(s): m for s, m in parts.items()})
+    everything.zero_grad(set_to_none=True)
+
+    def rank(pp_rank):
+        own = {pp_rank: modules[pp_rank]}
+        if make is TorchStage:
+            stage = TorchStage(own, loss_sum, parameters=parts[pp_rank].parameters())
+        else:
+            wrapped = torch.nn.Module()
+            wrapped.forward = own[pp_rank]
+            wrapped.part = parts[pp_rank]
+            stage = make({pp_rank: wrapped}, loss_sum)
+        plan = plans[pp_rank]
+        batches = []
+        for m in plan.micro_batches:
+            tokens = torch.arange(m.rows * m.encoder_len).reshape(m.rows, m.encoder_len) % 16
+            batches.append({"tokens": tokens, "labels": (tokens + 1) % 16})
+        losses[pp_rank] = PipelineExecutor(stage, hub.transport(pp_rank)).execute(plan, batches)
+
+    threads = [threading.Thread(target=rank, args=(p,)) for p in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return losses[1], [p.grad.clone() for p in everything.parameters()]

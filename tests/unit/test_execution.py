@@ -1,0 +1,218 @@
+"""The engine, the torch stage and the accumulators on one process: against autograd over the whole batch."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.accumulator import ExactAccumulator, PlainAccumulator
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.instructions import WaitSend
+from dynapipe_ext.executor.plan_source import execution_plans
+from dynapipe_ext.executor.stages.emulated import EmulatedStage
+from dynapipe_ext.executor.stages.torch_stage import TorchStage
+from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.topology import Topology
+
+HIDDEN, VOCAB = 8, 17
+LENGTHS = (3, 11, 4, 5, 9, 2, 7)
+SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate(LENGTHS)]
+
+
+def make_parts(num_stages: int) -> list[torch.nn.Module]:
+    torch.manual_seed(0)
+    middle = [torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh()) for _ in range(num_stages - 2)]
+    return [torch.nn.Embedding(VOCAB, HIDDEN), *middle, torch.nn.Linear(HIDDEN, VOCAB)]
+
+
+def tokens_of(sample: SampleLength) -> torch.Tensor:
+    return (torch.arange(sample.encoder) * 5 + sample.index * 3) % VOCAB
+
+
+def batch_of(micro_batch) -> dict[str, torch.Tensor]:
+    shape = (micro_batch.rows, micro_batch.encoder_len)
+    tokens, weights = torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
+    for row, sample in enumerate(micro_batch.samples):
+        tokens[row, : sample.encoder] = tokens_of(sample)
+        weights[row, : sample.encoder] = 1.0
+    return {"tokens": tokens, "labels": (tokens + 1) % VOCAB, "loss_weights": weights}
+
+
+def loss_sum(logits: torch.Tensor, batch) -> torch.Tensor:
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    return (losses * batch["loss_weights"].flatten()).sum()
+
+
+def planner_for(num_stages: int, **settings) -> Planner:
+    form = ActivationFormat(HIDDEN, order="bsh")
+    return Planner(Topology(pp=num_stages), TokenCosts(num_stages), 10**9, pad_multiple=1, format=form, **settings)
+
+
+def run_step(num_stages: int, parts, make_accumulator=None, recorders=None, **settings):
+    """Every pipeline rank as a thread; returns the last stage's loss and the plans."""
+    plans = execution_plans(planner_for(num_stages, **settings), SAMPLES, step=0)[0]
+    hub, losses = InlineHub(timeout_s=20), {}
+
+    def rank(pp_rank: int) -> None:
+        part = parts[pp_rank]
+        accumulator = make_accumulator(list(part.parameters())) if make_accumulator else None
+        stage = TorchStage(
+            {pp_rank: lambda x, batch: part(x)}, loss_sum, parameters=part.parameters(), accumulator=accumulator
+        )
+        recorder = recorders[pp_rank] if recorders else None
+        executor = PipelineExecutor(stage, hub.transport(pp_rank), recorder=recorder)
+        losses[pp_rank] = executor.execute(plans[pp_rank], [batch_of(m) for m in plans[pp_rank].micro_batches])
+
+    threads = [threading.Thread(target=rank, args=(p,)) for p in range(num_stages)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return losses[num_stages - 1], plans
+
+
+def whole_batch(parts) -> tuple[float, list[torch.Tensor]]:
+    """The oracle: one sample at a time through all parts."""
+    model = torch.nn.Sequential(*parts)
+    model.zero_grad(set_to_none=True)
+    total = torch.zeros(())
+    for sample in SAMPLES:
+        tokens = tokens_of(sample)[None]
+        total = total + loss_sum(
+            model(tokens), {"labels": (tokens + 1) % VOCAB, "loss_weights": torch.ones_like(tokens)}
+        )
+    loss = total / sum(LENGTHS)
+    loss.backward()
+    return float(loss.detach()), [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "adaptive"])
+def test_a_pipeline_of_threads_gives_the_gradients_of_one_sample_at_a_time(num_stages, schedule):
+    parts = make_parts(num_stages)
+    loss, gradients = whole_batch(parts)
+    got, _ = run_step(num_stages, parts, schedule=schedule)
+    assert got == pytest.approx(loss, rel=1e-6)
+    for parameter, expected in zip(torch.nn.Sequential(*parts).parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_exact_accumulation_has_the_same_bits_in_every_order_and_plain_is_close():
+    parts = make_parts(2)
+    sums = []
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)):
+        parameter = torch.nn.Parameter(torch.zeros(50))
+        accumulator = ExactAccumulator([parameter])
+        accumulator.begin()
+        for i in order:
+            parameter.grad = torch.randn(50, generator=torch.Generator().manual_seed(i)) * 10.0 ** (i - 2)
+            accumulator.add()
+        accumulator.reduce()
+        sums.append(parameter.grad.clone())
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(sums[0], sums[2])
+    run_step(2, parts, make_accumulator=PlainAccumulator)
+    plain = [p.grad.clone() for part in parts for p in part.parameters()]
+    run_step(2, parts, make_accumulator=ExactAccumulator)
+    for part_grad, expected in zip((p.grad for part in parts for p in part.parameters()), plain, strict=True):
+        torch.testing.assert_close(part_grad, expected, rtol=1e-5, atol=1e-8)
+
+
+def test_exact_accumulation_refuses_what_it_cannot_hold():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    accumulator = ExactAccumulator([parameter])
+    accumulator.begin()
+    parameter.grad = torch.tensor([1.0, 1e9])
+    accumulator.add()
+    with pytest.raises(ExecutionError, match=r"1e\+09.*fixed-point range"):
+        accumulator.reduce()
+
+
+class Spans(list):
+    def record(self, span) -> None:
+        self.append(span)
+
+
+def test_recorded_spans_are_the_schedule_with_shapes_and_bytes():
+    recorders = [Spans(), Spans()]
+    _, plans = run_step(2, make_parts(2), recorders=recorders)
+    for pp_rank, spans in enumerate(recorders):
+        computed = [i for i in plans[pp_rank].instructions if type(i).__name__ in ("Forward", "Backward")]
+        assert [s.label for s in spans] == [f"{i.stage}{type(i).__name__[0]}{i.micro_batch}" for i in computed]
+        assert all(s.rank == pp_rank and s.start_s <= s.end_s for s in spans)
+        assert spans[0].num_bytes > 0
+        assert spans[-1].num_bytes == 0
+        micro_batches = plans[pp_rank].micro_batches
+        assert [s.shape for s in spans] == [
+            (m.rows, m.encoder_len, 0) for m in (micro_batches[i.micro_batch] for i in computed)
+        ]
+
+
+def test_a_wrong_number_of_batches_is_refused_before_anything_runs():
+    parts = make_parts(2)
+    plan = execution_plans(planner_for(2), SAMPLES, step=3)[0][0]
+    stage = TorchStage({0: lambda x, batch: parts[0](x)}, loss_sum, parameters=parts[0].parameters())
+    with pytest.raises(ExecutionError, match=r"step 3: 0 batches"):
+        PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, [])
+
+
+def test_a_plan_that_leaves_a_buffer_behind_is_an_error():
+    parts, plans = make_parts(2), execution_plans(planner_for(2), SAMPLES, step=0)[0]
+    plan = plans[0]
+    damaged = type(plan)(
+        **{
+            **{name: getattr(plan, name) for name in plan.__slots__},
+            "instructions": tuple(i for i in plan.instructions if not isinstance(i, WaitSend)),
+        }
+    )
+    hub, errors = InlineHub(timeout_s=5), []
+
+    def rank(pp_rank, own):
+        stage = TorchStage(
+            {pp_rank: lambda x, batch: parts[pp_rank](x)}, loss_sum, parameters=parts[pp_rank].parameters()
+        )
+        try:
+            PipelineExecutor(stage, hub.transport(pp_rank)).execute(own, [batch_of(m) for m in own.micro_batches])
+        except ExecutionError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=rank, args=(p, own)) for p, own in enumerate((damaged, plans[1]))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(errors) == 1
+    assert "left buffers behind" in errors[0]
+    assert "activation" in errors[0]
+
+
+def test_the_emulated_stage_holds_bytes_from_forward_to_backward_and_from_input_to_weight_gradient():
+    ones = np.ones((1, 1), np.int64)
+    costs = MicroBatchCosts(
+        forward_ns=ones,
+        backward_ns=2 * ones,
+        weight_ns=ones,
+        stored_bytes=64 * ones,
+        working_bytes=0 * ones,
+        transfer_ns=ones[:0],
+        transfer_bytes=ones[:0],
+        static_bytes=np.zeros(1, np.int64),
+    )
+    plan = execution_plans(planner_for(1), SAMPLES[:1], step=0)[0][0]
+    stage = EmulatedStage(lambda _: costs, ActivationFormat(1), lambda spec: spec)
+    stage.start_step(plan)
+    stage.forward(0, 0, ())
+    assert stage.held_bytes() == 64
+    stage.backward_input(0, 0, ())
+    assert stage.held_bytes() == 64
+    stage.backward_weight(0, 0)
+    assert stage.held_bytes() == 0
