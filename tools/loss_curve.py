@@ -61,7 +61,10 @@ def write_loss_png(path: str | Path, curves: Mapping[str, Sequence[Point]], titl
         _style(panel, label)
     panels[0].set_ylabel("loss", color=_INK)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2 * num_panels, frameon=False, fontsize=9)
+    # A character of the legend takes about a fourteenth of an inch; a line sample and its margins about nine of them.
+    fits = int(14 * figure.get_figwidth() // (9 + max(len(label) for label in labels)))
+    columns = max(1, min(fits, len(labels)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold", color=_INK)
     target = Path(path)
     try:

@@ -49,7 +49,8 @@ class InlineHub:
             meeting = self._meetings[lane, place]
             if not self._changed.wait_for(lambda: meeting.sent and meeting.received, self.timeout_s):
                 raise ExecutionError(f"{who}, limit {self.timeout_s:g} s")
-            assert meeting.sent and meeting.received
+            assert meeting.sent
+            assert meeting.received
             _check_meets(meeting.sent, meeting.received, who)
             if isinstance(operation, Send):
                 return ()

@@ -1,0 +1,111 @@
+"""One job on two hosts: two network namespaces joined by a virtual cable, torchrun on each, a server with a password."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dynapipe_ext.launch.redis_server import find_server_binary
+
+CONFIG = """
+[run]
+steps = 3
+run_dir = "{run_dir}"
+[topology]
+tp = 1
+pp = 2
+dp = 2
+[model]
+num_layers = 2
+hidden_size = 32
+num_heads = 2
+num_query_groups = 2
+ffn_hidden_size = 64
+[data]
+num_samples = 300
+tokenizer = "bytes"
+truncate = true
+tokens_per_batch = 2048
+[job]
+timeout_s = 60.0
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[tuple[str, str, str]]]:
+    """(namespace, address, device) of two hosts that see each other and nothing else."""
+    tag = secrets.token_hex(3)
+    names = [f"dynapipe-{tag}-{i}" for i in range(2)]
+    devices, addresses = [f"dp{tag}{i}" for i in range(2)], ["10.213.7.1", "10.213.7.2"]
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need ip and root")
+    made = []
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                made.append(name)
+            ip("link", "add", devices[0], "netns", names[0], "type", "veth", "peer", devices[1], "netns", names[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        for name, device, address in zip(names, devices, addresses, strict=True):
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+            ip("-n", name, "link", "set", device, "up")
+        yield list(zip(names, addresses, devices, strict=True))
+    finally:
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], check=False, timeout=20)
+
+
+def test_a_job_trains_over_two_hosts(hosts, tmp_path: Path) -> None:
+    (first, address, _), password = hosts[0], secrets.token_hex(16)
+    config = tmp_path / "job.toml"
+    config.write_text(CONFIG.format(run_dir=tmp_path / "run"))
+    settings = f'bind {address}\nport 6399\nsave ""\nrequirepass {password}\ndir "{tmp_path}"\n'
+    server = subprocess.Popen(
+        ["ip", "netns", "exec", first, find_server_binary(), "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    assert server.stdin is not None
+    server.stdin.write(settings.encode())
+    server.stdin.close()
+    nodes = []
+    try:
+        for i, (name, own_address, device) in enumerate(hosts):
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
+            command += ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+            command += ["--rdzv-endpoint", f"{address}:29511", "--rdzv-id", "job", "--local-addr", own_address]
+            command += ["--rdzv-conf", f"is_host={int(i == 0)},join_timeout=60"]
+            command += ["-m", "dynapipe_ext.launch.train", "--config", str(config)]
+            command += ["--store", f"redis://{address}:6399/0"]
+            environment = {
+                **os.environ,
+                "GLOO_SOCKET_IFNAME": device,
+                "OMP_NUM_THREADS": "1",
+                "DYNAPIPE_STORE_PASSWORD": password,
+            }
+            log = (tmp_path / f"node{i}.log").open("wb")
+            nodes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        statuses = [node.wait(150) for node in nodes]
+    finally:
+        for process in (*nodes, server):
+            process.kill()
+            process.wait(10)
+    logs = "\n".join((tmp_path / f"node{i}.log").read_text()[-3000:] for i in range(2))
+    assert statuses == [0, 0], logs
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert len(report["losses"]) == 3
+    assert report["losses"][-1] < report["losses"][0]
+    assert password not in logs
