@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -78,23 +79,30 @@ class DocumentAttention(torch.nn.Module):
         if groups > 1:
             k_BHSD, v_BHSD = (x.repeat_interleave(groups, dim=1) for x in (k_BHSD, v_BHSD))
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(
-            q_BHSD, k_BHSD, v_BHSD, is_causal=True, dropout_p=dropout, scale=self.scale
-        )
+        with self.dropout_generator() if dropout else nullcontext():
+            return F.scaled_dot_product_attention(
+                q_BHSD, k_BHSD, v_BHSD, is_causal=True, dropout_p=dropout, scale=self.scale
+            )
+
+    def dropout_generator(self) -> AbstractContextManager[Any]:
+        """The context in which dropout draws; heads spread over tensor parallel ranks need a generator a rank."""
+        return nullcontext()
 
     def _flash(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, packed: Any) -> torch.Tensor:
         from flash_attn import flash_attn_varlen_func
 
-        out_THD: torch.Tensor = flash_attn_varlen_func(
-            q_THD,
-            k_THD,
-            v_THD,
-            packed.cu_seqlens_q,
-            packed.cu_seqlens_kv,
-            packed.max_seqlen_q,
-            packed.max_seqlen_kv,
-            dropout_p=self.dropout if self.training else 0.0,
-            softmax_scale=self.scale,
-            causal=True,
-        )
+        dropout = self.dropout if self.training else 0.0
+        with self.dropout_generator() if dropout else nullcontext():
+            out_THD: torch.Tensor = flash_attn_varlen_func(
+                q_THD,
+                k_THD,
+                v_THD,
+                packed.cu_seqlens_q,
+                packed.cu_seqlens_kv,
+                packed.max_seqlen_q,
+                packed.max_seqlen_kv,
+                dropout_p=dropout,
+                softmax_scale=self.scale,
+                causal=True,
+            )
         return out_THD.reshape(q_THD.shape[0], -1)

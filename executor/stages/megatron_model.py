@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -89,6 +90,16 @@ class _Norm:
         return norm
 
 
+class _CoreAttention(DocumentAttention):
+    """Draws dropout from Megatron's generator of this tensor parallel rank: heads on two ranks must not share masks."""
+
+    def dropout_generator(self) -> AbstractContextManager[Any]:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        tracker: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
+        return tracker
+
+
 def build_model(
     shape: ModelShape, topology: Topology, pp_rank: int, config: Any, *, seed: int, device: torch.device
 ) -> torch.nn.Module:
@@ -98,7 +109,7 @@ def build_model(
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     layer = get_gpt_layer_local_spec(normalization=config.normalization)
-    layer.submodules.self_attention.submodules.core_attention = DocumentAttention
+    layer.submodules.self_attention.submodules.core_attention = _CoreAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
     layers = topology.with_layers(shape.num_layers).layers_per_stage
     model: torch.nn.Module = GPTModel(

@@ -78,6 +78,7 @@ class Case:
     schedule: str = "1f1b"
     recompute: Recompute = "none"
     distributed_optimizer: bool = False
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         t, m = self.topology, self.model
@@ -133,7 +134,13 @@ def tensors_of(micro_batch: MicroBatch, samples: list[TokenSample], loss_norm: L
 
 def build(case: Case, topology: Topology, rank: int):
     initialize_parallel(topology, 0)
-    config = transformer_config(case.model.shape, topology, dtype="float32", sequence_parallel=case.sequence_parallel)
+    config = transformer_config(
+        case.model.shape,
+        topology,
+        dtype="float32",
+        sequence_parallel=case.sequence_parallel,
+        dropout=case.dropout,
+    )
     model = build_model(case.model.shape, topology, topology.coordinates(rank).pp_rank, config, seed=7, device=CPU)
     ddp = wrap_ddp(model, config, distributed_optimizer=case.distributed_optimizer)
     settings = OptimizerSettings(
@@ -213,7 +220,7 @@ def rank_main(case: Case, oracle_path: Path):
         model, ddp, optimizer = build(case, topology, env.rank)
         groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
         transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
-        executor = PipelineExecutor(MegatronStage(ddp), transport)
+        executor = PipelineExecutor(MegatronStage(ddp, dropout=case.dropout > 0), transport)
         shards = topology.tp if case.sequence_parallel else 1
         form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
         expected = torch.load(oracle_path, weights_only=True)
@@ -272,3 +279,46 @@ def test_gradients_and_losses_equal_one_process_one_sample_at_a_time(case, run_r
             assert loss == pytest.approx(expected[step][0], rel=limit), f"rank {rank} step {step}"
             assert norm == pytest.approx(expected[step][1], rel=limit), f"rank {rank} step {step}"
             assert error <= limit, f"rank {rank} step {step}"
+
+
+def dropout_main(case: Case):
+    """Returns (loss, {name: gradient}) of one step with dropout, and the attention masks' share of zeros is random."""
+
+    def main(env):
+        join(env)
+        me = case.topology.coordinates(env.rank)
+        model, ddp, _ = build(case, case.topology, env.rank)
+        groups = make_pipeline_groups(case.topology, env.rank, timeout_s=60)
+        transport = StrictTransport(case.topology, env.rank, groups, timeout_s=30)
+        step_plan, costs = step_plan_of(case, 0)
+        plan = lower(step_plan, costs, ActivationFormat(case.model.shape.hidden_size))[me.dp_rank][me.pp_rank]
+        batches = [tensors_of(m, samples_of(0), case.loss_norm) for m in plan.micro_batches]
+        loss = PipelineExecutor(MegatronStage(ddp, dropout=True), transport).execute(plan, batches)
+        gradients = {name: gradient.numpy().copy() for name, gradient in main_grads(ddp).items()}
+        transport.close()
+        dist.barrier()
+        dist.destroy_process_group()
+        return loss, gradients
+
+    return main
+
+
+def test_dropout_depends_neither_on_the_schedule_nor_on_recomputation(run_ranks):
+    """Random numbers are keyed by step, micro-batch and stage, and replayed when activations are computed again."""
+    runs = [
+        run_ranks(4, dropout_main(Case(TP2PP2, "packed", GPT2, schedule=schedule, recompute=kind, dropout=rate)))
+        for schedule, kind, rate in (
+            ("1f1b", "none", 0.2),
+            ("adaptive", "none", 0.2),
+            ("1f1b", "full", 0.2),
+            ("1f1b", "selective", 0.2),
+            ("1f1b", "none", 0.3),
+        )
+    ]
+    for other in runs[1:4]:
+        for (loss, gradients), (other_loss, other_gradients) in zip(runs[0], other, strict=True):
+            assert other_loss == pytest.approx(loss, rel=1e-6)
+            for name, gradient in gradients.items():
+                scale = max(1e-12, float(np.abs(gradient).max()))
+                assert float(np.abs(other_gradients[name] - gradient).max()) <= 1e-5 * scale, name
+    assert abs(runs[4][0][0] - runs[0][0][0]) > 1e-5  # it does drop

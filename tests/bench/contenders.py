@@ -1,0 +1,166 @@
+"""What the benchmarks compare: the same batches, costs and memory limit, and one planner setting a column."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.table import CostTable
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.data.generation import generate_examples
+from dynapipe_ext.errors import DataError, PlanError
+from dynapipe_ext.plan import round_up
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.topology import Topology
+
+TOPOLOGY = Topology(tp=1, pp=4, dp=2)
+MEMORY_LIMIT_BYTES = 36e9
+COLUMNS = {
+    "padding": "padding to the batch maximum, 1F1B",
+    "packing": "packing, document attention, balanced 1F1B",
+    "dynapipe": "DynaPipe's rule",
+    "ours": "ours",
+}
+Costs: TypeAlias = CostTable | TokenCosts
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The lengths of one global batch; `reference` is what DynaPipe's own planner made of it, where that is known."""
+
+    lengths: tuple[int, ...]
+    reference: Mapping[str, Any] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def cost_model(directory: Path | None, topology: Topology = TOPOLOGY) -> tuple[Costs, str]:
+    """GPT 6.7B on the measured A100 table of a directory, or a made-up model; and what to call it."""
+    if directory is not None:
+        table = CostTable.read_a100(directory, "gpt_6.7b", topology=topology, num_layers=32)
+        return table, "GPT 6.7B, measured A100 layer costs"
+    costs = TokenCosts(
+        topology.num_stages,
+        ns_per_token=18_000,
+        ns_per_token_squared=2.0,
+        overhead_ns=3_000_000,
+        bytes_per_token=2_000_000,
+        static_bytes=16_000_000_000,
+    )
+    return costs, "made-up costs (TokenCosts)"
+
+
+def read_batches(shared: Path | None, tokens: int, *, limit: int = 0) -> tuple[list[Batch], str]:
+    """Global batches of about `tokens` real tokens: those of the reference plans, else drawn by our own generator."""
+    if shared is None:
+        return list(_drawn(tokens, limit or 4)), "lengths in bytes of the project's own generator"
+    path = shared / "data" / "reference_plans" / f"gpt_{tokens // 1024}k.json"
+    try:
+        found = json.loads(path.read_text())
+        batches = [Batch(tuple(encoder for encoder, _ in raw["lengths"]), raw) for raw in found]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} cannot be read ({type(error).__name__} {error}): give --shared the folder above data/"
+        ) from error
+    return batches[: limit or None], "lengths of multi-task text (see the reference plans), cut at 2048"
+
+
+def _drawn(tokens: int, count: int) -> Iterator[Batch]:
+    examples = generate_examples(num_samples=count * tokens, seed=0)
+    for _ in range(count):
+        lengths: list[int] = []
+        while sum(lengths) < tokens:
+            example = next(examples)
+            lengths.append(min(2048, len(f"{example.input}{example.target}".encode())))
+        yield Batch(tuple(lengths))
+
+
+def settings(column: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """Planner settings of a column; of several, the fastest plan counts: a rule that leaves a size open is at its best.
+
+    Besides the columns: ours and DynaPipe's split under 1F1B in natural order, and ours in packed rows.
+    """
+    longest = round_up(max(lengths), 8)
+    match column:
+        case "padding":
+            return [{"rule": "batch-max", "schedule": "1f1b"}]
+        case "packing":
+            rows = dict.fromkeys(max(longest, n) for n in (2048, 4096, 8192))
+            return [{"rule": "packed-balanced", "layout": "packed", "schedule": "1f1b", "max_tokens": n} for n in rows]
+        case "dynapipe":
+            return [{"rule": "dynapipe", "schedule": "adaptive"}]
+        case "ours":
+            return [{"schedule": "adaptive"}]
+        case "ours, 1F1B":
+            return [{"schedule": "1f1b"}]
+        case "ours, packed":
+            rows = dict.fromkeys(max(longest, n) for n in (2048, 4096))
+            return [{"layout": "packed", "schedule": "adaptive", "max_tokens": n} for n in rows]
+        case "DynaPipe's split, 1F1B":
+            return [{"rule": "dynapipe", "schedule": "1f1b"}]
+        case _:
+            raise ValueError(column)
+
+
+def best_plan(
+    column: str,
+    costs: Costs,
+    lengths: Sequence[int],
+    *,
+    topology: Topology = TOPOLOGY,
+    limit_bytes: float = MEMORY_LIMIT_BYTES,
+) -> tuple[StepPlan, Planner, float]:
+    """The column's plan, the planner that made it, and the CPU seconds of all its planning.
+
+    Raises PlanError where nothing of the column fits the limits.
+    """
+    start_s, best, refusal = time.process_time(), None, None
+    for options in settings(column, lengths):
+        planner = Planner(topology, costs, limit_bytes, format=ActivationFormat(4), **options)
+        try:
+            plan = planner.plan(lengths)
+        except PlanError as error:
+            refusal = refusal or error
+            continue
+        if best is None or plan.makespan_s < best[0].makespan_s:
+            best = (plan, planner)
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return (*best, time.process_time() - start_s)
+
+
+def provenance(machine: str) -> dict[str, Any]:
+    """Where and with what a result was made."""
+    versions = {"python": platform.python_version()}
+    for package in ("dynapipe-ext", "numpy", "torch"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    commit = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    name = machine or f"{len(os.sched_getaffinity(0))}-core {platform.machine()}"
+    return {
+        "machine": name,
+        "date": date.today().isoformat(),
+        "versions": versions,
+        "commit": commit.stdout.strip() or None,
+    }

@@ -1,0 +1,112 @@
+"""Predicted and measured makespan of sleeping ranks, PP4 x DP2, one schedule a row. Writes results/emulated.json.
+
+    python tests/bench/emulated.py --costs DIR --shared DIR
+
+Without --costs the costs are made up, without --shared the lengths are the generator's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from contenders import TOPOLOGY, best_plan, cost_model, provenance, read_batches
+from emulation import Case, run_emulated
+
+from dynapipe_ext.errors import DynaPipeError
+from dynapipe_ext.launch.redis_server import RedisServer
+
+RESULT = Path(__file__).parent / "results" / "emulated.json"
+FORMAT = "dynapipe-emulated/1"
+ROWS = {
+    "padding": "padding to the batch maximum, 1F1B",
+    "packing": "packing, document attention, balanced, 1F1B",
+    "DynaPipe's split, 1F1B": "DynaPipe's split, 1F1B in natural order",
+    "dynapipe": "DynaPipe's split, adaptive",
+    "ours, 1F1B": "our split, 1F1B in natural order",
+    "ours": "our split, adaptive",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--costs", type=Path, help="folder of the A100 layer cost CSVs")
+    parser.add_argument("--shared", type=Path, help="folder above data/reference_plans")
+    parser.add_argument("--tokens", type=int, default=65536)
+    parser.add_argument("--scale", type=float, default=0.5, help="seconds slept for a second of the plan")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--transport", choices=("torch", "strict"), default="torch")
+    parser.add_argument("--machine", default="", help="what to call this machine")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    args = parser.parse_args()
+    try:
+        result = measure(args)
+    except DynaPipeError as error:
+        parser.error(str(error))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(text(result))
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    costs, cost_name = cost_model(args.costs)
+    batches, length_name = read_batches(args.shared, args.tokens, limit=1)
+    batch, rows = batches[0], []
+    with RedisServer() as server:
+        store = f"{server.name} {server.version}"
+        for column, name in ROWS.items():
+            _, planner, _ = best_plan(column, costs, batch.lengths)
+            case = Case(
+                planner=planner, batches=(batch.lengths,) * args.steps, transport=args.transport, scale=args.scale
+            )
+            steps = run_emulated(case, server.address, timeout_s=500)
+            rows.append(
+                {
+                    "column": column,
+                    "name": name,
+                    "micro_batches": list(steps[0].num_micro_batches),
+                    "predicted_s": steps[0].predicted_s,
+                    "measured_s": statistics.median(step.measured_s for step in steps),
+                    "steps_s": [step.measured_s for step in steps],
+                    "measured_bubble_ratio": statistics.median(step.trace.bubble_ratio for step in steps),
+                }
+            )
+            print(f"{name}: {rows[-1]['predicted_s']:.3f} s predicted, {rows[-1]['measured_s']:.3f} s", file=sys.stderr)
+    return {
+        "format": FORMAT,
+        **provenance(args.machine),
+        "store": store,
+        "transport": {"torch": "gloo", "strict": "gloo under NCCL's rules"}[args.transport],
+        "topology": {"tp": TOPOLOGY.tp, "pp": TOPOLOGY.pp, "dp": TOPOLOGY.dp},
+        "costs": cost_name,
+        "costs_fingerprint": costs.fingerprint(),
+        "lengths": length_name,
+        "tokens": batch.tokens,
+        "scale": args.scale,
+        "rows": rows,
+    }
+
+
+def text(result: dict[str, Any]) -> str:
+    """The result as lines for a terminal."""
+    lines = [
+        f"Emulated ({result['costs']}, {result['tokens']} real tokens, PP4 x DP2, time x {result['scale']:g};"
+        f" {result['machine']}, {result['date']}, commit {result['commit']}, {result['store']}, {result['transport']})",
+        f"{'':46} {'micro-batches':>13} {'predicted':>10} {'measured':>10} {'ratio':>7} {'bubble':>7}",
+    ]
+    for row in result["rows"]:
+        counts = " + ".join(map(str, row["micro_batches"]))
+        lines.append(
+            f"{row['name']:46} {counts:>13} {row['predicted_s']:8.3f} s {row['measured_s']:8.3f} s"
+            f" {row['measured_s'] / row['predicted_s']:7.3f} {row['measured_bubble_ratio']:7.3f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

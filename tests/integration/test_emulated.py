@@ -1,0 +1,113 @@
+"""Sleeping ranks keep the plan's promise: PP4 x DP2, a real server, a planner process, real transfers over gloo."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.topology import Topology
+
+pytestmark = pytest.mark.timeout(240)
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+TOPOLOGY = Topology(pp=4, dp=2)
+NUM_STEPS, BATCH_SIZE = 3, 60
+TOLERANCE, ATTEMPTS = 0.05, 3  # a machine that others load as well may disturb one attempt
+
+# Unequal stages, seconds that grow faster than tokens; a step takes about two seconds.
+COSTS = TokenCosts(
+    4,
+    ns_per_token=100_000,
+    ns_per_token_squared=80,
+    overhead_ns=2_000_000,
+    bytes_per_token=1000,
+    transfer_ns_per_token=50,
+    stage_scale=(1.0, 0.8, 1.1, 1.3),
+)
+
+
+@pytest.fixture
+def emulation(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark's harness: tests/bench is no package."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import emulation
+
+    yield emulation
+    sys.modules.pop("emulation", None)
+
+
+def batches() -> tuple[tuple[int, ...], ...]:
+    """Many short samples and a few long ones, other ones in each step."""
+    draw = np.random.default_rng(3)
+    return tuple(
+        tuple(int(n) for n in np.minimum(600, 8 + draw.lognormal(4.2, 1.0, BATCH_SIZE)).astype(int))
+        for _ in range(NUM_STEPS)
+    )
+
+
+def make_planner(schedule: Any) -> Planner:
+    return Planner(TOPOLOGY, COSTS, 2.5e6, schedule=schedule, format=ActivationFormat(2))
+
+
+@pytest.mark.parametrize(("schedule", "transport"), [("adaptive", "strict"), ("1f1b", "torch"), ("adaptive", "torch")])
+def test_measured_makespan_is_within_5_percent_of_the_predicted_one(
+    emulation: Any, redis_server: RedisServer, schedule: Any, transport: Any
+) -> None:
+    planner = make_planner(schedule)
+    case = emulation.Case(planner=planner, batches=batches(), transport=transport)
+    plans = [planner.plan(lengths, step=step) for step, lengths in enumerate(numbered())]
+    ratios = []
+    for _ in range(ATTEMPTS):
+        steps = emulation.run_emulated(case, redis_server.address, timeout_s=90)
+        assert len(steps) == NUM_STEPS
+        for step, plan in zip(steps, plans, strict=True):
+            check_what_ran(step, plan)
+        ratios.append(emulation.median_ratio(steps))
+        if abs(ratios[-1] - 1) <= TOLERANCE:
+            break
+    assert min(abs(ratio - 1) for ratio in ratios) <= TOLERANCE, f"measured over predicted: {ratios}"
+
+
+def numbered() -> list[Any]:
+    """The steps' samples as the loader numbers them: through all steps."""
+    sizes = np.array([n for batch in batches() for n in batch])
+    lengths = np.stack([sizes, np.zeros_like(sizes), sizes], axis=1)
+    return [sample_lengths(lengths, range(i, i + BATCH_SIZE)) for i in range(0, len(lengths), BATCH_SIZE)]
+
+
+def check_what_ran(step: Any, plan: Any) -> None:
+    """Every rank ran exactly its row of the schedule, in order, for at least the seconds of the cost model."""
+    assert step.predicted_s == pytest.approx(plan.makespan_s, rel=1e-9)  # the plan out of the store is this one
+    assert step.losses == (0.0,) * TOPOLOGY.world_size
+    assert step.num_micro_batches == tuple(len(replica.micro_batches) for replica in plan.batch.replicas)
+    for rank in range(TOPOLOGY.world_size):
+        me = TOPOLOGY.coordinates(rank)
+        spans = step.trace.of_rank(rank)
+        schedule, simulated = plan.schedules[me.dp_rank], plan.predictions[me.dp_rank].trace.of_rank(me.pp_rank)
+        assert [span.label for span in spans] == [str(action) for action in schedule.ranks[me.pp_rank]]
+        assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(spans))
+        slept = {span.label: span.duration_s for span in simulated}
+        assert all(span.duration_s >= slept[span.label] - 1e-6 for span in spans)
+
+
+def test_the_case_is_uneven() -> None:
+    """Else the ratio would prove little: sizes, counts of the replicas and steps differ, and ranks do wait."""
+    plans = [make_planner("adaptive").plan(lengths, step=step) for step, lengths in enumerate(numbered())]
+    assert any(len({len(replica.micro_batches) for replica in plan.batch.replicas}) == 2 for plan in plans)
+    tokens = [m.padded_tokens for plan in plans for m in plan.batch.micro_batches]
+    assert max(tokens) > 3 * min(tokens)
+    assert min(len(plan.batch.micro_batches) for plan in plans) > 2 * TOPOLOGY.pp
+    assert 1.0 < statistics.median(plan.makespan_s for plan in plans) < 4.0
+    assert all(plan.bubble_ratio > 0.05 for plan in plans)
