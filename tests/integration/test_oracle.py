@@ -287,7 +287,7 @@ def dropout_main(case: Case):
     def main(env):
         join(env)
         me = case.topology.coordinates(env.rank)
-        model, ddp, _ = build(case, case.topology, env.rank)
+        _, ddp, _ = build(case, case.topology, env.rank)
         groups = make_pipeline_groups(case.topology, env.rank, timeout_s=60)
         transport = StrictTransport(case.topology, env.rank, groups, timeout_s=30)
         step_plan, costs = step_plan_of(case, 0)

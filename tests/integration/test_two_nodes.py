@@ -1,4 +1,4 @@
-"""One job on two hosts: two network namespaces joined by a virtual cable, torchrun on each, a server with a password."""
+"""One job on two hosts: two network namespaces joined by a virtual cable, torchrun on each, one store."""
 
 from __future__ import annotations
 

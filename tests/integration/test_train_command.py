@@ -1,0 +1,239 @@
+"""`dynapipe train` as people start it: real processes, a real store, a tiny model, and the files it leaves."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.launch.job import analytic_costs, model_shape
+from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.tools.report import RunReport
+
+TINY = """
+[run]
+steps = 2
+[topology]
+tp = 1
+pp = 2
+dp = 1
+[model]
+num_layers = 3
+hidden_size = 32
+num_heads = 2
+num_query_groups = 2
+ffn_hidden_size = 64
+max_seq_len = 256
+[data]
+num_samples = 60
+tokenizer = "bytes"
+truncate = true
+tokens_per_batch = 1024
+[job]
+timeout_s = 60
+"""
+BYTES_VOCABULARY = 258
+LIMIT_S = 120
+CLI = [sys.executable, "-m", "dynapipe_ext.launch.cli"]
+
+# Point 8 of the report's contract: what every report has, at the least.
+REPORT_FIELDS = {
+    "topology",
+    "layout",
+    "losses",
+    "real_tokens",
+    "real_tokens_per_s",
+    "cpu_s_per_token",
+    "oversubscribed",
+    "padding_efficiency",
+    "num_micro_batches",
+    "predicted_makespan_s",
+    "measured_makespan_s",
+    "bubble_ratio",
+    "exposed_planning_s",
+    "peak_bytes",
+    "store",
+    "compare",
+}
+
+Train = Callable[..., dict[str, Any]]
+
+
+def run(command: list[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """A command that must succeed; all it said is shown where it does not."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(environment or {})},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def report_of(run_dir: Path) -> dict[str, Any]:
+    """The report of a run; our own reader must accept it."""
+    RunReport.read(run_dir / "report.json")
+    report: dict[str, Any] = json.loads((run_dir / "report.json").read_text())
+    return report
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Settings of a tiny run with given costs: measured ones would make two runs plan differently."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "measured.toml").write_text(TINY)
+    config = TrainConfig.read(folder / "measured.toml")
+    costs = analytic_costs(config, model_shape(config, BYTES_VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+    (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    (folder / "tiny.toml").write_text(f'{TINY}[plan]\ncosts = "{folder / "costs.json"}"\n')
+    return folder / "tiny.toml"
+
+
+@pytest.fixture
+def train(tiny: Path, tmp_path: Path) -> Train:
+    """`train("--flag", …)` runs the tiny job with flags on top, in tmp_path / "run", and returns its report."""
+
+    def start(*arguments: str, config: Path = tiny) -> dict[str, Any]:
+        run([*CLI, "train", "--config", str(config), "--run-dir", str(tmp_path / "run"), *arguments])
+        return report_of(tmp_path / "run")
+
+    return start
+
+
+def test_eight_ranks_leave_a_whole_report_a_curve_and_a_page(tiny: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    flags = ["--tp", "2", "--pp", "2", "--dp", "2", "--layout", "packed", "--run-dir", str(run_dir)]
+    done = run([*CLI, "train", "--config", str(tiny.with_name("measured.toml")), *flags])
+    report = report_of(run_dir)
+    assert report.keys() >= REPORT_FIELDS
+    assert report["topology"] == {"tp": 2, "pp": 2, "dp": 2}
+    assert (report["layout"], report["compare"]) == ("packed", None)
+    assert len(report["losses"]) == 2
+    assert all(math.isfinite(loss) for loss in report["losses"])
+    assert [len(counts) for counts in report["num_micro_batches"]] == [2, 2]  # a count for each replica and step
+    assert len(report["predicted_makespan_s"]) == len(report["measured_makespan_s"]) == 2
+    assert {"predicted", "measured"} <= report["bubble_ratio"].keys()
+    assert [len(peaks) for peaks in report["peak_bytes"].values()] == [8, 8]
+    assert all(peak > 0 for peaks in report["peak_bytes"].values() for peak in peaks)
+    assert 0 < report["padding_efficiency"] <= 1
+    assert report["real_tokens"] == sum(report["real_tokens_per_step"]) > 0
+    assert report["cpu_s_per_token"] > 0
+    assert report["real_tokens_per_s"] > 0
+    assert report["exposed_planning_s"] >= 0
+    assert report["oversubscribed"] is (len(os.sched_getaffinity(0)) < 8)
+    assert report["store"]["server"] in ("valkey", "redis")
+    assert re.match(r"\d+\.\d+", report["store"]["version"])
+
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    page = (run_dir / "trace.html").read_text()
+    assert "dp1 pp1 tp1" in page
+    assert not re.search(r"""(?:src|href)\s*=\s*["']?\s*(?:https?:)?//""", page)
+    assert not re.search(r"@import|url\(\s*[\"']?https?:|fetch\(", page)
+    spans = [event for event in _chrome(run_dir) if event.get("ph") == "X"]
+    assert {event["tid"] for event in spans} == set(range(8))
+
+    assert "step 2 (2/2)  loss" in done.stderr
+    for words in ("tok/s", "padding", "bubble"):
+        assert words in done.stderr
+    assert "exposed planning" in done.stdout
+    assert str(run_dir) in done.stdout.replace("\n", "")
+
+
+def _chrome(run_dir: Path) -> list[dict[str, Any]]:
+    raw = json.loads((run_dir / "trace.chrome.json").read_text())
+    events: list[dict[str, Any]] = raw["traceEvents"] if isinstance(raw, dict) else raw
+    return events
+
+
+def test_the_loss_falls_and_the_same_seed_gives_the_same_losses(train: Train) -> None:
+    first = train("--steps", "12")
+    losses = first["losses"]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    assert train("--steps", "12")["losses"] == losses
+    assert train("--steps", "2", "--seed", "1")["losses"] != losses[:2]
+
+
+def test_the_costs_of_a_run_make_another_run_plan_alike(train: Train, tiny: Path, tmp_path: Path) -> None:
+    first = train(config=tiny.with_name("measured.toml"))
+    costs = (tmp_path / "run" / "costs.json").rename(tmp_path / "costs.json")
+    again = train("--costs", str(costs), config=tiny.with_name("measured.toml"))
+    for name in ("losses", "num_micro_batches", "predicted_makespan_s"):
+        assert again[name] == first[name]
+
+
+def test_pairs_in_xz_train_under_strict_ordering_with_the_loss_by_samples(train: Train, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl.xz"
+    with lzma.open(path, "wt") as file:
+        for i in range(24):
+            file.write(json.dumps({"input": f"add {i} and {i}" * (1 + i % 5), "target": str(2 * i)}) + "\n")
+    report = train("--data", str(path), "--strict", "--loss-norm", "samples", "--batch-size", "8", "--layout", "padded")
+    assert (report["loss_norm"], report["layout"]) == ("samples", "padded")
+    assert all(math.isfinite(loss) for loss in report["losses"])
+
+
+def test_text_in_gz_trains_in_bfloat16_with_unequal_stages(train: Train, tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        for i in range(24):
+            file.write(json.dumps({"text": f"line {i} of a text. " * (1 + i % 7)}) + "\n")
+    report = train("--data", str(path), "--dtype", "bfloat16", "--layers-per-stage", "1,2", "--layout", "packed")
+    assert report["layers_per_stage"] == [1, 2]
+    assert report["model"]["dtype"] == "bfloat16"
+    assert all(math.isfinite(loss) for loss in report["losses"])
+    assert report["losses"][1] < report["losses"][0]
+
+
+def test_compare_runs_the_usual_ways_on_the_same_tokens(train: Train) -> None:
+    report = train("--compare", "--steps", "1", "--batch-size", "6")
+    baselines = report["compare"]
+    assert [baseline["schedule"] for baseline in baselines] == ["1f1b", "1f1b", "1f1b"]
+    assert {baseline["layout"] for baseline in baselines} == {"padded", "packed"}
+    assert {baseline["real_tokens"] for baseline in baselines} == {report["real_tokens"]}
+    # Fresh weights and the same samples: only whole-row attention sees other context.
+    losses = {baseline["name"]: baseline["losses"][0] for baseline in baselines}
+    whole_row = next(name for name in losses if "whole-row" in name)
+    for name in losses.keys() - {whole_row}:
+        assert losses[name] == pytest.approx(report["losses"][0], rel=1e-5)
+
+
+def test_torchrun_trains_as_the_launcher_does(train: Train, tiny: Path, tmp_path: Path) -> None:
+    """The user's own server over TCP, and the embedded one; the losses are bit for bit those of `dynapipe train`."""
+    wanted = train("--dp", "2")["losses"]
+    config = TrainConfig.read(tiny)
+    settings = TINY.replace("dp = 1", "dp = 2") + f'[plan]\ncosts = "{config.plan.costs}"\n'
+    for name in ("own", "embedded"):
+        text = settings.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / name}"')
+        (tmp_path / f"{name}.toml").write_text(text)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    program = [*torchrun, "-m", "dynapipe_ext.launch.train", "--config"]
+    port = _free_port()
+    with RedisServer(port=port) as server:
+        password = {"DYNAPIPE_STORE_PASSWORD": server.address.password or ""}
+        run([*program, str(tmp_path / "own.toml"), "--store", f"redis://127.0.0.1:{port}"], password)
+    run([*program, str(tmp_path / "embedded.toml")])
+    for name in ("own", "embedded"):
+        assert report_of(tmp_path / name)["losses"] == wanted
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,155 @@
+"""Settings come from TOML as plain values; what no run can work with is refused with its table and name."""
+
+import argparse
+import re
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch import train_command
+
+QUICKSTART = Path("launch/configs/quickstart.toml")
+
+
+def from_toml(tmp_path: Path, text: str) -> TrainConfig:
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    return TrainConfig.read(path)
+
+
+def test_the_quickstart_file_is_the_default_run(root: Path) -> None:
+    assert TrainConfig.read(root / QUICKSTART) == TrainConfig()
+
+
+def test_the_quickstart_file_spells_out_every_setting(root: Path) -> None:
+    raw = tomllib.loads((root / QUICKSTART).read_text())
+    assert {table: set(values) for table, values in raw.items()} == {
+        table: set(values) for table, values in TrainConfig().to_json().items()
+    }
+
+
+def test_an_empty_file_is_the_default_run(tmp_path: Path) -> None:
+    assert from_toml(tmp_path, "") == TrainConfig()
+
+
+def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
+    config = from_toml(
+        tmp_path,
+        """
+        [run]
+        steps = 7
+        [topology]
+        pp = 3
+        layers_per_stage = [1, 1, 2]
+        [data]
+        tokens_per_batch = 0
+        batch_size = 12
+        [plan]
+        memory_limit_gb = 2
+        layout = "padded"
+        """,
+    )
+    assert (config.run.steps, config.topology.layers_per_stage, config.data.batch_size) == (7, (1, 1, 2), 12)
+    assert isinstance(config.plan.memory_limit_gb, float)
+    assert config.run == replace(TrainConfig().run, steps=7)
+    assert TrainConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[runs]\nsteps = 1", r"unknown \['runs'\]; known are .*'run'"),
+        ("[run]\nstep = 1", r"\[run\]: unknown \['step'\]; known are .*'steps'"),
+        ("run = 3", r"run must be a table like \[run\]"),
+        ('[run]\nsteps = "many"', r"\[run\] steps is 'many' but must be of type int"),
+        ("[run]\nsteps = true", r"\[run\] steps is True but must be of type int"),
+        ("[run]\nsteps = 1.5", r"\[run\] steps is 1\.5 but must be of type int"),
+        ("[model]\ndropout = true", r"\[model\] dropout is True but must be of type float"),
+        ("[job]\nstrict = 1", r"\[job\] strict is 1 but must be of type bool"),
+        ('[topology]\nlayers_per_stage = ["2"]', r"layers_per_stage is \['2'\] but must be a list of integers"),
+        ("[topology]\nlayers_per_stage = 2", r"layers_per_stage is 2 but must be a list of integers"),
+        ('[plan]\nlayout = "rolled"', r"layout is 'rolled': choose from \['padded', 'packed'\]"),
+        ('[plan]\nschedule = "2f2b"', r"schedule is '2f2b': choose from .*'adaptive'"),
+        ('[model]\ndtype = "float64"', r"dtype is 'float64': choose from"),
+        ("[run]\nsteps = 0", r"\[run\] steps is 0 but must be at least 1"),
+        ("[topology]\npp = -1", r"\[topology\] pp is -1 but must be at least 1"),
+        ("[plan]\npad_multiple = 0", r"\[plan\] pad_multiple is 0 but must be at least 1"),
+        ("[plan]\nmemory_limit_gb = 0", r"memory_limit_gb is 0\.0 but must be above 0"),
+        ("[model]\ndropout = 1.0", r"dropout is 1\.0 but must lie in"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_file_table_and_bound(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        from_toml(tmp_path, text)
+    assert str(tmp_path / "settings.toml") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[data]\nbatch_size = 4", "[data]\ntokens_per_batch = 0"],
+    ids=["both", "neither"],
+)
+def test_exactly_one_size_of_the_global_batch_is_given(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"tokens_per_batch is .* and batch_size is .*: set exactly one"):
+        from_toml(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"[run\nsteps = 1", "line 1"), (b"\xff\xfe", "TOML"), (None, "No such file")],
+    ids=["broken", "not text", "absent"],
+)
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path, content: bytes | None, says: str) -> None:
+    path = tmp_path / "settings.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=says) as caught:
+        TrainConfig.read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_flags_replace_single_settings_and_are_checked() -> None:
+    config = TrainConfig().with_values(run={"steps": 3}, data={"tokens_per_batch": 0, "batch_size": 4}, plan={})
+    assert (config.run.steps, config.run.seed, config.data.batch_size) == (3, 0, 4)
+    assert config.plan == TrainConfig().plan
+    with pytest.raises(ConfigError, match=re.escape("command line: [run] steps is 0")):
+        TrainConfig().with_values(run={"steps": 0})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changed"),
+    [
+        ([], {}),
+        (["--steps", "3", "--tp", "1"], {"run": {"steps": 3}, "topology": {"tp": 1}}),
+        (["--batch-size", "8"], {"data": {"batch_size": 8, "tokens_per_batch": 0}}),
+        (["--tokens-per-batch", "99"], {"data": {"tokens_per_batch": 99}}),
+        (["--layers-per-stage", "1, 3"], {"topology": {"layers_per_stage": (1, 3)}}),
+        (["--truncate", "--strict"], {"data": {"truncate": True}, "job": {"strict": True}}),
+    ],
+)
+def test_the_flags_of_train_override_the_file(arguments: list[str], changed: dict[str, dict[str, Any]]) -> None:
+    assert parse_train(arguments) == TrainConfig().with_values(**changed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--layers-per-stage", "1,x"], "--layers-per-stage is '1,x' but must be integers"),
+        (["--tokens-per-batch", "9", "--batch-size", "9"], "set exactly one"),
+        (["--batch-size", "0"], "set exactly one"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(arguments: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_train(arguments)
+
+
+def parse_train(arguments: list[str]) -> TrainConfig:
+    parser = argparse.ArgumentParser()
+    train_command.add_arguments(parser)
+    return train_command.config_from(parser.parse_args(arguments))

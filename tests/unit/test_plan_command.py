@@ -1,0 +1,298 @@
+"""`dynapipe plan`: lengths of every form in, a plan on the screen and in a file out; no torch, no ranks."""
+
+import csv
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.data.batches import GlobalBatches
+from dynapipe_ext.errors import DataError
+from dynapipe_ext.launch import cli
+from dynapipe_ext.launch.plan_command import read_lengths
+from dynapipe_ext.schedules.notation import read_plan_json
+
+LENGTHS = [40, 300, 17, 90, 120, 64, 33, 250]
+SMALL = ["--tp", "1", "--pp", "2", "--dp", "2"]
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.npy"
+    np.save(path, np.array(LENGTHS, np.int64))
+    return str(path)
+
+
+def plan(*arguments: str) -> int:
+    return cli.main(["plan", *arguments])
+
+
+def planned(path: Path) -> dict[str, Any]:
+    """The plan in a file, which must be one that the reader proves to run."""
+    raw: dict[str, Any] = json.loads(path.read_text())
+    read_plan_json(raw)
+    return raw
+
+
+def samples(raw: dict[str, Any]) -> list[int]:
+    return sorted(s for replica in raw["replicas"] for m in replica["micro_batches"] for s in m["samples"])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a refused command leaves."""
+    assert plan(*arguments) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("dynapipe: error: ")
+    assert text.count("\n") == 1
+    return text
+
+
+def test_a_plan_is_shown_with_shapes_certificate_and_timeline(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--lengths", lengths, *SMALL, "--layout", "padded") == 0
+    text = capsys.readouterr().out
+    assert f"8 samples, {sum(LENGTHS):,} tokens" in text
+    assert "default rates (50 GFLOP/s" in text
+    for words in ("Replica 1: padded", "rows x length", "makespan", "lower bound", "gap to the bound", "bubble"):
+        assert words in text
+    for words in ("padding efficiency", "peak bytes of pipeline rank 1", "planning took", "recompute"):
+        assert words in text
+    timeline = [line for line in text.splitlines() if line.startswith(("0 |", "1 |"))]
+    assert len(timeline) == 4  # two pipeline ranks in each of two replicas
+    assert timeline[0].startswith("0 |0")
+    assert "\x1b" not in text  # no colours in a pipe
+
+
+def test_the_json_file_trains_every_sample_once(lengths: str, tmp_path: Path) -> None:
+    for layout in ("padded", "packed"):
+        target = tmp_path / f"{layout}.json"
+        assert plan("--lengths", lengths, *SMALL, "--layout", layout, "--json", str(target)) == 0
+        raw = planned(target)
+        assert samples(raw) == list(range(len(LENGTHS)))
+        assert {m["layout"] for replica in raw["replicas"] for m in replica["micro_batches"]} == {layout}
+        assert (raw["topology"]["tp"], raw["topology"]["pp"], raw["topology"]["dp"]) == (1, 2, 2)
+
+
+def test_the_same_arguments_write_the_same_bytes(lengths: str, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert plan("--lengths", lengths, *SMALL, "--json", str(tmp_path / name)) == 0
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_a_step_is_the_global_batch_that_training_would_take(lengths: str, tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    for size, number in (("tokens-per-batch", 400), ("batch-size", 3)):
+        batches = GlobalBatches(np.array(LENGTHS), **{size.replace("-", "_"): number}, seed=5)
+        for step, batch in enumerate(batches):
+            arguments = ["--lengths", lengths, f"--{size}", str(number), "--seed", "5", "--step", str(step)]
+            assert plan(*arguments, *SMALL, "--json", str(target)) == 0
+            assert samples(planned(target)) == sorted(batch)
+
+
+def test_a_written_plan_can_be_shown_again(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "plan.json"
+    assert plan("--lengths", lengths, *SMALL, "--json", str(target)) == 0
+    first = capsys.readouterr().out
+    assert plan("--show", str(target)) == 0
+    again = capsys.readouterr().out
+    rows = [line for line in first.splitlines() if "makespan" in line or "peak bytes" in line]
+    assert rows
+    assert all(row in again for row in rows)
+    assert "0: 0F0" in again
+    target.write_text('{"format": "dynapipe-plan/9"}')
+    assert "dynapipe-plan/1" in refused(capsys, "--show", str(target))
+
+
+@pytest.mark.parametrize(
+    ("text", "table"),
+    [
+        ("5\n9\n", [[5, 0, 5], [9, 0, 9]]),
+        ("5 2\n\n9 3\n", [[5, 2, 2], [9, 3, 3]]),
+    ],
+)
+def test_a_text_of_lengths_is_read(tmp_path: Path, text: str, table: list[list[int]]) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    assert read_lengths(path).tolist() == table
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_arrays_of_one_two_and_three_columns_are_read(tmp_path: Path, columns: int) -> None:
+    path = tmp_path / "lengths.npy"
+    array = np.array([[7, 3, 2], [8, 4, 3]])[:, :columns]
+    np.save(path, array[:, 0] if columns == 1 else array)
+    wanted = {1: [[7, 0, 7], [8, 0, 8]], 2: [[7, 3, 3], [8, 4, 4]], 3: [[7, 3, 2], [8, 4, 3]]}
+    assert read_lengths(path).tolist() == wanted[columns]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.txt", "5\nfive\n", "line 2 is 'five'"),
+        ("a.txt", "5\n-5\n", "line 2 is '-5'"),
+        ("a.txt", "1 2 3\n", "line 1 is '1 2 3'"),
+        ("a.txt", "5\n5 2\n", "one and of two lengths"),
+        ("a.txt", "\n", "has no lengths"),
+        ("a.txt", "0\n", "sample 0"),
+        ("a.npy", "no array", "cannot be read as lengths"),
+        ("a.npy", None, "No such file"),
+    ],
+)
+def test_lengths_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: str | None, says: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DataError, match=says) as caught:
+        read_lengths(path)
+    assert str(path) in str(caught.value)
+
+
+def test_an_array_of_numbers_with_fractions_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([1.5]))
+    with pytest.raises(DataError, match=r"lengths\.npy: lengths have dtype float64"):
+        read_lengths(tmp_path / "lengths.npy")
+
+
+def test_two_lengths_become_one_row_of_a_decoder_only_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "pairs.txt").write_text("30 10\n9 90\n50 2\n")
+    arguments = ["--lengths", str(tmp_path / "pairs.txt"), *SMALL, "--truncate", "60", "--pad-multiple", "1"]
+    assert plan(*arguments, "--layout", "padded", "--json", str(tmp_path / "plan.json")) == 0
+    text = capsys.readouterr().out
+    assert "joined to one row" in text
+    assert "1 of 3 cut at 60" in text
+    assert f"{40 + 60 + 52} tokens" in text
+    raw = planned(tmp_path / "plan.json")
+    assert {m["decoder_len"] for replica in raw["replicas"] for m in replica["micro_batches"]} == {0}
+
+
+def measured_csv(folder: Path, model: str, *, decoder: bool) -> None:
+    """A small grid in the measured tables' form: time and bytes in proportion to positions."""
+    time: list[list[object]] = [
+        ["tp", "recompute", "layer", "pass", "micro_batch_size", "encoder_len", "decoder_len", "ms"]
+    ]
+    memory: list[list[object]] = [[*time[0][:3], "kind", *time[0][4:7], "mb"]]
+    for layer in ("encoder", *(["decoder"] if decoder else []), "postprocess"):
+        for rows, enc, dec in itertools.product((1, 16), (16, 512), (16, 512) if layer == "decoder" else (0,)):
+            tokens = rows * (enc + dec)
+            for name, factor in (("forward", 1e-3), ("backward", 2e-3)):
+                time.append([1, "none", layer, name, rows, enc, dec, 0.1 + factor * tokens])
+            if layer != "postprocess":
+                memory += [[1, "none", layer, name, rows, enc, dec, 1e-3 * tokens] for name in ("stored", "peak")]
+    sizes = [
+        ["tp", "recompute", "layer", "mb"],
+        *([1, "none", name, 1] for name in ("embedding", "encoder", "decoder")),
+    ]
+    for suffix, table in (("time_ms", time), ("activation_mb", memory), ("parameters_mb", sizes)):
+        with (folder / f"{model}_{suffix}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows(table)
+
+
+@pytest.mark.parametrize(
+    ("model", "extra", "needs"),
+    [
+        ("gpt_6.7b", (-1, 0), [(29, 0), (1, 0), (99, 0), (59, 0)]),
+        ("t5_11b", (0, 2), [(30, 12), (1, 11), (100, 2), (60, 7)]),
+    ],
+)
+def test_a_measured_batch_is_planned_with_its_extra_positions(
+    tmp_path: Path, model: str, extra: tuple[int, int], needs: list[tuple[int, int]]
+) -> None:
+    decoder = model == "t5_11b"
+    measured_csv(tmp_path, model, decoder=decoder)
+    pairs = [[30, 10 * decoder], [1, 9 * decoder], [100, 0], [60, 5 * decoder]]
+    (tmp_path / "batches.json").write_text(json.dumps([{"lengths": [[5, 5]]}, {"lengths": pairs}]))
+    command = f"--model {model} --layers 4 --index 1 --tp 1 --pp 2 --dp 1 --memory-mb 36000 --layout padded".split()
+    files = ["--costs", str(tmp_path), "--batch", str(tmp_path / "batches.json"), "--json", str(tmp_path / "plan.json")]
+    assert plan(*command, *files, "--extra", *map(str, extra)) == 0
+    raw = planned(tmp_path / "plan.json")
+    assert samples(raw) == [0, 1, 2, 3]
+    for m in raw["replicas"][0]["micro_batches"]:
+        # Rows of measured tables are as long as their longest sample: nothing is rounded up.
+        assert (m["encoder_len"], m["decoder_len"]) == tuple(
+            max(needs[s][side] for s in m["samples"]) for side in (0, 1)
+        )
+
+
+def test_a_cost_file_brings_its_own_topology(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(cost_model_to_json(TokenCosts(num_stages=3))))
+    arguments = ["--lengths", lengths, "--costs", str(costs), "--memory-limit-gb", "1"]
+    assert plan(*arguments, "--json", str(tmp_path / "plan.json")) == 0
+    assert planned(tmp_path / "plan.json")["topology"]["pp"] == 3
+    assert f"TokenCosts from {costs}" in capsys.readouterr().out
+    assert "3 stages but the topology has 2" in refused(capsys, *arguments, *SMALL)
+    costs.write_text("[]")
+    assert "give a cost model written as JSON" in refused(capsys, *arguments)
+    costs.write_text("{}")
+    assert "kind None" in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--split-backward"], "--split-backward is not available yet: plan without it"),
+        (["--step", "99"], "--step is 99 but"),
+        (["--index", "1"], "use --step with --lengths"),
+        (["--tokens-per-batch", "299"], "sample 1 has 300 tokens but tokens_per_batch is 299"),
+        (["--model", "gpt_6.7b"], "name it with --costs DIR"),
+        (["--costs", "/nowhere.json", "--memory-mb", "1"], "/nowhere.json cannot be read"),
+        (["--costs", "."], "say which --model NAME"),
+        (["--truncate", "0"], "--truncate is 0"),
+        (["--pp", "9"], "4 layers cannot fill 9 stages"),
+        (["--tp", "3"], "tp is 3 but does not divide"),
+        (["--memory-mb", "0.001"], "B"),
+        (["--config", "/nowhere.toml"], "/nowhere.toml"),
+        (["--json", "/proc/plan.json"], "/proc/plan.json cannot be written"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_and_status_2(
+    lengths: str, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert says in refused(capsys, "--lengths", lengths, *arguments)
+
+
+def test_a_batch_file_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "batches.json"
+    for content, says in (
+        ("[", "is not JSON (line 1"),
+        ("{}", "holds dict"),
+        ("[]", "holds 0 batches but --index is 0"),
+        ('[{"length": []}]', 'needs "lengths"'),
+        ('[{"lengths": [[1, -1]]}]', 'needs "lengths"'),
+        ('[{"lengths": [[0, 1]]}]', "sample 0"),
+    ):
+        path.write_text(content)
+        text = refused(capsys, "--batch", str(path))
+        assert says in text
+        assert str(path) in text
+    assert "not by step or size" in refused(capsys, "--batch", str(path), "--step", "1")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--lengths", "a", "--batch", "b"], ["--lengths", "a", "--tokens-per-batch", "1", "--batch-size", "1"]],
+    ids=["no source", "two sources", "two sizes"],
+)
+def test_choices_that_exclude_one_another_are_refused_with_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        plan(*arguments)
+    assert caught.value.code == 2
+    assert "usage: dynapipe plan" in capsys.readouterr().err
+
+
+def test_planning_needs_no_torch(lengths: str) -> None:
+    script = (
+        "import sys\nfrom dynapipe_ext.launch import cli\n"
+        f"assert cli.main(['plan', '--lengths', {lengths!r}]) == 0\n"
+        "print({name.partition('.')[0] for name in sys.modules} & {'torch', 'redis', 'megatron'})"
+    )
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert output.stdout.splitlines()[-1] == "set()"
