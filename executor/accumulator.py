@@ -78,7 +78,8 @@ class ExactAccumulator:
                 parameter.grad = None
 
     def reduce(self) -> None:
-        largest = torch.tensor([self._largest], dtype=torch.float64)
+        device = self._sums[0].device if self._sums else None
+        largest = torch.tensor([self._largest], dtype=torch.float64, device=device)
         if self._group is not None:
             dist.all_reduce(largest, group=self._group)
         if not float(largest) < self._limit:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.config import Rule, ScheduleName, TrainConfig
 from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.interchange import cost_model_from_json
 from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.table import CostTable
+from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset, fingerprint_of_source, prepare
 from dynapipe_ext.data.generation import generate_examples, generator_settings
 from dynapipe_ext.data.reading import Example, read_examples
-from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.plan import Layout, round_up
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.lengths import LengthArray, sample_lengths
+from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, round_up
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
 
@@ -129,6 +136,65 @@ def analytic_costs(config: TrainConfig, shape: ModelShape, *, flops_per_s: float
         dropout=config.model.dropout > 0,
         distributed_optimizer=config.optimizer.distributed,
     )
+
+
+def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, Topology]:
+    """The cost model in a JSON file of any kind, over `topology`, or with None over the one it was made for.
+
+    Errors: DataError for a file that holds none; ConfigError where it cannot be laid out over the topology.
+    """
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"cost file {path} cannot be read: {error}: give a cost model written as JSON") from error
+    if not isinstance(raw, dict):
+        raise DataError(f"cost file {path} holds {type(raw).__name__}: give a cost model written as JSON")
+    costs = cost_model_from_json(raw)
+    match costs:
+        case CostTable():
+            return (costs, costs.topology) if topology is None else (costs.with_topology(topology), topology)
+        case AnalyticCosts():
+            topology = costs.topology if topology is None else topology.with_layers(costs.shape.num_layers)
+            return replace(costs, topology=topology), topology
+        case _:
+            return costs, topology or Topology(pp=costs.num_stages)
+
+
+def check_batches(config: TrainConfig, lengths: LengthArray) -> None:
+    """Refuse a sample over the token budget before anything is started. Errors: DataError naming it."""
+    GlobalBatches(
+        lengths,
+        batch_size=config.data.batch_size or None,
+        tokens_per_batch=config.data.tokens_per_batch or None,
+        seed=config.run.seed,
+    )
+
+
+def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> None:
+    """Refuse a sample that fits no rank even alone, before the launch. Errors: PlanError naming the longest sample."""
+    longest = int(np.argmax(lengths[:, 0] + lengths[:, 1]))
+    (sample,) = sample_lengths(lengths, [longest])
+    plan, limit = config.plan, int(config.plan.memory_limit_gb * 1e9)
+    needs: list[tuple[int, int]] = []  # (bytes, stage) of the fullest stage, for each kind of recomputation
+    refusal: PlanError | None = None
+    for kind in RECOMPUTES if plan.recompute == "auto" else (plan.recompute,):
+        try:
+            alone = costs.evaluate([MicroBatch((sample,), plan.layout, kind, pad_multiple=plan.pad_multiple)])
+        except PlanError as error:  # a kind that was not measured, or a shape outside the table
+            refusal = refusal or error
+            continue
+        total = alone.static_bytes + alone.stored_bytes[:, 0] + alone.working_bytes[:, 0]
+        needs.append((int(total.max()), int(total.argmax())))
+    if not needs:
+        assert refusal is not None
+        raise PlanError(f"sample {longest} with {sample.tokens} tokens cannot be priced: {refusal}")
+    num_bytes, stage = min(needs)
+    if num_bytes > limit:
+        raise PlanError(
+            f"sample {longest} with {sample.tokens} tokens needs {num_bytes} B on stage {stage} even alone, but"
+            f" memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: raise it, raise tp or pp, or lower"
+            " max_seq_len with --truncate"
+        )
 
 
 def make_planner(config: TrainConfig, costs: CostModel, variant: Variant) -> Planner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import platform
 import sys
 from collections.abc import Sequence
@@ -84,7 +85,7 @@ def write_outcome(
 
 
 def _result(run: VariantFigures) -> RunResult:
-    steps = run.steps
+    steps, bubbles = run.steps, tuple(s.bubble_ratio for s in run.steps)
     return RunResult(
         name=run.variant.name,
         layout=run.variant.layout,
@@ -97,7 +98,7 @@ def _result(run: VariantFigures) -> RunResult:
         num_micro_batches=tuple(s.num_micro_batches for s in steps),
         measured_makespan_s=tuple(s.makespan_s for s in steps),
         predicted_makespan_s=tuple(s.predicted_makespan_s for s in steps),
-        measured_bubble_ratio=tuple(s.bubble_ratio for s in steps),
+        measured_bubble_ratio=bubbles if all(math.isfinite(ratio) for ratio in bubbles) else (),
         predicted_bubble_ratio=tuple(s.predicted_bubble_ratio for s in steps),
         exposed_planning_s=max(r.exposed_planning_s for r in run.ranks),
         predicted_peak_bytes=tuple(r.predicted_peak_bytes for r in run.ranks),

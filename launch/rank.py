@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.executor.device import rank_device
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import Batch, DynaPipeDataLoader
@@ -121,7 +121,9 @@ def train(context: RankContext, variant: Variant, index: int) -> tuple[list[Step
     with ExitStack() as stack:
         transport = _transport(context)
         stack.callback(transport.close)
-        executor = PipelineExecutor(stage, transport, recorder=recorder, rank=context.rank)
+        recording = PipelineExecutor(stage, transport, recorder=recorder, rank=context.rank, clock=_clock(device))
+        # Spans on an accelerator need synchronisation, which takes overlap away: there only traced steps record them.
+        plain = recording if device.type == "cpu" else PipelineExecutor(stage, transport)
         loader = stack.enter_context(
             DynaPipeDataLoader(
                 context.dataset,
@@ -144,13 +146,13 @@ def train(context: RankContext, variant: Variant, index: int) -> tuple[list[Step
         progress = stack.enter_context(StepProgress(config.run.steps, enabled=context.rank == 0))
         if context.rank == 0 and index:
             progress.log(f"comparing: {variant.name}")
-        return _steps(context, stage, executor, optimizer, loader, recorder, progress)
+        return _steps(context, stage, (plain, recording), optimizer, loader, recorder, progress)
 
 
 def _steps(
     context: RankContext,
     stage: MegatronStage,
-    executor: PipelineExecutor,
+    executors: tuple[PipelineExecutor, PipelineExecutor],
     optimizer: MegatronOptimizer,
     loader: DynaPipeDataLoader,
     recorder: _SpanRecorder,
@@ -163,20 +165,23 @@ def _steps(
         if step == config.run.steps:
             break
         recorder.spans.clear()
+        is_traced = step >= config.run.steps - config.run.traced_steps
         start_s = time.perf_counter()
-        loss = executor.execute(plan, micro_batches)
+        loss = executors[is_traced].execute(plan, micro_batches)
+        executed_s = time.perf_counter() - start_s
         optimizer.step()
         spans = [replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in recorder.spans]
-        if step >= config.run.steps - config.run.traced_steps:
+        if is_traced:
             traced[step] = spans
         predicted_peak = max(predicted_peak, plan.certificate.peak_bytes[plan.pp_rank])
         activation_peak = max([activation_peak, *(span.num_bytes for span in spans)])
         end_s, cpu_end_s = time.perf_counter(), time.process_time()
-        shared = _share(spans, cpu_end_s - cpu_start_s, plan)
+        shared = _share(spans, executed_s, cpu_end_s - cpu_start_s, plan, context.device)
         figures.append(_figures(step, epoch, epoch_step, loss, end_s - step_start_s, shared, plan))
         step_start_s, cpu_start_s = end_s, cpu_end_s
         last = figures[-1]
-        progress.update(step + 1, loss, last.real_tokens / last.step_s, plan.padding_efficiency, last.bubble_ratio)
+        bubble_ratio = last.bubble_ratio if math.isfinite(last.bubble_ratio) else None
+        progress.update(step + 1, loss, last.real_tokens / last.step_s, plan.padding_efficiency, bubble_ratio)
     return figures, RankFigures(
         rank=context.rank,
         predicted_peak_bytes=predicted_peak,
@@ -196,14 +201,22 @@ def _endless(loader: DynaPipeDataLoader) -> Iterator[tuple[int, int, list[Batch]
             yield epoch, epoch_step, micro_batches, plan
 
 
-def _share(spans: list[Span], cpu_s: float, plan: ExecutionPlan) -> list[list[float]]:
-    """Every rank's (busy, first start, last end, CPU seconds, predicted makespan, predicted bubble) of this step."""
-    busy_s = sum(span.duration_s for span in spans)
-    first_s, last_s = min((s.start_s for s in spans), default=0.0), max((s.end_s for s in spans), default=0.0)
+def _share(
+    spans: list[Span], executed_s: float, cpu_s: float, plan: ExecutionPlan, device: torch.device
+) -> list[list[float]]:
+    """Every rank's (busy, first start, last end, CPU seconds, predicted makespan, predicted bubble) of this step.
+
+    A step without spans counts from its start to its loss; how much of that was work is then unknown (not a number),
+    unless the replica had nothing to do.
+    """
+    busy_s = sum(span.duration_s for span in spans) if spans or not plan.micro_batches else math.nan
+    first_s = min((s.start_s for s in spans), default=0.0)
+    last_s = max((s.end_s for s in spans), default=executed_s if plan.micro_batches else 0.0)
     mine = torch.tensor(
-        [busy_s, first_s, last_s, cpu_s, plan.makespan_s, plan.certificate.bubble_ratio], dtype=torch.float64
+        [busy_s, first_s, last_s, cpu_s, plan.makespan_s, plan.certificate.bubble_ratio],
+        dtype=torch.float64,
+        device=device,
     )
-    mine = mine.to(rank_device(0)) if dist.get_backend() == "nccl" else mine
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return [rank.tolist() for rank in everyone]
@@ -230,6 +243,18 @@ def _figures(
         padded_tokens=plan.padded_tokens,
         num_micro_batches=plan.num_micro_batches,
     )
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds; on an accelerator once its work is done, so that a span ends when its action does."""
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def synchronised() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return synchronised
 
 
 def _transport(context: RankContext) -> Transport:

@@ -19,16 +19,30 @@ from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import ConfigError, DynaPipeError
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.env import RankEnv, limit_threads, rank_env, store_password
-from dynapipe_ext.launch.job import Variant, analytic_costs, model_shape, prepare_data, topology_of, variants
+from dynapipe_ext.launch.job import (
+    Variant,
+    analytic_costs,
+    check_batches,
+    check_fits,
+    model_shape,
+    prepare_data,
+    read_costs,
+    topology_of,
+    variants,
+)
 from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
+
+# How long ranks wait for rank 0 to tokenize the data and to measure costs; rank 0's own failure ends the job at once.
+_PREPARE_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +82,7 @@ def run_rank(env: RankEnv, job: Job) -> int:
         init_method=env.init_method,
         rank=env.rank,
         world_size=env.world_size,
-        timeout=timedelta(seconds=config.job.timeout_s),
+        timeout=timedelta(seconds=max(config.job.timeout_s, _PREPARE_LIMIT_S)),
     )
     try:
         with ExitStack() as stack:
@@ -81,6 +95,7 @@ def run_rank(env: RankEnv, job: Job) -> int:
 
 def _run(env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: ExitStack) -> None:
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout
 
     from dynapipe_ext.executor.stages.megatron_model import initialize_parallel
     from dynapipe_ext.executor.store.redis import RedisStore
@@ -92,25 +107,33 @@ def _run(env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: Ex
     if env.rank == 0:
         address = job.address or _embedded_store(env, config, stack)
         assert costs is not None
+        priced = cost_model_to_json(costs)  # type: ignore[arg-type]
+        # With --costs, this file makes another run plan exactly as this one does.
+        write_atomic(Path(config.run.run_dir) / "costs.json", json.dumps(priced) + "\n")
         settled = json.dumps(
             {
                 "url": address.url,
                 "password": address.password,
                 "plan_key": secrets.token_hex(32),
                 "namespace": f"run-{secrets.token_hex(8)}",
-                "costs": cost_model_to_json(costs),  # type: ignore[arg-type]
+                "costs": priced,
             }
         ).encode()
     shared = json.loads(broadcast_bytes(settled, device))
     dataset = _dataset(env, config)
+    agreed = cost_model_from_json(shared["costs"])
+    if job.costs is None:  # dynapipe train has checked this before it forked the ranks
+        check_batches(config, dataset.lengths)
+        check_fits(config, agreed, dataset.lengths)
+    _set_pg_timeout(timedelta(seconds=config.job.timeout_s))  # from here on nobody may be silent for longer
     store = RedisStore(StoreAddress(shared["url"], shared["password"]), namespace=shared["namespace"])
     stack.callback(store.close)
-    initialize_parallel(topology, config.run.seed)
+    initialize_parallel(topology, config.run.seed, timeout_s=config.job.timeout_s)
     context = RankContext(
         rank=env.rank,
         config=config,
         dataset=dataset,
-        costs=cost_model_from_json(shared["costs"]),
+        costs=agreed,
         store=store,
         plan_key=bytes.fromhex(shared["plan_key"]),
         namespace=shared["namespace"],
@@ -175,12 +198,19 @@ def _dataset(env: RankEnv, config: TrainConfig) -> TokenDataset:
 
 def settle_costs(config: TrainConfig, vocab_size: int) -> CostModel:
     """The cost file that the settings name, or the model measured on this device. Needs an idle torch.distributed."""
+    shape = model_shape(config, vocab_size)
     if config.plan.costs:
-        return CostTable.read(config.plan.costs)
+        costs, _ = read_costs(config.plan.costs, topology_of(config))
+        if isinstance(costs, AnalyticCosts) and costs.shape != shape:
+            raise ConfigError(
+                f"the costs in {config.plan.costs} are those of another model ({costs.shape}), not of the configured"
+                f" one ({shape}): leave them out to measure this machine"
+            )
+        return costs
+    warnings.filterwarnings("ignore", module="megatron")
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measure import measure_rate
 
-    shape = model_shape(config, vocab_size)
     rate = measure_rate(shape, dtype=config.model.dtype, device=rank_device(0))
     overhead_ns = rate.layer_overhead_ns * -(-shape.num_layers // topology_of(config).num_stages)
     return analytic_costs(config, shape, flops_per_s=rate.flops_per_s, overhead_ns=overhead_ns)

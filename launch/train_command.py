@@ -16,9 +16,10 @@ from dynapipe_ext.config import ScheduleName, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.env import RankEnv, limit_threads
-from dynapipe_ext.launch.job import prepare_data, topology_of
+from dynapipe_ext.launch.job import check_batches, check_fits, prepare_data, topology_of
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.train import Job, data_progress, run_rank, settle_costs, store_address
 from dynapipe_ext.plan import Layout, LossNorm
@@ -92,22 +93,34 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     topology = topology_of(config)  # refuses what does not divide before anything is prepared
     address = store_address(args.store) if args.store else None
-    Path(config.run.run_dir).mkdir(parents=True, exist_ok=True)
+    _make_run_dir(Path(config.run.run_dir))
+    if address is not None:
+        RedisStore(address, namespace="greeting").close()  # refused here, once, rather than by every rank
     progress, advance = data_progress(config, enabled=True)
     with progress:
         dataset = prepare_data(config, advance)
     truncated = f", {dataset.num_truncated:,} truncated" if dataset.num_truncated else ""
     console.print(f"data: {len(dataset):,} samples, {int(dataset.lengths[:, :2].sum()):,} tokens{truncated}")
+    check_batches(config, dataset.lengths)
+    given = settle_costs(config, dataset.vocab_size) if config.plan.costs else None
     with ExitStack() as stack:
         if address is None:
             server = stack.enter_context(RedisServer(binary=config.job.redis_server or None))
             address = server.address
             console.print(f"store: embedded {server.name} {server.version} on a unix socket")
         _import_once()
-        costs = _measure(config, dataset.vocab_size)
+        costs = given or _measure(config, dataset.vocab_size)
+        check_fits(config, costs, dataset.lengths)
         console.print(f"ranks: {topology.world_size} (TP{topology.tp} x PP{topology.pp} x DP{topology.dp})")
         run_local(partial(_rank, Job(config, args.compare, address, costs)), topology.world_size)
     return 0
+
+
+def _make_run_dir(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run directory {path} cannot be made ({error.strerror}): choose another") from error
 
 
 def _rank(job: Job, env: RankEnv) -> int:

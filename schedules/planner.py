@@ -123,11 +123,15 @@ class Planner:
         topology, limit = self.topology, int(self.memory_limit_bytes)
         if self.rule != "dynapipe-ext":
             return self._peer_rule(samples)
+        kinds = RECOMPUTES if self.recompute is None else (self.recompute,)
         if len(samples) < topology.dp:
             # A last, small batch: some replicas have nothing to do.
-            single = [[MicroBatch((sample,), self.layout, pad_multiple=self.pad_multiple)] for sample in samples]
-            return [single + [[] for _ in range(topology.dp - len(samples))]]
-        kinds = RECOMPUTES if self.recompute is None else (self.recompute,)
+            idle: Replicas = [[] for _ in range(topology.dp - len(samples))]
+            one_each = [
+                [[MicroBatch((sample,), self.layout, kind, pad_multiple=self.pad_multiple)] for sample in samples]
+                for kind in kinds
+            ]
+            return [singles + idle for singles in one_each]
         candidates: list[Replicas] = []
         refusal: PlanError | None = None
         for min_in_flight in dict.fromkeys((1, (topology.num_stages + 1) // 2, topology.num_stages)):

@@ -18,14 +18,19 @@ from dynapipe_ext.topology import Topology
 _LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
 
 
-def initialize_parallel(topology: Topology, seed: int) -> None:
-    """Create Megatron's process groups (tp-dp-pp order) over an initialised torch.distributed."""
+def initialize_parallel(topology: Topology, seed: int, *, timeout_s: float = 120.0) -> None:
+    """Create Megatron's process groups (tp-dp-pp order) over an initialised torch.distributed.
+
+    A collective that waits longer than `timeout_s`, rounded up to minutes, ends its rank.
+    """
     megatron_cpu.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=topology.tp, pipeline_model_parallel_size=topology.pp
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     model_parallel_cuda_manual_seed(1 + seed % 2**31)
 

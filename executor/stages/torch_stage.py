@@ -41,10 +41,11 @@ class TorchStage:
             parameters = [p for module in modules_with_weights for p in module.parameters()]
         trained = [p for p in parameters if p.requires_grad]
         self._accumulator = accumulator or PlainAccumulator(trained, group)
+        self._device = trained[0].device if trained else torch.device("cpu")
 
     def start_step(self, plan: ExecutionPlan) -> None:
         self._plan = plan
-        self._loss_sum = torch.zeros((), dtype=torch.float64)
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._batches: dict[int, Batch] = {}
         self._live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._accumulator.begin()
@@ -58,7 +59,7 @@ class TorchStage:
         output = self._modules[stage](batch["tokens"] if x is None else x, batch)
         if stage == self._plan.num_stages - 1:
             output = self._loss(output, batch) / self._plan.loss_divisor
-            self._loss_sum += output.detach().double().cpu()
+            self._loss_sum += output.detach().double()
             self._live[stage, micro_batch] = (x, output)
             return ()
         self._live[stage, micro_batch] = (x, output)
