@@ -12,6 +12,8 @@ import torch.distributed as dist
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
+from dynapipe_ext.executor.stages import megatron_split
+from dynapipe_ext.executor.stages.split_linear import DeferredGradients, Work, deferred_bytes
 
 
 class MegatronGradients(Protocol):
@@ -20,6 +22,9 @@ class MegatronGradients(Protocol):
     def begin(self) -> None: ...
 
     def add(self) -> None: ...
+
+    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take in a gradient that a split backward had put off."""
 
     def reduce(self) -> None: ...
 
@@ -38,6 +43,9 @@ class PlainMegatronGradients:
             parameter.grad = None
 
     def add(self) -> None: ...
+
+    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        weight.main_grad.add_(gradient)  # type: ignore[attr-defined]
 
     def reduce(self) -> None:
         from megatron.core.distributed import finalize_model_grads
@@ -70,6 +78,8 @@ class MegatronStage:
 
         self._ddp, self._config = ddp, ddp.config
         self._gradients = gradients or PlainMegatronGradients(ddp)
+        megatron_split.install()
+        self._deferred = DeferredGradients(ddp.parameters(), self._gradients.add_weight)
         self._dropout, self.measure_bytes = dropout, measure_bytes
         self._packed_seq_params = PackedSeqParams
         self._counts_loss = parallel_state.get_tensor_model_parallel_rank() == 0
@@ -82,6 +92,7 @@ class MegatronStage:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._batches: dict[int, Batch] = {}
         self._live: dict[tuple[int, int], _Live] = {}
+        self._put_off: dict[tuple[int, int], Work] = {}
         self._gradients.begin()
 
     def load(self, micro_batch: int, batch: Batch) -> None:
@@ -133,10 +144,13 @@ class MegatronStage:
         return (live.input.grad,)
 
     def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
-        raise ExecutionError("MegatronStage has no split backward: use a schedule with full backwards (F and B)")
+        with self._deferred.deferring() as work:
+            input_grads = self.backward(stage, micro_batch, output_grads)
+        self._put_off[stage, micro_batch] = work
+        return input_grads
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
-        raise ExecutionError("MegatronStage has no split backward: use a schedule with full backwards (F and B)")
+        self._deferred.run(self._put_off.pop((stage, micro_batch)))
 
     def finish_step(self) -> float:
         self._gradients.reduce()
@@ -146,7 +160,8 @@ class MegatronStage:
         return float(self._loss_sum)
 
     def held_bytes(self) -> int:
-        return sum(live.stored_bytes for live in self._live.values())
+        put_off = sum(deferred_bytes(work) for work in self._put_off.values())
+        return put_off + sum(live.stored_bytes for live in self._live.values())
 
     def weight_bytes(self) -> int:
         """Weights and their float32 gradient buffers on this rank."""

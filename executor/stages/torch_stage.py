@@ -8,16 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.accumulator import GradientAccumulator, PlainAccumulator
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
+from dynapipe_ext.executor.stages.split_linear import (
+    DeferredGradients,
+    Work,
+    deferred_bytes,
+    make_linears_splittable,
+)
 
 LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]
 
 
 class TorchStage:
-    """`modules[stage]` maps (hidden states, or the batch's "tokens" on stage 0; batch) to hidden states or outputs.
+    """Split backwards put off the weight gradients of torch.nn.Linear layers of `modules` that are torch modules.
+
+    `modules[stage]` maps (hidden states, or the batch's "tokens" on stage 0; batch) to hidden states or outputs.
 
     `loss(output, batch)` returns the weighted sum over the micro-batch's positions (weights in "loss_weights"); the
     stage divides it by the plan's loss divisor. `parameters` default to those of the modules. `group` is the
@@ -41,6 +48,10 @@ class TorchStage:
             parameters = [p for module in modules_with_weights for p in module.parameters()]
         trained = [p for p in parameters if p.requires_grad]
         self._accumulator = accumulator or PlainAccumulator(trained, group)
+        linears = [
+            w for m in self._modules.values() if isinstance(m, torch.nn.Module) for w in make_linears_splittable(m)
+        ]
+        self._deferred = DeferredGradients(linears, _add_to_grad)
         self._device = trained[0].device if trained else torch.device("cpu")
 
     def start_step(self, plan: ExecutionPlan) -> None:
@@ -48,6 +59,7 @@ class TorchStage:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._batches: dict[int, Batch] = {}
         self._live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._put_off: dict[tuple[int, int], Work] = {}
         self._accumulator.begin()
 
     def load(self, micro_batch: int, batch: Batch) -> None:
@@ -75,10 +87,14 @@ class TorchStage:
         return (x.grad,)
 
     def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
-        raise ExecutionError("TorchStage has no split backward: use a schedule with full backwards (F and B)")
+        with self._deferred.deferring() as work:
+            input_grads = self.backward(stage, micro_batch, output_grads)
+        self._put_off[stage, micro_batch] = work
+        return input_grads
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
-        raise ExecutionError("TorchStage has no split backward: use a schedule with full backwards (F and B)")
+        self._deferred.run(self._put_off.pop((stage, micro_batch)))
+        self._accumulator.add()
 
     def finish_step(self) -> float:
         self._accumulator.reduce()
@@ -89,4 +105,9 @@ class TorchStage:
 
     def held_bytes(self) -> int:
         tensors = [tensor for pair in self._live.values() for tensor in pair if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        put_off = sum(deferred_bytes(work) for work in self._put_off.values())
+        return put_off + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _add_to_grad(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    weight.grad = gradient if weight.grad is None else weight.grad + gradient

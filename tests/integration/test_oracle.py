@@ -7,7 +7,7 @@ shows that nothing is left over from the first, and that clipping and updates ag
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.verify import verify
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import GlobalBatchPlan, Layout, LossNorm, MicroBatch, Recompute, ReplicaPlan
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.adaptive import adaptive
 from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.simulate import makespan_ns, simulate
@@ -79,12 +80,14 @@ class Case:
     recompute: Recompute = "none"
     distributed_optimizer: bool = False
     dropout: float = 0.0
+    weights_lag: int | None = None  # split backwards: W of a micro-batch follows I of the one this many places later
 
     def __str__(self) -> str:
         t, m = self.topology, self.model
         words = [f"tp{t.tp}pp{t.pp}dp{t.dp}", self.layout, self.schedule, "tied" if m.tied else "untied", m.position]
         words += ["sp"] * self.sequence_parallel + ["gpt2"] * (not m.modern)
         words += ["samples"] * (self.loss_norm != "tokens")
+        words += [f"split{self.weights_lag}"] * (self.weights_lag is not None)
         words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer
         return "-".join(words + [str(n) for n in t.layers_per_stage])
 
@@ -113,6 +116,9 @@ CASES = [
     Case(ALL, "packed", UNTIED, sequence_parallel=True),
     Case(ALL, "packed", GPT2, recompute="full", loss_norm="samples"),
     Case(ALL, model=LEARNED, distributed_optimizer=True),
+    Case(TP2PP2, "packed", UNTIED, sequence_parallel=True, weights_lag=1),
+    Case(Topology(pp=4), schedule="adaptive", weights_lag=2),
+    Case(TP2, recompute="full", weights_lag=0),
 ]
 
 
@@ -193,6 +199,8 @@ def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list]:
         adaptive(c, memory_limit_bytes=10**12) if case.schedule == "adaptive" else one_f_one_b(pp, c.num_micro_batches)
         for c in costs
     )
+    if case.weights_lag is not None:
+        schedules = tuple(split_backwards(schedule, case.weights_lag) for schedule in schedules)
     predictions = tuple(
         Prediction(
             makespan_ns=makespan_ns(s, c),
@@ -209,6 +217,24 @@ def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list]:
         loss_norm=case.loss_norm,
     )
     return StepPlan(batch, schedules, predictions), costs
+
+
+def split_backwards(schedule: PipelineSchedule, lag: int) -> PipelineSchedule:
+    """Every B as I, and its W after the I of the micro-batch `lag` places later (the last ones at the end)."""
+    ranks = []
+    for rank in schedule.ranks:
+        actions: list[Action] = []
+        waiting: list[Action] = []
+        for action in rank:
+            if action.kind is Kind.BACKWARD:
+                actions.append(replace(action, kind=Kind.BACKWARD_INPUT))
+                waiting.append(replace(action, kind=Kind.BACKWARD_WEIGHT))
+                if len(waiting) > lag:
+                    actions.append(waiting.pop(0))
+            else:
+                actions.append(action)
+        ranks.append((*actions, *waiting))
+    return replace(schedule, ranks=tuple(ranks))
 
 
 def rank_main(case: Case, oracle_path: Path):
@@ -281,8 +307,8 @@ def test_gradients_and_losses_equal_one_process_one_sample_at_a_time(case, run_r
             assert error <= limit, f"rank {rank} step {step}"
 
 
-def dropout_main(case: Case):
-    """Returns (loss, {name: gradient}) of one step with dropout, and the attention masks' share of zeros is random."""
+def one_step(case: Case):
+    """Returns (loss, {name: gradient}, bytes held after each action) of one step on this rank."""
 
     def main(env):
         join(env)
@@ -291,22 +317,31 @@ def dropout_main(case: Case):
         groups = make_pipeline_groups(case.topology, env.rank, timeout_s=60)
         transport = StrictTransport(case.topology, env.rank, groups, timeout_s=30)
         step_plan, costs = step_plan_of(case, 0)
-        plan = lower(step_plan, costs, ActivationFormat(case.model.shape.hidden_size))[me.dp_rank][me.pp_rank]
+        shards = case.topology.tp if case.sequence_parallel else 1
+        form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
+        plan = lower(step_plan, costs, form)[me.dp_rank][me.pp_rank]
         batches = [tensors_of(m, samples_of(0), case.loss_norm) for m in plan.micro_batches]
-        loss = PipelineExecutor(MegatronStage(ddp, dropout=True), transport).execute(plan, batches)
+        spans = Spans()
+        stage = MegatronStage(ddp, dropout=case.dropout > 0)
+        loss = PipelineExecutor(stage, transport, recorder=spans).execute(plan, batches)
         gradients = {name: gradient.numpy().copy() for name, gradient in main_grads(ddp).items()}
         transport.close()
         dist.barrier()
         dist.destroy_process_group()
-        return loss, gradients
+        return loss, gradients, [span.num_bytes for span in spans]
 
     return main
+
+
+class Spans(list):
+    def record(self, span) -> None:
+        self.append(span)
 
 
 def test_dropout_depends_neither_on_the_schedule_nor_on_recomputation(run_ranks):
     """Random numbers are keyed by step, micro-batch and stage, and replayed when activations are computed again."""
     runs = [
-        run_ranks(4, dropout_main(Case(TP2PP2, "packed", GPT2, schedule=schedule, recompute=kind, dropout=rate)))
+        run_ranks(4, one_step(Case(TP2PP2, "packed", GPT2, schedule=schedule, recompute=kind, dropout=rate)))
         for schedule, kind, rate in (
             ("1f1b", "none", 0.2),
             ("adaptive", "none", 0.2),
@@ -316,9 +351,31 @@ def test_dropout_depends_neither_on_the_schedule_nor_on_recomputation(run_ranks)
         )
     ]
     for other in runs[1:4]:
-        for (loss, gradients), (other_loss, other_gradients) in zip(runs[0], other, strict=True):
+        for (loss, gradients, _), (other_loss, other_gradients, _) in zip(runs[0], other, strict=True):
             assert other_loss == pytest.approx(loss, rel=1e-6)
             for name, gradient in gradients.items():
                 scale = max(1e-12, float(np.abs(gradient).max()))
                 assert float(np.abs(other_gradients[name] - gradient).max()) <= 1e-5 * scale, name
     assert abs(runs[4][0][0] - runs[0][0][0]) > 1e-5  # it does drop
+
+
+SPLIT_CASES = [
+    Case(Topology(), model=GPT2),
+    Case(Topology(pp=2), "packed", UNTIED),
+    Case(TP2, model=UNTIED),
+    Case(TP2, "packed", GPT2, sequence_parallel=True),
+    Case(TP2PP2, model=UNTIED, recompute="full"),
+]
+
+
+@pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
+def test_a_split_backward_gives_the_bits_of_the_whole_one_and_holds_memory_until_w(case, run_ranks):
+    whole = run_ranks(case.topology.world_size, one_step(case))
+    for lag in (0, 2):
+        split = run_ranks(case.topology.world_size, one_step(replace(case, weights_lag=lag)))
+        for (loss, gradients, held), (split_loss, split_gradients, split_held) in zip(whole, split, strict=True):
+            assert split_loss == loss
+            assert held[-1] == split_held[-1] == 0
+            assert max(split_held) >= max(held) * (1 if lag else 0)
+            for name, gradient in gradients.items():
+                assert np.array_equal(split_gradients[name], gradient), f"lag {lag}: {name}"

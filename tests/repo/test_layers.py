@@ -26,6 +26,7 @@ RIM = {
         "executor/stages/attention*.py",
         "executor/stages/deepspeed*.py",
         "executor/stages/megatron*.py",
+        "executor/stages/split_linear.py",
         "executor/stages/torch_stage.py",
         "executor/stages/transformers*.py",
         "executor/transport/groups.py",

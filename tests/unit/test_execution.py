@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.accumulator import ExactAccumulator, PlainAccumulator
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.instructions import WaitSend
+from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, WaitSend
 from dynapipe_ext.executor.plan_source import execution_plans
 from dynapipe_ext.executor.stages.emulated import EmulatedStage
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
@@ -93,6 +94,43 @@ def whole_batch(parts) -> tuple[float, list[torch.Tensor]]:
     loss = total / sum(LENGTHS)
     loss.backward()
     return float(loss.detach()), [p.grad.clone() for p in model.parameters()]
+
+
+class Part(torch.nn.Module):
+    """A part under the signature of a stage's modules, so that its linear layers can be split."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x, batch):
+        return self.part(x)
+
+
+@pytest.mark.parametrize("make_accumulator", [PlainAccumulator, ExactAccumulator])
+def test_split_backwards_of_torch_linears_give_the_bits_of_whole_ones(make_accumulator):
+    parts = [*make_parts(1)[:1], torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, VOCAB)]
+    model = Part(torch.nn.Sequential(*parts))
+    plan = execution_plans(planner_for(1), SAMPLES, step=0)[0][0]
+    batches = [batch_of(m) for m in plan.micro_batches]
+    stage = TorchStage({0: model}, loss_sum, accumulator=make_accumulator(list(model.parameters())))
+    whole_loss = PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, batches)
+    whole = [p.grad.clone() for p in model.parameters()]
+    instructions, late = [], []
+    for instruction in plan.instructions:
+        if isinstance(instruction, Backward):
+            instructions.append(BackwardInput(0, instruction.micro_batch))
+            late.append(BackwardWeight(0, instruction.micro_batch))
+        else:
+            instructions.append(instruction)
+    split_plan = replace(plan, instructions=(*instructions, *late))
+    spans = Spans()
+    loss = PipelineExecutor(stage, InlineHub().transport(0), recorder=spans).execute(split_plan, batches)
+    assert loss == whole_loss
+    for parameter, expected in zip(model.parameters(), whole, strict=True):
+        assert torch.equal(parameter.grad, expected)
+    held = {span.label: span.num_bytes for span in spans}
+    assert held[f"0I{len(batches) - 1}"] > held[f"0W{len(batches) - 1}"] == 0
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])

@@ -1,0 +1,111 @@
+"""Linear layers whose weight gradient can be put off: the W half of a split backward (B = I + W).
+
+I computes the input gradient, with its collectives, and keeps (input, output gradient) of each linear layer; W turns
+those into weight gradients, with no collective. What is not a matrix product (norms, biases, embeddings) stays in I.
+(Qi et al. 2023, "Zero Bubble Pipeline Parallelism", sec. 2.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+Work = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # (weight, input, output gradient), two-dimensional
+
+_QUEUE = "dynapipe_deferred"  # attribute of a weight: where its gradients go while they are put off
+
+
+class DeferredGradients:
+    """The weight gradients that one micro-batch's I has put off. One for each stage; holds work only between I and W.
+
+    `accumulate(weight, gradient)` adds a finished gradient where the optimizer expects it.
+    """
+
+    def __init__(
+        self, weights: Iterable[torch.Tensor], accumulate: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> None:
+        self._accumulate = accumulate
+        self._work: Work | None = None
+        for weight in weights:
+            setattr(weight, _QUEUE, self)
+
+    @contextmanager
+    def deferring(self) -> Iterator[Work]:
+        """Within: weight gradients of linear layers are put off, into the list that this yields."""
+        work: Work = []
+        self._work = work
+        try:
+            yield work
+        finally:
+            self._work = None
+
+    @property
+    def is_deferring(self) -> bool:
+        return self._work is not None
+
+    def put_off(self, weight: torch.Tensor, inputs: torch.Tensor, output_grads: torch.Tensor) -> None:
+        assert self._work is not None
+        self._work.append((weight, inputs.detach(), output_grads.detach()))
+
+    def run(self, work: Work) -> None:
+        """Compute a micro-batch's gradients in the order in which its backward came to them, freeing as it goes."""
+        work.reverse()
+        with torch.no_grad():
+            while work:
+                weight, inputs, output_grads = work.pop()
+                self._accumulate(weight, output_grads.t().matmul(inputs))
+
+
+def deferred_of(weight: torch.Tensor) -> DeferredGradients | None:
+    """Where this weight's gradient goes just now: None means to autograd, as usual."""
+    queue: DeferredGradients | None = getattr(weight, _QUEUE, None)
+    return queue if queue is not None and queue.is_deferring else None
+
+
+def deferred_bytes(work: Work) -> int:
+    """What the put-off work of a micro-batch holds; storages that several layers share count once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor for _, *pair in work for tensor in pair}
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
+
+
+class _SplitLinear(torch.autograd.Function):
+    """y = x W^T (+ b), as torch.nn.functional.linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (y_grad,) = grads
+        x, weight = ctx.saved_tensors
+        flat_grad, flat_x = y_grad.reshape(-1, y_grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        x_grad = y_grad.matmul(weight) if ctx.needs_input_grad[0] else None
+        bias_grad = flat_grad.sum(dim=0) if ctx.has_bias else None
+        if (queue := deferred_of(weight)) is not None:
+            queue.put_off(weight, flat_x, flat_grad)
+            return x_grad, None, bias_grad
+        return x_grad, flat_grad.t().matmul(flat_x), bias_grad
+
+
+def make_linears_splittable(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Route every torch.nn.Linear of a module through a function that can put weight gradients off; its weights.
+
+    Results are those of torch.nn.Linear; the change is to this module's instances, not to torch.
+    """
+    weights: list[torch.Tensor] = []
+    for layer in module.modules():
+        if type(layer) is torch.nn.Linear:
+
+            def forward(x: torch.Tensor, layer: torch.nn.Linear = layer) -> torch.Tensor:
+                output: torch.Tensor = _SplitLinear.apply(x, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
+                return output
+
+            layer.forward = forward  # type: ignore[method-assign, assignment]
+            weights.append(layer.weight)
+    return weights
