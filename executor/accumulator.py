@@ -12,7 +12,10 @@ from dynapipe_ext.errors import ExecutionError
 
 
 class GradientAccumulator(Protocol):
-    """Sums gradients over micro-batches and replicas; `reduce` leaves the sums in `parameter.grad` (float32)."""
+    """Sums gradients over micro-batches and replicas; `reduce` leaves the sums in `parameter.grad`.
+
+    That has the parameter's dtype, as torch wants it; what an implementation adds up in is its own choice.
+    """
 
     def begin(self) -> None:
         """Start a step: no gradient is held."""
@@ -25,7 +28,11 @@ class GradientAccumulator(Protocol):
 
 
 class PlainAccumulator:
-    """Floating-point sums in arrival order, one flat all-reduce over `group` (None: a single replica)."""
+    """Floating-point sums in arrival order, one flat all-reduce over `group` (None: a single replica).
+
+    Micro-batches add up in the parameter's dtype, replicas in float32: with bfloat16 weights and many micro-batches
+    a step, small gradients are lost in the first sum.
+    """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: Any = None) -> None:
         self._parameters = list(parameters)

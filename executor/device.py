@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from dynapipe_ext.errors import ConfigError
+
 
 def rank_device(local_rank: int) -> torch.device:
     """The rank's accelerator where CUDA exists, else the CPU."""
     if torch.cuda.is_available():
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"local rank {local_rank} has no device: this machine has {torch.cuda.device_count()}: start fewer"
+                " ranks here, or hide the devices (CUDA_VISIBLE_DEVICES='') to run on the CPU"
+            )
+        return torch.device("cuda", local_rank)
     return torch.device("cpu")
 
 

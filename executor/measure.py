@@ -10,22 +10,29 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.executor.device import process_group_backend
+from dynapipe_ext.executor.stages.megatron import packed_parameters
 from dynapipe_ext.executor.stages.megatron_model import (
     build_model,
     destroy_parallel,
     initialize_parallel,
     transformer_config,
 )
+from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.plan import Layout, MicroBatch
 from dynapipe_ext.topology import Topology
 
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _SHAPES = ((1, 32), (2, 64), (4, 128), (2, 512), (8, 128))  # rows, positions
 _REPEATS = 3
 _NUM_LAYERS = 2
@@ -33,39 +40,104 @@ _NUM_LAYERS = 2
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRate:
-    """time of an action = layers x layer_overhead_ns + FLOPs / flops_per_s; `error`: the fit's mean relative one."""
+    """time of an action = layers x layer_overhead_ns + FLOPs / flops_per_s; `error`: the fit's mean relative one.
+
+    The two factors are stored over counted bytes of layers and of head with embedding, the largest of all shapes.
+    """
 
     flops_per_s: float
     layer_overhead_ns: int
+    layer_bytes_factor: float
+    head_bytes_factor: float
     error: float
 
 
 def measure_rate(shape: ModelShape, *, dtype: str, device: torch.device) -> MeasuredRate:
     """Measure on this process alone. torch.distributed must not be initialised; it is not afterwards either."""
-    small, alone = replace(shape, num_layers=min(shape.num_layers, _NUM_LAYERS)), Topology()
+    small = replace(shape, num_layers=_NUM_LAYERS)
     longest = min(shape.max_seq_len, max(length for _, length in _SHAPES))
     shapes = sorted({(rows, min(length, longest)) for rows, length in _SHAPES})
-    backend = "nccl" if device.type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as scratch:
-        dist.init_process_group(backend, init_method=f"file://{Path(scratch) / 'alone'}", rank=0, world_size=1)
+        dist.init_process_group(
+            process_group_backend(device), init_method=f"file://{Path(scratch) / 'alone'}", rank=0, world_size=1
+        )
         try:
-            initialize_parallel(alone, seed=0)
-            config = transformer_config(small, alone, dtype=dtype, sequence_parallel=False)
-            model = build_model(small, alone, 0, config, seed=0, device=device)
-            seconds = np.array([_forward_backward_s(model, rows, length, device) for rows, length in shapes])
+            initialize_parallel(Topology(), seed=0)
+            models = [_model(replace(small, num_layers=n), dtype, device) for n in (1, _NUM_LAYERS)]
+            seconds = np.array([_forward_backward_s(models[1], *one, device) for one in shapes])
+            cases = [(*one, layout) for one in shapes for layout in LAYOUTS]
+            stored = np.array([[_stored_bytes(model, *case, device) for case in cases] for model in models])
         finally:
             destroy_parallel()
             dist.destroy_process_group()
-    unit = AnalyticCosts(small, alone, flops_per_s=1e9, overhead_ns=0)  # nanoseconds at 1 GFLOP/s are FLOPs
-    costs = unit.evaluate([MicroBatch(tuple(SampleLength(i, length) for i in range(rows))) for rows, length in shapes])
-    flops = (costs.forward_ns + costs.backward_ns)[0].astype(float)
-    weights = 1.0 / seconds  # relative errors count
+    overhead_s, slope, error = _fit(_counted(small, dtype, shapes), seconds)
+    layer_factor, head_factor = _byte_factors(small, dtype, shapes, stored)
+    return MeasuredRate(
+        flops_per_s=float(1.0 / slope),
+        layer_overhead_ns=round(overhead_s * 1e9 / _NUM_LAYERS),
+        layer_bytes_factor=layer_factor,
+        head_bytes_factor=head_factor,
+        error=error,
+    )
+
+
+def _model(shape: ModelShape, dtype: str, device: torch.device) -> torch.nn.Module:
+    config = transformer_config(shape, Topology(), dtype=dtype, sequence_parallel=False)
+    return build_model(shape, Topology(), 0, config, seed=0, device=device)
+
+
+def _costs(shape: ModelShape, dtype: str, micro_batches: list[MicroBatch]) -> MicroBatchCosts:
+    """Counted costs; at 1 GFLOP/s and without overhead, nanoseconds are FLOPs."""
+    width: Literal[2, 4] = 4 if dtype == "float32" else 2
+    unit = AnalyticCosts(shape, Topology(), flops_per_s=1e9, overhead_ns=0, activation_bytes_per_value=width)
+    return unit.evaluate(micro_batches)
+
+
+def _micro_batch(rows: int, length: int, layout: Layout) -> MicroBatch:
+    return MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), layout)
+
+
+def _counted(shape: ModelShape, dtype: str, shapes: list[tuple[int, int]]) -> npt.NDArray[np.float64]:
+    costs = _costs(shape, dtype, [_micro_batch(*one, "padded") for one in shapes])
+    flops: npt.NDArray[np.float64] = (costs.forward_ns + costs.backward_ns)[0].astype(np.float64)
+    return flops
+
+
+def _fit(flops: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tuple[float, float, float]:
+    """(overhead of a forward or a backward, seconds per FLOP, mean relative error); relative errors count."""
+    weights = 1.0 / seconds
     design = np.stack([np.ones_like(flops), flops], axis=1) * weights[:, None]
     (intercept, slope), *_ = np.linalg.lstsq(design, seconds * weights, rcond=None)
-    slope = max(slope, 1e-18)
-    overhead_s = max(intercept, 1e-6) / 2  # of a forward and of a backward
-    error = float(np.mean(np.abs(2 * overhead_s + slope * flops - seconds) / seconds))
-    return MeasuredRate(float(1.0 / slope), round(overhead_s * 1e9 / small.num_layers), error)
+    overhead_s, slope = max(float(intercept), 1e-6) / 2, max(float(slope), 1e-18)
+    return overhead_s, slope, float(np.mean(np.abs(2 * overhead_s + slope * flops - seconds) / seconds))
+
+
+def _byte_factors(
+    shape: ModelShape, dtype: str, shapes: list[tuple[int, int]], stored: npt.NDArray[np.int64]
+) -> tuple[float, float]:
+    """Stored over counted bytes: of a layer (what one more layer adds), and of everything else."""
+    micro_batches = [_micro_batch(*one, layout) for one in shapes for layout in LAYOUTS]
+    counted = np.array(
+        [_costs(replace(shape, num_layers=n), dtype, micro_batches).stored_bytes[0] for n in (1, _NUM_LAYERS)]
+    )
+    layer, counted_layer = stored[1] - stored[0], counted[1] - counted[0]
+    rest, counted_rest = stored[0] - layer, counted[0] - counted_layer
+    return float((layer / counted_layer).max()), max(1.0, float((rest / counted_rest).max()))
+
+
+def _stored_bytes(model: torch.nn.Module, rows: int, length: int, layout: Layout, device: torch.device) -> int:
+    """What autograd keeps after one forward."""
+    shape = (1, rows * length) if layout == "packed" else (rows, length)
+    packed = packed_parameters([length] * rows, device) if layout == "packed" else None
+    stored = StoredBytes({p.untyped_storage().data_ptr() for p in model.parameters()})
+    tokens = torch.zeros(shape, dtype=torch.long, device=device)
+    positions = torch.arange(length, device=device).repeat(rows).reshape(shape)
+    with stored.counting():
+        losses = model(
+            input_ids=tokens, position_ids=positions, attention_mask=None, labels=tokens, packed_seq_params=packed
+        )
+        (losses * torch.ones_like(losses)).sum()
+    return stored.num_bytes
 
 
 def _forward_backward_s(model: torch.nn.Module, rows: int, length: int, device: torch.device) -> float:

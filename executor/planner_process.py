@@ -1,8 +1,9 @@
 """A process that plans ahead of the ranks: `python -m dynapipe_ext.executor.planner_process`, without torch.
 
-It reads one line of JSON (a PlannerJob: addresses, secrets and settings stand in neither arguments nor environment)
-from standard input, and ends when that closes, when its parent dies, or at SIGTERM. Process k of n plans the steps k
-modulo n, signs the plans and puts them into the store, at most `ahead` places ahead of global rank 0.
+From standard input it reads one line of JSON (a PlannerJob: addresses, secrets and settings stand in neither arguments
+nor environment) and the arrays that the job counts, as they lie in memory. It ends when that input closes, when its
+parent dies, at SIGTERM, and at CLOSE_SIGNAL, which has it take its keys out of the store before. Process k of n plans
+the steps k modulo n, signs the plans and puts them into the store, at most `ahead` places ahead of global rank 0.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import traceback
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from types import FrameType
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from dynapipe_ext.errors import ConfigError, DynaPipeError, StoreError
-from dynapipe_ext.executor.course import BatchRule, Place, course
+from dynapipe_ext.executor.course import BatchRule, Order, Place, course
 from dynapipe_ext.executor.plan_source import Planner, execution_plans, publish_failure
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.store.address import StoreAddress
@@ -34,6 +36,9 @@ from dynapipe_ext.executor.wire import encode
 from dynapipe_ext.lengths import LengthArray, sample_lengths
 
 HEARTBEAT_S = 1.0
+CLOSE_SIGNAL = signal.SIGUSR1  # not SIGTERM: that may come from anybody, while ranks still need the plans
+ARRAY_TYPE = np.dtype("<i8")
+_FORGET_S = 0.5
 _PR_SET_PDEATHSIG = 1
 _SLACK = 4  # a tensor parallel peer of rank 0 may still have to read a plan that rank 0 has taken
 
@@ -53,8 +58,8 @@ class PlannerJob:
     ahead: int
     num_workers: int
     worker: int = 0
-    lengths_path: str = ""
-    order_path: str | None = None
+    num_samples: int = 0  # rows of the lengths that follow on standard input, three integers each
+    order_size: int | None = None  # and of the sampler's order after them, if there is one
     parent_pid: int = 0
     dies_with_thread: bool = False  # the kernel watches the parent's thread that started this process
 
@@ -101,14 +106,17 @@ def publish_plans(
     worker: int,
     num_workers: int,
     ahead: int,
+    recent: deque[Place] | None = None,
 ) -> None:
     """Put the plans of this worker's share of `places` into the store, `ahead` places before rank 0 takes them.
 
     Failures of planning are published before they are raised. Plans and marks that no rank and no worker can need any
     more are deleted: a worker waits for marks at most `ahead` places back, and the slowest is at most `ahead` behind.
+    Those that are not, of all workers, are of the places in their `recent` (from `recent_places`).
     """
-    kept = 2 * ahead + _SLACK
-    recent: deque[Place] = deque(maxlen=kept + 1)
+    recent = recent_places(ahead) if recent is None else recent
+    assert recent.maxlen
+    kept = recent.maxlen - 1
     for place, indices in places:
         recent.append(place)
         if place.step % num_workers != worker:
@@ -125,6 +133,20 @@ def publish_plans(
             store.put(key, encode(plan, plan_key, context=key.encode()))
         if len(recent) > kept:
             _delete(store, keys, recent[0], planner)
+
+
+def recent_places(ahead: int) -> deque[Place]:
+    return deque(maxlen=2 * ahead + _SLACK + 1)
+
+
+def forget(store: Store, keys: Keys, planner: Planner | None, recent: Iterable[Place], job: PlannerJob) -> None:
+    """Delete what this worker has put, and the marks of rank 0; all stays where a failure is still to be told."""
+    if any(store.try_get(keys.failure(worker)) is not None for worker in range(job.num_workers)):
+        return
+    if planner is not None:
+        for place in recent:
+            _delete(store, keys, place, planner)
+    store.delete(keys.heartbeat(job.worker))
 
 
 def _wait_until_taken(store: Store, keys: Keys, place: Place) -> None:
@@ -154,15 +176,18 @@ def _sentence(error: Exception, worker: int, place: Place | None = None) -> str:
     return f"planner process {worker} failed {where}: {type(error).__name__}: {error} (its standard error has more)"
 
 
-def run(job: PlannerJob, store: Store) -> None:
+class Closed(BaseException):
+    """The owner needs no more plans. No Exception: nothing on the way may take it for a failure."""
+
+
+def run(job: PlannerJob, lengths: LengthArray, order: Order | None, store: Store) -> None:
     """Plan until the places end (they do only with an order) or the process is ended."""
     keys, plan_key = Keys(job.prefix), bytes.fromhex(job.plan_key)
     stop = threading.Event()
     beating = threading.Thread(target=_beat, args=(store, keys.heartbeat(job.worker), stop), daemon=True)
     beating.start()
+    planner, recent = None, recent_places(job.ahead)
     try:
-        lengths: LengthArray = np.load(job.lengths_path, mmap_mode="r", allow_pickle=False)
-        order = None if job.order_path is None else np.load(job.order_path, allow_pickle=False)
         planner = make_planner(job.planner)
         publish_plans(
             store,
@@ -174,8 +199,14 @@ def run(job: PlannerJob, store: Store) -> None:
             worker=job.worker,
             num_workers=job.num_workers,
             ahead=job.ahead,
+            recent=recent,
         )
         stop.wait()  # all is planned: stay, as a living planner, until the job ends
+    except Closed:
+        stop.set()
+        beating.join(_FORGET_S)
+        with _opened(job, patience_s=_FORGET_S) as anew:  # the signal may have cut a call on the other one short
+            forget(anew, keys, planner, recent, job)
     except StoreError:
         raise
     except Exception as error:
@@ -197,12 +228,37 @@ def _beat(store: Store, key: str, stop: threading.Event) -> None:
         return  # the main thread meets the same lost server, and says so
 
 
+def _opened(job: PlannerJob, patience_s: float = 5.0) -> RedisStore:
+    return RedisStore(
+        StoreAddress(job.store_url, job.store_password),
+        namespace=job.namespace,
+        connect_timeout_s=patience_s,
+        reconnect_timeout_s=patience_s,
+    )
+
+
+def read_array(stream: BinaryIO, *shape: int) -> LengthArray:
+    """An array that was written as it lies in memory. Raises EOFError where the stream ends before it does."""
+    array = np.empty(shape, ARRAY_TYPE)
+    view, filled = memoryview(array.reshape(-1).view(np.uint8)), 0
+    while filled < len(view):
+        count = stream.readinto(view[filled:])  # type: ignore[attr-defined]
+        if not count:
+            raise EOFError(f"standard input ended after {filled} of {len(view)} bytes of an array")
+        filled += count
+    return array
+
+
 def _end_with_parent(job: PlannerJob) -> None:
-    """Die when the parent does, however that ends: by the kernel's signal, and when standard input closes."""
+    """Die when the parent does, however that ends, by the kernel's signal."""
     if job.dies_with_thread and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if job.parent_pid and os.getppid() != job.parent_pid:
         os._exit(1)
+
+
+def _end_with_input() -> None:
+    """Die when standard input closes."""
 
     def watch() -> None:
         while os.read(0, 4096):  # not sys.stdin, whose lock would still be held when the interpreter ends
@@ -212,19 +268,31 @@ def _end_with_parent(job: PlannerJob) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def _close(number: int, frame: FrameType | None) -> None:
+    signal.signal(CLOSE_SIGNAL, signal.SIG_IGN)
+    raise Closed
+
+
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops this process
-    line = sys.stdin.buffer.readline()
-    if not line.endswith(b"\n"):
-        print("planner process: standard input ended before the job was read", file=sys.stderr)
-        return 2
-    job = PlannerJob.from_json(line)
-    _end_with_parent(job)
+    worker = ""
     try:
-        with RedisStore(StoreAddress(job.store_url, job.store_password), namespace=job.namespace) as store:
-            run(job, store)
-    except DynaPipeError as error:
-        print(f"planner process {job.worker}: {error}", file=sys.stderr)
+        signal.signal(CLOSE_SIGNAL, _close)
+        line = sys.stdin.buffer.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError("standard input ended before the job was read")
+        job = PlannerJob.from_json(line)
+        worker = f" {job.worker}"
+        _end_with_parent(job)
+        lengths = read_array(sys.stdin.buffer, job.num_samples, 3)
+        order = None if job.order_size is None else read_array(sys.stdin.buffer, job.order_size)
+        _end_with_input()
+        with _opened(job) as store:
+            run(job, lengths, order, store)
+    except Closed:
+        return 0
+    except (EOFError, DynaPipeError) as error:
+        print(f"planner process{worker}: {error}", file=sys.stderr)
         return 2
     except Exception:  # noqa: BLE001 - the last frame of the process; the ranks have the sentence, this is the detail
         traceback.print_exc()

@@ -94,6 +94,14 @@ def limit_threads(num_threads: int = 1) -> int:
     return int(os.environ.setdefault("OMP_NUM_THREADS", str(num_threads)).partition(",")[0] or num_threads)
 
 
+def keep_cuda_forkable() -> None:
+    """Have torch ask the driver's library, not the CUDA runtime, whether there is CUDA. Call before importing torch.
+
+    A process that has touched the runtime cannot fork ranks that use it (pytorch/pytorch#83973).
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
 def use_loopback() -> None:
     """Have gloo connect over the loopback device, unless the user chose: all ranks are on this machine.
 

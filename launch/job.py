@@ -123,13 +123,16 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
 
 
 def analytic_costs(config: TrainConfig, shape: ModelShape, *, flops_per_s: float, overhead_ns: int) -> AnalyticCosts:
-    """Counted FLOPs at a measured rate, counted bytes."""
+    """Counted FLOPs at a given rate, counted bytes."""
+    return configured_costs(config, AnalyticCosts(shape, Topology(), flops_per_s=flops_per_s, overhead_ns=overhead_ns))
+
+
+def configured_costs(config: TrainConfig, costs: AnalyticCosts) -> AnalyticCosts:
+    """Rates and factors as they were measured; what follows from the settings (topology, dtype, sharding) from them."""
     wide = config.model.dtype == "float32"
-    return AnalyticCosts(
-        shape,
-        topology_of(config),
-        flops_per_s=flops_per_s,
-        overhead_ns=overhead_ns,
+    return replace(
+        costs,
+        topology=topology_of(config),
         activation_bytes_per_value=4 if wide else 2,
         param_bytes=4 if wide else 2,
         sequence_parallel=config.topology.sequence_parallel and config.topology.tp > 1,

@@ -21,8 +21,10 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import Batch, DynaPipeDataLoader
 from dynapipe_ext.executor.protocols import Store, Transport
-from dynapipe_ext.executor.stages.megatron import MegatronOptimizer, MegatronStage, OptimizerSettings, wrap_ddp
+from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
 from dynapipe_ext.executor.stages.megatron_model import build_model, transformer_config
+from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer, OptimizerSettings
 from dynapipe_ext.executor.transport.groups import Groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
@@ -44,6 +46,7 @@ class RankContext:
     namespace: str
     groups: Groups
     device: torch.device
+    clock_offset_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +114,8 @@ def train(context: RankContext, variant: Variant, index: int) -> tuple[list[Step
         sequence_parallel=config.topology.sequence_parallel,
         dropout=config.model.dropout,
     )
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     model = build_model(shape, topology, me.pp_rank, settings, seed=config.run.seed, device=device)
     ddp = wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed)
     optimizer = MegatronOptimizer(
@@ -139,6 +144,7 @@ def train(context: RankContext, variant: Variant, index: int) -> tuple[list[Step
                 namespace=f"{context.namespace}/{index}",
                 plan_key=context.plan_key,
                 coordinates=me,
+                pin_memory=device.type == "cuda",
                 needs_data=me.pp_rank in (0, topology.pp - 1),
                 timeout_s=config.job.timeout_s,
             )
@@ -168,15 +174,17 @@ def _steps(
         is_traced = step >= config.run.steps - config.run.traced_steps
         start_s = time.perf_counter()
         loss = executors[is_traced].execute(plan, micro_batches)
-        executed_s = time.perf_counter() - start_s
+        executed_s = time.perf_counter()
         optimizer.step()
-        spans = [replace(span, start_s=span.start_s - start_s, end_s=span.end_s - start_s) for span in recorder.spans]
-        if is_traced:
-            traced[step] = spans
+        spans = [_moved(span, context.clock_offset_s) for span in recorder.spans]
         predicted_peak = max(predicted_peak, plan.certificate.peak_bytes[plan.pp_rank])
         activation_peak = max([activation_peak, *(span.num_bytes for span in spans)])
         end_s, cpu_end_s = time.perf_counter(), time.process_time()
-        shared = _share(spans, executed_s, cpu_end_s - cpu_start_s, plan, context.device)
+        worked = (start_s - context.clock_offset_s, executed_s - context.clock_offset_s)
+        shared = _share(spans, worked, cpu_end_s - cpu_start_s, plan, context.device)
+        if is_traced:
+            origin_s = min(rank[1] for rank in shared)
+            traced[step] = [_moved(span, origin_s) for span in spans]
         figures.append(_figures(step, epoch, epoch_step, loss, end_s - step_start_s, shared, plan))
         step_start_s, cpu_start_s = end_s, cpu_end_s
         last = figures[-1]
@@ -201,24 +209,41 @@ def _endless(loader: DynaPipeDataLoader) -> Iterator[tuple[int, int, list[Batch]
             yield epoch, epoch_step, micro_batches, plan
 
 
+def _moved(span: Span, origin_s: float) -> Span:
+    return replace(span, start_s=span.start_s - origin_s, end_s=span.end_s - origin_s)
+
+
+def clock_offset_s(one_machine: bool, device: torch.device) -> float:
+    """What to take from this rank's clock to read rank 0's: nothing on one machine, else as of a common barrier."""
+    if one_machine:
+        return 0.0
+    dist.barrier()
+    mine = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    return float(mine - first)
+
+
 def _share(
-    spans: list[Span], executed_s: float, cpu_s: float, plan: ExecutionPlan, device: torch.device
+    spans: list[Span], worked: tuple[float, float], cpu_s: float, plan: ExecutionPlan, device: torch.device
 ) -> list[list[float]]:
     """Every rank's (busy, first start, last end, CPU seconds, predicted makespan, predicted bubble) of this step.
 
-    A step without spans counts from its start to its loss; how much of that was work is then unknown (not a number),
-    unless the replica had nothing to do.
+    Times are on rank 0's clock. A step without spans counts as `worked` says; how much of that was work is then unknown
+    (not a number). A rank whose replica has nothing to do has neither start nor end (infinities).
     """
     busy_s = sum(span.duration_s for span in spans) if spans or not plan.micro_batches else math.nan
-    first_s = min((s.start_s for s in spans), default=0.0)
-    last_s = max((s.end_s for s in spans), default=executed_s if plan.micro_batches else 0.0)
+    first_s, last_s = worked if plan.micro_batches else (math.inf, -math.inf)
+    first_s = min((s.start_s for s in spans), default=first_s)
+    last_s = max((s.end_s for s in spans), default=last_s)
     mine = torch.tensor(
         [busy_s, first_s, last_s, cpu_s, plan.makespan_s, plan.certificate.bubble_ratio],
         dtype=torch.float64,
         device=device,
     )
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
+    with named_collectives(f"step {plan.step}, figures of all ranks"):
+        dist.all_gather(everyone, mine)
     return [rank.tolist() for rank in everyone]
 
 

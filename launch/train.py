@@ -28,9 +28,9 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.env import RankEnv, limit_threads, rank_env, store_password
 from dynapipe_ext.launch.job import (
     Variant,
-    analytic_costs,
     check_batches,
     check_fits,
+    configured_costs,
     model_shape,
     prepare_data,
     read_costs,
@@ -40,6 +40,7 @@ from dynapipe_ext.launch.job import (
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.topology import Topology
 
 # How long ranks wait for rank 0 to tokenize the data and to measure costs; rank 0's own failure ends the job at once.
 _PREPARE_LIMIT_S = 3600.0
@@ -74,6 +75,8 @@ def run_rank(env: RankEnv, job: Job) -> int:
     device = rank_device(env.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if config.job.strict:
+            raise ConfigError("[job] strict moves CPU tensors over gloo: leave it out on accelerators")
     costs = job.costs
     if costs is None and env.rank == 0:
         costs = settle_costs(config, prepare_data(config).vocab_size)
@@ -100,7 +103,7 @@ def _run(env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: Ex
     from dynapipe_ext.executor.stages.megatron_model import initialize_parallel
     from dynapipe_ext.executor.store.redis import RedisStore
     from dynapipe_ext.executor.transport.groups import make_pipeline_groups
-    from dynapipe_ext.launch.rank import RankContext, RankFigures, broadcast_bytes, num_cores, train
+    from dynapipe_ext.launch.rank import RankContext, RankFigures, broadcast_bytes, clock_offset_s, num_cores, train
 
     config, topology = job.config, topology_of(job.config)
     settled = b""
@@ -139,6 +142,7 @@ def _run(env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: Ex
         namespace=shared["namespace"],
         groups=make_pipeline_groups(topology, env.rank, timeout_s=config.job.timeout_s),
         device=device,
+        clock_offset_s=clock_offset_s(env.local_world_size == env.world_size, device),
     )
     runs: list[tuple[Variant, Any, list[RankFigures]]] = []
     for index, variant in enumerate(variants(config, compare=job.compare)):
@@ -206,14 +210,22 @@ def settle_costs(config: TrainConfig, vocab_size: int) -> CostModel:
                 f"the costs in {config.plan.costs} are those of another model ({costs.shape}), not of the configured"
                 f" one ({shape}): leave them out to measure this machine"
             )
-        return costs
+        return configured_costs(config, costs) if isinstance(costs, AnalyticCosts) else costs
     warnings.filterwarnings("ignore", module="megatron")
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measure import measure_rate
 
     rate = measure_rate(shape, dtype=config.model.dtype, device=rank_device(0))
-    overhead_ns = rate.layer_overhead_ns * -(-shape.num_layers // topology_of(config).num_stages)
-    return analytic_costs(config, shape, flops_per_s=rate.flops_per_s, overhead_ns=overhead_ns)
+    measured = AnalyticCosts(
+        shape,
+        Topology(),
+        flops_per_s=rate.flops_per_s,
+        overhead_ns=0,
+        layer_overhead_ns=rate.layer_overhead_ns,
+        layer_bytes_factor=rate.layer_bytes_factor,
+        head_bytes_factor=rate.head_bytes_factor,
+    )
+    return configured_costs(config, measured)
 
 
 def data_progress(config: TrainConfig, *, enabled: bool) -> tuple[WorkProgress, Callable[[int], None]]:

@@ -18,7 +18,7 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.launch.cluster import run_local
-from dynapipe_ext.launch.env import RankEnv, limit_threads
+from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads
 from dynapipe_ext.launch.job import check_batches, check_fits, prepare_data, topology_of
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.train import Job, data_progress, run_rank, settle_costs, store_address
@@ -90,6 +90,7 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
 def run(args: argparse.Namespace) -> int:
     config = config_from(args)
     limit_threads()
+    keep_cuda_forkable()
     console = Console(stderr=True, highlight=False)
     topology = topology_of(config)  # refuses what does not divide before anything is prepared
     address = store_address(args.store) if args.store else None

@@ -102,7 +102,7 @@ def parameters_per_stage(shape: ModelShape, topology: Topology) -> tuple[int, ..
 class AnalyticCosts:
     """Nanoseconds and bytes of micro-batches on every stage of a Megatron GPT.
 
-    Time of an action = `overhead_ns` + FLOPs / `flops_per_s` (the rate the device reaches, not its peak; it stands for
+    Time of an action = `overhead_ns` + layers x `layer_overhead_ns` + FLOPs / `flops_per_s` (the rate the device reaches, not its peak; it stands for
     tensor-parallel communication too). Per token a layer's matrix products take 2 FLOPs a weight, attention over rows
     of length L takes 4 h L^2, half of it where the kernel skips what the causal mask hides (`flash`); backward is twice
     forward, plus what is recomputed: the layers (full) or core attention (selective). W of a split backward is one
@@ -113,6 +113,9 @@ class AnalyticCosts:
     fp32 logits. `working_bytes` is the larger of one layer's recomputed activations with the gradient of its widest
     value, and the logits once more in the width of values.
 
+    `layer_bytes_factor` and `head_bytes_factor` multiply the stored bytes of layers and of the head: what an
+    implementation keeps beyond the count (unfused operations, copies), as measured on the device.
+
     Static bytes: weights of `param_bytes`, fp32 gradients, Adam's moments and, for 16-bit weights, fp32 masters; the
     last two divided over replicas under `distributed_optimizer`.
     """
@@ -121,6 +124,9 @@ class AnalyticCosts:
     topology: Topology
     flops_per_s: float = 100e12
     overhead_ns: int = 20_000
+    layer_overhead_ns: int = 0
+    layer_bytes_factor: float = 1.0
+    head_bytes_factor: float = 1.0
     bandwidth_bytes_per_s: float = 25e9
     latency_ns: int = 10_000
     activation_bytes_per_value: Literal[2, 4] = 2
@@ -136,8 +142,9 @@ class AnalyticCosts:
             raise ConfigError(
                 f"flops_per_s {self.flops_per_s} and bandwidth_bytes_per_s {self.bandwidth_bytes_per_s} must be above 0"
             )
-        if self.overhead_ns < 0 or self.latency_ns < 0:
-            raise ConfigError(f"overhead_ns {self.overhead_ns} and latency_ns {self.latency_ns} cannot be negative")
+        for name in ("overhead_ns", "layer_overhead_ns", "latency_ns", "layer_bytes_factor", "head_bytes_factor"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)} but cannot be negative")
         if self.activation_bytes_per_value not in (2, 4) or self.param_bytes not in (2, 4):
             raise ConfigError(
                 f"values of {self.activation_bytes_per_value} and parameters of {self.param_bytes} bytes: give 2 or 4"
@@ -217,11 +224,13 @@ class AnalyticCosts:
         ranks = self.topology.stage_ranks
         apart = np.array([a != b for a, b in itertools.pairwise(ranks)], np.int64)[:, None]
         sent_ns = self.latency_ns + np.rint(sent * (1e9 / self.bandwidth_bytes_per_s)).astype(np.int64)
+        overhead_ns = self.overhead_ns + layers * self.layer_overhead_ns
         return MicroBatchCosts(
-            forward_ns=self.overhead_ns + self._ns(forward),
-            backward_ns=self.overhead_ns + self._ns(2 * forward + again),
+            forward_ns=overhead_ns + self._ns(forward),
+            backward_ns=overhead_ns + self._ns(2 * forward + again),
             weight_ns=self._ns(matmul),
-            stored_bytes=layers * layer + is_last * head_bytes,
+            stored_bytes=_scaled(layers * layer, self.layer_bytes_factor)
+            + _scaled(is_last * head_bytes, self.head_bytes_factor),
             working_bytes=np.maximum(working, is_last * (values * logits)),
             transfer_ns=apart * sent_ns,
             transfer_bytes=sent,
@@ -276,3 +285,7 @@ class AnalyticCosts:
 
     def fingerprint(self) -> str:
         return fingerprint(self.to_json())
+
+
+def _scaled(num_bytes: IntArray, factor: float) -> IntArray:
+    return num_bytes if factor == 1.0 else np.ceil(num_bytes * factor).astype(np.int64)

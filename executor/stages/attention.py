@@ -1,14 +1,15 @@
 """Causal core attention that restarts at each document: plugs into Megatron's layer spec.
 
 Padded micro-batches need no mask (padding comes last, and causal attention never looks ahead). Packed ones (Megatron's
-"thd" layout) attend within each document only. Backends, best first: flash-attn's varlen kernels on CUDA, one
-scaled-dot-product call a document elsewhere (the reference; exact on CPU).
+"thd" layout) attend within each document only. Backends, best first: flash-attn's varlen kernels on CUDA in 16 bits,
+one scaled-dot-product call a document elsewhere (the reference; exact on CPU).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,6 +22,14 @@ def attention_backend() -> str:
     if torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None:
         return "flash-attn"
     return "sdpa"
+
+
+def _document_lengths(packed: Any) -> Sequence[int]:
+    """From the host where the stage left them there; else read back from the device."""
+    if hasattr(packed, "document_lengths"):
+        lengths: Sequence[int] = packed.document_lengths
+        return lengths
+    return [end - start for start, end in itertools.pairwise(packed.cu_seqlens_q.tolist())]
 
 
 class DocumentAttention(torch.nn.Module):
@@ -61,10 +70,9 @@ class DocumentAttention(torch.nn.Module):
             q_BHSD, k_BHSD, v_BHSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out_BHSD = self._sdpa(q_BHSD, k_BHSD, v_BHSD)
             return out_BHSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
-        if self.backend == "flash-attn":
+        if self.backend == "flash-attn" and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             return self._flash(query, key, value, packed_seq_params)
-        bounds: list[int] = packed_seq_params.cu_seqlens_q.tolist()
-        lengths = [end - start for start, end in itertools.pairwise(bounds)]
+        lengths = list(_document_lengths(packed_seq_params))
         if sum(lengths) != query.shape[0]:
             raise ValueError(f"documents of {sum(lengths)} positions do not fill a packed row of {query.shape[0]}")
         documents = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)

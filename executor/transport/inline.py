@@ -13,7 +13,10 @@ _Lane = tuple[int, int, int]  # lower rank, higher rank, communicator
 
 
 class _Meeting:
-    """The k-th operation of each side of a lane: a transfer has happened once both are posted."""
+    """The k-th operation of each side of a lane: a transfer has happened once both are posted.
+
+    The hub knows it until then; after that only the two sides that may still wait for it do.
+    """
 
     def __init__(self) -> None:
         self.sent: Send | None = None
@@ -35,18 +38,20 @@ class InlineHub:
     def transport(self, pp_rank: int) -> InlineTransport:
         return InlineTransport(self, pp_rank)
 
-    def post(self, lane: _Lane, place: int, operation: Send | Recv, tensors: Tensors = ()) -> None:
+    def post(self, lane: _Lane, place: int, operation: Send | Recv, tensors: Tensors = ()) -> _Meeting:
         with self._changed:
             meeting = self._meetings[lane, place]
             if isinstance(operation, Send):
                 meeting.sent, meeting.tensors = operation, tensors
             else:
                 meeting.received = operation
-            self._changed.notify_all()
+            if meeting.sent and meeting.received:
+                del self._meetings[lane, place]
+                self._changed.notify_all()
+            return meeting
 
-    def wait(self, lane: _Lane, place: int, operation: Send | Recv, who: str) -> Tensors:
+    def wait(self, meeting: _Meeting, operation: Send | Recv, who: str) -> Tensors:
         with self._changed:
-            meeting = self._meetings[lane, place]
             if not self._changed.wait_for(lambda: meeting.sent and meeting.received, self.timeout_s):
                 raise ExecutionError(f"{who}, limit {self.timeout_s:g} s")
             assert meeting.sent
@@ -79,18 +84,18 @@ class InlineTransport:
         lane = (min(me, peer), max(me, peer), instruction.channel)
         place = self._num_posted[lane]
         self._num_posted[lane] += 1
-        self._hub.post(lane, place, instruction, tensors)
+        meeting = self._hub.post(lane, place, instruction, tensors)
         verb = "take" if isinstance(instruction, Send) else "send"
         who = f"pipeline rank {me} waited for rank {peer} to {verb} the {instruction.buffer}"
-        return _InlinePending(self._hub, lane, place, instruction, who)
+        return _InlinePending(self._hub, meeting, instruction, who)
 
 
 class _InlinePending:
-    def __init__(self, hub: InlineHub, lane: _Lane, place: int, operation: Send | Recv, who: str) -> None:
-        self._hub, self._lane, self._place, self._operation, self._who = hub, lane, place, operation, who
+    def __init__(self, hub: InlineHub, meeting: _Meeting, operation: Send | Recv, who: str) -> None:
+        self._hub, self._meeting, self._operation, self._who = hub, meeting, operation, who
 
     def wait(self) -> Tensors:
-        return self._hub.wait(self._lane, self._place, self._operation, self._who)
+        return self._hub.wait(self._meeting, self._operation, self._who)
 
 
 def _check_meets(sent: Send, received: Recv, who: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ from dynapipe_ext.executor.transport.torch_p2p import check_tensors, empty_tenso
 from dynapipe_ext.topology import Topology
 
 _HEADER_LEN = 24
+_CLOSE_S = 1.0
 _READY_TAG, _PAYLOAD_TAG = 1, 2
 
 
@@ -64,10 +66,12 @@ class StrictTransport:
         return self._post(instruction, empty_tensors(instruction.specs, torch.device("cpu")))
 
     def close(self) -> None:
+        """Within a second: a lane that is blocked in an operation is left to end with its process."""
+        deadline_s = time.monotonic() + _CLOSE_S
         for lane in self._queues.values():
             lane.put(None)
         for thread in self._threads:
-            thread.join(timeout=self._timeout_s)
+            thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
 
     def _post(self, instruction: Send | Recv, tensors: tuple[torch.Tensor, ...]) -> Pending:
         lane = self._queues.get((instruction.peer, instruction.channel))

@@ -24,13 +24,7 @@ from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.megatron import (
-    MegatronOptimizer,
-    MegatronStage,
-    OptimizerSettings,
-    main_grads,
-    wrap_ddp,
-)
+from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads, wrap_ddp
 from dynapipe_ext.executor.stages.megatron_model import (
     build_model,
     global_name,
@@ -38,6 +32,7 @@ from dynapipe_ext.executor.stages.megatron_model import (
     tensor_slice,
     transformer_config,
 )
+from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer, OptimizerSettings
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.verify import verify
@@ -357,6 +352,14 @@ def test_dropout_depends_neither_on_the_schedule_nor_on_recomputation(run_ranks)
                 scale = max(1e-12, float(np.abs(gradient).max()))
                 assert float(np.abs(other_gradients[name] - gradient).max()) <= 1e-5 * scale, name
     assert abs(runs[4][0][0] - runs[0][0][0]) > 1e-5  # it does drop
+
+
+def test_dropout_masks_depend_neither_on_the_pipeline_nor_on_the_replica(run_ranks):
+    losses = [
+        run_ranks(topology.world_size, one_step(Case(topology, "packed", GPT2, dropout=0.2)))[0][0]
+        for topology in (TP2, TP2PP2, ALL)
+    ]
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
 
 
 SPLIT_CASES = [

@@ -27,6 +27,7 @@ RIM = {
         "executor/stages/deepspeed*.py",
         "executor/stages/megatron*.py",
         "executor/stages/split_linear.py",
+        "executor/stages/stored_bytes.py",
         "executor/stages/torch_stage.py",
         "executor/stages/transformers*.py",
         "executor/transport/groups.py",

@@ -1,0 +1,33 @@
+"""Bytes that autograd keeps between a forward and its backward: torch has no such counter on a CPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+
+class StoredBytes:
+    """Counts what autograd saves, each storage once, those of weights (`known`, by data pointer) left out."""
+
+    def __init__(self, known: set[int]) -> None:
+        self._seen, self._known = set[int](), known
+        self.num_bytes = 0
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        pointer = storage.data_ptr()
+        if pointer not in self._seen and pointer not in self._known:
+            self._seen.add(pointer)
+            self.num_bytes += storage.nbytes()
+        return tensor
+
+    def counting(self) -> AbstractContextManager[Any]:
+        """Within: everything that autograd saves is counted."""
+        hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
+        return hooks
+
+
+def _unpack(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
