@@ -73,6 +73,13 @@ def topology_of(config: TrainConfig) -> Topology:
             f"pad_multiple is {config.plan.pad_multiple} but sequence parallelism cuts rows in tp = {t.tp} parts:"
             f" make it a multiple of {t.tp}"
         )
+    if m.position == "learned" and m.max_seq_len % config.plan.pad_multiple:
+        longest = round_up(m.max_seq_len, config.plan.pad_multiple)
+        raise ConfigError(
+            f"max_seq_len is {m.max_seq_len} but rows are rounded up to pad_multiple {config.plan.pad_multiple}, to"
+            f" {longest} positions of which only {m.max_seq_len} are learned: make max_seq_len {longest} or another"
+            " multiple of pad_multiple"
+        )
     return topology
 
 
@@ -174,7 +181,11 @@ def check_batches(config: TrainConfig, lengths: LengthArray) -> None:
 
 
 def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> None:
-    """Refuse a sample that fits no rank even alone, before the launch. Errors: PlanError naming the longest sample."""
+    """Refuse a sample that fits no micro-batch or no rank even alone, before the launch.
+
+    Errors: PlanError naming the longest such sample.
+    """
+    _check_max_tokens(config, lengths)
     longest = int(np.argmax(lengths[:, 0] + lengths[:, 1]))
     (sample,) = sample_lengths(lengths, [longest])
     plan, limit = config.plan, int(config.plan.memory_limit_gb * 1e9)
@@ -197,6 +208,28 @@ def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> N
             f"sample {longest} with {sample.tokens} tokens needs {num_bytes} B on stage {stage} even alone, but"
             f" memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: raise it, raise tp or pp, or lower"
             " max_seq_len with --truncate"
+        )
+
+
+def _check_max_tokens(config: TrainConfig, lengths: LengthArray) -> None:
+    """Refuse the sample furthest above the positions that max_tokens leaves one micro-batch, if there is one."""
+    plan, sides = config.plan, lengths[:, :2]
+    if not plan.max_tokens:
+        return
+    multiple = plan.pad_multiple
+    if plan.layout == "packed":
+        positions, room = sides.max(axis=1), plan.max_tokens // multiple * multiple
+        least, row = round_up(int(positions.max()), multiple), "a packed row"
+    else:
+        positions, room = (-(-sides // multiple) * multiple).sum(axis=1), plan.max_tokens
+        least, row = int(positions.max()), "a padded micro-batch"
+    worst = int(positions.argmax())
+    if positions[worst] > room:
+        padded = f", {positions[worst]} padded" if plan.layout == "padded" else ""
+        raise PlanError(
+            f"sample {worst} has {int(sides[worst].sum())} tokens{padded}, but {row} has {room} positions (max_tokens"
+            f" {plan.max_tokens}, pad_multiple {multiple}): raise max_tokens to at least {least}, or lower max_seq_len"
+            " with --truncate"
         )
 
 

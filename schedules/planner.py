@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -26,8 +27,9 @@ from dynapipe_ext.plan import (
     round_up,
 )
 from dynapipe_ext.planning.balance import assign_replicas
+from dynapipe_ext.planning.equal import check_enough, split_padded_equal
 from dynapipe_ext.planning.packing import micro_batch_evaluate, split_packed
-from dynapipe_ext.planning.padded import ShapeCosts, bottleneck, shape_evaluate, split_padded
+from dynapipe_ext.planning.padded import ShapeCosts, ShapeEvaluate, bottleneck, shape_evaluate, split_padded
 from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.adaptive import best_order
@@ -119,127 +121,101 @@ class Planner:
         return best
 
     def _candidates(self, samples: list[SampleLength], step: int) -> list[Replicas]:
-        """Splits to judge, each as the micro-batches of every replica."""
-        topology, limit = self.topology, int(self.memory_limit_bytes)
-        if self.rule != "dynapipe-ext":
-            return self._peer_rule(samples)
-        kinds = RECOMPUTES if self.recompute is None else (self.recompute,)
-        if len(samples) < topology.dp:
-            # A last, small batch: some replicas have nothing to do.
-            idle: Replicas = [[] for _ in range(topology.dp - len(samples))]
-            one_each = [
-                [[MicroBatch((sample,), self.layout, kind, pad_multiple=self.pad_multiple)] for sample in samples]
-                for kind in kinds
-            ]
-            return [singles + idle for singles in one_each]
-        candidates: list[Replicas] = []
-        refusal: PlanError | None = None
-        for min_in_flight in dict.fromkeys((1, (topology.num_stages + 1) // 2, topology.num_stages)):
-            for dp in dict.fromkeys((topology.dp, 1)):
-                try:
-                    micro_batches = self._split(samples, kinds, min_in_flight, limit, dp)
-                except PlanError as error:
-                    refusal = refusal or error
-                    continue
-                candidates.append(self._assign(micro_batches, step))
-        if not candidates:
-            assert refusal is not None
-            raise refusal
-        return candidates
+        """Splits to judge, each as the micro-batches of every replica.
 
-    def _split(
-        self, samples: list[SampleLength], kinds: Sequence[Recompute], min_in_flight: int, limit: int, dp: int
-    ) -> list[MicroBatch]:
+        A batch of fewer samples than replicas leaves the last of them empty, unless counts must be equal.
+        """
+        if self.equal_counts:
+            check_enough(len(samples), self.topology.dp)
+        if self.rule != "dynapipe-ext":
+            return _possible(self._peer_rules(samples))
+        limit, stages = int(self.memory_limit_bytes), self.topology.num_stages
+        busy = min(self.topology.dp, len(samples))
+
+        def split(min_in_flight: int, dp: int) -> Replicas:
+            return self._assign(self._split(samples, min_in_flight, limit, dp), busy, step)
+
+        return _possible(
+            partial(split, min_in_flight, dp)
+            for min_in_flight in dict.fromkeys((1, (stages + 1) // 2, stages))
+            for dp in ((busy,) if self.equal_counts else dict.fromkeys((busy, 1)))
+        )
+
+    @property
+    def _kinds(self) -> tuple[Recompute, ...]:
+        return RECOMPUTES if self.recompute is None else (self.recompute,)
+
+    def _shapes(self, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
+        return {
+            kind: shape_evaluate(self._shape_costs, recompute=kind, min_in_flight=min_in_flight) for kind in self._kinds
+        }
+
+    def _split(self, samples: list[SampleLength], min_in_flight: int, limit: int, dp: int) -> list[MicroBatch]:
         pp = self.topology.num_stages
         if self.layout == "padded":
-            evaluate = {
-                kind: shape_evaluate(self._shape_costs, recompute=kind, min_in_flight=min_in_flight) for kind in kinds
-            }
-            micro_batches = split_padded(
+            split = split_padded_equal if self.equal_counts else split_padded
+            return split(
                 samples,
-                evaluate,
+                self._shapes(min_in_flight),
                 pp=pp,
                 dp=dp,
                 max_bytes=limit,
                 max_tokens=self.max_tokens or None,
                 pad_multiple=self.pad_multiple,
             )
-            return self._at_least(micro_batches)
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.max_tokens or max(4096, round_up(longest, self.pad_multiple))
         refusal: PlanError | None = None
-        for kind in kinds:
+        for kind in self._kinds:
             try:
                 return split_packed(
                     samples,
                     micro_batch_evaluate(self.costs, min_in_flight=min_in_flight),
                     max_tokens=room,
                     pp=pp,
-                    dp=dp if len(samples) >= self.topology.dp else 1,
+                    dp=dp,
                     max_bytes=limit,
                     pad_multiple=self.pad_multiple,
                     recompute=kind,
+                    equal_counts=self.equal_counts,
                 )
             except PlanError as error:
                 refusal = refusal or error
         assert refusal is not None
         raise refusal
 
-    def _at_least(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Cut the largest micro-batches in two until every replica has one (and counts divide, where they must)."""
-        dp, parts = self.topology.dp, list(micro_batches)
-        while len(parts) < dp or (self.equal_counts and len(parts) % dp):
-            i = max(range(len(parts)), key=lambda k: (parts[k].rows, parts[k].padded_tokens, -k))
-            if len(parts[i].samples) < 2:
-                raise PlanError(
-                    f"{len(parts)} samples do not divide over {dp} replicas of equal counts: enlarge the batch"
-                )
-            half = len(parts[i].samples) // 2
-            parts[i : i + 1] = [
-                replace(parts[i], samples=parts[i].samples[:half]),
-                replace(parts[i], samples=parts[i].samples[half:]),
-            ]
-        return parts
-
-    def _assign(self, micro_batches: list[MicroBatch], step: int) -> Replicas:
-        dp = self.topology.dp
-        if len(micro_batches) < dp or (self.equal_counts and len(micro_batches) % dp):
-            micro_batches = self._at_least(micro_batches)
+    def _assign(self, micro_batches: list[MicroBatch], busy: int, step: int) -> Replicas:
+        """Micro-batches over the first `busy` replicas, none of them empty."""
+        micro_batches = _at_least(micro_batches, busy)
         time_ns, _ = bottleneck(self.costs.evaluate(micro_batches))
-        groups = assign_replicas(time_ns.tolist(), dp, equal_counts=self.equal_counts, seed=step)
-        return [[micro_batches[i] for i in group] for group in groups]
+        groups = assign_replicas(time_ns.tolist(), busy, equal_counts=self.equal_counts, seed=step)
+        idle: Replicas = [[] for _ in range(self.topology.dp - busy)]
+        return [[micro_batches[i] for i in group] for group in groups] + idle
 
-    def _peer_rule(self, samples: list[SampleLength]) -> list[Replicas]:
-        """A peer's split; where its rule leaves a size open, several are judged, so that the peer is at its best."""
+    def _peer_rules(self, samples: list[SampleLength]) -> Iterator[Callable[[], Replicas]]:
+        """A peer's splits; where its rule leaves a size open, several are judged, so that the peer is at its best."""
         dp, multiple, limit = self.topology.dp, self.pad_multiple, int(self.memory_limit_bytes)
         longest = round_up(max(s.encoder for s in samples), multiple)
-        room = max(round_up(self.max_tokens, multiple), longest)
-        kinds = RECOMPUTES if self.recompute is None else (self.recompute,)
+        room = max(round_up(self.max_tokens, multiple), round_up(max(s.decoder for s in samples), multiple), longest)
         match self.rule:
             case "batch-max":
                 most = (self.max_tokens or limit) // longest
-                rows = [rows for rows in (1, 2, 4, 8, 16, 32) if rows == 1 or rows <= most]
-                return [
-                    pad_to_batch_max(samples, dp=dp, rows_per_micro_batch=n, pad_multiple=multiple, recompute=kind)
-                    for n in rows
-                    for kind in kinds
-                ]
+                make = partial(pad_to_batch_max, samples, dp=dp, pad_multiple=multiple, equal_counts=self.equal_counts)
+                for rows in (1, 2, 4, 8, 16, 32):
+                    for kind in self._kinds if rows == 1 or rows <= most else ():
+                        yield partial(make, rows_per_micro_batch=rows, recompute=kind)
             case "fixed-rows":
-                return [
-                    fixed_rows(samples, row_len=room, dp=dp, pad_multiple=multiple, recompute=kind) for kind in kinds
-                ]
+                cut = partial(fixed_rows, samples, dp=dp, pad_multiple=multiple, equal_counts=self.equal_counts)
+                for kind in self._kinds:
+                    yield partial(cut, row_len=room, recompute=kind)
             case "packed-balanced":
-                evaluate = micro_batch_evaluate(self.costs)
-                return [
-                    packed_documents(samples, evaluate, max_tokens=room, dp=dp, pad_multiple=multiple, recompute=kind)
-                    for kind in kinds
-                ]
+                pack = partial(packed_documents, samples, micro_batch_evaluate(self.costs), max_tokens=room, dp=dp)
+                for kind in self._kinds:
+                    yield partial(pack, pad_multiple=multiple, recompute=kind, equal_counts=self.equal_counts)
             case _:
-                in_flight = self.topology.num_stages
-                shapes = {
-                    kind: shape_evaluate(self._shape_costs, recompute=kind, min_in_flight=in_flight) for kind in kinds
-                }
-                return [dynapipe_rule(samples, shapes, pp=in_flight, dp=dp, max_bytes=limit, pad_multiple=multiple)]
+                stages = self.topology.num_stages
+                rule = partial(dynapipe_rule, samples, self._shapes(stages), pp=stages, dp=dp, max_bytes=limit)
+                yield partial(rule, pad_multiple=multiple, equal_counts=self.equal_counts)
 
     def _schedule(self, replicas: Replicas, step: int) -> StepPlan:
         limit = int(self.memory_limit_bytes)
@@ -301,6 +277,35 @@ class Planner:
             format=None if raw["format"] is None else ActivationFormat(**raw["format"]),
             **{name: raw[name] for name in _PLAIN_FIELDS},
         )
+
+
+def _possible(makers: Iterable[Callable[[], Replicas]]) -> list[Replicas]:
+    """What the makers make; where all refuse, the first refusal is raised."""
+    made: list[Replicas] = []
+    refusal: PlanError | None = None
+    for make in makers:
+        try:
+            made.append(make())
+        except PlanError as error:
+            refusal = refusal or error
+    if not made:
+        assert refusal is not None
+        raise refusal
+    return made
+
+
+def _at_least(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
+    """Cut the largest micro-batch of several samples in two until there are `count`; there are as many samples."""
+    parts = list(micro_batches)
+    while len(parts) < count:
+        several = [k for k, part in enumerate(parts) if len(part.samples) > 1]
+        i = max(several, key=lambda k: (parts[k].rows, parts[k].padded_tokens, -k))
+        half = len(parts[i].samples) // 2
+        parts[i : i + 1] = [
+            replace(parts[i], samples=parts[i].samples[:half]),
+            replace(parts[i], samples=parts[i].samples[half:]),
+        ]
+    return parts
 
 
 _PLAIN_FIELDS = (

@@ -102,11 +102,11 @@ def parameters_per_stage(shape: ModelShape, topology: Topology) -> tuple[int, ..
 class AnalyticCosts:
     """Nanoseconds and bytes of micro-batches on every stage of a Megatron GPT.
 
-    Time of an action = `overhead_ns` + layers x `layer_overhead_ns` + FLOPs / `flops_per_s` (the rate the device reaches, not its peak; it stands for
-    tensor-parallel communication too). Per token a layer's matrix products take 2 FLOPs a weight, attention over rows
-    of length L takes 4 h L^2, half of it where the kernel skips what the causal mask hides (`flash`); backward is twice
-    forward, plus what is recomputed: the layers (full) or core attention (selective). W of a split backward is one
-    forward's worth of matrix products. Tensor parallelism divides everything.
+    Time of an action = `overhead_ns` + layers x `layer_overhead_ns` + FLOPs / `flops_per_s` (the rate the device
+    reaches, not its peak; it stands for tensor-parallel communication too). Per token a layer's matrix products take 2
+    FLOPs a weight, attention over rows of length L takes 4 h L^2, half of it where the kernel skips what the causal
+    mask hides (`flash`); backward is twice forward, plus what is recomputed: the layers (full) or core attention
+    (selective). W of a split backward is one forward's worth of matrix products. Tensor parallelism divides everything.
 
     Stored bytes follow Korthikanti et al. 2022 (sec. 4, table 2) for any width of values: norm inputs, matrix inputs,
     q, k, v, the scores unless `flash`, masks under `dropout`; the last stage adds the final norm, the head's input and

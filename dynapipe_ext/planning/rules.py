@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch, Recompute
+from dynapipe_ext.plan import MicroBatch, Recompute, round_up
 from dynapipe_ext.planning.balance import assign_replicas
+from dynapipe_ext.planning.equal import check_enough, split_padded_equal
 from dynapipe_ext.planning.packing import MicroBatchEvaluate, RowRule, document_costs, pack
 from dynapipe_ext.planning.padded import ShapeEvaluate, split_padded
 
@@ -20,11 +22,14 @@ DYNAPIPE_THINNING_NS = 5_000_000  # DynaPipe tries one bound on the micro-batch 
 _RECOMPUTE_ORDER: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
-def _check(samples: Sequence[SampleLength], dp: int, *, decoder_only: bool = False) -> None:
+def _check(samples: Sequence[SampleLength], dp: int, *, equal_counts: bool, decoder_only: bool = False) -> None:
+    """A batch of fewer samples than replicas leaves some of them empty, unless their counts must be equal."""
     if dp < 1:
         raise PlanError(f"dp is {dp} but must be at least 1")
-    if len(samples) < dp:
-        raise PlanError(f"{len(samples)} samples cannot feed {dp} replicas: enlarge the global batch or lower dp")
+    if not samples:
+        raise PlanError("the batch has no samples: give at least one")
+    if equal_counts:
+        check_enough(len(samples), dp)
     if decoder_only and any(s.decoder for s in samples):
         sample = next(s for s in samples if s.decoder)
         raise PlanError(
@@ -41,13 +46,16 @@ def pad_to_batch_max(
     max_tokens: int | None = None,
     pad_multiple: int = 1,
     recompute: Recompute = "none",
+    equal_counts: bool = False,
 ) -> Replicas:
     """Every row padded to the longest sample of the global batch; equal row counts, in order, dealt to the replicas.
 
     Give `rows_per_micro_batch`, or `max_tokens` for as many rows as fit. Rows are fewer where the batch would not reach
-    all replicas. Decoder-only. Raises PlanError for fewer samples than replicas or a longest sample above `max_tokens`.
+    all replicas; with fewer samples than replicas the last replicas are empty. Under `equal_counts` row counts differ
+    by one where the batch does not divide. Decoder-only. Raises PlanError for a longest sample above `max_tokens`, and
+    under `equal_counts` for too few samples.
     """
-    _check(samples, dp, decoder_only=True)
+    _check(samples, dp, equal_counts=equal_counts, decoder_only=True)
     if (rows_per_micro_batch is None) == (max_tokens is None):
         raise PlanError(f"give one of rows_per_micro_batch {rows_per_micro_batch} and max_tokens {max_tokens}")
     longest = max(samples, key=lambda s: s.encoder)
@@ -58,47 +66,85 @@ def pad_to_batch_max(
             f"a micro-batch of {rows} rows: sample {longest.index} makes rows of {row_len} positions, max_tokens is"
             f" {max_tokens} and rows_per_micro_batch {rows_per_micro_batch}: raise them or truncate the sample"
         )
-    rows = min(rows, len(samples) // dp)
+    if equal_counts:
+        count = round_up(-(-len(samples) // rows), dp)
+        if count > len(samples):
+            raise PlanError(
+                f"{len(samples)} samples cannot make {count} micro-batches of at most {rows} rows, the next multiple of"
+                f" {dp} replicas of equal counts: allow more rows, enlarge the global batch or let counts differ"
+            )
+        bounds = _even_bounds(len(samples), count)
+    else:
+        rows = max(1, min(rows, len(samples) // dp))
+        bounds = [*range(0, len(samples), rows), len(samples)]
     micro_batches = [
-        MicroBatch(tuple(samples[i : i + rows]), "padded", recompute, pad_multiple=pad_multiple, min_len=row_len)
-        for i in range(0, len(samples), rows)
+        MicroBatch(tuple(samples[a:b]), "padded", recompute, pad_multiple=pad_multiple, min_len=row_len)
+        for a, b in pairwise(bounds)
     ]
     return [micro_batches[rank::dp] for rank in range(dp)]
 
 
+def _even_bounds(num_items: int, num_parts: int) -> list[int]:
+    """Ends of contiguous parts whose sizes differ by one at most, from 0.
+
+    >>> _even_bounds(7, 3)
+    [0, 2, 4, 7]
+    """
+    return [num_items * part // num_parts for part in range(num_parts + 1)]
+
+
 def fixed_rows(
-    samples: Sequence[SampleLength], *, row_len: int, dp: int, recompute: Recompute = "none", pad_multiple: int = 1
+    samples: Sequence[SampleLength],
+    *,
+    row_len: int,
+    dp: int,
+    recompute: Recompute = "none",
+    pad_multiple: int = 1,
+    equal_counts: bool = False,
 ) -> Replicas:
     """Megatron's GPT dataset rule: samples end to end in order, cut at every `row_len` positions, attention over rows.
 
     The last row is padded. A cut sample becomes pieces (`SampleLength.start`) whose targets are those of its positions:
-    a sample's targets are its last ones. Decoder-only. Raises PlanError if the batch has fewer rows than replicas.
+    a sample's targets are its last ones. A batch of fewer rows than replicas leaves the last replicas empty; under
+    `equal_counts` rows are filled less, all alike, so that their number is the next multiple of `dp`. Decoder-only.
+    Raises PlanError under `equal_counts` for fewer samples than replicas or too few positions.
     """
     if row_len < 1:
         raise PlanError(f"row_len is {row_len} but must be at least 1")
     if row_len % pad_multiple:
         raise PlanError(f"row_len {row_len} is not a multiple of pad_multiple {pad_multiple}: round it")
-    _check(samples, 1, decoder_only=True)
+    _check(samples, dp, equal_counts=equal_counts, decoder_only=True)
+    positions = sum(s.encoder for s in samples)
+    bounds = [*range(0, positions, row_len), positions]
+    if equal_counts:
+        count = round_up(len(bounds) - 1, dp)
+        if count > positions:
+            raise PlanError(
+                f"{positions} positions cannot fill {count} rows, the next multiple of {dp} replicas of equal counts:"
+                " raise row_len, enlarge the global batch or let counts differ"
+            )
+        bounds = _even_bounds(positions, count)
+    micro_batches = [
+        MicroBatch(tuple(row), "packed", recompute, "row", pad_multiple=pad_multiple, min_len=row_len)
+        for row in _cut(samples, [b - a for a, b in pairwise(bounds)])
+    ]
+    return [micro_batches[rank::dp] for rank in range(dp)]
+
+
+def _cut(samples: Sequence[SampleLength], row_lens: Sequence[int]) -> list[list[SampleLength]]:
+    """Samples end to end as rows of these numbers of positions, cut where a row ends."""
     rows: list[list[SampleLength]] = [[]]
-    room = row_len
+    room = row_lens[0]
     for sample in samples:
         done = 0
         while done < sample.encoder:
             if room == 0:
+                room = row_lens[len(rows)]
                 rows.append([])
-                room = row_len
             length = min(room, sample.encoder - done)
             rows[-1].append(piece(sample, done, length))
             done, room = done + length, room - length
-    if len(rows) < dp:
-        raise PlanError(
-            f"{sum(s.encoder for s in samples)} positions make {len(rows)} rows of {row_len}, fewer than {dp} replicas:"
-            " lower row_len or enlarge the global batch"
-        )
-    micro_batches = [
-        MicroBatch(tuple(row), "packed", recompute, "row", pad_multiple=pad_multiple, min_len=row_len) for row in rows
-    ]
-    return [micro_batches[rank::dp] for rank in range(dp)]
+    return rows
 
 
 def piece(sample: SampleLength, offset: int, length: int) -> SampleLength:
@@ -124,28 +170,41 @@ def packed_documents(
 ) -> Replicas:
     """Greedy packing with document attention, rows balanced over the replicas by cost.
 
-    Documents, longest first, go to the first row with room (first-fit decreasing); if that leaves fewer rows than
+    Documents go longest first into the first row with room (first-fit decreasing); if that leaves fewer rows than
     replicas (or, under `equal_counts`, a number that does not divide), the documents are spread over the next number
-    that does. Raises PlanError for a sample longer than a row, by name, or fewer samples than replicas.
+    that does, or else packed into the one before. With fewer samples than replicas, each has a row and the last
+    replicas are empty. Raises PlanError for a sample longer than a row, by name, and under `equal_counts` for fewer
+    samples than replicas or where no such number of rows holds the batch.
     """
-    _check(samples, dp)
+    _check(samples, dp, equal_counts=equal_counts)
     rule = RowRule(max_tokens=max_tokens, pad_multiple=pad_multiple, recompute=recompute)
     rule.check(samples)
     rows = _first_fit(sorted(samples, key=lambda s: (-s.tokens, s.index, s.start)), rule.room)
-    wanted = -(-len(rows) // dp) * dp
-    if len(rows) < dp or (equal_counts and len(rows) != wanted):
-        weights = document_costs(samples, evaluate, rule)
-        spread = pack(samples, weights, wanted, rule.room)
-        if spread is None:
-            raise PlanError(
-                f"{len(samples)} samples do not spread over {wanted} rows of {rule.room} positions, a multiple of"
-                f" {dp} replicas: enlarge the global batch"
-            )
-        rows = spread
+    wanted = round_up(len(rows), dp)
+    if equal_counts and len(rows) != wanted:
+        rows = _spread(samples, evaluate, rule, [wanted, wanted - dp] if wanted > dp else [wanted], dp)
+    elif len(rows) < dp:
+        rows = _spread(samples, evaluate, rule, [min(dp, len(samples))], dp)
     micro_batches = [rule.row(row) for row in rows]
     time_ns, _ = evaluate(micro_batches)
-    shares = assign_replicas([int(t) for t in time_ns], dp, equal_counts=equal_counts)
-    return [[micro_batches[i] for i in share] for share in shares]
+    busy = min(dp, len(rows))
+    shares = assign_replicas([int(t) for t in time_ns], busy, equal_counts=equal_counts)
+    return [[micro_batches[i] for i in share] for share in shares] + [[] for _ in range(dp - busy)]
+
+
+def _spread(
+    samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule, counts: Sequence[int], dp: int
+) -> list[list[SampleLength]]:
+    """Balanced rows, of the first of `counts` that holds the samples."""
+    weights = document_costs(samples, evaluate, rule)
+    for count in counts:
+        rows = pack(samples, weights, count, rule.room)
+        if rows is not None:
+            return rows
+    raise PlanError(
+        f"{len(samples)} samples do not spread over {' or '.join(map(str, counts))} rows of {rule.room} positions for"
+        f" {dp} replicas: enlarge the global batch, raise max_tokens or let counts differ"
+    )
 
 
 def _first_fit(samples: Sequence[SampleLength], room: int) -> list[list[SampleLength]]:
@@ -173,6 +232,7 @@ def dynapipe_rule(
     pad_multiple: int = 1,
     recompute: Recompute = "none",
     thinning_ns: int = DYNAPIPE_THINNING_NS,
+    equal_counts: bool = False,
 ) -> Replicas:
     """DynaPipe's micro-batches (arXiv 2311.10418, sec. 4): sorted samples, contiguous cuts, balanced replicas.
 
@@ -182,21 +242,23 @@ def dynapipe_rule(
     favour: the bound kept of each interval is its largest, so that small models stay feasible; a split of fewer micro-
     batches than replicas is cut again; encoder-decoder samples take the better of two orders, for its tours of a
     travelling salesman. To charge the LM head to every stage as it does, give an `evaluate` whose cost table has
-    lm_head "every".
+    lm_head "every". With fewer samples than replicas some replicas are empty; under `equal_counts` that is refused, the
+    split has a multiple of `dp` micro-batches, and the replicas are balanced at equal counts instead.
     """
-    _check(samples, dp)
+    _check(samples, dp, equal_counts=equal_counts)
     choices = evaluate if isinstance(evaluate, Mapping) else {recompute: evaluate}
     micro_batches: list[MicroBatch] = []
     kinds = [kind for kind in _RECOMPUTE_ORDER if kind in choices]
     if not kinds:
         raise PlanError("dynapipe_rule was given no recomputation type to choose from: give at least one evaluate")
+    split = split_padded_equal if equal_counts else split_padded
     for kind in kinds:
         try:
-            micro_batches = split_padded(
+            micro_batches = split(
                 samples,
                 {kind: choices[kind]},
                 pp=pp,
-                dp=dp,
+                dp=min(dp, len(samples)),
                 max_bytes=max_bytes,
                 pad_multiple=pad_multiple,
                 thinning_ns=thinning_ns,
@@ -206,7 +268,8 @@ def dynapipe_rule(
             if kind == kinds[-1]:
                 raise
     times = [_time_ns(choices[m.recompute], m) for m in micro_batches]
-    return [[micro_batches[i] for i in share] for share in karmarkar_karp(times, dp)]
+    shares = assign_replicas(times, dp, equal_counts=True) if equal_counts else karmarkar_karp(times, dp)
+    return [[micro_batches[i] for i in share] for share in shares]
 
 
 def _time_ns(evaluate: ShapeEvaluate, m: MicroBatch) -> int:

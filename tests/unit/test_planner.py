@@ -1,0 +1,224 @@
+"""The planner's edges: batches shorter than the replicas, equal counts under every rule, and what a job refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynapipe_ext.config import Rule, TrainConfig
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.launch.job import check_fits, make_planner, topology_of, variants
+from dynapipe_ext.lengths import SampleLength, as_length_array, sample_lengths
+from dynapipe_ext.plan import check_cover, round_up
+from dynapipe_ext.planning.equal import split_padded_equal
+from dynapipe_ext.planning.padded import shape_evaluate
+from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.topology import Topology
+
+COSTS = TokenCosts(2, ns_per_token_squared=1000)
+RULES: tuple[Rule, ...] = get_args(Rule)
+LAYOUTS = ("padded", "packed")
+
+
+def planned(lengths: Sequence[int], **options: Any) -> StepPlan:
+    settings = {"layout": "padded", "effort": 1, **options}
+    return Planner(Topology(pp=2, dp=settings.pop("dp", 2)), COSTS, 1e9, **settings).plan(lengths)
+
+
+def counts(plan: StepPlan) -> list[int]:
+    return [len(replica.micro_batches) for replica in plan.batch.replicas]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("lengths", [[100], [100, 7, 9]])
+def test_a_batch_of_fewer_samples_than_replicas_leaves_replicas_empty(
+    rule: Rule, layout: str, lengths: list[int]
+) -> None:
+    plan = planned(lengths, rule=rule, layout=layout, dp=4)
+    check_cover(plan.batch, sample_lengths(lengths))
+    assert counts(plan)[-1] == 0
+    assert len(plan.predictions) == 4
+
+
+def test_a_batch_of_fewer_fixed_rows_than_replicas_leaves_replicas_empty() -> None:
+    assert counts(planned([10, 10, 10, 10], rule="fixed-rows", layout="packed", max_tokens=1024)) == [1, 0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_equal_counts_refuse_a_batch_of_fewer_samples_than_replicas(rule: Rule, layout: str) -> None:
+    with pytest.raises(PlanError, match=r"1 samples cannot feed 2 replicas of equal counts: .*drop_last.* enlarge"):
+        planned([100], rule=rule, layout=layout, equal_counts=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("lengths", [[500, 400, 300, 200, 100], [100, 100, 100], [10, 10, 10, 10]])
+def test_equal_counts_hold_under_every_rule(rule: Rule, layout: str, lengths: list[int]) -> None:
+    plan = planned(lengths, rule=rule, layout=layout, equal_counts=True, max_tokens=1024)
+    check_cover(plan.batch, sample_lengths(lengths))
+    assert len(set(counts(plan))) == 1
+    assert counts(plan)[0] > 0
+
+
+def test_equal_counts_merge_down_only_where_samples_are_too_few_and_caps_allow_it() -> None:
+    choices = {"none": shape_evaluate(COSTS)}
+    samples = sample_lengths([500, 400, 300, 200, 100])
+    merged = split_padded_equal(samples, choices, pp=2, dp=2)  # type: ignore[arg-type]
+    assert [[s.encoder for s in m.samples] for m in merged] == [[100, 200], [300], [400], [500]]
+    with pytest.raises(PlanError, match=r"no two of them fit into one .*max_tokens 500"):
+        split_padded_equal(sample_lengths([500] * 3), choices, pp=2, dp=2, max_tokens=500)  # type: ignore[arg-type]
+
+
+def test_a_long_document_beside_short_ones_reaches_every_replica() -> None:
+    """One row holds all three: it is cut where several documents are, not at the longest row."""
+    assert counts(planned([1000, 10, 10], layout="packed", dp=3)) == [1, 1, 1]
+
+
+def test_a_short_batch_keeps_the_cap_on_tokens() -> None:
+    with pytest.raises(PlanError, match=r"sample 0 .*100"):
+        planned([200], layout="padded", max_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: pad_to_batch_max(s, dp=2, rows_per_micro_batch=1, equal_counts=True), "3 samples .* 4 micro-batch"),
+        (lambda s: fixed_rows(s, row_len=1, dp=2, equal_counts=True), "3 positions cannot fill 4 rows"),
+        (
+            lambda s: packed_documents(
+                s, lambda m: (np.ones(len(m), np.int64),) * 2, max_tokens=1, dp=2, equal_counts=True
+            ),
+            "3 samples do not spread over 4 or 2 rows of 1 positions",
+        ),
+        (lambda s: dynapipe_rule(s, shape_evaluate(COSTS), pp=2, dp=4, equal_counts=True), "3 samples .* 4 replicas"),
+    ],
+)
+def test_equal_counts_that_cannot_be_are_refused_with_the_numbers(call: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        call(sample_lengths([1, 1, 1]))
+
+
+def test_fixed_rows_of_equal_counts_are_filled_alike() -> None:
+    replicas = fixed_rows(sample_lengths([20, 5]), row_len=10, dp=2, equal_counts=True)
+    assert [len(replica) for replica in replicas] == [2, 2]
+    rows = [row for replica in replicas for row in replica]
+    assert sorted(m.real_tokens for m in rows) == [6, 6, 6, 7]
+    assert {m.encoder_len for m in rows} == {10}
+
+
+LENGTH = st.one_of(st.integers(1, 9), st.integers(1, 400))
+BATCH = st.lists(st.tuples(LENGTH, LENGTH), min_size=1, max_size=14)
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    BATCH,
+    st.booleans(),
+    st.sampled_from(RULES),
+    st.sampled_from(LAYOUTS),
+    st.booleans(),
+    st.integers(1, 4),
+    st.sampled_from([0, 64, 1024]),
+    st.sampled_from([80_000, 10**9]),
+)
+def test_a_plan_covers_its_batch_in_equal_counts_where_asked_or_is_refused(
+    pairs: list[tuple[int, int]],
+    decoder: bool,
+    rule: Rule,
+    layout: Any,
+    equal: bool,
+    dp: int,
+    max_tokens: int,
+    limit: int,
+) -> None:
+    samples = [SampleLength(i, e, d if decoder else 0, target=1) for i, (e, d) in enumerate(pairs)]
+    options: Any = {"rule": rule, "layout": layout, "equal_counts": equal, "max_tokens": max_tokens, "effort": 1}
+    planner = Planner(Topology(pp=2, dp=dp), COSTS, limit, **options)
+    roomy = limit == 10**9 and not max_tokens and not (decoder and rule in ("batch-max", "fixed-rows"))
+    try:
+        plan = planner.plan(samples, step=3)
+    except PlanError:
+        assert not roomy or equal  # free counts always fit where there is room
+        return
+    check_cover(plan.batch, samples)
+    assert len(counts(plan)) == dp
+    if equal:
+        assert len(set(counts(plan))) == 1
+        assert counts(plan)[0] > 0
+    if max_tokens and rule == "dynapipe-ext":
+        for m in plan.batch.micro_batches:
+            sides = (m.encoder_len, m.decoder_len)
+            assert (m.padded_tokens if layout == "padded" else max(sides)) <= max_tokens
+
+
+def config(**tables: Any) -> TrainConfig:
+    return TrainConfig().with_values(**tables)
+
+
+@pytest.mark.parametrize("equal", [False, True])
+def test_every_way_that_compare_runs_plans_a_short_last_batch(equal: bool) -> None:
+    """Three samples on two replicas divide only if rows are merged or spread; one sample leaves a replica empty."""
+    settings = config(
+        topology={"pp": 2, "dp": 2}, plan={"replica_counts": "equal" if equal else "free", "memory_limit_gb": 10.0}
+    )
+    for variant in variants(settings, compare=True):
+        planner = make_planner(settings, COSTS, variant)
+        for lengths in ([100, 90, 80], *([] if equal else [[100]])):
+            plan = planner.plan(lengths)
+            check_cover(plan.batch, sample_lengths(lengths))
+            assert not equal or len(set(counts(plan))) == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "max_tokens", "message"),
+    [
+        ("packed", 100, r"sample 2 has 99 tokens, but a packed row has 96 positions \(max_tokens 100, .*at least 104"),
+        ("padded", 103, r"sample 2 has 99 tokens, 104 padded, but a padded .* 103 positions .* to at least 104"),
+        ("packed", 4, "a packed row has 0 positions"),
+    ],
+)
+def test_max_tokens_below_a_sample_is_refused_before_the_launch(layout: str, max_tokens: int, message: str) -> None:
+    settings = config(plan={"layout": layout, "max_tokens": max_tokens, "memory_limit_gb": 10.0})
+    with pytest.raises(PlanError, match=message):
+        check_fits(settings, COSTS, as_length_array([9, 50, 99, 20]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(st.integers(1, 70), st.integers(8, 80), st.sampled_from([1, 8]))
+@settings(deadline=None, derandomize=True, max_examples=60)
+def test_max_tokens_is_refused_exactly_where_the_planner_would(
+    layout: str, longest: int, max_tokens: int, multiple: int
+) -> None:
+    plan = {"layout": layout, "max_tokens": max_tokens, "pad_multiple": multiple, "effort": 1}
+    tables: dict[str, Any] = {"topology": {"pp": 2, "dp": 1}, "plan": {**plan, "memory_limit_gb": 10.0}}
+    lengths = as_length_array([3, longest, 5])
+
+    def refused(call: Any) -> bool:
+        try:
+            call()
+        except PlanError:
+            return True
+        return False
+
+    settings = config(**tables)
+    planner = make_planner(settings, COSTS, variants(settings, compare=False)[0])
+    assert refused(lambda: check_fits(settings, COSTS, lengths)) == refused(lambda: planner.plan(lengths))
+    assert refused(lambda: planner.plan(lengths)) == (round_up(longest, multiple) > max_tokens)
+
+
+def test_learned_positions_need_a_max_seq_len_of_whole_rows() -> None:
+    model = {"position": "learned", "max_seq_len": 100}
+    with pytest.raises(ConfigError, match=r"max_seq_len is 100 but .* pad_multiple 8, to 104 .* max_seq_len 104"):
+        topology_of(config(model=model))
+    topology_of(config(model={**model, "max_seq_len": 104}))
+    topology_of(config(model={**model, "position": "rope"}))
