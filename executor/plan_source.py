@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dynapipe_ext.activations import ActivationFormat
@@ -26,6 +26,7 @@ from dynapipe_ext.topology import Topology
 
 Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [dp_rank][pp_rank]
 
+_REPLANS = 4  # less room makes fewer micro-batches wait; so a few rounds settle it
 _SLICE_S = 0.25  # how often a rank that waits for its plan looks for a failed or silent planner
 SILENT_AFTER_S = 15.0  # planner processes give a sign every second; on a crowded machine some come late
 
@@ -42,7 +43,14 @@ class Planner(Protocol):
     @property
     def activation_format(self) -> ActivationFormat: ...
 
+    @property
+    def memory_limit_bytes(self) -> float: ...
+
     def plan(self, samples: Sequence[SampleLength], *, step: int) -> StepPlan: ...
+
+    def with_memory_limit(self, limit_bytes: int) -> Planner:
+        """The same planner under another limit. Raises PlanError for a limit that leaves nothing."""
+        ...
 
     def to_json(self) -> Mapping[str, Any]:
         """The settings from which the class's `from_json` makes an equal planner in another process."""
@@ -50,14 +58,34 @@ class Planner(Protocol):
 
 
 def execution_plans(planner: Planner, samples: Sequence[SampleLength], *, step: int) -> Plans:
-    """The verified plans of all ranks for one global batch. Raises PlanError or VerificationError."""
-    step_plan = planner.plan(samples, step=step)
+    """The verified plans of all ranks for one global batch; their peak bytes count buffers in flight as well.
+
+    Where those do not fit beside what the planner has filled, it plans again with that much less. Raises PlanError or
+    VerificationError.
+    """
+    limit = int(planner.memory_limit_bytes)
+    for _ in range(_REPLANS):
+        plans = _verified(planner.plan(samples, step=step), planner)
+        peak = max(replica[0].peak_bytes for replica in plans)
+        if peak <= limit:
+            return plans
+        planner = planner.with_memory_limit(int(planner.memory_limit_bytes) - (peak - limit))
+    raise PlanError(
+        f"step {step}: buffers in flight take a rank to {peak} B but the limit is {limit} B: raise the limit, or cap"
+        " micro-batches with max_tokens"
+    )
+
+
+def _verified(step_plan: StepPlan, planner: Planner) -> Plans:
     costs = tuple(planner.costs.evaluate(replica.micro_batches) for replica in step_plan.batch.replicas)
-    plans = lower(step_plan, costs, planner.activation_format)
-    for replica in plans:
+    plans = []
+    for replica in lower(step_plan, costs, planner.activation_format):
         first = replica[0]
-        verify([plan.instructions for plan in replica], first.stage_ranks, len(first.micro_batches))
-    return plans
+        buffers = verify([plan.instructions for plan in replica], first.stage_ranks, len(first.micro_batches))
+        peaks = tuple(p + b for p, b in zip(first.certificate.peak_bytes, buffers, strict=True))
+        certificate = replace(first.certificate, peak_bytes=peaks)
+        plans.append(tuple(replace(plan, certificate=certificate) for plan in replica))
+    return tuple(plans)
 
 
 @dataclass(frozen=True, slots=True)

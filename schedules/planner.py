@@ -256,6 +256,12 @@ class Planner:
         make = gpipe if self.schedule == "gpipe" else one_f_one_b
         return make(self.topology.num_stages, num_micro_batches)
 
+    def with_memory_limit(self, limit_bytes: int) -> Planner:
+        """The same planner under another limit. Raises PlanError for a limit that leaves nothing."""
+        if limit_bytes <= 0:
+            raise PlanError(f"{limit_bytes} B are left for a rank: raise memory_limit_bytes")
+        return replace(self, memory_limit_bytes=limit_bytes)
+
     def to_json(self) -> dict[str, Any]:
         """Everything that changes a plan; `from_json` makes an equal planner in another process."""
         raw = {name: getattr(self, name) for name in _PLAIN_FIELDS}

@@ -13,15 +13,19 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.errors import VerificationError
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import PlanError, VerificationError
 from dynapipe_ext.executor.instructions import Backward, Forward, Load, Recv, Send, WaitRecv, WaitSend
 from dynapipe_ext.executor.lowering import lower_schedule
+from dynapipe_ext.executor.plan_source import execution_plans
 from dynapipe_ext.executor.verify import verify
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.simulate import simulate_ns
+from dynapipe_ext.topology import Topology
 
 FORMAT = ActivationFormat(2)
 
@@ -208,3 +212,18 @@ def test_a_deadlock_says_who_waits_for_whom():
     without_send = [i for i in programs[0] if not isinstance(i, Send | WaitSend)]
     with pytest.raises(VerificationError, match=r"rank 1 waits for receiving the activation of micro-batch 0.*rank 0"):
         verify([[i for i in without_send if isinstance(i, Load | Forward)], programs[1]], schedule.stage_ranks, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=24), st.integers(1, 4), st.floats(1.0, 3.0))
+def test_no_published_plan_exceeds_the_limit_with_its_buffers_in_flight(lengths, num_stages, room):
+    """The limit is what one micro-batch needs alone, with its buffers, times some room."""
+    costs = TokenCosts(num_stages, bytes_per_token=64, ns_per_token_squared=3)
+    longest = 64 * max(lengths) + 2 * FORMAT.specs(MicroBatch((SampleLength(0, max(lengths)),)))[0].num_bytes
+    planner = Planner(Topology(pp=num_stages), costs, int(longest * room), pad_multiple=1, effort=2, format=FORMAT)
+    samples = [SampleLength(i, n, target=n) for i, n in enumerate(lengths)]
+    try:
+        plans = execution_plans(planner, samples, step=0)
+    except PlanError:
+        return  # nothing fits: refused, not exceeded
+    assert all(plan.peak_bytes <= planner.memory_limit_bytes for plan in plans[0])
