@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -154,29 +155,83 @@ class TrainConfig:
 
     def check(self, where: str) -> None:
         """Refuse values that no run can work with; what depends on the data is checked where it is known."""
-        for table, names in _AT_LEAST_ONE.items():
-            for name in names:
-                value = getattr(getattr(self, table), name)
-                if value < 1:
-                    raise ConfigError(f"{where}: [{table}] {name} is {value} but must be at least 1")
-        if (self.data.tokens_per_batch > 0) == (self.data.batch_size > 0):
+        _refuse_out_of_bounds(self, where)
+        data, optimizer = self.data, self.optimizer
+        if (data.tokens_per_batch > 0) == (data.batch_size > 0):
             raise ConfigError(
-                f"{where}: [data] tokens_per_batch is {self.data.tokens_per_batch} and batch_size is"
-                f" {self.data.batch_size}: set exactly one of them above 0"
+                f"{where}: [data] tokens_per_batch is {data.tokens_per_batch} and batch_size is"
+                f" {data.batch_size}: set exactly one of them above 0"
             )
-        if self.plan.memory_limit_gb <= 0:
-            raise ConfigError(f"{where}: [plan] memory_limit_gb is {self.plan.memory_limit_gb} but must be above 0")
+        if data.num_workers and data.prefetch_steps < 2:
+            raise ConfigError(
+                f"{where}: [data] prefetch_steps is {data.prefetch_steps} but must be at least 2 with planner processes"
+                f" (num_workers is {data.num_workers})"
+            )
         if not 0 <= self.model.dropout < 1:
             raise ConfigError(f"{where}: [model] dropout is {self.model.dropout} but must lie in 0..1")
+        if optimizer.min_lr > optimizer.lr:
+            raise ConfigError(
+                f"{where}: [optimizer] min_lr is {optimizer.min_lr:g} but must be at most lr, which is"
+                f" {optimizer.lr:g}: lower min_lr too"
+            )
+        self._check_heads(where)
+
+    def _check_heads(self, where: str) -> None:
+        model = self.model
+        if model.hidden_size % model.num_heads:
+            raise ConfigError(
+                f"{where}: [model] hidden_size is {model.hidden_size} but must be a multiple of num_heads, which is"
+                f" {model.num_heads}"
+            )
+        if model.num_heads % model.num_query_groups:
+            raise ConfigError(
+                f"{where}: [model] num_heads is {model.num_heads} but must be a multiple of num_query_groups, which is"
+                f" {model.num_query_groups}"
+            )
+        head_size = model.hidden_size // model.num_heads
+        if model.position == "rope" and head_size % 2:
+            raise ConfigError(
+                f"{where}: [model] hidden_size / num_heads is {model.hidden_size} / {model.num_heads} = {head_size} but"
+                ' must be even with position = "rope", which turns pairs of numbers'
+            )
 
 
-_AT_LEAST_ONE = {
-    "run": ("steps",),
-    "topology": ("tp", "pp", "dp"),
-    "model": ("num_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "max_seq_len"),
-    "data": ("num_samples", "vocab_size", "prefetch_steps"),
-    "plan": ("pad_multiple",),
+_AT_LEAST = {
+    "run": {"steps": 1, "seed": 0, "traced_steps": 0},
+    "topology": {"tp": 1, "pp": 1, "dp": 1},
+    "model": {
+        "num_layers": 1,
+        "hidden_size": 1,
+        "num_heads": 1,
+        "num_query_groups": 1,
+        "ffn_hidden_size": 1,
+        "max_seq_len": 1,
+    },
+    "data": {
+        "num_samples": 1,
+        "vocab_size": 1,
+        "tokens_per_batch": 0,
+        "batch_size": 0,
+        "num_workers": 0,
+        "prefetch_steps": 1,
+    },
+    "plan": {"pad_multiple": 1, "max_tokens": 0, "effort": 0},
+    "optimizer": {"min_lr": 0, "warmup_steps": 0, "weight_decay": 0, "clip_grad": 0},
 }
+_ABOVE_ZERO = {"plan": ("memory_limit_gb",), "optimizer": ("lr",), "job": ("timeout_s",)}
+
+
+def _refuse_out_of_bounds(config: TrainConfig, where: str) -> None:
+    for table, values in config.to_json().items():
+        for name, value in values.items():
+            said = f"{where}: [{table}] {name} is {value}"
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{said} but must be a finite number")
+            if name in _ABOVE_ZERO.get(table, ()) and value <= 0:
+                raise ConfigError(f"{said} but must be above 0")
+            least = _AT_LEAST.get(table, {}).get(name)
+            if least is not None and value < least:
+                raise ConfigError(f"{said} but must be at least {least}")
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:

@@ -64,7 +64,8 @@ class DynaPipeDataLoader:
     read, and packed micro-batches have `cu_seqlens` only. seed: of the shuffle. timeout_s: longest wait for a plan.
 
     `exposed_planning_s` sums the seconds in which the consumer waited for planning. Close it, or use it as a context
-    manager, to stop the planners.
+    manager, to stop the planners; they take the plans that nobody has read with them, so rank 0 closes once no other
+    rank needs another step.
 
     Errors: ConfigError for settings that cannot work; PlanError, StoreError and DataError come out of the iteration.
     """

@@ -122,4 +122,4 @@ class PlannerProcesses:
 
 
 def _bytes(array: Order | LengthArray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array, dtype=ARRAY_TYPE).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array, dtype=ARRAY_TYPE).reshape(-1).view(np.uint8).data

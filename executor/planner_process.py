@@ -240,7 +240,7 @@ def _opened(job: PlannerJob, patience_s: float = 5.0) -> RedisStore:
 def read_array(stream: BinaryIO, *shape: int) -> LengthArray:
     """An array that was written as it lies in memory. Raises EOFError where the stream ends before it does."""
     array = np.empty(shape, ARRAY_TYPE)
-    view, filled = memoryview(array.reshape(-1).view(np.uint8)), 0
+    view, filled = array.reshape(-1).view(np.uint8).data, 0
     while filled < len(view):
         count = stream.readinto(view[filled:])  # type: ignore[attr-defined]
         if not count:

@@ -168,3 +168,30 @@ def test_crossed_sends_on_one_communicator_end_in_an_error(run_pair):
 
     results = run_pair(rank(0), rank(1))
     assert all(str(r).startswith("error: ") for r in results)
+
+
+def test_a_strict_transport_with_a_blocked_lane_closes_without_waiting_for_its_limit(run_ranks):
+    def main(env):
+        dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=2, timeout=timedelta(seconds=30))
+        groups = make_pipeline_groups(PAIR, env.rank, timeout_s=600)
+        transport = StrictTransport(PAIR, env.rank, groups, timeout_s=600)
+        if env.rank == 1:
+            transport.recv(operation(Recv, 5, 0))
+        transport.close()  # the ranks' own limit of 60 s fails the test
+        blocked = sum(thread.is_alive() for thread in transport._threads)
+        dist.barrier()
+        return blocked
+
+    assert run_ranks(2, main) == [0, 1]
+
+
+def test_an_inline_hub_keeps_no_transfer_that_has_happened():
+    hub = InlineHub(timeout_s=LIMIT_S)
+    first, second = hub.transport(0), hub.transport(1)
+    for step in range(5):
+        receiving = second.recv(operation(Recv, step, 0))
+        assert len(hub._meetings) == 1
+        sending = first.send(operation(Send, step, 1), filled(step))
+        assert receiving.wait()[0].mean() == step
+        assert sending.wait() == ()
+        assert hub._meetings == {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -290,3 +291,32 @@ def test_exposed_planning_does_not_exceed_the_consumers_waiting(address: StoreAd
     with through(address, FIRST, namespace) as loading:
         plans(loading)
         assert loading.exposed_planning_s > 0  # the first plan cannot be ahead of its consumer
+
+
+def keys_left(address: StoreAddress, namespace: str) -> list[bytes]:
+    with redis.Redis.from_url(address.url, password=address.password) as client:
+        return sorted(key for key in client.scan_iter(count=1000) if namespace.encode() in key)
+
+
+@pytest.mark.parametrize("steps", [1, 5, None])
+def test_no_key_is_left_once_all_loaders_are_closed(address: StoreAddress, namespace: str, steps: int | None) -> None:
+    loaders = [through(address, at, namespace) for at in RANKS]
+    try:
+        if steps is None:
+            in_step(loaders, epochs=6)
+        else:
+            for _ in zip(range(steps), zip(*loaders, strict=True), strict=False):
+                pass
+        assert keys_left(address, namespace)
+    finally:
+        for loading in loaders:
+            loading.close()
+    assert keys_left(address, namespace) == []
+
+
+def test_no_key_of_an_earlier_session_is_left_either(address: StoreAddress, namespace: str) -> None:
+    with through(address, FIRST, namespace) as loading:
+        for epoch in (4, 1, 7):
+            loading.set_epoch(epoch)
+            next(iter(loading))
+    assert keys_left(address, namespace) == []

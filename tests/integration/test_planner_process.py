@@ -185,6 +185,7 @@ def test_a_bug_in_a_planner_is_told_with_its_type_worker_and_step(
 ) -> None:
     (tmp_path / "broken_planner.py").write_text(
         "class Broken:\n"
+        "    memory_limit_bytes = 1e9\n"
         "    @classmethod\n"
         "    def from_json(cls, settings): return cls()\n"
         "    def plan(self, samples, *, step): raise ZeroDivisionError('by nought')\n"
@@ -207,17 +208,20 @@ def test_a_planner_that_cannot_start_ends_the_wait(store: RedisStore) -> None:
         source(store, timeout_s=600.0).plan(Place())
 
 
-def test_closing_the_pool_leaves_no_process_and_no_file_and_blames_nobody(store: RedisStore) -> None:
+def test_closing_the_pool_leaves_no_process_and_blames_nobody(store: RedisStore) -> None:
     with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
         store.get(KEYS.heartbeat(0), 60.0)
-        folder = Path(pool._job.lengths_path).parent
-        assert folder.stat().st_mode & 0o077 == 0
     assert set(pool.poll()) == {0, 1}
-    assert not folder.exists()
     assert [store.try_get(KEYS.failure(worker)) for worker in range(2)] == [None, None]
 
 
-def test_planners_end_when_their_owner_is_killed(store: RedisStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_planners_end_with_their_owner_and_leave_no_file(
+    store: RedisStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: signal.Signals
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
     (tmp_path / "job.json").write_text(job_of(store).to_json())
     np.save(tmp_path / "lengths.npy", LENGTHS)
     owner_code = (
@@ -235,9 +239,73 @@ def test_planners_end_when_their_owner_is_killed(store: RedisStore, tmp_path: Pa
         pids = [int(pid) for pid in owner.stdout.readline().split()]
         store.get(KEYS.heartbeat(0), 60.0)
         store.get(KEYS.heartbeat(1), 60.0)
-        owner.kill()
+        owner.send_signal(end)
     assert len(pids) == 2
     until(lambda: not any(is_running(pid) for pid in pids))
+    assert list(scratch.iterdir()) == []
+
+
+def test_lengths_and_order_larger_than_a_pipe_reach_the_planners_whole(store: RedisStore) -> None:
+    lengths = as_length_array(np.random.default_rng(1).integers(4, 90, 60_000))
+    order = np.random.default_rng(2).permutation(60_000)
+    with PlannerProcesses(job_of(store), store, lengths, order):
+        plan = source(store).plan(Place())
+    steps = course(RULE, lengths, Place(), order)
+    expected = execution_plans(PLANNER, sample_lengths(lengths, next(steps)[1]), step=0)
+    assert encode(plan, KEY) == encode(expected[0][0], KEY)
+
+
+def test_a_planner_that_does_not_read_its_input_holds_up_neither_start_nor_close(
+    store: RedisStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf = tmp_path / "deaf"
+    deaf.write_text("#!/bin/sh\nexec sleep 600\n")
+    deaf.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    with PlannerProcesses(job_of(store), store, as_length_array(np.full(100_000, 5))) as pool:
+        assert pool.poll() == {}
+    assert set(pool.poll()) == {0, 1}
+    assert not any(thread.is_alive() for thread in pool._threads)
+
+
+@pytest.mark.parametrize("order_size", [None, 10])
+def test_a_planner_whose_input_ends_too_early_says_so(store: RedisStore, order_size: int | None) -> None:
+    job = replace(job_of(store), num_samples=100, order_size=order_size)
+    sent = 2399 if order_size is None else 2479
+    done = subprocess.run(
+        [sys.executable, "-m", "dynapipe_ext.executor.planner_process"],
+        input=job.to_json().encode() + b"\n" + bytes(sent),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert b"planner process 0: standard input ended after" in done.stderr
+    assert store.try_get(KEYS.heartbeat(0)) is None
+
+
+def test_a_planner_ends_when_its_input_closes(store: RedisStore) -> None:
+    job = replace(job_of(store), num_samples=len(LENGTHS))
+    with subprocess.Popen(
+        [sys.executable, "-m", "dynapipe_ext.executor.planner_process"], stdin=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(job.to_json().encode() + b"\n" + LENGTHS.astype("<i8").tobytes())
+        process.stdin.flush()
+        store.get(KEYS.heartbeat(0), 60.0)
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+def test_a_stopped_planner_of_strangers_making_keeps_its_plans_for_the_ranks(store: RedisStore) -> None:
+    with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
+        store.get(plan_key(Place()), 60.0)
+        store.get(plan_key(places(2)[1][0]), 60.0)
+        pool.processes[0].terminate()
+        store.get(KEYS.failure(0), 60.0)
+    assert store.try_get(plan_key(Place())) is not None
+    assert store.try_get(plan_key(places(2)[1][0])) is not None  # its neighbour's too, though that was closed
 
 
 def test_a_planner_class_of_the_main_script_is_refused_before_anything_starts() -> None:

@@ -36,6 +36,7 @@ truncate = true
 tokens_per_batch = 2048
 [job]
 timeout_s = 60.0
+strict = true
 """
 
 

@@ -20,11 +20,25 @@ TOP_LEVEL = {
 }
 LONGEST_FILE_LINES = 400
 
-# Commands of the README, each with the test that runs it. A command is a line of a ```bash block, its comment cut off.
+# Commands of the README, each with the test that runs it: as it stands (test_quickstart.py), or its kind, where it
+# needs several machines or takes minutes.
+README_TESTS = "tests/integration/test_quickstart.py"
+AS_IT_STANDS = f"{README_TESTS}::test_commands_of_the_readme_run_as_they_stand"
 TESTED_COMMANDS = {
-    "bash tests/run.sh": "the suite itself",
-    "bash launch/quickstart.sh": "tests/integration (the default run) and test_the_scripts_are_sound",
-    "dynapipe doctor": "tests/unit/test_cli.py",
+    "bash tests/run.sh": "tests/repo/test_repository.py::test_every_check_of_the_suite_is_run_by_one_command",
+    "bash launch/quickstart.sh": f"{README_TESTS}::test_a_fresh_clone_trains_eight_ranks_with_one_command",
+    "dynapipe doctor": AS_IT_STANDS,
+    "dynapipe plan --lengths lengths.npy --pp 4 --dp 2": AS_IT_STANDS,
+    "dynapipe train --data my.jsonl --truncate": AS_IT_STANDS,
+    "dynapipe train --config mine.toml": AS_IT_STANDS,
+    "dynapipe train --compare": (
+        "tests/integration/test_train_command.py::"
+        "test_compare_runs_the_usual_ways_on_the_same_tokens_over_epochs_that_end_small"
+    ),
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+    " -m dynapipe_ext.launch.train --config mine.toml --store redis://HOST:6379/0": (
+        "tests/integration/test_two_nodes.py::test_a_job_trains_over_two_hosts"
+    ),
 }
 
 
@@ -41,6 +55,16 @@ def readme_commands(text: str) -> list[str]:
             if command:
                 commands.append(command)
     return commands
+
+
+def table_commands(text: str) -> list[str]:
+    """Inline code of a Markdown text's tables that starts with `dynapipe` or `torchrun`.
+
+    >>> table_commands("| a | `dynapipe plan --x 1` (`--y`), `torchrun -m a` |\\n| `dynapipe` | and `dynapipeline b` |")
+    ['dynapipe plan --x 1', 'torchrun -m a']
+    """
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return [command for row in rows for command in re.findall(r"`((?:dynapipe|torchrun) [^`]+)`", row)]
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +97,26 @@ def test_the_licence_is_the_whole_apache_licence(root: Path) -> None:
 
 
 def test_every_command_of_the_readme_is_tested(root: Path) -> None:
-    untested = set(readme_commands((root / "README.md").read_text())) - set(TESTED_COMMANDS)
-    assert untested == set(), "add each to TESTED_COMMANDS with the test that runs it"
+    text = (root / "README.md").read_text()
+    told = {*readme_commands(text), *table_commands(text)}
+    assert told - TESTED_COMMANDS.keys() == set(), "add each to TESTED_COMMANDS with the test that runs it"
+    assert TESTED_COMMANDS.keys() - told == set(), "the README has these no longer"
+
+
+@pytest.mark.parametrize("command", TESTED_COMMANDS)
+def test_the_test_of_a_readme_command_exists(root: Path, command: str) -> None:
+    file, _, name = TESTED_COMMANDS[command].partition("::")
+    text = (root / file).read_text()
+    assert f"def {name}(" in text
+    if TESTED_COMMANDS[command] == AS_IT_STANDS:
+        assert f'"{command}"' in text
+
+
+def test_every_check_of_the_suite_is_run_by_one_command(root: Path) -> None:
+    assert "/tests/run.sh" in (root / ".ci/run").read_text()  # and so this test is a part of that run
+    script = (root / "tests/run.sh").read_text()
+    for tool in ("ruff check", "ruff format --check", "mypy", "pytest"):
+        assert f"-m {tool}" in script
 
 
 @pytest.mark.parametrize("script", ["launch/quickstart.sh", "launch/setup.sh", "tests/run.sh", ".ci/run"])

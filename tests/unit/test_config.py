@@ -81,12 +81,49 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ("[plan]\npad_multiple = 0", r"\[plan\] pad_multiple is 0 but must be at least 1"),
         ("[plan]\nmemory_limit_gb = 0", r"memory_limit_gb is 0\.0 but must be above 0"),
         ("[model]\ndropout = 1.0", r"dropout is 1\.0 but must lie in"),
+        ("[run]\nseed = -1", r"\[run\] seed is -1 but must be at least 0"),
+        ("[run]\ntraced_steps = -1", r"\[run\] traced_steps is -1 but must be at least 0"),
+        ("[data]\nnum_workers = -1", r"\[data\] num_workers is -1 but must be at least 0"),
+        ("[data]\nprefetch_steps = 1", r"\[data\] prefetch_steps is 1 but must be at least 2 .*num_workers is 1"),
+        ("[data]\nprefetch_steps = 0\nnum_workers = 0", r"\[data\] prefetch_steps is 0 but must be at least 1"),
+        ("[data]\nbatch_size = -3", r"\[data\] batch_size is -3 but must be at least 0"),
+        ("[plan]\nmax_tokens = -8", r"\[plan\] max_tokens is -8 but must be at least 0"),
+        ("[plan]\neffort = -1", r"\[plan\] effort is -1 but must be at least 0"),
+        ("[optimizer]\nlr = 0", r"\[optimizer\] lr is 0\.0 but must be above 0"),
+        ("[optimizer]\nlr = nan", r"\[optimizer\] lr is nan but must be a finite number"),
+        ("[optimizer]\nmin_lr = -1e-3", r"\[optimizer\] min_lr is -0\.001 but must be at least 0"),
+        (
+            "[optimizer]\nlr = 1e-4",
+            r"\[optimizer\] min_lr is 0\.0002 but must be at most lr.* 0\.0001: lower min_lr too",
+        ),
+        ("[optimizer]\nwarmup_steps = -1", r"\[optimizer\] warmup_steps is -1 but must be at least 0"),
+        ("[optimizer]\nweight_decay = -0.1", r"\[optimizer\] weight_decay is -0\.1 but must be at least 0"),
+        ("[optimizer]\nclip_grad = -1", r"\[optimizer\] clip_grad is -1\.0 but must be at least 0"),
+        ("[job]\ntimeout_s = 0", r"\[job\] timeout_s is 0\.0 but must be above 0"),
+        ("[job]\ntimeout_s = inf", r"\[job\] timeout_s is inf but must be a finite number"),
+        ("[model]\nhidden_size = 126", r"\[model\] hidden_size is 126 but must be a multiple of num_heads, which is 4"),
+        ("[model]\nnum_query_groups = 3", r"\[model\] num_heads is 4 but must be a multiple of num_query_groups.* 3"),
+        ("[model]\nhidden_size = 60", r"\[model\] hidden_size / num_heads is 60 / 4 = 15 but must be even with .*rope"),
     ],
 )
 def test_a_wrong_setting_is_named_with_file_table_and_bound(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         from_toml(tmp_path, text)
     assert str(tmp_path / "settings.toml") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[model]\nhidden_size = 60\nposition = "learned"',
+        "[data]\nprefetch_steps = 1\nnum_workers = 0",
+        "[optimizer]\nlr = 1e-4\nmin_lr = 1e-4\nwarmup_steps = 0\nweight_decay = 0\nclip_grad = 0",
+        "[run]\ntraced_steps = 0\n[plan]\neffort = 0\nmax_tokens = 0",
+    ],
+)
+def test_the_bounds_themselves_are_allowed(tmp_path: Path, text: str) -> None:
+    assert from_toml(tmp_path, text) != TrainConfig()
 
 
 @pytest.mark.parametrize(

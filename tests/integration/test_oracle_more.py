@@ -1,0 +1,261 @@
+"""The oracle's question for rarer steps: an idle replica, cut samples, bfloat16 weights, a sharded optimizer.
+
+Real megatron-core ranks over gloo with the strict transport, as in test_oracle.py. The oracle is one float32 process
+that runs one row at a time, built here from the samples' tokens, without the planner's or the collator's help.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.analytic import ModelShape
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.data.collate import collate
+from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.stages import megatron_cpu
+from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads, wrap_ddp
+from dynapipe_ext.executor.stages.megatron_model import (
+    build_model,
+    global_name,
+    initialize_parallel,
+    tensor_slice,
+    transformer_config,
+)
+from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer, OptimizerSettings
+from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.transport.strict import StrictTransport
+from dynapipe_ext.executor.verify import verify
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import GlobalBatchPlan, LossNorm, MicroBatch, ReplicaPlan, check_cover
+from dynapipe_ext.planning.rules import fixed_rows
+from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.simulate import makespan_ns, simulate
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.topology import Topology
+
+megatron_cpu.install()  # here, so that forked ranks find megatron imported
+
+NUM_LAYERS, NUM_SAMPLES, ROW_LEN = 2, 10, 48
+TIED = ModelShape(NUM_LAYERS, 32, 4, 2, 64, True, 256, 64, True, "rope", "rmsnorm", False)
+UNTIED = ModelShape(NUM_LAYERS, 32, 4, 4, 64, False, 256, 64, False, "learned", "layernorm", True)
+CPU = torch.device("cpu")
+DP2, PP2DP2, ALL = Topology(dp=2), Topology(pp=2, dp=2), Topology(tp=2, pp=2, dp=2)
+
+
+@dataclass(frozen=True)
+class Case:
+    topology: Topology
+    rule: str  # "idle": all on replica 0; "cut": fixed rows; "shared": packed documents on both replicas
+    shape: ModelShape = TIED
+    loss_norm: LossNorm = "tokens"
+    dtype: str = "float32"
+    distributed: bool = False
+
+    def __str__(self) -> str:
+        t = self.topology
+        words = [f"tp{t.tp}pp{t.pp}dp{t.dp}", self.rule, self.loss_norm, self.dtype, self.shape.position]
+        return "-".join(words + ["zero1"] * self.distributed)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    gradient_error: float  # of step 0: the worst entry's, relative to the largest of its parameter's gradient
+    gradient_dtypes: set[torch.dtype]
+    parameters: dict[str, np.ndarray]  # after the steps
+
+
+def samples_of(step: int) -> list[TokenSample]:
+    rng = np.random.default_rng(300 + step)
+    lengths = rng.integers(4, 41, NUM_SAMPLES)
+    return [TokenSample(i, rng.integers(0, 256, n + 1), int(rng.integers(1, n + 1))) for i, n in enumerate(lengths)]
+
+
+def oracle_rows(case: Case, samples: list[TokenSample]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(tokens, labels, weights) of each row: every sample by itself, or for "cut" their stream in rows of ROW_LEN."""
+    parts = []
+    for sample in samples:
+        targets = np.arange(1, len(sample.tokens)) >= sample.first_target
+        weights = targets / (targets.sum() if case.loss_norm == "samples" else 1)
+        parts.append([sample.tokens[:-1], sample.tokens[1:], weights])
+    if case.rule == "cut":
+        stream = [np.concatenate(part) for part in zip(*parts, strict=True)]
+        places = range(0, len(stream[0]), ROW_LEN)
+        parts = [[part[at : at + ROW_LEN] for part in stream] for at in places]
+    return [tuple(torch.from_numpy(part)[None] for part in row) for row in parts]
+
+
+def build(case: Case, topology: Topology, rank: int):
+    initialize_parallel(topology, 0)
+    config = transformer_config(case.shape, topology, dtype=case.dtype, sequence_parallel=False)
+    model = build_model(case.shape, topology, topology.coordinates(rank).pp_rank, config, seed=7, device=CPU)
+    ddp = wrap_ddp(model, config, distributed_optimizer=case.distributed)
+    settings = OptimizerSettings(lr=1e-3, warmup_steps=1, num_steps=10, clip_grad=0.5, distributed=case.distributed)
+    return model, ddp, MegatronOptimizer(ddp, config, settings)
+
+
+def join(env) -> None:
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size, timeout=limit)
+
+
+def oracle(case: Case):
+    """Returns (loss, {name: gradient}) of step 0 in one float32 process."""
+
+    def main(env):
+        join(env)
+        _, ddp, _ = build(Case(Topology(), case.rule, case.shape), Topology(), 0)
+        ddp.zero_grad_buffer()
+        samples, loss_sum = samples_of(0), 0.0
+        targets = sum(len(s.tokens) - s.first_target for s in samples)
+        for tokens, labels, weights in oracle_rows(case, samples):
+            positions = torch.arange(tokens.shape[1])[None]
+            losses = ddp(tokens, positions, None, labels=labels)
+            loss = (losses * weights).sum() / (targets if case.loss_norm == "tokens" else NUM_SAMPLES)
+            loss.backward()
+            loss_sum += float(loss.detach())
+        gradients = {name: gradient.numpy().copy() for name, gradient in main_grads(ddp).items()}
+        dist.destroy_process_group()
+        return loss_sum, gradients
+
+    return main
+
+
+def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list]:
+    lengths = [SampleLength(s.index, s.positions, 0, s.target) for s in samples_of(step)]
+    if case.rule == "cut":
+        replicas = fixed_rows(lengths, row_len=ROW_LEN, dp=case.topology.dp)
+    else:
+        cuts = [lengths[:4], lengths[4:6], lengths[6:7], lengths[7:]]
+        parts = [MicroBatch(tuple(cut), "packed", pad_multiple=4) for cut in cuts]
+        replicas = [parts, []] if case.rule == "idle" else [parts[:1], parts[1:]]
+    pp = case.topology.pp
+    costs = [TokenCosts(pp, transfer_ns_per_token=10).evaluate(replica) for replica in replicas]
+    schedules = tuple(one_f_one_b(pp, c.num_micro_batches) for c in costs)
+    predictions = tuple(
+        Prediction(
+            makespan_ns=makespan_ns(s, c),
+            lower_bound_ns=0,
+            peak_bytes=(0,) * pp,
+            bubble_ratio=0.0,
+            trace=simulate(s, c),
+        )
+        for s, c in zip(schedules, costs, strict=True)
+    )
+    plans = tuple(ReplicaPlan(i, tuple(replica)) for i, replica in enumerate(replicas))
+    batch = GlobalBatchPlan(step=step, replicas=plans, loss_norm=case.loss_norm)
+    check_cover(batch, lengths)
+    return StepPlan(batch, schedules, predictions), costs
+
+
+def tensors_of(micro_batch: MicroBatch, samples: list[TokenSample], loss_norm: LossNorm) -> dict[str, torch.Tensor]:
+    arrays = collate(micro_batch, [samples[s.index] for s in micro_batch.samples], loss_norm=loss_norm)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def rank_main(case: Case, num_steps: int, expected: dict[str, np.ndarray] | None = None):
+    """Returns this rank's Outcome."""
+
+    def main(env):
+        join(env)
+        topology, me = case.topology, case.topology.coordinates(env.rank)
+        model, ddp, optimizer = build(case, topology, env.rank)
+        groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
+        transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
+        executor = PipelineExecutor(MegatronStage(ddp), transport)
+        form = ActivationFormat(case.shape.hidden_size, dtype=case.dtype)
+        losses, error = [], 0.0
+        for step in range(num_steps):
+            plans = lower(*step_plan_of(case, step), form)
+            for replica in plans:
+                verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
+            plan, samples = plans[me.dp_rank][me.pp_rank], samples_of(step)
+            batches = [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches]
+            losses.append(executor.execute(plan, batches))
+            if step == 0 and expected is not None:
+                error = worst_error(case, model, me, expected)
+            optimizer.step()
+        dtypes = {gradient.dtype for gradient in main_grads(ddp).values()}
+        parameters = {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
+        transport.close()
+        dist.barrier()
+        dist.destroy_process_group()
+        return Outcome(losses, error, dtypes, parameters)
+
+    return main
+
+
+def worst_error(case: Case, model: torch.nn.Module, me, expected: dict[str, np.ndarray]) -> float:
+    first_layer = sum(case.topology.with_layers(NUM_LAYERS).layers_per_stage[: me.pp_rank])
+    worst = 0.0
+    for local_name, parameter in model.named_parameters():
+        name = global_name(local_name, first_layer)
+        if name == "output_layer.weight" and case.shape.tied_embeddings:
+            name = "embedding.word_embeddings.weight"
+        whole = torch.from_numpy(expected[name])
+        wanted = tensor_slice(whole, parameter, me.tp_rank, case.topology.tp)
+        worst = max(worst, float((parameter.main_grad - wanted).abs().max()) / max(float(whole.abs().max()), 1e-12))
+    return worst
+
+
+EXACT = [
+    Case(DP2, "idle"),
+    Case(ALL, "idle", UNTIED, "samples"),
+    Case(DP2, "cut", UNTIED),
+    Case(PP2DP2, "cut", loss_norm="samples"),
+    Case(ALL, "cut"),
+]
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_an_idle_replica_and_cut_samples_change_no_gradient(case, run_ranks):
+    ((loss, gradients),) = run_ranks(1, oracle(case))
+    if case.rule == "cut":
+        pieces = [
+            s for replica in step_plan_of(case, 0)[0].batch.replicas for m in replica.micro_batches for s in m.samples
+        ]
+        assert any(piece.start for piece in pieces)
+    outcomes = run_ranks(case.topology.world_size, rank_main(case, 2, gradients))
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.losses[0] == pytest.approx(loss, rel=1e-5), f"rank {rank}"
+        assert outcome.gradient_error <= 1e-5, f"rank {rank}"
+        # The replicas went on as one, the idle one too.
+        place = case.topology.coordinates(rank)
+        twin = outcomes[case.topology.rank(tp_rank=place.tp_rank, pp_rank=place.pp_rank, dp_rank=0)]
+        assert outcome.losses == twin.losses
+        assert all(np.array_equal(outcome.parameters[name], wanted) for name, wanted in twin.parameters.items())
+
+
+@pytest.mark.parametrize(
+    "case", [Case(DP2, "shared", dtype="bfloat16"), Case(ALL, "shared", dtype="bfloat16")], ids=str
+)
+def test_bfloat16_weights_gather_float32_gradients_near_those_of_float32(case, run_ranks):
+    ((loss, gradients),) = run_ranks(1, oracle(case))
+    for rank, outcome in enumerate(run_ranks(case.topology.world_size, rank_main(case, 1, gradients))):
+        assert outcome.gradient_dtypes == {torch.float32}
+        assert outcome.losses[0] == pytest.approx(loss, rel=2e-3), f"rank {rank}"
+        assert 1e-5 < outcome.gradient_error <= 2e-2, f"rank {rank}"
+
+
+@pytest.mark.parametrize("topology", [DP2, ALL], ids=["dp2", "tp2pp2dp2"])
+def test_the_distributed_optimizer_leaves_the_weights_of_the_plain_one(topology, run_ranks):
+    plain, sharded = (
+        run_ranks(topology.world_size, rank_main(Case(topology, "shared", distributed=distributed), 2))
+        for distributed in (False, True)
+    )
+    start = run_ranks(topology.world_size, rank_main(Case(topology, "shared"), 0))
+    for rank, (one, other) in enumerate(zip(plain, sharded, strict=True)):
+        assert other.losses == pytest.approx(one.losses, rel=1e-6)
+        assert one.parameters.keys() == other.parameters.keys()
+        for name, wanted in one.parameters.items():
+            assert np.abs(other.parameters[name] - wanted).max() <= 1e-6, f"rank {rank}: {name}"
+            assert np.abs(wanted - start[rank].parameters[name]).max() > 1e-4, f"rank {rank}: {name} did not move"

@@ -1,0 +1,141 @@
+"""A fresh clone trains with the README's first command, installs only once, and then runs the README's others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+LIMIT_S = 400
+# What pip says when it reaches no index (its retries, its resolver, its sockets).
+NO_INDEX = (
+    "Failed to establish a new connection",
+    "Temporary failure in name resolution",
+    "Name or service not known",
+    "Network is unreachable",
+    "Connection refused",
+    "ProxyError",
+    "ConnectTimeoutError",
+    "ReadTimeoutError",
+    "NewConnectionError",
+)
+
+
+@pytest.fixture(scope="module")
+def checkout(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What a clone would hold after a commit of everything here, in a folder with spaces in its path."""
+    if shutil.which("git") is None or not (root / ".git").exists():
+        pytest.skip("git is missing or this is no git checkout: its files cannot be listed")
+    command = ["git", "-c", f"safe.directory={root}", "-C", str(root), "ls-files", "-z", "-co", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    target = tmp_path_factory.mktemp("fresh clone") / "dynapipe ext"
+    for name in sorted({name for name in listed.split("\0") if (root / name).is_file()}):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, target / name)
+    yield target
+    shutil.rmtree(target)  # its environment is large
+
+
+def run(command: list[str], cwd: Path, limit_s: int) -> subprocess.CompletedProcess[str]:
+    """A command as a user's shell would run it: without the environment of the tests that run now."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("DYNAPIPE_", "PYTHON"))}
+    return subprocess.run(
+        ["timeout", "-k", "20", str(limit_s), *command],  # ends the whole process group, ranks and store included
+        cwd=cwd,
+        env={**inherited, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit_s + 30,
+        check=False,
+    )
+
+
+def quickstart(checkout: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(["bash", str(checkout / "launch/quickstart.sh"), *arguments], cwd, LIMIT_S)
+
+
+def installed(checkout: Path) -> dict[str, int]:
+    """When each part of the environment was written: the set-up's log, its stamp, the folder of the packages."""
+    parts = [checkout / "build/setup.log", *checkout.glob(".venv/.dynapipe-*")]
+    parts += [*checkout.glob(".venv/lib/python3*/site-packages"), checkout / ".venv/pyvenv.cfg"]
+    return {str(part): part.stat().st_mtime_ns for part in parts}
+
+
+@pytest.fixture(scope="module")
+def first_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory that the first command was run from; the environment is installed after it."""
+    cwd = tmp_path_factory.mktemp("elsewhere")
+    done = quickstart(checkout, cwd, "--steps", "3", "--run-dir", "runs/x")
+    said = done.stdout + done.stderr
+    if "starting dynapipe train" not in said and any(words in said for words in NO_INDEX):
+        pytest.skip(f"no package index can be reached: {said.splitlines()[-1]}")
+    assert done.returncode == 0, said
+    assert "Traceback" not in said
+    assert "dynapipe: installing dynapipe-ext[train]" in done.stderr
+    return cwd
+
+
+def report_of(run_dir: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((run_dir / "report.json").read_text())
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 90)
+def test_a_fresh_clone_trains_eight_ranks_with_one_command(first_run: Path) -> None:
+    report = report_of(first_run / "runs/x")
+    assert report["steps"] == len(report["losses"]) == 3
+    assert report["topology"] == {"tp": 2, "pp": 2, "dp": 2}
+    assert report["losses"][-1] < report["losses"][0]
+    assert (first_run / "runs/x/loss.png").exists()
+    assert (first_run / "runs/x/trace.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 90)
+def test_the_second_command_installs_nothing(checkout: Path, first_run: Path) -> None:
+    before = installed(checkout)
+    assert len(before) == 4
+    again = quickstart(checkout, first_run, "--steps", "1", "--run-dir", "runs/again")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "installing" not in again.stderr
+    assert "making .venv" not in again.stderr
+    assert installed(checkout) == before
+    assert report_of(first_run / "runs/again")["steps"] == 1
+
+
+# Commands of the README as they stand there, each with what keeps its run short.
+COMMANDS = {
+    "dynapipe doctor": (),
+    "dynapipe plan --lengths lengths.npy --pp 4 --dp 2": (),
+    "dynapipe train --data my.jsonl --truncate": ("--steps", "1"),
+    "dynapipe train --config mine.toml": ("--steps", "1"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 90)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_readme_run_as_they_stand(command: str, checkout: Path, first_run: Path) -> None:
+    np.save(first_run / "lengths.npy", np.random.default_rng(0).integers(5, 900, 200))
+    lines = (json.dumps({"input": f"say {i} " * (1 + i % 400), "target": f"{i}"}) for i in range(200))
+    (first_run / "my.jsonl").write_text("\n".join(lines))
+    smaller = (checkout / "launch/configs/quickstart.toml").read_text().replace("num_layers = 4", "num_layers = 2")
+    (first_run / "mine.toml").write_text(smaller)
+    program, *arguments = command.split()
+    assert program == "dynapipe"
+    done = run([str(checkout / ".venv/bin/dynapipe"), *arguments, *COMMANDS[command]], first_run, limit_s=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    if "train" in command:
+        assert report_of(first_run / "runs/latest")["steps"] == 1
+    else:
+        assert ("Redis server" if "doctor" in command else "lower bound") in done.stdout
