@@ -76,20 +76,14 @@ class PipelineExecutor:
                     if s < last:
                         buffers[Buffer("activation", s, m)] = outputs
                     self._record(plan, f"{s}F{m}", m, start_s, start_cpu_s)
-                case Backward(s, m):
+                case Backward(s, m) | BackwardInput(s, m):
+                    whole = isinstance(instruction, Backward)
                     output_grads = buffers.pop(Buffer("gradient", s + 1, m)) if s < last else ()
-                    input_grads = stage.backward(s, m, output_grads)
+                    input_grads = (stage.backward if whole else stage.backward_input)(s, m, output_grads)
                     del output_grads
                     if s > 0:
                         buffers[Buffer("gradient", s, m)] = input_grads
-                    self._record(plan, f"{s}B{m}", m, start_s, start_cpu_s)
-                case BackwardInput(s, m):
-                    output_grads = buffers.pop(Buffer("gradient", s + 1, m)) if s < last else ()
-                    input_grads = stage.backward_input(s, m, output_grads)
-                    del output_grads
-                    if s > 0:
-                        buffers[Buffer("gradient", s, m)] = input_grads
-                    self._record(plan, f"{s}I{m}", m, start_s, start_cpu_s)
+                    self._record(plan, f"{s}{'B' if whole else 'I'}{m}", m, start_s, start_cpu_s)
                 case BackwardWeight(s, m):
                     stage.backward_weight(s, m)
                     self._record(plan, f"{s}W{m}", m, start_s, start_cpu_s)

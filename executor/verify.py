@@ -29,6 +29,7 @@ from dynapipe_ext.executor.instructions import (
 )
 
 _Queue = tuple[int, int, int]  # lower rank, higher rank, communicator
+_Sides = dict[tuple[_Queue, int], list[Send | Recv]]  # what each side (queue, rank) has posted, in order
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ def verify(programs: Sequence[Sequence[Instruction]], stage_ranks: Sequence[int]
     `programs[r]` are the instructions of pipeline rank r, `stage_ranks[stage]` the rank of each stage.
     """
     ranks = [_Rank(rank, program) for rank, program in enumerate(programs)]
-    sides: dict[tuple[_Queue, int], list[tuple[Instruction, int]]] = {}
+    sides: _Sides = {}
     waiting = set(range(len(ranks)))
     while waiting:
         before = [rank.pc for rank in ranks]
@@ -79,9 +80,7 @@ def verify(programs: Sequence[Sequence[Instruction]], stage_ranks: Sequence[int]
     return [rank.peak_bytes for rank in ranks]
 
 
-def _step(
-    rank: _Rank, sides: dict[tuple[_Queue, int], list[tuple[Instruction, int]]], stage_ranks: Sequence[int]
-) -> bool:
+def _step(rank: _Rank, sides: _Sides, stage_ranks: Sequence[int]) -> bool:
     """Run one instruction; False if it must wait."""
     instruction = rank.program[rank.pc]
     match instruction:
@@ -150,7 +149,7 @@ def _take(rank: _Rank, buffer: Buffer) -> None:
 def _post(
     rank: _Rank,
     instruction: Send | Recv,
-    sides: dict[tuple[_Queue, int], list[tuple[Instruction, int]]],
+    sides: _Sides,
     num_stages: int,
 ) -> None:
     buffer, peer, sends = instruction.buffer, instruction.peer, isinstance(instruction, Send)
@@ -171,11 +170,10 @@ def _post(
     queue = (min(rank.rank, peer), max(rank.rank, peer), instruction.channel)
     mine = sides.setdefault((queue, rank.rank), [])
     rank.posted[buffer, sends] = (queue, len(mine), num_bytes)
-    mine.append((instruction, rank.rank))
+    mine.append(instruction)
     theirs = sides.get((queue, peer), [])
     if len(theirs) >= len(mine):
-        other = theirs[len(mine) - 1][0]
-        assert isinstance(other, Send | Recv)
+        other = theirs[len(mine) - 1]
         if isinstance(other, Send) == sends:
             kind = "sends" if sends else "receives"
             raise rank.fail(f"both sides of communicator {queue} have {kind} at place {len(mine) - 1}: they never meet")
@@ -185,9 +183,7 @@ def _post(
             raise rank.fail(f"shapes differ: {instruction.specs} here, {other.specs} on rank {peer}")
 
 
-def _wait(
-    rank: _Rank, buffer: Buffer, sends: bool, sides: dict[tuple[_Queue, int], list[tuple[Instruction, int]]]
-) -> bool:
+def _wait(rank: _Rank, buffer: Buffer, sends: bool, sides: _Sides) -> bool:
     if (buffer, sends) not in rank.posted:
         raise rank.fail("nothing under way to wait for")
     queue, place, num_bytes = rank.posted[buffer, sends]
@@ -202,7 +198,7 @@ def _wait(
     return True
 
 
-def _why_blocked(rank: _Rank, sides: dict[tuple[_Queue, int], list[tuple[Instruction, int]]]) -> str:
+def _why_blocked(rank: _Rank, sides: _Sides) -> str:
     instruction = rank.program[rank.pc]
     assert isinstance(instruction, WaitSend | WaitRecv)
     queue, place, _ = rank.posted[instruction.buffer, isinstance(instruction, WaitSend)]
