@@ -63,11 +63,6 @@ def topology_of(config: TrainConfig) -> Topology:
             raise ConfigError(f"tp is {t.tp} but does not divide {name} {getattr(m, name)}: choose another tp or size")
     if _VOCAB_MULTIPLE % t.tp:
         raise ConfigError(f"tp is {t.tp} but must divide {_VOCAB_MULTIPLE}: choose a power of two up to that")
-    if m.hidden_size % m.num_heads or m.num_heads % m.num_query_groups:
-        raise ConfigError(
-            f"hidden_size {m.hidden_size}, num_heads {m.num_heads} and num_query_groups {m.num_query_groups}"
-            " must divide one another in this order"
-        )
     if t.sequence_parallel and config.plan.pad_multiple % t.tp:
         raise ConfigError(
             f"pad_multiple is {config.plan.pad_multiple} but sequence parallelism cuts rows in tp = {t.tp} parts:"
