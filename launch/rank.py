@@ -24,7 +24,7 @@ from dynapipe_ext.executor.protocols import Store, Transport
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
 from dynapipe_ext.executor.stages.megatron_model import build_model, transformer_config
-from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer, OptimizerSettings
+from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.transport.groups import Groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
@@ -118,9 +118,7 @@ def train(context: RankContext, variant: Variant, index: int) -> tuple[list[Step
         torch.cuda.reset_peak_memory_stats(device)
     model = build_model(shape, topology, me.pp_rank, settings, seed=config.run.seed, device=device)
     ddp = wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed)
-    optimizer = MegatronOptimizer(
-        ddp, settings, OptimizerSettings(**asdict(config.optimizer), num_steps=config.run.steps)
-    )
+    optimizer = MegatronOptimizer(ddp, settings, config.optimizer, num_steps=config.run.steps)
     stage = MegatronStage(ddp, dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
     recorder = _SpanRecorder()
     with ExitStack() as stack:

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from dynapipe_ext.config import OptimizerSettings
 from dynapipe_ext.errors import ExecutionError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
-    """Adam with linear warm-up and cosine decay over `num_steps`; `clip_grad` is the global norm (0: off)."""
-
-    lr: float = 1e-3
-    min_lr: float = 1e-4
-    warmup_steps: int = 5
-    num_steps: int = 100
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0
-    distributed: bool = False
 
 
 class MegatronOptimizer:
     """Megatron's optimizer and learning-rate schedule behind two calls."""
 
-    def __init__(self, ddp: Any, config: Any, settings: OptimizerSettings) -> None:
+    def __init__(self, ddp: Any, config: Any, settings: OptimizerSettings, *, num_steps: int) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -47,12 +34,12 @@ class MegatronOptimizer:
             init_lr=0.0,
             max_lr=settings.lr,
             min_lr=settings.min_lr,
-            lr_warmup_steps=min(settings.warmup_steps, settings.num_steps - 1),
-            lr_decay_steps=settings.num_steps,
+            lr_warmup_steps=min(settings.warmup_steps, num_steps - 1),
+            lr_decay_steps=num_steps,
             lr_decay_style="cosine",
             start_wd=settings.weight_decay,
             end_wd=settings.weight_decay,
-            wd_incr_steps=settings.num_steps,
+            wd_incr_steps=num_steps,
             wd_incr_style="constant",
         )
         self._scheduler.step(1)  # at step 0 Megatron's warm-up has a learning rate of zero

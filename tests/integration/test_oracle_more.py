@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.config import OptimizerSettings
 from dynapipe_ext.costs.analytic import ModelShape
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.collate import collate
@@ -30,7 +31,7 @@ from dynapipe_ext.executor.stages.megatron_model import (
     tensor_slice,
     transformer_config,
 )
-from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer, OptimizerSettings
+from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.verify import verify
@@ -99,8 +100,10 @@ def build(case: Case, topology: Topology, rank: int):
     config = transformer_config(case.shape, topology, dtype=case.dtype, sequence_parallel=False)
     model = build_model(case.shape, topology, topology.coordinates(rank).pp_rank, config, seed=7, device=CPU)
     ddp = wrap_ddp(model, config, distributed_optimizer=case.distributed)
-    settings = OptimizerSettings(lr=1e-3, warmup_steps=1, num_steps=10, clip_grad=0.5, distributed=case.distributed)
-    return model, ddp, MegatronOptimizer(ddp, config, settings)
+    settings = OptimizerSettings(
+        lr=1e-3, min_lr=1e-4, warmup_steps=1, weight_decay=0.01, clip_grad=0.5, distributed=case.distributed
+    )
+    return model, ddp, MegatronOptimizer(ddp, config, settings, num_steps=10)
 
 
 def join(env) -> None:
