@@ -36,8 +36,10 @@ def ending_signals_raise() -> Iterator[None]:
 @contextlib.contextmanager
 def ending_signals_blocked() -> Iterator[None]:
     """Inside, SIGINT and SIGTERM wait: for a fork, whose child must not run the parent's handlers."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        # It blocks, and only then runs the handler of a signal that came before: that may raise, with all blocked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
