@@ -1,0 +1,251 @@
+"""Dispatch rules: how ranks that are free choose among what is ready, under a byte limit, on any placement.
+
+The reference of the native core's `pipeline.hpp`: both make the same choices in the same order.
+
+Forwards of a stage run in injection order. A forward is admitted where its stored bytes fit beside what is held, with
+the largest working bytes of it and of the micro-batches inside. With one stage a rank that cannot block: a stage that
+lacks the oldest micro-batch in flight holds nothing older, so it has room. Where a rank holds several stages, an
+admission must leave the micro-batches in flight able to complete one after the other, oldest first (Dijkstra's banker,
+with a fixed order, which makes the test local to the rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NEVER = 1 << 60
+NO_CAP = 1 << 20
+_UNKNOWN = -1
+FORWARD, GRADIENT, WEIGHT = range(3)
+
+Chosen = tuple[int, int, int]  # one of the three above, stage, position
+Table = list[list[int]]  # [stage][position]; a position is a place in the injection order
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a free rank chooses.
+
+    Stage s holds at most S - s + `extra` micro-batches (NO_CAP: as many as memory allows). With `alternate`, after a
+    backward a forward goes first: 1F1B's rhythm. A W may delay the next known arrival by up to `patience` quarters of
+    its own time; W's beyond `most_pending` go first.
+    """
+
+    extra: int
+    alternate: bool
+    patience: int = 0
+    most_pending: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """One replica's costs in injection order. With `split`, `gradient` is I alone, else the whole B."""
+
+    stage_ranks: tuple[int, ...]
+    free_bytes: tuple[int, ...]  # of each rank: limit - static
+    split: bool
+    working_in_backward: bool
+    forward: Table
+    gradient: Table
+    weight: Table
+    stored: Table
+    working: Table
+    transfer: Table  # [boundary][position]
+
+    @property
+    def count(self) -> int:
+        return len(self.forward[0])
+
+
+class _Run:
+    """One run of a rule over a pipeline; attributes are per stage or per rank."""
+
+    def __init__(self, pipe: Pipeline, rule: Rule) -> None:
+        stages, count = len(pipe.stage_ranks), pipe.count
+        ranks = range(len(pipe.free_bytes))
+        self.pipe, self.rule, self.stages, self.count = pipe, rule, stages, count
+        self.mine = [[s for s, r in enumerate(pipe.stage_ranks) if r == rank] for rank in ranks]
+        self.arrival = [[0] * count, *([_UNKNOWN] * count for _ in range(stages - 1))]
+        self.gradient_arrival = [[_UNKNOWN] * count for _ in range(stages)]
+        self.entered = [0] * stages
+        self.in_flight = [0] * stages
+        self.first_inside = [0] * stages
+        self.gone = [[False] * count for _ in range(stages)]
+        self.queued: list[list[int]] = [[] for _ in range(stages)]
+        self.pending: list[list[tuple[int, int]]] = [[] for _ in ranks]
+        self.pending_bytes = [0] * len(ranks)
+        self.held = [0] * len(ranks)
+        self.wants_forward = [False] * len(ranks)
+        self.wake = [NEVER] * len(ranks)
+        self.wake[pipe.stage_ranks[0]] = 0
+        self.free_at = [0] * len(ranks)
+        self.left_work = [0] * len(ranks)
+        for s, rank in enumerate(pipe.stage_ranks):
+            work = sum(pipe.forward[s]) + sum(pipe.gradient[s]) + (sum(pipe.weight[s]) if pipe.split else 0)
+            self.left_work[rank] += work
+
+    def go(self, give_up: int, orders: list[list[Chosen]] | None) -> int:
+        left = self.stages * self.count * (3 if self.pipe.split else 2)
+        makespan = 0
+        while left:
+            now = min(self.wake)
+            if now >= NEVER:
+                return NEVER
+            rank = self.wake.index(now)
+            chosen, following = self._choose(rank, now)
+            if chosen is None:
+                self.wake[rank] = following
+                continue
+            end = self._start(rank, now, chosen)
+            if orders is not None:
+                orders[rank].append(chosen)
+            self.left_work[rank] -= end - now
+            if end + self.left_work[rank] >= give_up:
+                return NEVER
+            makespan = max(makespan, end)
+            self.wake[rank] = self.free_at[rank] = end
+            left -= 1
+        return makespan
+
+    def _choose(self, rank: int, now: int) -> tuple[Chosen | None, int]:
+        """What to start now, or None and the next time to look."""
+        rule, pending = self.rule, self.pending[rank]
+        if len(pending) > rule.most_pending:
+            return (WEIGHT, *pending.pop(0)), NEVER
+        following = NEVER
+        gradient: tuple[int, int] | None = None  # position, -stage
+        forward: int | None = None
+        after_weights = False
+        for s in reversed(self.mine[rank]):
+            for m in self.queued[s]:
+                at = self.gradient_arrival[s][m]
+                if at > now:
+                    following = min(following, at)
+                elif gradient is None or m < gradient[0]:
+                    gradient = m, s
+            m = self.entered[s]
+            if m == self.count or forward is not None:
+                continue
+            at = self.arrival[s][m]
+            capped = rule.extra < NO_CAP and self.in_flight[s] >= max(1, self.stages - s + rule.extra)
+            if at == _UNKNOWN or capped:
+                continue
+            if at > now:
+                following = min(following, at)
+            else:
+                fits, fits_after = self._admits(rank, s, m)
+                if fits:
+                    forward = s
+                after_weights = after_weights or (fits_after and not fits)
+        if gradient is not None and not (self.wants_forward[rank] and (forward is not None or after_weights)):
+            return (GRADIENT, gradient[1], gradient[0]), NEVER
+        if forward is not None:
+            return (FORWARD, forward, self.entered[forward]), NEVER
+        if pending:
+            duration = self.pipe.weight[pending[0][0]][pending[0][1]]
+            late = now + duration - following
+            if after_weights or following >= NEVER or late * 4 <= duration * rule.patience:
+                return (WEIGHT, *pending.pop(0)), NEVER
+        return None, following
+
+    def _admits(self, rank: int, s: int, m: int) -> tuple[bool, bool]:
+        """Whether the rank's memory takes it now, and whether it would once the pending W's have run."""
+        pipe = self.pipe
+        working = pipe.working[s][m]
+        if pipe.working_in_backward:
+            for t in self.mine[rank]:
+                for q in range(self.first_inside[t], self.entered[t]):
+                    if not self.gone[t][q]:
+                        working = max(working, pipe.working[t][q])
+        needed = self.held[rank] + pipe.stored[s][m] + working
+        room = pipe.free_bytes[rank]
+        if needed - self.pending_bytes[rank] > room:
+            return False, False
+        if len(self.mine[rank]) > 1 and not self._safe(rank, s, m):
+            return False, False
+        return needed <= room, True
+
+    def _safe(self, rank: int, s: int, m: int) -> bool:
+        pipe, first = self.pipe, self.mine[rank][0]
+        held = self.held[rank] - self.pending_bytes[rank] + pipe.stored[s][m]
+        newest = max(self.entered[first], m + 1 if s == first else 0)
+        for q in range(self.first_inside[first], newest):
+            own = missing = working = 0
+            for t in self.mine[rank]:
+                if (q < self.entered[t] or (t == s and q == m)) and not self.gone[t][q]:
+                    own += pipe.stored[t][q]
+                    if pipe.working_in_backward:
+                        working = max(working, pipe.working[t][q])
+                elif q >= self.entered[t]:
+                    missing += pipe.stored[t][q]
+                    working = max(working, pipe.working[t][q])
+            if held + missing + working > pipe.free_bytes[rank]:
+                return False
+            held -= own
+        return True
+
+    def _start(self, rank: int, now: int, chosen: Chosen) -> int:
+        pipe, (kind, s, m) = self.pipe, chosen
+        if kind == FORWARD:
+            end = now + pipe.forward[s][m]
+            self.held[rank] += pipe.stored[s][m]
+            self.entered[s] += 1
+            self.in_flight[s] += 1
+            if s + 1 == self.stages:
+                self.gradient_arrival[s][m] = end
+                self.queued[s].append(m)
+            else:
+                self._arrive(s + 1, m, end + self._hop(s, m), self.arrival)
+            self.wants_forward[rank] = False
+        elif kind == GRADIENT:
+            end = now + pipe.gradient[s][m]
+            self.queued[s].remove(m)
+            self.gone[s][m] = True
+            self.in_flight[s] -= 1
+            while self.first_inside[s] < self.entered[s] and self.gone[s][self.first_inside[s]]:
+                self.first_inside[s] += 1
+            if pipe.split:
+                self.pending[rank].append((s, m))
+                self.pending_bytes[rank] += pipe.stored[s][m]
+            else:
+                self.held[rank] -= pipe.stored[s][m]
+            if s:
+                self.queued[s - 1].append(m)
+                self._arrive(s - 1, m, end + self._hop(s - 1, m), self.gradient_arrival)
+            self.wants_forward[rank] = self.rule.alternate
+        else:
+            end = now + pipe.weight[s][m]
+            self.held[rank] -= pipe.stored[s][m]
+            self.pending_bytes[rank] -= pipe.stored[s][m]
+        return end
+
+    def _hop(self, low: int, m: int) -> int:
+        ranks = self.pipe.stage_ranks
+        return 0 if ranks[low] == ranks[low + 1] else self.pipe.transfer[low][m]
+
+    def _arrive(self, s: int, m: int, at: int, table: Table) -> None:
+        table[s][m] = at
+        rank = self.pipe.stage_ranks[s]
+        self.wake[rank] = min(self.wake[rank], max(at, self.free_at[rank]))
+
+
+def dispatch(pipe: Pipeline, rule: Rule, *, give_up: int = NEVER, orders: list[list[Chosen]] | None = None) -> int:
+    """Makespan of the rule in ns, NEVER once it is known to reach `give_up` or where memory blocks it.
+
+    `orders`, one empty list a rank, receives the actions.
+    """
+    return _Run(pipe, rule).go(give_up, orders)
+
+
+def rules(*, split: bool) -> Sequence[Rule]:
+    """The rules that a search chooses from."""
+    extras = (0, 1, 2, 4, NO_CAP)
+    if not split:
+        return [Rule(extra, alternate) for extra in extras for alternate in (True, False)]
+    return [
+        Rule(extra, alternate, patience, most_pending)
+        for extra in extras
+        for alternate in (True, False)
+        for patience, most_pending in ((0, NO_CAP), (2, NO_CAP), (4, NO_CAP), (0, 0))
+    ]
