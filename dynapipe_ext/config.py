@@ -78,7 +78,8 @@ class PlanSettings:
     memory_limit_gb: float = 1.0
     pad_multiple: int = 8
     max_tokens: int = 0
-    effort: int = 32
+    effort: int = 2000
+    split_backward: bool = False
     loss_norm: LossNorm = "tokens"
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     replica_counts: Literal["free", "equal"] = "free"

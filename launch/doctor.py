@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dynapipe_ext.errors
+from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.launch.env import limit_threads
 from dynapipe_ext.launch.redis_server import RedisServer, find_server_binary
@@ -68,6 +69,7 @@ def all_checks(redis_server: str | None = None) -> tuple[Check, ...]:
     probes: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("Python", _python),
         ("dynapipe-ext", _package),
+        ("planning core", _core),
         ("torch", _torch),
         ("devices", _devices),
         ("megatron-core", _megatron),
@@ -117,6 +119,11 @@ def _distribution(name: str, extra: str, *, required: bool = False) -> Check:
         return Check(name, True, version, required)
     wanted = f"'dynapipe-ext[{extra}]'" if extra else name
     return Check(name, False, "not installed", required, f"pip install {wanted}")
+
+
+def _core() -> Check:
+    hint = "" if active_core() == "native" else "plans are the same but slower: install again with a C++ compiler"
+    return Check("planning core", active_core() == "native", active_core(), hint=hint)
 
 
 def _torch() -> Check:

@@ -27,6 +27,7 @@ from dynapipe_ext.topology import Topology
 
 # One multiple for all topologies: the padded vocabulary, and with it the weights, must not depend on tp.
 _VOCAB_MULTIPLE = 128
+_OURS = "dynapipe-ext"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Variant:
 def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
     """The configured run, and with `compare` the three usual ways beside it."""
     plan, row_len = config.plan, config.model.max_seq_len
-    ours = Variant("dynapipe-ext", plan.layout, plan.schedule, plan.rule, plan.max_tokens)
+    ours = Variant(_OURS, plan.layout, plan.schedule, plan.rule, plan.max_tokens)
     if not compare:
         return [ours]
     return [
@@ -242,6 +243,7 @@ def make_planner(config: TrainConfig, costs: CostModel, variant: Variant) -> Pla
         pad_multiple=plan.pad_multiple,
         max_tokens=variant.max_tokens,
         effort=plan.effort,
+        split_backward=plan.split_backward and variant.name == _OURS,
         loss_norm=plan.loss_norm,
         recompute=None if plan.recompute == "auto" else plan.recompute,
         equal_counts=plan.replica_counts == "equal",

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from dynapipe_ext.config import ScheduleName, TrainConfig
+from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.table import A100_HIDDEN_SIZE, CostTable
@@ -67,9 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", choices=get_args(Layout), help="of micro-batches")
     parser.add_argument("--schedule", choices=get_args(ScheduleName), help="of the pipeline")
     parser.add_argument("--pad-multiple", type=int, metavar="N", help="rows are rounded up to it (CSV folder: 1)")
-    parser.add_argument("--effort", type=int, metavar="N", help="orders tried per split")
+    parser.add_argument("--effort", type=int, metavar="N", help="moves tried by the search")
     parser.add_argument("--seed", type=int, metavar="N", help="of the data order and the search")
-    parser.add_argument("--split-backward", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--split-backward", action="store_true", default=None, help="run B as I and W")
     parser.add_argument("--json", metavar="FILE", help="write the plan as dynapipe-plan/1")
 
 
@@ -101,8 +102,6 @@ def run(args: argparse.Namespace) -> int:
     if args.show:
         console.print(rendered(read_plan(args.show), width=console.width))
         return 0
-    if args.split_backward:
-        raise ConfigError("--split-backward is not available yet: plan without it")
     config = _config(args)
     priced = _priced(args, config)
     limit_bytes = _memory_limit_bytes(args, config)
@@ -122,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
         loss_norm=config.plan.loss_norm,
         recompute=None if config.plan.recompute == "auto" else config.plan.recompute,
         equal_counts=config.plan.replica_counts == "equal",
+        split_backward=config.plan.split_backward,
     )
     start_s = time.perf_counter()
     plan = planner.plan(samples, step=args.step or 0)
@@ -131,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"lengths: {note}")
     console.print(f"costs: {priced.provenance}")
     console.print(f"limits: {limit_bytes / 1e9:g} GB a rank, rows rounded up to a multiple of {multiple}")
+    console.print(f"search: {planner.effort:,} moves on the {active_core()} core")
     console.print(rendered(of_step_plan(plan, planner.topology, planning_s=planning_s), width=console.width))
     if args.json:
         write_plan(args.json, plan, planner.topology)
@@ -143,7 +144,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
     names = {
         "topology": ("tp", "pp", "dp"),
-        "plan": ("layout", "schedule", "effort", "pad_multiple", "memory_limit_gb"),
+        "plan": ("layout", "schedule", "effort", "pad_multiple", "memory_limit_gb", "split_backward"),
         "data": ("tokens_per_batch", "batch_size"),
         "run": ("seed",),
     }

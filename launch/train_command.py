@@ -48,6 +48,7 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--dtype": ("model", "dtype", {"choices": ("float32", "bfloat16"), "help": "of weights; gradients are float32"}),
     "--layout": ("plan", "layout", {"choices": get_args(Layout), "help": "of micro-batches"}),
     "--schedule": ("plan", "schedule", {"choices": get_args(ScheduleName), "help": "of the pipeline"}),
+    "--split-backward": ("plan", "split_backward", {"action": "store_true", "help": "B as I and W"}),
     "--costs": ("plan", "costs", {"metavar": "FILE", "help": "cost table; default: measure this machine"}),
     "--memory-limit-gb": ("plan", "memory_limit_gb", {"type": float, "metavar": "GB", "help": "per rank"}),
     "--loss-norm": ("plan", "loss_norm", {"choices": get_args(LossNorm), "help": "divide by target tokens or samples"}),

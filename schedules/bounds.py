@@ -94,7 +94,8 @@ class _Chains:
             for m, forward_ns in enumerate(self.forward[s]):
                 busy_ns = forward_ns + self.gradient[s][m]
                 held_ns = busy_ns + self.between[s][m] + (self.weight[s][m] if self.split else 0)
-                byte_ns += stored[s][m] * held_ns + working[s][m] * busy_ns
+                byte_ns += stored[s][m] * held_ns
+                byte_ns += working[s][m] * (forward_ns if self.costs.working_in == "F" else busy_ns)
         if free < 0 or (byte_ns and not free):
             raise PlanError(
                 f"rank {rank} holds {limit_bytes - free} B of weights and states, which leaves nothing of the"

@@ -1,7 +1,7 @@
 """Bytes of a schedule: what each pipeline rank holds after every action, and its peak.
 
 Stored activations are held from F to B, or to W where the backward is split. While an action of a kind in `kinds`
-runs, the micro-batch's working bytes come on top: all of F, B and I by default, which is the safer rule (recomputation
+runs, the micro-batch's working bytes come on top: as a rule all of F, B and I, which is safer (recomputation
 and the temporary gradients of a layer need them in the backward as well); "F" counts them in forwards alone.
 """
 
@@ -57,14 +57,16 @@ def held_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[tupl
     return tuple(ranks)
 
 
-def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts, kinds: str = "FBI") -> tuple[int, ...]:
-    """Largest memory of each pipeline rank at any time; `kinds` are the actions that need their working bytes.
+def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts, kinds: str | None = None) -> tuple[int, ...]:
+    """Largest memory of each pipeline rank at any time; `kinds` are the actions that need their working bytes (default:
+    `costs.working_in`).
 
     During F: held before + stored + working of the micro-batch. During B and I: held (its own stored bytes are part of
     that) + working. W runs on what is held.
 
     Errors: PlanError if the costs do not match the schedule, or `kinds` has a letter other than F, B, I, W.
     """
+    kinds = costs.working_in if kinds is None else kinds
     if not set(kinds) <= set("FBIW"):
         raise PlanError(f"kinds {kinds!r} may have the letters F, B, I and W alone, such as 'FBI'")
     counted = {kind for kind in Kind if kind.value in kinds}

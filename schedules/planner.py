@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -11,8 +12,9 @@ import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.config import Rule, ScheduleName
+from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
 from dynapipe_ext.plan import (
@@ -32,11 +34,11 @@ from dynapipe_ext.planning.packing import micro_batch_evaluate, split_packed
 from dynapipe_ext.planning.padded import ShapeCosts, ShapeEvaluate, bottleneck, shape_evaluate, split_padded
 from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.adaptive import best_order
 from dynapipe_ext.schedules.bounds import lower_bound_ns
 from dynapipe_ext.schedules.gpipe import gpipe
 from dynapipe_ext.schedules.memory import peak_bytes
 from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.optimizer import optimize_replicas, renumbered
 from dynapipe_ext.schedules.simulate import simulate
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.schedules.validate import validate
@@ -50,9 +52,11 @@ class Planner:
     """Plans steps. A plan is a pure function of these settings, the samples' lengths and the step.
 
     `costs` price micro-batches on every stage of `topology`; no pipeline rank exceeds `memory_limit_bytes`. `effort`
-    counts the injection orders tried per candidate split. `max_tokens` caps the positions of one micro-batch (0: memory
-    alone does). `rule` other than "dynapipe-ext" splits as a peer does, for comparisons. `recompute` None lets the
-    planner choose per micro-batch. `activation_format` is needed to lower plans to instructions, not to make them.
+    counts the moves tried (order, replica, recomputation, dispatch rule), half of them on the best of the candidate
+    splits. `split_backward` runs backwards as I and W under the adaptive schedule. `max_tokens` caps the positions of
+    one micro-batch (0: memory alone does). `rule` other than "dynapipe-ext" splits as a peer does, for comparisons.
+    `recompute` None lets the planner choose per micro-batch. `activation_format` is needed to lower plans to
+    instructions, not to make them.
     """
 
     topology: Topology
@@ -64,7 +68,8 @@ class Planner:
     rule: Rule = field(default="dynapipe-ext", kw_only=True)
     pad_multiple: int = field(default=8, kw_only=True)
     max_tokens: int = field(default=0, kw_only=True)
-    effort: int = field(default=32, kw_only=True)
+    effort: int = field(default=2000, kw_only=True)
+    split_backward: bool = field(default=False, kw_only=True)
     loss_norm: LossNorm = field(default="tokens", kw_only=True)
     recompute: Recompute | None = field(default=None, kw_only=True)
     equal_counts: bool = field(default=False, kw_only=True)
@@ -80,6 +85,10 @@ class Planner:
             raise ConfigError(
                 f"memory_limit_bytes {self.memory_limit_bytes}, pad_multiple {self.pad_multiple}, max_tokens"
                 f" {self.max_tokens} and effort {self.effort} must be positive (the last two may be 0)"
+            )
+        if self.split_backward and self.schedule != "adaptive":
+            raise ConfigError(
+                f"split_backward goes with the adaptive schedule, not with {self.schedule!r}: choose one of them"
             )
         if self.max_tokens and self.max_tokens < self.pad_multiple:
             raise ConfigError(f"max_tokens {self.max_tokens} is below pad_multiple {self.pad_multiple}")
@@ -104,19 +113,21 @@ class Planner:
         samples = _as_samples(lengths)
         if not samples:
             raise PlanError(f"step {step} has no samples to plan")
-        best: StepPlan | None = None
+        candidates = self._candidates(samples, step)
+        tried: list[tuple[StepPlan, int]] = []
         refusal: PlanError | None = None
-        for replicas in self._candidates(samples, step):
+        for index, replicas in enumerate(candidates):
             try:
-                found = self._schedule(replicas, step)
+                tried.append((self._schedule(replicas, step, self.effort // (2 * len(candidates))), index))
             except PlanError as error:  # this split holds too much at once; others may fit
                 refusal = refusal or error
-                continue
-            if best is None or found.makespan_s < best.makespan_s:
-                best = found
-        if best is None:
+        if not tried:
             assert refusal is not None
             raise refusal
+        best, index = min(tried, key=lambda found: (found[0].makespan_s, found[1]))
+        if self.schedule == "adaptive" and self.effort:
+            longer = self._schedule(candidates[index], step, self.effort - self.effort // 2)
+            best = min(best, longer, key=lambda plan: plan.makespan_s)
         check_cover(best.batch, samples)
         return best
 
@@ -217,17 +228,12 @@ class Planner:
                 rule = partial(dynapipe_rule, samples, self._shapes(stages), pp=stages, dp=dp, max_bytes=limit)
                 yield partial(rule, pad_multiple=multiple, equal_counts=self.equal_counts)
 
-    def _schedule(self, replicas: Replicas, step: int) -> StepPlan:
+    def _schedule(self, replicas: Replicas, step: int, effort: int) -> StepPlan:
         limit = int(self.memory_limit_bytes)
-        plans, schedules, predictions = [], [], []
-        for dp_rank, micro_batches in enumerate(replicas):
+        plans, predictions = [], []
+        replicas, schedules = self._ordered(replicas, effort)
+        for dp_rank, (micro_batches, schedule) in enumerate(zip(replicas, schedules, strict=True)):
             costs = self.costs.evaluate(micro_batches)
-            order, schedule = list(range(len(micro_batches))), self._natural(len(micro_batches))
-            if self.schedule == "adaptive" and micro_batches:
-                order, schedule = best_order(costs, memory_limit_bytes=limit, effort=self.effort, seed=self.seed)
-            # Micro-batches are numbered in the order in which they enter stage 0.
-            micro_batches, costs = [micro_batches[i] for i in order], costs.take(order)
-            schedule = _renumbered(schedule, order)
             validate(schedule, len(micro_batches))
             peaks = peak_bytes(schedule, costs)
             if max(peaks) > limit:
@@ -237,13 +243,14 @@ class Planner:
                     f" {limit} B: use the adaptive schedule, smaller micro-batches, recomputation or more tp"
                 )
             trace = simulate(schedule, costs)
-            makespan_ns = round(trace.makespan_s * 1e9)
             plans.append(ReplicaPlan(dp_rank, tuple(micro_batches)))
-            schedules.append(schedule)
+            bound = 0
+            if micro_batches:
+                bound = lower_bound_ns(schedule.stage_ranks, costs, split=self.split_backward)
             predictions.append(
                 Prediction(
-                    makespan_ns=makespan_ns,
-                    lower_bound_ns=lower_bound_ns(schedule.stage_ranks, costs, split=False) if micro_batches else 0,
+                    makespan_ns=round(trace.makespan_s * 1e9),
+                    lower_bound_ns=bound,
                     peak_bytes=peaks,
                     bubble_ratio=trace.bubble_ratio,
                     trace=trace,
@@ -251,6 +258,52 @@ class Planner:
             )
         batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
         return StepPlan(batch, tuple(schedules), tuple(predictions))
+
+    def _ordered(self, replicas: Replicas, effort: int) -> tuple[Replicas, tuple[PipelineSchedule, ...]]:
+        """Micro-batches of each replica in the order in which they enter stage 0, numbered so in its schedule."""
+        if self.schedule != "adaptive":
+            return replicas, tuple(self._natural(len(replica)) for replica in replicas)
+        micro_batches = [m for replica in replicas for m in replica]
+        ends = np.cumsum([0] + [len(replica) for replica in replicas]).tolist()
+        allowed = (
+            self._kinds if self.rule == "dynapipe-ext" else tuple(dict.fromkeys(m.recompute for m in micro_batches))
+        )
+        start = self.costs.evaluate(micro_batches)
+        found = optimize_replicas(
+            [self._under(kind, micro_batches, start) for kind in allowed],
+            [list(range(a, b)) for a, b in itertools.pairwise(ends)],
+            [allowed.index(m.recompute) for m in micro_batches],
+            memory_limit_bytes=int(self.memory_limit_bytes),
+            split=self.split_backward,
+            effort=effort,
+            seed=self.seed,
+            stage_ranks=self.topology.stage_ranks,
+            equal_counts=self.equal_counts,
+        )
+        chosen = [replace(m, recompute=allowed[kind]) for m, kind in zip(micro_batches, found.kinds, strict=True)]
+        return (
+            [[chosen[m] for m in group] for group in found.groups],
+            tuple(
+                renumbered(schedule, {m: i for i, m in enumerate(group)})
+                for schedule, group in zip(found.schedules, found.groups, strict=True)
+            ),
+        )
+
+    def _under(self, kind: Recompute, micro_batches: list[MicroBatch], like: MicroBatchCosts) -> MicroBatchCosts:
+        """Costs of all micro-batches under one kind of recomputation; INFEASIBLE where one cannot be priced."""
+        asked = [replace(m, recompute=kind) for m in micro_batches]
+        try:
+            return self.costs.evaluate(asked)
+        except PlanError:
+            return MicroBatchCosts.join([self._alone(m, like) for m in asked], like=like)
+
+    def _alone(self, micro_batch: MicroBatch, like: MicroBatchCosts) -> MicroBatchCosts:
+        try:
+            return self.costs.evaluate([micro_batch])
+        except PlanError:
+            column = like.take([0])
+            never = np.full_like(column.forward_ns, INFEASIBLE)
+            return replace(column, forward_ns=never, backward_ns=never)
 
     def _natural(self, num_micro_batches: int) -> PipelineSchedule:
         make = gpipe if self.schedule == "gpipe" else one_f_one_b
@@ -326,6 +379,7 @@ _PLAIN_FIELDS = (
     "loss_norm",
     "recompute",
     "equal_counts",
+    "split_backward",
 )
 
 
@@ -333,11 +387,3 @@ def _as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) -
     if len(lengths) and isinstance(lengths[0], SampleLength):
         return list(lengths)
     return sample_lengths(lengths)  # type: ignore[arg-type]
-
-
-def _renumbered(schedule: PipelineSchedule, order: Sequence[int]) -> PipelineSchedule:
-    place = {micro_batch: i for i, micro_batch in enumerate(order)}
-    ranks = tuple(
-        tuple(replace(action, micro_batch=place[action.micro_batch]) for action in rank) for rank in schedule.ranks
-    )
-    return replace(schedule, ranks=ranks)

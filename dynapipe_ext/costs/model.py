@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,8 @@ class MicroBatchCosts:
     `weight_ns` (the share of `backward_ns` that a split backward can put off: B = I + W),
     `stored_bytes` (held from F to B, or to W if split), `working_bytes` (the extra while one layer runs).
     Shape (S - 1, M): `transfer_ns` and `transfer_bytes` over the boundary between stages s and s + 1, either direction.
-    Shape (S,): `static_bytes` (weights, gradients, optimizer states).
+    Shape (S,): `static_bytes` (weights, gradients, optimizer states). `working_in`: the actions that need the working
+    bytes, "FBI", or "F" where the measurement knows forwards alone.
     """
 
     forward_ns: IntArray
@@ -33,6 +34,7 @@ class MicroBatchCosts:
     transfer_ns: IntArray
     transfer_bytes: IntArray
     static_bytes: IntArray
+    working_in: Literal["FBI", "F"] = "FBI"
 
     @property
     def num_stages(self) -> int:
@@ -59,7 +61,30 @@ class MicroBatchCosts:
             transfer_ns=self.transfer_ns[:, order],
             transfer_bytes=self.transfer_bytes[:, order],
             static_bytes=self.static_bytes,
+            working_in=self.working_in,
         )
+
+    @classmethod
+    def join(cls, parts: Sequence[MicroBatchCosts], *, like: MicroBatchCosts) -> MicroBatchCosts:
+        """The columns of several costs side by side; of none of them, no columns, with the stages of `like`."""
+        tables = [
+            np.concatenate([getattr(like, name)[:, :0], *(getattr(part, name) for part in parts)], axis=1)
+            for name in _TABLES
+        ]
+        return cls(
+            **dict(zip(_TABLES, tables, strict=True)), static_bytes=like.static_bytes, working_in=like.working_in
+        )
+
+
+_TABLES = (
+    "forward_ns",
+    "backward_ns",
+    "weight_ns",
+    "stored_bytes",
+    "working_bytes",
+    "transfer_ns",
+    "transfer_bytes",
+)
 
 
 class CostModel(Protocol):

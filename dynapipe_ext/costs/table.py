@@ -55,6 +55,7 @@ class CostTable:
     split_w: float = 0.45
     comm_gbps: float = 4800.0
     comm_latency_us: float = 0.0
+    working_in: Literal["FBI", "F"] = "FBI"
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -224,6 +225,7 @@ class CostTable:
             transfer_ns=integers(sent_ns),
             transfer_bytes=integers(bytes_sent),
             static_bytes=self.static_bytes(),
+            working_in=self.working_in,
         )
         return costs, known
 
@@ -273,6 +275,7 @@ class CostTable:
             "split_w": self.split_w,
             "comm_gbps": self.comm_gbps,
             "comm_latency_us": self.comm_latency_us,
+            "working_in": self.working_in,
             "parameter_bytes": dict(self.parameter_bytes),
             "provenance": dict(self.provenance),
             "grids": [
@@ -298,6 +301,7 @@ class CostTable:
                 split_w=float(raw["split_w"]),
                 comm_gbps=float(raw["comm_gbps"]),
                 comm_latency_us=float(raw["comm_latency_us"]),
+                working_in=raw.get("working_in", "FBI"),
                 provenance=dict(raw["provenance"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -332,7 +336,10 @@ class CostTable:
         comm_latency_us: float = 0.0,
         hidden_size: int | None = None,
     ) -> CostTable:
-        """The table of `model` in the CSV form of DynaPipe's published A100 measurements, at the topology's tp."""
+        """The table of `model` in the CSV form of DynaPipe's published A100 measurements, at the topology's tp.
+
+        Their peaks are those of forwards: working bytes count in F alone, as in their own planner.
+        """
         hidden = hidden_size or A100_HIDDEN_SIZE.get(model)
         if hidden is None:
             raise ConfigError(
@@ -352,6 +359,7 @@ class CostTable:
             split_w=split_w,
             comm_gbps=comm_gbps,
             comm_latency_us=comm_latency_us,
+            working_in="F",
             provenance={"device": "A100 40 GB", "source": "DynaPipe (arXiv 2311.10418) layer costs", "model": model},
         )
 

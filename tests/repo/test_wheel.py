@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dynapipe_ext.core import active_core
+
 
 @pytest.fixture(scope="module")
 def wheel_names(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
@@ -45,5 +47,11 @@ def test_data_files_and_the_licence_are_in_the_wheel(wheel_names: list[str], roo
 
 
 def test_no_test_or_leftover_is_in_the_wheel(wheel_names: list[str]) -> None:
-    bad = [name for name in wheel_names if "test" in name.lower() or name.endswith((".pyc", ".log", ".so"))]
+    names = [name for name in wheel_names if not name.startswith("dynapipe_ext/_core.")]
+    bad = [name for name in names if "test" in name.lower() or name.endswith((".pyc", ".log", ".so", ".cpp"))]
     assert bad == []
+
+
+def test_the_compiled_core_is_in_the_wheel_unless_a_pure_build_was_asked_for(wheel_names: list[str]) -> None:
+    compiled = [name for name in wheel_names if name.startswith("dynapipe_ext/_core.")]
+    assert len(compiled) == (active_core() == "native")

@@ -236,7 +236,10 @@ def test_a_cost_file_brings_its_own_topology(lengths: str, tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--split-backward"], "--split-backward is not available yet: plan without it"),
+        (
+            ["--split-backward", "--schedule", "gpipe"],
+            "split_backward goes with the adaptive schedule, not with 'gpipe'",
+        ),
         (["--step", "99"], "--step is 99 but"),
         (["--index", "1"], "use --step with --lengths"),
         (["--tokens-per-batch", "299"], "sample 1 has 300 tokens but tokens_per_batch is 299"),
