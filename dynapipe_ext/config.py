@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.plan import Layout, LossNorm
 
-ScheduleName = Literal["adaptive", "1f1b", "gpipe"]
+ScheduleName = Literal["adaptive", "1f1b", "gpipe", "zb-h1", "zb-h2"]
 Rule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 
 
@@ -78,7 +78,7 @@ class PlanSettings:
     memory_limit_gb: float = 1.0
     pad_multiple: int = 8
     max_tokens: int = 0
-    effort: int = 2000
+    effort: int = 6000
     split_backward: bool = False
     loss_norm: LossNorm = "tokens"
     recompute: Literal["auto", "none", "selective", "full"] = "auto"

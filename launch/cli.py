@@ -30,6 +30,9 @@ class Subcommand:
 SUBCOMMANDS = (
     Subcommand("train", "dynapipe_ext.launch.train_command", "train a model on ranks of this machine, with a report"),
     Subcommand("plan", "dynapipe_ext.launch.plan_command", "show the plan of a lengths file without training"),
+    Subcommand(
+        "show-schedule", "dynapipe_ext.launch.schedule_command", "draw a published schedule, or one from a file or plan"
+    ),
     Subcommand("doctor", "dynapipe_ext.launch.doctor", "show what is installed and whether a run can start here"),
 )
 

@@ -60,6 +60,11 @@ class PipelineSchedule:
     def num_micro_batches(self) -> int:
         return 1 + max((a.micro_batch for rank in self.ranks for a in rank), default=-1)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether some backward runs as I and W."""
+        return any(action.kind is Kind.BACKWARD_INPUT for rank in self.ranks for action in rank)
+
     def lines(self) -> list[list[str]]:
         """Actions as text, one list a rank."""
         return [[str(action) for action in rank] for rank in self.ranks]

@@ -40,37 +40,59 @@ def parse_lines(text: str, name: str = "schedule") -> PipelineSchedule:
         if not colon or rank.strip() != str(len(ranks)):
             raise PlanError(f"line {number} {line!r} must begin with '{len(ranks)}:', the next pipeline rank")
         ranks.append(tuple(Action.parse(word) for word in actions.split()))
-    return PipelineSchedule(name, tuple(ranks), _stage_ranks(ranks))
+    return PipelineSchedule(name, tuple(ranks), stage_ranks_of(ranks))
 
 
 def draw(schedule: PipelineSchedule, trace: Trace, *, width: int = 100) -> str:
     """A picture for terminals: one row a rank, columns in proportion to time, `width` columns for the makespan.
 
     F of micro-batch 3 is "3---", B "3'==", I "3i==", W "3w~~"; idle time is dots. Where a rank holds several stages the
-    stage comes first ("1.3---"). An action too short for its label shows as much of it as fits.
+    stage comes first ("1.3---"), if there is room for that in every action. One too short for its label shows as much
+    of it as fits.
 
     Errors: PlanError if the trace is not of this schedule, or `width` is below 1.
     """
+    margin = len(str(len(schedule.ranks) - 1))
+    rows = picture(schedule, trace, width=width)
+    return "".join(f"{rank:>{margin}} |{''.join(text for text, _ in row)}|\n" for rank, row in enumerate(rows))
+
+
+def picture(schedule: PipelineSchedule, trace: Trace, *, width: int) -> list[list[tuple[str, Kind | None]]]:
+    """The rows of `draw` in pieces, each an action's text with its kind, or dots and None where the rank is idle."""
     if width < 1:
         raise PlanError(f"width is {width} columns but a picture needs at least 1")
     start_s = min((span.start_s for span in trace.spans), default=0.0)
     scale = width / trace.makespan_s if trace.makespan_s > 0 else 0.0
-    several = len(schedule.ranks) < schedule.num_stages
-    margin = len(str(len(schedule.ranks) - 1))
-    rows = []
+    columns: list[list[tuple[int, int, Action]]] = []
     for rank, actions in enumerate(schedule.ranks):
         spans = sorted(trace.of_rank(rank), key=lambda span: (span.start_s, span.end_s))
         if sorted(span.label for span in spans) != sorted(map(str, actions)):
             raise PlanError(f"the trace of rank {rank} has other actions than schedule {schedule.name!r}")
-        row = ["."] * width
+        columns.append([])
+        end = 0
         for span in spans:
-            action = Action.parse(span.label)
-            left = round((span.start_s - start_s) * scale)
-            right = round((span.end_s - start_s) * scale)
-            label = f"{action.stage}." * several + f"{action.micro_batch}{_MARKS[action.kind]}"
-            row[left:right] = label.ljust(right - left, _FILL[action.kind])[: right - left]
-        rows.append(f"{rank:>{margin}} |{''.join(row)}|\n")
-    return "".join(rows)
+            left = max(end, round((span.start_s - start_s) * scale))
+            end = max(left, round((span.end_s - start_s) * scale))
+            columns[rank].append((left, end, Action.parse(span.label)))
+    with_stage = len(schedule.ranks) < schedule.num_stages and all(
+        len(_label(action, with_stage=True)) <= right - left for row in columns for left, right, action in row
+    )
+    rows = []
+    for row in columns:
+        pieces: list[tuple[str, Kind | None]] = []
+        end = 0
+        for left, right, action in row:
+            label = _label(action, with_stage=with_stage)
+            pieces.append(("." * (left - end), None))
+            pieces.append((label.ljust(right - left, _FILL[action.kind])[: right - left], action.kind))
+            end = right
+        pieces.append(("." * (width - end), None))
+        rows.append([(text, kind) for text, kind in pieces if text])
+    return rows
+
+
+def _label(action: Action, *, with_stage: bool) -> str:
+    return f"{action.stage}." * with_stage + f"{action.micro_batch}{_MARKS[action.kind]}"
 
 
 def plan_json(step_plan: StepPlan, topology: Topology) -> dict[str, Any]:
@@ -190,7 +212,8 @@ def _read_schedule(raw: Mapping[str, Any], where: str) -> PipelineSchedule:
     return PipelineSchedule(str(raw.get("name", "")), ranks, tuple(placement))
 
 
-def _stage_ranks(ranks: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+def stage_ranks_of(ranks: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """The rank of each stage, by the actions. Errors: PlanError for a stage on two ranks or on none."""
     placed: dict[int, int] = {}
     for rank, actions in enumerate(ranks):
         for action in actions:
@@ -200,7 +223,8 @@ def _stage_ranks(ranks: Sequence[Sequence[Action]]) -> tuple[int, ...]:
                 )
     if not placed:
         return tuple(range(len(ranks)))
-    if missing := sorted(set(range(max(placed) + 1)) - placed.keys()):
+    if len(placed) <= max(placed):
+        missing = [stage for stage in range(len(placed) + 1) if stage not in placed]
         raise PlanError(f"stages {missing} have no action on any rank: number stages from 0 without gaps")
     return tuple(placed[stage] for stage in range(len(placed)))
 

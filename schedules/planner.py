@@ -31,14 +31,20 @@ from dynapipe_ext.plan import (
 from dynapipe_ext.planning.balance import assign_replicas
 from dynapipe_ext.planning.equal import check_enough, split_padded_equal
 from dynapipe_ext.planning.packing import micro_batch_evaluate, split_packed
-from dynapipe_ext.planning.padded import ShapeCosts, ShapeEvaluate, bottleneck, shape_evaluate, split_padded
+from dynapipe_ext.planning.padded import (
+    RememberedShapes,
+    ShapeCosts,
+    ShapeEvaluate,
+    bottleneck,
+    shape_evaluate,
+    split_padded,
+)
 from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
-from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.actions import PipelineSchedule, linear_schedule
 from dynapipe_ext.schedules.bounds import lower_bound_ns
-from dynapipe_ext.schedules.gpipe import gpipe
 from dynapipe_ext.schedules.memory import peak_bytes
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.optimizer import optimize_replicas, renumbered
+from dynapipe_ext.schedules.published import published_schedule
 from dynapipe_ext.schedules.simulate import simulate
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.schedules.validate import validate
@@ -68,7 +74,7 @@ class Planner:
     rule: Rule = field(default="dynapipe-ext", kw_only=True)
     pad_multiple: int = field(default=8, kw_only=True)
     max_tokens: int = field(default=0, kw_only=True)
-    effort: int = field(default=2000, kw_only=True)
+    effort: int = field(default=6000, kw_only=True)
     split_backward: bool = field(default=False, kw_only=True)
     loss_norm: LossNorm = field(default="tokens", kw_only=True)
     recompute: Recompute | None = field(default=None, kw_only=True)
@@ -142,9 +148,10 @@ class Planner:
             return _possible(self._peer_rules(samples))
         limit, stages = int(self.memory_limit_bytes), self.topology.num_stages
         busy = min(self.topology.dp, len(samples))
+        priced = RememberedShapes(self._shape_costs) if self.layout == "padded" else None
 
         def split(min_in_flight: int, dp: int) -> Replicas:
-            return self._assign(self._split(samples, min_in_flight, limit, dp), busy, step)
+            return self._assign(self._split(samples, priced, min_in_flight, limit, dp), busy, step)
 
         return _possible(
             partial(split, min_in_flight, dp)
@@ -156,18 +163,18 @@ class Planner:
     def _kinds(self) -> tuple[Recompute, ...]:
         return RECOMPUTES if self.recompute is None else (self.recompute,)
 
-    def _shapes(self, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
-        return {
-            kind: shape_evaluate(self._shape_costs, recompute=kind, min_in_flight=min_in_flight) for kind in self._kinds
-        }
+    def _shapes(self, priced: ShapeCosts, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
+        return {kind: shape_evaluate(priced, recompute=kind, min_in_flight=min_in_flight) for kind in self._kinds}
 
-    def _split(self, samples: list[SampleLength], min_in_flight: int, limit: int, dp: int) -> list[MicroBatch]:
+    def _split(
+        self, samples: list[SampleLength], priced: ShapeCosts | None, min_in_flight: int, limit: int, dp: int
+    ) -> list[MicroBatch]:
         pp = self.topology.num_stages
-        if self.layout == "padded":
+        if priced is not None:
             split = split_padded_equal if self.equal_counts else split_padded
             return split(
                 samples,
-                self._shapes(min_in_flight),
+                self._shapes(priced, min_in_flight),
                 pp=pp,
                 dp=dp,
                 max_bytes=limit,
@@ -225,7 +232,9 @@ class Planner:
                     yield partial(pack, pad_multiple=multiple, recompute=kind, equal_counts=self.equal_counts)
             case _:
                 stages = self.topology.num_stages
-                rule = partial(dynapipe_rule, samples, self._shapes(stages), pp=stages, dp=dp, max_bytes=limit)
+                rule = partial(
+                    dynapipe_rule, samples, self._shapes(self._shape_costs, stages), pp=stages, dp=dp, max_bytes=limit
+                )
                 yield partial(rule, pad_multiple=multiple, equal_counts=self.equal_counts)
 
     def _schedule(self, replicas: Replicas, step: int, effort: int) -> StepPlan:
@@ -246,7 +255,7 @@ class Planner:
             plans.append(ReplicaPlan(dp_rank, tuple(micro_batches)))
             bound = 0
             if micro_batches:
-                bound = lower_bound_ns(schedule.stage_ranks, costs, split=self.split_backward)
+                bound = lower_bound_ns(schedule.stage_ranks, costs, split=schedule.is_split)
             predictions.append(
                 Prediction(
                     makespan_ns=round(trace.makespan_s * 1e9),
@@ -306,8 +315,9 @@ class Planner:
             return replace(column, forward_ns=never, backward_ns=never)
 
     def _natural(self, num_micro_batches: int) -> PipelineSchedule:
-        make = gpipe if self.schedule == "gpipe" else one_f_one_b
-        return make(self.topology.num_stages, num_micro_batches)
+        if not num_micro_batches:
+            return linear_schedule(self.schedule, [()] * self.topology.num_stages)
+        return published_schedule(self.schedule, self.topology.num_stages, num_micro_batches)
 
     def with_memory_limit(self, limit_bytes: int) -> Planner:
         """The same planner under another limit. Raises PlanError for a limit that leaves nothing."""

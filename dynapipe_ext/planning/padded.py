@@ -36,6 +36,26 @@ class ShapeCosts(Protocol):
     ) -> MicroBatchCosts: ...
 
 
+class RememberedShapes:
+    """A cost model that answers the same question once: splits under several limits ask for the same shapes."""
+
+    def __init__(self, costs: ShapeCosts) -> None:
+        self._costs = costs
+        self._answers: dict[tuple[str | bytes, ...], MicroBatchCosts] = {}
+
+    @property
+    def num_stages(self) -> int:
+        return self._costs.num_stages
+
+    def evaluate_shapes(
+        self, rows: npt.ArrayLike, encoder_len: npt.ArrayLike, decoder_len: npt.ArrayLike, recompute: Recompute = "none"
+    ) -> MicroBatchCosts:
+        key = (recompute, *(np.asarray(values, np.int64).tobytes() for values in (rows, encoder_len, decoder_len)))
+        if key not in self._answers:
+            self._answers[key] = self._costs.evaluate_shapes(rows, encoder_len, decoder_len, recompute)
+        return self._answers[key]
+
+
 def bottleneck(costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray, IntArray]:
     """The slowest stage's F + B of each micro-batch, and the bytes that the fullest stage needs for it.
 

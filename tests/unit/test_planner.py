@@ -222,3 +222,14 @@ def test_learned_positions_need_a_max_seq_len_of_whole_rows() -> None:
         topology_of(config(model=model))
     topology_of(config(model={**model, "max_seq_len": 104}))
     topology_of(config(model={**model, "position": "rope"}))
+
+
+@pytest.mark.parametrize("settings", [{"schedule": "zb-h1"}, {"schedule": "zb-h2"}, {"split_backward": True}])
+def test_split_backwards_are_planned_with_their_own_bound(settings: Any) -> None:
+    lengths = [30, 20, 90, 10, 40, 60, 55, 33]
+    plan = planned(lengths, effort=50, **settings)
+    for schedule, prediction in zip(plan.schedules, plan.predictions, strict=True):
+        assert schedule.is_split
+        assert prediction.lower_bound_ns <= prediction.makespan_ns
+    if "split_backward" in settings:
+        assert plan.makespan_s < planned(lengths, effort=50).makespan_s

@@ -244,6 +244,7 @@ function buildPane(section, data) {
   const head = element("div", "pane-head", element("h2", "", name));
   const view = { section, data, canvas: null };
   section.replaceChildren(head);
+  section.hidden = record.steps.every((step) => !step[section.dataset.pane]);
   if (!data || !data.rows.length) {
     section.append(element("p", "empty", data ? "No spans were recorded for this step." :
       `There is no ${name.toLowerCase()} trace for this step.`));

@@ -1,0 +1,228 @@
+"""A schedule for people: its simulated timeline in the terminal and as a page, with the figures that judge it.
+
+name ─► published_schedule ─┐
+.csv .txt .json ─► read ────┴► view_of(schedule, costs) ─► rendered, write_html
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
+from dynapipe_ext.schedules.bounds import lower_bound_ns
+from dynapipe_ext.schedules.csv_notation import from_csv
+from dynapipe_ext.schedules.memory import peak_bytes
+from dynapipe_ext.schedules.notation import PLAN_FORMAT, parse_lines, picture, read_plan_json
+from dynapipe_ext.schedules.simulate import simulate, simulate_ns
+from dynapipe_ext.schedules.validate import validate
+from dynapipe_ext.timeline import Trace
+from dynapipe_ext.tools.json_file import read_json
+from dynapipe_ext.tools.show_trace import write_trace_html
+
+FILE_KINDS = (".csv", ".txt", ".json")
+_LONGEST_MS = 1e9
+_STYLES = {
+    Kind.FORWARD: "black on bright_blue",
+    Kind.BACKWARD: "black on bright_green",
+    Kind.BACKWARD_INPUT: "black on bright_cyan",
+    Kind.BACKWARD_WEIGHT: "black on bright_yellow",
+}
+_LEGEND = {
+    Kind.FORWARD: ("3---", "forward"),
+    Kind.BACKWARD: ("3'==", "backward"),
+    Kind.BACKWARD_INPUT: ("3i==", "input gradient"),
+    Kind.BACKWARD_WEIGHT: ("3w~~", "weight gradient"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleView:
+    """What is shown. `in_flight` is each rank's most micro-batches at once; an activation of one of a rank's v stages
+    counts 1/v. `inner_bubble_ratio` leaves out what lies before a rank's first and after its last action."""
+
+    schedule: PipelineSchedule
+    trace: Trace
+    makespan_ns: int
+    lower_bound_ns: int
+    bubble_ratio: float
+    inner_bubble_ratio: float
+    in_flight: tuple[float, ...]
+    times: str
+
+    @property
+    def title(self) -> str:
+        ranks, stages = len(self.schedule.ranks), self.schedule.num_stages
+        on = f"{ranks} ranks" if stages == ranks else f"{stages} stages on {ranks} ranks"
+        return f"{self.schedule.name}: {on}, {self.schedule.num_micro_batches} micro-batches"
+
+
+def read_schedule(path: str | Path, *, replica: int | None = None) -> PipelineSchedule:
+    """The schedule in a file, proven to run: torch's CSV, lines of actions (.txt), or one replica of a plan (.json).
+
+    Errors: DataError for a file that cannot be read, PlanError naming what is wrong in it, ConfigError for a replica
+    that it does not have.
+    """
+    source = Path(path)
+    if source.suffix == ".json":
+        schedules = read_plan_json(read_json(source, PLAN_FORMAT, "a plan"))[2]
+        chosen = 0 if replica is None else replica
+        if not 0 <= chosen < len(schedules):
+            raise ConfigError(f"--replica is {chosen} but {path} has replicas 0..{len(schedules) - 1}: choose of these")
+        if not any(schedules[chosen].ranks):
+            raise PlanError(f"replica {chosen} of {path} has nothing to do in this step: choose another with --replica")
+        return schedules[chosen]
+    if replica is not None:
+        raise ConfigError(f"--replica picks a replica of a plan's .json: {path} holds one schedule")
+    try:
+        text = source.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): give a schedule's .csv, .txt or .json") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start}): give a schedule's .csv or .txt") from error
+    try:
+        read = from_csv if source.suffix == ".csv" else parse_lines
+        schedule = read(text, source.stem)
+        if not any(schedule.ranks):
+            raise PlanError("no rank has an action: give each rank's actions, such as 0F0 and 0B0")
+        validate(schedule, schedule.num_micro_batches)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+    return schedule
+
+
+def uneven_factors(num_micro_batches: int, *, cv: float, seed: int) -> npt.NDArray[np.float64]:
+    """A lognormal factor of mean 1 and coefficient of variation `cv` for each micro-batch.
+
+    Errors: ConfigError for a `cv` outside 0..10 or a negative seed.
+    """
+    if not 0 <= cv <= 10:
+        raise ConfigError(f"the costs' coefficient of variation is {cv} but must lie between 0 and 10")
+    if seed < 0:
+        raise ConfigError(f"seed is {seed} but must be at least 0")
+    sigma = math.sqrt(math.log1p(cv**2))
+    return np.random.default_rng(seed).lognormal(-(sigma**2) / 2, sigma, num_micro_batches)
+
+
+def rank_costs(
+    schedule: PipelineSchedule, times_ms: Sequence[float], factors: npt.NDArray[np.float64] | None = None
+) -> MicroBatchCosts:
+    """Costs where F, I and W of a micro-batch take `times_ms` on every rank, spread evenly over the rank's stages, so
+    that schedules with more and fewer stages compare; times `factors`, one a micro-batch. Transfers are free, and
+    every activation is one byte.
+
+    Errors: ConfigError for times that are not three of 0 to 10^9 ms, F and I above 0.
+    """
+    if len(times_ms) != 3 or not all(0 <= time <= _LONGEST_MS for time in times_ms) or not min(times_ms[:2]) > 0:
+        given = ",".join(f"{time:g}" for time in times_ms)
+        raise ConfigError(f"times are {given} ms but must be F,I,W: above 0, above 0, at least 0, none above 10^9")
+    stages = np.array([1 / schedule.stage_ranks.count(rank) for rank in schedule.stage_ranks])
+    sizes = np.outer(stages, np.ones(schedule.num_micro_batches) if factors is None else factors)
+    forward, gradient, weight = (np.rint(1e6 * time * sizes).astype(np.int64) for time in times_ms)
+    none = np.zeros_like(forward)
+    return MicroBatchCosts(
+        forward_ns=forward,
+        backward_ns=gradient + weight,
+        weight_ns=weight,
+        stored_bytes=np.ones_like(forward),
+        working_bytes=none,
+        transfer_ns=none[1:],
+        transfer_bytes=none[1:],
+        static_bytes=none[:, 0],
+    )
+
+
+def view_of(schedule: PipelineSchedule, costs: MicroBatchCosts, times: str) -> ScheduleView:
+    """The schedule simulated at `rank_costs`, which `times` describes in words."""
+    spans = [rank for rank in simulate_ns(schedule, costs) if rank]
+    makespan_ns = max(rank[-1][1] for rank in spans)
+    busy_ns = sum(end - start for rank in spans for start, end in rank)
+    inner_ns = sum(rank[-1][1] - rank[0][0] for rank in spans)
+    trace = simulate(schedule, costs)
+    split = any(action.kind is Kind.BACKWARD_WEIGHT for rank in schedule.ranks for action in rank)
+    return ScheduleView(
+        schedule=schedule,
+        trace=Trace(tuple(replace(span, num_bytes=0) for span in trace.spans), trace.name),
+        makespan_ns=makespan_ns,
+        lower_bound_ns=lower_bound_ns(schedule, costs, split=split),
+        bubble_ratio=1 - busy_ns / (len(schedule.ranks) * makespan_ns),
+        inner_bubble_ratio=1 - busy_ns / inner_ns,
+        in_flight=tuple(
+            held / schedule.stage_ranks.count(rank) for rank, held in enumerate(peak_bytes(schedule, costs))
+        ),
+        times=times,
+    )
+
+
+def rendered(view: ScheduleView, *, width: int) -> RenderableType:
+    """The timeline, one row a rank in at most `width` columns, its legend and the figures."""
+    margin = len(str(len(view.schedule.ranks) - 1))
+    rows = picture(view.schedule, view.trace, width=max(1, width - margin - len(" ||")))
+    text = Text(no_wrap=True, overflow="crop", end="")
+    for rank, row in enumerate(rows):
+        text.append(f"{rank:>{margin}} |")
+        for piece, kind in row:
+            text.append(piece, _STYLES[kind] if kind else "dim")
+        text.append("|\n")
+    legend = Text(f"{_ms(view.makespan_ns)} from left to right; ")
+    kinds = {action.kind for rank in view.schedule.ranks for action in rank}
+    for kind, (sample, meaning) in _LEGEND.items():
+        if kind in kinds:
+            legend.append(f"{meaning} ").append(sample, _STYLES[kind]).append("  ")
+    legend.append("idle ...")
+    if len(view.schedule.ranks) < view.schedule.num_stages:
+        drawn = any("." in piece for row in rows for piece, kind in row if kind)
+        legend.append("  stage 1: 1.3" if drawn else "  (too narrow for stages)")
+    table = Table.grid(padding=(0, 2))
+    for name, value in _figures(view):
+        table.add_row(name, value)
+    return Group(Text(view.title, style="bold"), text, legend, table)
+
+
+def write_html(path: str | Path, view: ScheduleView) -> None:
+    """One page without external resources: the timeline to zoom into, an action's figures under the pointer."""
+    write_trace_html(
+        path,
+        measured=(),
+        simulated=(view.trace,),
+        title=view.title,
+        subtitle="; ".join(f"{name}: {value}" for name, value in _figures(view)),
+        rank_names={rank: f"pp{rank}" for rank in range(len(view.schedule.ranks))},
+    )
+
+
+def _figures(view: ScheduleView) -> list[tuple[str, str]]:
+    gap = view.makespan_ns / view.lower_bound_ns - 1
+    most = max(view.in_flight)
+    return [
+        ("times", view.times),
+        ("makespan", _ms(view.makespan_ns)),
+        (
+            "lower bound",
+            f"{_ms(view.lower_bound_ns)} for any order on this placement; the makespan is {100 * gap:.1f} % above",
+        ),
+        (
+            "bubble ratio",
+            f"{100 * view.bubble_ratio:.1f} %, {100 * view.inner_bubble_ratio:.1f} % between each rank's first and"
+            " last action",
+        ),
+        ("peak in flight", f"{most:g} micro-batches (by rank: {' '.join(f'{held:g}' for held in view.in_flight)})"),
+    ]
+
+
+def _ms(ns: int) -> str:
+    """
+    >>> _ms(27_000_000), _ms(1_234_567)
+    ('27 ms', '1.235 ms')
+    """
+    return f"{round(ns / 1e6, 3):,.10g} ms"
