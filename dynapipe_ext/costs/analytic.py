@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, ZeroStage, check_states, state_bytes
 from dynapipe_ext.costs.tokens import fingerprint, sum_of_squares, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.plan import MicroBatch, Recompute
@@ -22,6 +24,10 @@ from dynapipe_ext.topology import Topology
 class ModelShape:
     """Sizes of a decoder-only transformer as Megatron builds it. `vocab_size` is the padded one; `max_seq_len` counts
     position embeddings when they are learned. Weights of gated MLPs hold gate and value (2 ffn_hidden_size rows).
+
+    With `num_experts` every layer is a mixture: a router without bias sends each token to `top_k` experts, MLPs of
+    `ffn_hidden_size` each. `capacity_factor` 0 is dropless; above 0 every expert computes its capacity,
+    ceil(capacity_factor x top_k x tokens / num_experts) rows, padded up to it or dropping what is above.
     """
 
     num_layers: int
@@ -36,6 +42,9 @@ class ModelShape:
     position: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     bias: bool = True
+    num_experts: int = 0
+    top_k: int = 0
+    capacity_factor: float = 0.0
 
     def __post_init__(self) -> None:
         names = ("num_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size")
@@ -49,6 +58,18 @@ class ModelShape:
             )
         if self.position not in ("learned", "rope") or self.norm not in ("layernorm", "rmsnorm"):
             raise ConfigError(f"position {self.position!r} (learned, rope) or norm {self.norm!r} (layernorm, rmsnorm)")
+        if self.num_experts < 0 or not (0 <= self.capacity_factor < math.inf):
+            raise ConfigError(
+                f"num_experts {self.num_experts} and capacity_factor {self.capacity_factor} must be finite and at"
+                " least 0"
+            )
+        if not self.num_experts and (self.top_k or self.capacity_factor):
+            raise ConfigError(
+                f"top_k {self.top_k} and capacity_factor {self.capacity_factor} are of experts but num_experts is 0:"
+                " give num_experts, or neither"
+            )
+        if self.num_experts and not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(f"top_k is {self.top_k} but must be 1 to num_experts {self.num_experts}")
 
     @property
     def kv_size(self) -> int:
@@ -60,42 +81,79 @@ class ModelShape:
         return self.ffn_hidden_size * (2 if self.gated_mlp else 1)
 
     @property
+    def attention_parameters(self) -> int:
+        """Weights of one layer's qkv and proj."""
+        return self.hidden_size * (self.hidden_size + 2 * self.kv_size) + self.hidden_size**2
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Weights of fc1 and fc2: of the MLP, or of one expert."""
+        return self.hidden_size * (self.fc1_size + self.ffn_hidden_size)
+
+    @property
     def matmul_parameters(self) -> int:
-        """Weights of one layer's four matrix products: qkv, proj, fc1, fc2."""
-        h = self.hidden_size
-        return h * (h + 2 * self.kv_size) + h * h + h * self.fc1_size + self.ffn_hidden_size * h
+        """Weights of one layer's four matrix products with one MLP: qkv, proj, fc1, fc2."""
+        return self.attention_parameters + self.mlp_parameters
+
+    def routed(self, tokens: IntArray) -> IntArray:
+        """Rows that the MLPs of a layer compute: each token once, or as often as experts take it."""
+        if not self.num_experts:
+            return tokens
+        rows = self.top_k * tokens
+        if not self.capacity_factor:
+            return rows
+        return self.num_experts * np.ceil(self.capacity_factor * rows / self.num_experts).astype(np.int64)
 
 
-def _check(shape: ModelShape, topology: Topology) -> Topology:
+def _check(shape: ModelShape, topology: Topology, ep: int = 1) -> Topology:
     for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
         if getattr(shape, name) % topology.tp:
             raise ConfigError(
                 f"{name} {getattr(shape, name)} does not divide over tp {topology.tp}: lower tp or pad it"
             )
+    if ep < 1 or topology.dp % ep or shape.num_experts % ep or (ep > 1 and not shape.num_experts):
+        raise ConfigError(
+            f"ep is {ep} but experts lie on replicas: it must be at least 1 and divide dp {topology.dp} and num_experts"
+            f" {shape.num_experts}, which must be above 0 for an ep above 1"
+        )
     return topology.with_layers(shape.num_layers)
 
 
-def parameters_per_stage(shape: ModelShape, topology: Topology) -> tuple[int, ...]:
+def _layer_parameters(shape: ModelShape, tp: int, ep: int) -> tuple[int, int]:
+    """Parameters of one layer on one rank: those that every replica has, and those of experts."""
+    h, bias = shape.hidden_size, int(shape.bias)
+    norms = 2 * h * (2 if shape.norm == "layernorm" else 1)
+    attention = shape.attention_parameters // tp + bias * ((h + 2 * shape.kv_size) // tp + h)
+    mlp = shape.mlp_parameters // tp + bias * (shape.fc1_size // tp + h)
+    if not shape.num_experts:
+        return norms + attention + mlp, 0
+    return norms + attention + h * shape.num_experts, shape.num_experts // ep * mlp
+
+
+def _parameters(shape: ModelShape, topology: Topology, ep: int) -> IntArray:
+    """Shape (2, stages): parameters of one rank that every replica has, and those of experts."""
+    topology = _check(shape, topology, ep)
+    h, embedding = shape.hidden_size, shape.vocab_size * shape.hidden_size // topology.tp
+    stages = np.outer(_layer_parameters(shape, topology.tp, ep), topology.layers_per_stage).astype(np.int64)
+    stages[0, 0] += embedding + (shape.max_seq_len * h if shape.position == "learned" else 0)
+    stages[0, -1] += h * (2 if shape.norm == "layernorm" else 1)
+    if not shape.tied_embeddings or topology.num_stages > 1:
+        stages[0, -1] += embedding
+    return stages
+
+
+def parameters_per_stage(shape: ModelShape, topology: Topology, ep: int = 1) -> tuple[int, ...]:
     """Parameters of one tensor-parallel rank of every stage.
 
-    Sharded over TP: matrices, the biases of qkv and fc1, embedding and LM head. Copied: norms, the biases of proj and
-    fc2, position embeddings. The LM head of tied embeddings is a copy on the last stage, none if that is the first too.
+    Sharded over TP: matrices (experts' too), the biases of qkv and fc1, embedding and LM head. Copied: norms, routers,
+    the biases of proj and fc2, position embeddings. The LM head of tied embeddings is a copy on the last stage, none if
+    that is the first too. `ep` replicas share the experts among them; 1 counts all experts on each rank.
 
     >>> gpt2 = ModelShape(12, 768, 12, 12, 3072, False, 50257, 1024, True)
     >>> parameters_per_stage(gpt2, Topology())
     (124439808,)
     """
-    topology = _check(shape, topology)
-    h, tp = shape.hidden_size, topology.tp
-    norm = h * (2 if shape.norm == "layernorm" else 1)
-    biases = (h + 2 * shape.kv_size + shape.fc1_size) // tp + 2 * h if shape.bias else 0
-    layer = shape.matmul_parameters // tp + biases + 2 * norm
-    stages = [count * layer for count in topology.layers_per_stage]
-    stages[0] += shape.vocab_size * h // tp + (shape.max_seq_len * h if shape.position == "learned" else 0)
-    stages[-1] += norm
-    if not shape.tied_embeddings or len(stages) > 1:
-        stages[-1] += shape.vocab_size * h // tp
-    return tuple(stages)
+    return tuple(int(n) for n in _parameters(shape, topology, ep).sum(axis=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +174,16 @@ class AnalyticCosts:
     `layer_bytes_factor` and `head_bytes_factor` multiply the stored bytes of layers and of the head: what an
     implementation keeps beyond the count (unfused operations, copies), as measured on the device.
 
-    Static bytes: weights of `param_bytes`, fp32 gradients, Adam's moments and, for 16-bit weights, fp32 masters; the
-    last two divided over replicas under `distributed_optimizer`.
+    Experts: tokens are spread evenly, so `ep` replicas that share the experts compute what each alone would; the rate
+    stands for their exchange of tokens. A layer keeps the dispatched rows (copied over TP), the inputs of activation
+    function and fc2 (the router's weight multiplies the latter, as Megatron does), and fp32 router probabilities.
+
+    Static bytes by `state_bytes`: Megatron's or DeepSpeed's recipe for 16-bit weights, fp32 for 4-byte ones; experts'
+    states are divided over the dp / ep replicas that share them. `distributed_optimizer` is another way to say
+    `zero_stage` 1. From stage 2 on the largest unreduced unit (a layer, an embedding) adds its gradients to
+    `working_bytes`, at stage 3 its gathered weights too.
+
+    Transfers: `links`, or without them `latency_ns` and `bandwidth_bytes_per_s` on every boundary.
     """
 
     shape: ModelShape
@@ -135,9 +201,18 @@ class AnalyticCosts:
     flash: bool = True
     distributed_optimizer: bool = False
     dropout: bool = False
+    zero_stage: ZeroStage = 0
+    state_recipe: Literal["megatron", "deepspeed"] = "megatron"
+    ep: int = 1
+    links: Links | None = None
 
     def __post_init__(self) -> None:
-        _check(self.shape, self.topology)
+        _check(self.shape, self.topology, self.ep)
+        check_states(self.state_recipe, self.zero_stage)
+        if self.state_recipe not in ("megatron", "deepspeed"):
+            raise ConfigError(
+                f"state_recipe is {self.state_recipe!r}: give megatron or deepspeed; param_bytes 4 is fp32"
+            )
         if not (self.flops_per_s > 0 and self.bandwidth_bytes_per_s > 0):
             raise ConfigError(
                 f"flops_per_s {self.flops_per_s} and bandwidth_bytes_per_s {self.bandwidth_bytes_per_s} must be above 0"
@@ -201,7 +276,9 @@ class AnalyticCosts:
         layers = np.array(self.layers_per_stage, np.int64)[:, None]
         is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
 
-        layer_flops = 2 * shape.matmul_parameters // tp * tokens
+        routed = shape.routed(tokens)
+        layer_flops = 2 * (shape.attention_parameters // tp * tokens + shape.mlp_parameters // tp * routed)
+        layer_flops = layer_flops + self._split(2 * shape.hidden_size * shape.num_experts * tokens)  # the router
         attention_flops = (2 if self.flash else 4) * shape.hidden_size * squares // tp
         head_flops = is_last * (2 * shape.vocab_size * shape.hidden_size // tp * tokens)
         matmul = layers * layer_flops + head_flops
@@ -217,13 +294,11 @@ class AnalyticCosts:
         logits = tokens * (shape.vocab_size // tp)
         values = self.activation_bytes_per_value
         head_bytes = 2 * self._split(values * shape.hidden_size * tokens) + 4 * logits
-        widest = values * max(shape.fc1_size // tp, shape.hidden_size) * tokens
+        widest = values * max(shape.fc1_size // tp, shape.hidden_size) * routed
         working = np.where(layers > 0, layer_none - layer + widest, 0)
         # A stage sends the residual stream, its rank's share of it under sequence parallelism.
         sent = self._split(values * shape.hidden_size * tokens) * np.ones((self.num_stages - 1, 1), np.int64)
-        ranks = self.topology.stage_ranks
-        apart = np.array([a != b for a, b in itertools.pairwise(ranks)], np.int64)[:, None]
-        sent_ns = self.latency_ns + np.rint(sent * (1e9 / self.bandwidth_bytes_per_s)).astype(np.int64)
+        links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
         overhead_ns = self.overhead_ns + layers * self.layer_overhead_ns
         return MicroBatchCosts(
             forward_ns=overhead_ns + self._ns(forward),
@@ -231,8 +306,8 @@ class AnalyticCosts:
             weight_ns=self._ns(matmul),
             stored_bytes=_scaled(layers * layer, self.layer_bytes_factor)
             + _scaled(is_last * head_bytes, self.head_bytes_factor),
-            working_bytes=np.maximum(working, is_last * (values * logits)),
-            transfer_ns=apart * sent_ns,
+            working_bytes=np.maximum(working, is_last * (values * logits)) + self._unsharded_bytes()[:, None],
+            transfer_ns=links.transfer_ns(self.topology, sent),
             transfer_bytes=sent,
             static_bytes=self.static_bytes(),
         )
@@ -255,9 +330,12 @@ class AnalyticCosts:
         if recompute == "full":
             return self._split(values * h * tokens)
         copied = 4 * values * h + (2 * h if self.dropout else 0)  # inputs of norms, qkv, fc1; masks of one byte
-        gate_and_value = shape.fc1_size  # input of the activation function; its output is fc2's input
-        sharded = values * (h + 2 * shape.kv_size + h + gate_and_value + shape.ffn_hidden_size)
-        kept = self._split(copied * tokens) + sharded * tokens // tp
+        attention = values * (2 * h + 2 * shape.kv_size) * tokens // tp
+        routed = shape.routed(tokens)
+        mlp = values * (shape.fc1_size + shape.ffn_hidden_size) * routed // tp  # activation function's and fc2's inputs
+        kept = self._split(copied * tokens) + attention + mlp
+        if shape.num_experts:
+            kept = kept + values * h * routed + self._split(4 * shape.num_experts * tokens)
         if recompute == "selective":
             return kept
         if self.flash:  # the log-sum-exp of every head and position, fp32
@@ -265,12 +343,36 @@ class AnalyticCosts:
         scores = 2 * values + 1 if self.dropout else values  # softmax, and with dropout its mask and its output
         return kept + scores * shape.num_heads // tp * squares
 
+    @property
+    def _recipe(self) -> StateRecipe:
+        return "fp32" if self.param_bytes == 4 else self.state_recipe
+
+    @property
+    def _zero_stage(self) -> int:
+        return max(self.zero_stage, int(self.distributed_optimizer))
+
+    def static_parts(self) -> StateBytes:
+        """Weights, gradients and Adam states of one rank of every stage."""
+        common, experts = _parameters(self.shape, self.topology, self.ep)
+        zero, dp = self._zero_stage, self.topology.dp
+        parts = state_bytes(common, self._recipe, zero_stage=zero, dp=dp)
+        return parts + state_bytes(experts, self._recipe, zero_stage=zero, dp=dp // self.ep)
+
     def static_bytes(self) -> IntArray:
-        """Weights, fp32 gradients and Adam states of one rank of every stage."""
-        parameters = np.array(parameters_per_stage(self.shape, self.topology), np.int64)
-        adam = 8 + (4 if self.param_bytes == 2 else 0)
-        shards = self.topology.dp if self.distributed_optimizer else 1
-        return parameters * (self.param_bytes + 4) + -(-parameters * adam // shards)
+        """The sum of `static_parts`."""
+        return self.static_parts().total
+
+    def _unsharded_bytes(self) -> IntArray:
+        """What ZeRO holds whole while it uses it: of every stage's largest unit, gradients and (stage 3) weights."""
+        stages = np.zeros(self.num_stages, np.int64)
+        dp = self.topology.dp
+        if self._zero_stage >= 2 and dp > 1:
+            common, experts = _layer_parameters(self.shape, self.topology.tp, self.ep)
+            stages[np.array(self.layers_per_stage) > 0] = common + (experts if dp > self.ep else 0)
+            embedding = self.shape.vocab_size * self.shape.hidden_size // self.topology.tp
+            stages[[0, -1]] = np.maximum(stages[[0, -1]], embedding)
+        weights, gradients, _ = BYTES_PER_PARAMETER[self._recipe]
+        return stages * (gradients + (weights if self._zero_stage == 3 else 0))
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "analytic", **asdict(self), "topology": topology_to_json(self.topology)}
@@ -279,7 +381,13 @@ class AnalyticCosts:
     def from_json(cls, raw: Mapping[str, Any]) -> AnalyticCosts:
         fields = {key: value for key, value in raw.items() if key != "kind"}
         try:
-            return cls(ModelShape(**fields.pop("shape")), topology_from_json(fields.pop("topology")), **fields)
+            links = fields.pop("links", None)
+            return cls(
+                ModelShape(**fields.pop("shape")),
+                topology_from_json(fields.pop("topology")),
+                links=None if links is None else Links.from_json(links),
+                **fields,
+            )
         except (KeyError, TypeError) as error:
             raise ConfigError(f"analytic costs cannot be read: {type(error).__name__} {error}") from error
 

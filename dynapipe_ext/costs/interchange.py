@@ -1,4 +1,4 @@
-"""Cost models as JSON, whichever of the three they are: how planners receive them."""
+"""Cost models as JSON, whichever of the four they are: how planners receive them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from typing import Any, assert_never
 
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.fitted import BaseCosts, FittedCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, DataError
 
 
-def cost_model_to_json(model: AnalyticCosts | CostTable | TokenCosts) -> dict[str, Any]:
-    """A cost model as JSON; its "kind" says which of the three it is."""
+def cost_model_to_json(model: BaseCosts | FittedCosts) -> dict[str, Any]:
+    """A cost model as JSON; its "kind" says which of the four it is."""
     match model:
-        case AnalyticCosts() | CostTable() | TokenCosts():
+        case AnalyticCosts() | CostTable() | TokenCosts() | FittedCosts():
             return model.to_json()
         case _:
             assert_never(model)
@@ -23,6 +24,15 @@ def cost_model_to_json(model: AnalyticCosts | CostTable | TokenCosts) -> dict[st
 
 def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
     """The cost model that `cost_model_to_json` wrote."""
+    if raw.get("kind") == "fitted":
+        base = raw.get("base")
+        if not isinstance(base, Mapping):
+            raise DataError(f"fitted costs have the base {base!r}, not a cost model: fit them again")
+        return FittedCosts.from_json(raw, _base_from_json(base))
+    return _base_from_json(raw)
+
+
+def _base_from_json(raw: Mapping[str, Any]) -> BaseCosts:
     match raw.get("kind"):
         case "analytic":
             return AnalyticCosts.from_json(raw)
@@ -31,4 +41,4 @@ def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
         case "tokens":
             return TokenCosts.from_json(raw)
         case other:
-            raise ConfigError(f"cost model has kind {other!r}: expected analytic, table or tokens")
+            raise ConfigError(f"cost model has kind {other!r}: expected analytic, table, tokens or fitted")

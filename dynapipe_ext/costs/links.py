@@ -1,0 +1,109 @@
+"""Seconds of messages between stages: latency and bytes over bandwidth, of the link that a boundary lies on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.topology import Topology
+
+_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction between two ranks. A bandwidth counts to 1 B/s below 1 GB/s and to 1 kB/s above."""
+
+    latency_ns: int
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.latency_ns < 0:
+            raise ConfigError(f"latency_ns of a link is {self.latency_ns} but cannot be negative")
+        if not 1 <= self.bytes_per_s <= 1e15:
+            raise ConfigError(f"bytes_per_s of a link is {self.bytes_per_s:g}: give 1 to 1e15")
+
+    def transfer_ns(self, num_bytes: npt.ArrayLike) -> IntArray:
+        """Latency and bytes over bandwidth, rounded up to nanoseconds; nothing sent still takes the latency.
+
+        >>> Link(100, 3e9).transfer_ns([0, 3, 4]).tolist()
+        [100, 101, 102]
+        """
+        unit = 1 if self.bytes_per_s < _NS else 1000
+        bandwidth = round(self.bytes_per_s / unit) * unit
+        common = math.gcd(_NS, bandwidth)
+        ns, per_bytes = _NS // common, bandwidth // common
+        # In whole numbers, so that no machine rounds otherwise; the remainder times ns stays below 2^63.
+        whole, rest = np.divmod(np.asarray(num_bytes, np.int64), per_bytes)
+        time_ns: IntArray = self.latency_ns + whole * ns - (-rest * ns // per_bytes)
+        return time_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Links within a node and between nodes of `ranks_per_node` consecutive ranks."""
+
+    intra: Link
+    inter: Link
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise ConfigError(f"ranks_per_node is {self.ranks_per_node} but must be at least 1")
+
+    @classmethod
+    def uniform(cls, link: Link) -> Links:
+        """One kind of link everywhere."""
+        return cls(intra=link, inter=link, ranks_per_node=1)
+
+    def crosses_nodes(self, topology: Topology, from_pp_rank: int, to_pp_rank: int) -> bool:
+        """Whether any replica's and any tensor-parallel rank's peer is on another node: the slowest sets the pace.
+
+        >>> links = Links(intra=Link(0, 3e11), inter=Link(0, 5e10), ranks_per_node=4)
+        >>> [links.crosses_nodes(Topology(tp=2, pp=4), s, s + 1) for s in range(3)]
+        [False, True, False]
+        """
+        return any(
+            topology.rank(tp_rank=tp_rank, pp_rank=from_pp_rank, dp_rank=dp_rank) // self.ranks_per_node
+            != topology.rank(tp_rank=tp_rank, pp_rank=to_pp_rank, dp_rank=dp_rank) // self.ranks_per_node
+            for dp_rank in range(topology.dp)
+            for tp_rank in range(topology.tp)
+        )
+
+    def boundaries(self, topology: Topology) -> tuple[Link | None, ...]:
+        """The link between stages s and s + 1, one entry a boundary; None where both are on one rank."""
+        return tuple(
+            None if a == b else self.inter if self.crosses_nodes(topology, a, b) else self.intra
+            for a, b in itertools.pairwise(topology.stage_ranks)
+        )
+
+    def transfer_ns(self, topology: Topology, num_bytes: IntArray) -> IntArray:
+        """Times over every boundary, shape (S - 1, M), of bytes of that shape; 0 between stages of one rank."""
+        rows = [
+            np.zeros_like(row) if link is None else link.transfer_ns(row)
+            for link, row in zip(self.boundaries(topology), num_bytes, strict=True)
+        ]
+        return np.array(rows, np.int64).reshape(num_bytes.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Links:
+        try:
+            return cls(
+                intra=Link(**raw["intra"]), inter=Link(**raw["inter"]), ranks_per_node=int(raw["ranks_per_node"])
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"links cannot be read ({type(error).__name__} {error}): give intra and inter with latency_ns and"
+                " bytes_per_s, and ranks_per_node"
+            ) from error

@@ -1,0 +1,114 @@
+"""States of a rank against published figures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape, parameters_per_stage
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, ZERO_STAGES, state_bytes
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.topology import Topology
+
+LLAMA_70B = 68_976_648_192
+SMALL = ModelShape(4, 64, 4, 2, 256, False, 512, 128, True)
+
+
+@pytest.mark.parametrize(("zero_stage", "gigabytes"), [(0, 1103.6), (1, 310.4), (2, 178.2), (3, 46.0)])
+def test_llama_70b_on_24_ranks_holds_what_each_zero_stage_leaves(zero_stage: int, gigabytes: float) -> None:
+    """16 bytes a parameter; what is divided is divided by 24 (Rajbhandari et al. 2020, fig. 1)."""
+    total = state_bytes(LLAMA_70B, "mixed", zero_stage=zero_stage, dp=24).total[0]
+    assert round(total / 1e9, 1) == gigabytes
+
+
+@pytest.mark.parametrize(("zero_stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_paper_example_of_7_5_billion_parameters_on_64_ranks(zero_stage: int, gigabytes: float) -> None:
+    """Rajbhandari et al. 2020, fig. 1 (16.6 is that of the figure; exactly, 16.64)."""
+    total = state_bytes(7_500_000_000, "mixed", zero_stage=zero_stage, dp=64).total[0]
+    assert round(total / 1e9, 1) == gigabytes
+
+
+def test_megatron_keeps_18_bytes_a_parameter_or_6_and_12_over_dp() -> None:
+    assert state_bytes(1000).total[0] == 18_000
+    parts = state_bytes(1000, zero_stage=1, dp=8)
+    assert (parts.weights[0], parts.gradients[0], parts.optimizer[0]) == (2000, 4000, 1500)
+
+
+def test_fp32_adam_keeps_16_bytes_without_a_master_copy() -> None:
+    parts = state_bytes(1000, "fp32")
+    assert (parts.weights[0], parts.gradients[0], parts.optimizer[0]) == (4000, 4000, 8000)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gathered", "zero_stage", "dp", "gibibytes"),
+    [(2_851_000_000, 0, 2, 8, 15.93), (60_506_624, 32128 * 512, 3, 1, 1.08)],
+)
+def test_deepspeed_estimates_are_reproduced(
+    parameters: int, gathered: int, zero_stage: int, dp: int, gibibytes: float
+) -> None:
+    """What its estimators print without offloading: T5-3B on 8 ranks (4 + 16 / dp), T5-small on one (18 / dp and 4)."""
+    parts = state_bytes(parameters, "deepspeed", zero_stage=zero_stage, dp=dp, gathered_parameters=gathered)
+    assert round(parts.total[0] / 2**30, 2) == gibibytes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_zero_stage_holds_more_than_the_one_before_and_shares_round_up(recipe: Any) -> None:
+    totals = [int(state_bytes(1001, recipe, zero_stage=stage, dp=7).total[0]) for stage in range(4)]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] == 1001 * sum(BYTES_PER_PARAMETER[recipe])
+    shares = state_bytes(1001, recipe, zero_stage=3, dp=7)
+    for part, width in zip((shares.weights, shares.optimizer), BYTES_PER_PARAMETER[recipe][::2], strict=True):
+        assert part[0] == -(-1001 * width // 7)
+
+
+def test_one_replica_divides_nothing() -> None:
+    assert {int(state_bytes(1001, "mixed", zero_stage=stage, dp=1).total[0]) for stage in range(4)} == {16 * 1001}
+
+
+def test_states_of_several_stages_are_those_of_each() -> None:
+    together = state_bytes(np.array([5, 70, 900]), zero_stage=2, dp=4).total
+    assert together.tolist() == [int(state_bytes(n, zero_stage=2, dp=4).total[0]) for n in (5, 70, 900)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recipe": "adagrad"}, "'adagrad' is not known: give one of megatron"),
+        ({"zero_stage": 4}, "ZeRO stage 4"),
+        ({"dp": 0}, "dp 0: give at least 1"),
+        ({"gathered_parameters": -1}, "cannot be negative"),
+    ],
+)
+def test_states_that_cannot_be_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        state_bytes(10, **settings)
+
+
+def test_the_analytic_model_separates_weights_gradients_and_optimizer() -> None:
+    model = AnalyticCosts(SMALL, Topology(pp=2, dp=4), zero_stage=1)
+    parts = model.static_parts()
+    assert (parts.gradients == 2 * parts.weights).all()
+    assert (parts.weights + parts.gradients + parts.optimizer).tolist() == model.static_bytes().tolist()
+    assert parts.optimizer.tolist() == [-(-6 * int(n) // 4) for n in parts.weights]
+
+
+def test_the_distributed_optimizer_is_zero_stage_1() -> None:
+    topology = Topology(dp=4)
+    flag = AnalyticCosts(SMALL, topology, distributed_optimizer=True).static_bytes()
+    assert flag.tolist() == AnalyticCosts(SMALL, topology, zero_stage=1).static_bytes().tolist()
+
+
+def test_zero_holds_one_layer_whole_while_it_runs_its_gradients_at_stage_2_its_weights_too_at_stage_3() -> None:
+    one = [MicroBatch((SampleLength(0, 16),))]
+    working = [
+        AnalyticCosts(SMALL, Topology(dp=4), zero_stage=z).evaluate(one).working_bytes[0, 0] for z in ZERO_STAGES
+    ]
+    layer = (
+        parameters_per_stage(replace(SMALL, num_layers=5), Topology())[0] - parameters_per_stage(SMALL, Topology())[0]
+    )
+    assert [int(w - working[0]) for w in working] == [0, 0, 4 * layer, 6 * layer]
