@@ -1,34 +1,82 @@
-"""Micro-batches over data-parallel replicas with the smallest largest load."""
+"""Micro-batches over data-parallel replicas with the smallest largest load, within hard caps."""
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
+from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import PlanError
 
 _ROUNDS_PER_ITEM = 4
+_CLOSE_ENOUGH = 10_000  # refinement ends once the largest load is within one part in so many of the mean
+_MOST_IN_PAIRS = 96  # items of two groups whose exchanges of pairs are tried; more items hardly need it
+_PARTNERS = 8  # least loaded groups with which pairs are exchanged; where these do not help, others seldom do
+_BOTH_WAYS = 128  # items up to which the largest differencing method is tried as a second start
+
+
+@dataclass(frozen=True, slots=True)
+class _Caps:
+    """What a group may hold: at most `num_items` items, and `weight` in all of the items' `weights`."""
+
+    num_items: int
+    weights: Sequence[int] | None
+    weight: int
+
+    def weigh(self, items: Sequence[int]) -> int:
+        return sum(self.weights[i] for i in items) if self.weights else 0
 
 
 def assign_replicas(
-    costs_ns: Sequence[int], num_replicas: int, *, equal_counts: bool = False, seed: int = 0
+    costs_ns: Sequence[int],
+    num_replicas: int,
+    *,
+    equal_counts: bool = False,
+    seed: int = 0,
+    weights: Sequence[int] | None = None,
+    max_weight: int = 0,
 ) -> list[list[int]]:
     """Indices of the micro-batches of each replica, in the given order within each.
 
-    Longest processing time first (Graham 1969: at most 4/3 - 1/(3m) of the optimum), then moves and swaps out of the
-    most loaded replica while they lower it. Counts differ freely unless `equal_counts`; no replica is empty. The result
-    is a function of the arguments; `seed` rotates which replica gets the heaviest, for steps to take turns.
+    Longest processing time first (Graham 1969: at most 4/3 - 1/(3m) of the optimum; the largest differencing method of
+    Karmarkar and Karp 1982 where that is better), then exchanges of up to two items between the most loaded replica and
+    others while they lower it. Counts differ freely unless `equal_counts`; no replica is empty. No replica's sum of
+    `weights` (tokens or bytes, say) exceeds `max_weight`. The result is a function of the arguments; `seed` rotates
+    which replica gets the heaviest, for steps to take turns.
 
-    Raises PlanError for fewer micro-batches than replicas, or a number that does not divide under `equal_counts`.
+    Raises PlanError for fewer micro-batches than replicas, a number that does not divide under `equal_counts`, and
+    weights for which no assignment within `max_weight` was found, naming the item.
 
     >>> assign_replicas([7, 5, 4, 4, 3, 1], 2)
     [[0, 3, 5], [1, 2, 4]]
+    >>> assign_replicas([9, 1, 1, 1], 2, weights=[2, 2, 2, 2], max_weight=4)
+    [[0, 3], [1, 2]]
     """
+    count = len(costs_ns)
+    _check(costs_ns, num_replicas, equal_counts, weights, max_weight)
+    caps = _Caps(count // num_replicas if equal_counts else count, weights, max_weight)
+    groups = _longest_first(costs_ns, num_replicas, caps)
+    if num_replicas > 1:
+        _refine(groups, costs_ns, equal_counts, caps)
+        if count <= _BOTH_WAYS and not equal_counts and weights is None and not _is_close(groups, costs_ns):
+            other = karmarkar_karp(costs_ns, num_replicas)
+            _refine(other, costs_ns, equal_counts, caps)
+            groups = min(groups, other, key=lambda found: _largest(found, costs_ns))
+    shift = seed % num_replicas
+    return [sorted(group) for group in groups[-shift:] + groups[:-shift]] if shift else [sorted(g) for g in groups]
+
+
+def _check(
+    costs: Sequence[int], num_replicas: int, equal_counts: bool, weights: Sequence[int] | None, max_weight: int
+) -> None:
+    count = len(costs)
     if num_replicas < 1:
         raise PlanError(f"num_replicas is {num_replicas} but must be at least 1")
-    count = len(costs_ns)
     if count < num_replicas:
         raise PlanError(
             f"{count} micro-batches cannot feed {num_replicas} replicas: split the batch further or enlarge it"
@@ -38,61 +86,261 @@ def assign_replicas(
             f"{count} micro-batches do not divide over {num_replicas} replicas of equal counts:"
             f" split the batch into {-(-count // num_replicas) * num_replicas}"
         )
-    if min(costs_ns) < 0:
-        raise PlanError(f"micro-batch {min(range(count), key=lambda i: costs_ns[i])} has a negative cost")
-    groups = _longest_first(costs_ns, num_replicas, count // num_replicas if equal_counts else None)
-    _refine(groups, costs_ns, equal_counts)
-    shift = seed % num_replicas
-    return [sorted(group) for group in groups[-shift:] + groups[:-shift]] if shift else [sorted(g) for g in groups]
+    if min(costs) < 0:
+        raise PlanError(f"micro-batch {min(range(count), key=lambda i: costs[i])} has a negative cost")
+    if weights is None:
+        return
+    if len(weights) != count or min(weights) < 0:
+        raise PlanError(f"{len(weights)} weights for {count} micro-batches: give each one of at least 0")
+    heaviest = max(range(count), key=lambda i: (weights[i], -i))
+    if weights[heaviest] > max_weight:
+        raise PlanError(
+            f"micro-batch {heaviest} weighs {weights[heaviest]} but a replica may hold {max_weight}: split it or raise"
+            " max_weight"
+        )
 
 
-def _longest_first(costs: Sequence[int], num_groups: int, most: int | None) -> list[list[int]]:
-    """Each item, largest first, into the group of least load; the first `num_groups` items open one group each."""
+def _longest_first(costs: Sequence[int], num_groups: int, caps: _Caps) -> list[list[int]]:
+    """Each item, largest first, into the group of least load with room; every group gets one of the first items.
+
+    Where groups must have equal counts (`caps.num_items`) a second start is tried: of each `num_groups` items
+    in turn every group gets one, the largest where the load is least.
+    """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    groups: list[list[int]] = [[item] for item in order[:num_groups]]
-    heap = [(costs[item], group) for group, item in enumerate(order[:num_groups]) if most != 1]
+    if caps.weights:
+        return _within_weight(order, costs, num_groups, caps)
+    groups = [[item] for item in order[:num_groups]]
+    heap = [(costs[item], group) for group, item in enumerate(order[:num_groups]) if caps.num_items > 1]
     heapq.heapify(heap)
     for item in order[num_groups:]:
-        load, group = heapq.heappop(heap)
+        load, group = heap[0]
         groups[group].append(item)
-        if most is None or len(groups[group]) < most:
-            heapq.heappush(heap, (load + costs[item], group))
-    return groups
+        if len(groups[group]) < caps.num_items:
+            heapq.heapreplace(heap, (load + costs[item], group))
+        else:
+            heapq.heappop(heap)
+    if caps.num_items == len(costs):
+        return groups
+    rows: list[list[int]] = [[] for _ in range(num_groups)]
+    loads = [0] * num_groups
+    for start in range(0, len(order), num_groups):
+        by_load = sorted(range(num_groups), key=loads.__getitem__)
+        for group, item in zip(by_load, order[start : start + num_groups], strict=True):
+            rows[group].append(item)
+            loads[group] += costs[item]
+    return min(groups, rows, key=lambda found: _largest(found, costs))
 
 
-def _refine(groups: list[list[int]], costs: Sequence[int], equal_counts: bool) -> None:
-    """Lower the largest load in place: the best move or swap between its group and any other, until none helps."""
+def _within_weight(order: Sequence[int], costs: Sequence[int], num_groups: int, caps: _Caps) -> list[list[int]]:
+    """By cost into the group of least load; where that leaves an item out, by weight into the emptiest group."""
+    assert caps.weights
+    by_weight = sorted(order, key=lambda i: (-caps.weights[i], i))  # type: ignore[index]
+    for items, wants_load in ((order, True), (by_weight, False)):
+        groups: list[list[int]] = [[] for _ in range(num_groups)]
+        loads, held = [0] * num_groups, [0] * num_groups
+        for number, item in enumerate(items):
+            empty = sum(not group for group in groups)
+            must_open = len(items) - number <= empty  # the items that are left are needed one a group
+            fits = [
+                g
+                for g in range(num_groups)
+                if held[g] + caps.weights[item] <= caps.weight
+                and len(groups[g]) < caps.num_items
+                and not (must_open and groups[g])
+            ]
+            if not fits:
+                break
+            group = min(fits, key=lambda g: ((loads[g], held[g]) if wants_load else (held[g], loads[g]), g))
+            groups[group].append(item)
+            loads[group] += costs[item]
+            held[group] += caps.weights[item]
+        else:
+            return groups
+    raise PlanError(
+        f"micro-batch {item} of weight {caps.weights[item]} finds no room: {num_groups} replicas of {caps.weight} hold"
+        f" {num_groups * caps.weight} and all together weigh {caps.weigh(order)}: raise max_weight or split further"
+    )
+
+
+def _refine(groups: list[list[int]], costs: Sequence[int], equal_counts: bool, caps: _Caps) -> None:
+    """Lower the largest load in place by exchanges with other groups, until none helps or it is close to the mean.
+
+    Single items first, with the least loaded groups first; where these do not help, up to two items each way with the
+    few least loaded groups.
+    """
     loads = [sum(costs[i] for i in group) for group in groups]
+    num, floor = len(groups), load_floor(costs, len(groups), equal_counts=equal_counts)
+    for group in groups:
+        group.sort(key=lambda i: (costs[i], i))
+    values = [np.array([costs[i] for i in group], np.int64) for group in groups]
     for _ in range(_ROUNDS_PER_ITEM * len(costs)):
-        top = max(range(len(groups)), key=lambda g: (loads[g], -g))
-        best: tuple[int, int, int, int] | None = None  # (larger of the two loads, other group, given, taken or -1)
-        given = np.array([costs[i] for i in groups[top]], np.int64)
-        for other in sorted(range(len(groups)), key=lambda g: (loads[g], g)):
-            gap = loads[top] - loads[other]
-            if other == top or gap <= 0 or (best and best[0] <= (loads[top] + loads[other] + 1) // 2):
-                continue
-            taken = np.array([costs[i] for i in groups[other]], np.int64)
-            change = given[:, None] - taken[None, :]
-            if not equal_counts and len(groups[top]) > 1:
-                change = np.concatenate([change, given[:, None]], axis=1)
-            larger = np.where((change > 0) & (change < gap), np.maximum(loads[top] - change, loads[other] + change), -1)
-            if not (larger >= 0).any():
-                continue
-            larger = np.where(larger < 0, loads[top], larger)
-            flat = int(larger.argmin())
-            row, column = divmod(flat, larger.shape[1])
-            value = int(larger[row, column])
-            if value < loads[top] and (best is None or value < best[0]):
-                best = (value, other, row, column if column < len(taken) else -1)
-        if best is None:
+        top = max(range(num), key=lambda g: (loads[g], -g))
+        if (loads[top] - floor) * _CLOSE_ENOUGH <= floor:
             return
-        _, other, row, column = best
-        item = groups[top].pop(row)
-        back = groups[other].pop(column) if column >= 0 else None
-        groups[other].append(item)
-        loads[top] -= costs[item]
-        loads[other] += costs[item]
-        if back is not None:
-            groups[top].append(back)
-            loads[top] += costs[back]
-            loads[other] -= costs[back]
+        found = None
+        for size in (1, 2):
+            least = sorted(range(num), key=lambda g: (loads[g], g))
+            for other in least[: num if size == 1 else _PARTNERS]:
+                gap = loads[top] - loads[other]
+                if other == top or gap < 2 or (size > 1 and len(groups[top]) + len(groups[other]) > _MOST_IN_PAIRS):
+                    continue
+                found = _exchange(groups, values, top, other, gap, size, equal_counts, caps)
+                if found:
+                    break
+            if found:
+                break
+        if not found:
+            return
+        given, taken = found
+        for a, b, moved in ((top, other, given), (other, top, taken)):
+            for item in moved:
+                loads[a] -= costs[item]
+                loads[b] += costs[item]
+                groups[a].remove(item)
+        for g, more in ((top, taken), (other, given)):
+            for item in more:
+                at = bisect_left(groups[g], (costs[item], item), key=lambda i: (costs[i], i))
+                groups[g].insert(at, item)
+            values[g] = np.array([costs[i] for i in groups[g]], np.int64)
+
+
+def _exchange(
+    groups: Sequence[Sequence[int]],
+    values: Sequence[IntArray],
+    top: int,
+    other: int,
+    gap: int,
+    size: int,
+    equal_counts: bool,
+    caps: _Caps,
+) -> tuple[list[int], list[int]] | None:
+    """Items to give and to take, at most `size` of each, that bring two loads nearest to each other; None if none does.
+
+    The loads differ by `gap`; whatever moves less than that from the larger to the smaller lowers the larger.
+    """
+    best: tuple[int, list[int], list[int]] | None = None
+    for num_given in range(1, size + 1):
+        given, given_at = _units(values[top], num_given)
+        for num_taken in (num_given,) if equal_counts else range(size + 1):
+            if max(num_given, num_taken) < size:
+                continue  # tried when size was smaller
+            taken, taken_at = _units(values[other], num_taken)
+            if not len(given) or not len(taken):
+                continue
+            place = np.searchsorted(taken, given - gap // 2)
+            for near in (np.maximum(place - 1, 0), np.minimum(place, len(taken) - 1)):
+                off = np.abs(2 * (given - taken[near]) - gap)
+                k = int(off.argmin()) if caps.weights is None else _lightest(off, gap)
+                for row in (k,) if isinstance(k, int) else k:
+                    if off[row] >= gap or (best and off[row] >= best[0]):
+                        break
+                    out = [groups[top][i] for i in given_at[row]]
+                    back = [groups[other][i] for i in taken_at[near[row]]]
+                    if caps.weights is None or _keeps(groups, top, other, out, back, caps):
+                        best = int(off[row]), out, back
+                        break
+    return best[1:] if best else None
+
+
+def _lightest(off: IntArray, gap: int) -> list[int]:
+    """Rows that help, best first."""
+    order = np.argsort(off, kind="stable")
+    return [int(row) for row in order[: int((off < gap).sum())]]
+
+
+def _keeps(
+    groups: Sequence[Sequence[int]], top: int, other: int, out: Sequence[int], back: Sequence[int], caps: _Caps
+) -> bool:
+    """Whether both groups stay within the weight cap."""
+    change = caps.weigh(out) - caps.weigh(back)
+    return caps.weigh(groups[other]) + change <= caps.weight and caps.weigh(groups[top]) - change <= caps.weight
+
+
+def _units(values: IntArray, size: int) -> tuple[IntArray, IntArray]:
+    """Sums of `size` of the ascending values, ascending, and the places (units, size) of what they sum."""
+    if size == 0:
+        return np.zeros(1, np.int64), np.zeros((1, 0), np.int64)
+    if size == 1:
+        return values, np.arange(len(values))[:, None]
+    a, b = np.triu_indices(len(values), 1)
+    sums = values[a] + values[b]
+    order = np.argsort(sums, kind="stable")
+    return sums[order], np.stack([a, b], axis=1)[order]
+
+
+def _largest(groups: Sequence[Sequence[int]], costs: Sequence[int]) -> int:
+    return max(sum(costs[i] for i in group) for group in groups)
+
+
+def karmarkar_karp(costs: Sequence[int], num_groups: int, *, equal_counts: bool = False) -> list[list[int]]:
+    """Indices in `num_groups` groups by the largest differencing method; none is empty given enough items.
+
+    Partial partitions are merged, the two of largest spread first, the heaviest group of one with the lightest of the
+    other. Under `equal_counts` the first partial partitions hold one item a group, of neighbours in cost.
+
+    Raises PlanError under `equal_counts` for a number of items that does not divide.
+
+    >>> karmarkar_karp([8, 7, 6, 5, 4], 2)
+    [[1, 3, 4], [0, 2]]
+    >>> karmarkar_karp([9, 1, 1, 1], 2), karmarkar_karp([9, 1, 1, 1], 2, equal_counts=True)
+    ([[0], [1, 2, 3]], [[0, 3], [1, 2]])
+    """
+    Groups = list[tuple[int, list[int]]]  # (load, items), heaviest first
+    starts: list[Groups] = [[(cost, [i])] + [(0, [])] * (num_groups - 1) for i, cost in enumerate(costs)]
+    if equal_counts:
+        if len(costs) % num_groups:
+            raise PlanError(
+                f"{len(costs)} items do not divide into {num_groups} groups of equal counts: let counts differ"
+            )
+        order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+        rows = [order[at : at + num_groups] for at in range(0, len(order), num_groups)]
+        starts = [[(costs[i], [i]) for i in row] for row in rows]
+    heap = [(groups[-1][0] - groups[0][0], number, groups) for number, groups in enumerate(starts)]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, a = heapq.heappop(heap)
+        _, _, b = heapq.heappop(heap)
+        merged = sorted(
+            ((x + y, xs + ys) for (x, xs), (y, ys) in zip(a, reversed(b), strict=True)),
+            key=lambda group: (-group[0], group[1]),
+        )
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
+        number += 1
+    return [sorted(items) for _, items in heap[0][2]] if heap else [[] for _ in range(num_groups)]
+
+
+def load_floor(costs_ns: Sequence[int], num_replicas: int, *, equal_counts: bool = False) -> int:
+    """No assignment has a smaller largest load than this; what `assign_replicas` is measured against.
+
+    The mean is one such value. Besides, the j largest items lie in some g <= j replicas. Under `equal_counts` these
+    hold at least the smallest items as well that make their counts up. With free counts a replica whose load is below
+    its item and the smallest other one holds that item alone, so that the others share all the rest.
+
+    >>> load_floor([6, 1, 1, 1, 1, 2], 2), load_floor([6, 1, 1, 1, 1, 2], 2, equal_counts=True)
+    (6, 8)
+    >>> load_floor([10, 10, 10, 9], 3)  # a mean of 13, but two must share
+    19
+    """
+    costs, num = sorted(costs_ns, reverse=True), num_replicas
+    sums = [0, *accumulate(costs)]
+    total, most = sums[-1], len(costs) // num
+    floor = max(-(-total // num), costs[0])
+    if equal_counts:
+        for j in range(1, num + 1):
+            floor = max(
+                floor, min(-(-(sums[j] + total - sums[-1 - max(0, g * most - j)]) // g) for g in range(1, j + 1))
+            )
+        return floor
+    for j in range(min(num, len(costs)) + 1):
+        # Either one of the j largest has company, or each is alone and num - j replicas share what is left.
+        alone = -(-(total - sums[j]) // (num - j)) if j < num else (0 if j == len(costs) else total)
+        company = costs[j - 1] + costs[-1] if j else alone
+        floor = max(floor, min(alone, company))
+    return floor
+
+
+def _is_close(groups: Sequence[Sequence[int]], costs: Sequence[int]) -> bool:
+    """Whether refinement has no more to do."""
+    floor = load_floor(costs, len(groups))
+    return (_largest(groups, costs) - floor) * _CLOSE_ENOUGH <= floor

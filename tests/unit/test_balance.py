@@ -1,0 +1,168 @@
+"""Loads over replicas: heavy tails, hard caps, equal counts, and no assignment below the floor."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.planning.balance import assign_replicas, karmarkar_karp, load_floor
+
+STEADY = settings(deadline=None, derandomize=True)
+
+
+def heavy_tail(name: str, num_items: int, num_replicas: int, seed: int) -> list[int]:
+    """Costs of which none exceeds the mean load: the tail is cut there, again and again as the mean falls."""
+    rng = np.random.default_rng(seed)
+    kind, parameter = name.split()
+    draw = (
+        rng.lognormal(0, float(parameter), num_items)
+        if kind == "lognormal"
+        else rng.pareto(float(parameter), num_items)
+    )
+    for _ in range(100):
+        draw = np.minimum(draw, 0.999 * draw.sum() / num_replicas)
+    costs: list[int] = (1e6 * draw / draw.mean()).astype(np.int64).tolist()
+    assert max(costs) * num_replicas <= sum(costs)
+    return costs
+
+
+def loads(costs: Sequence[int], shares: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(costs[i] for i in share) for share in shares]
+
+
+TAILS = ["lognormal 1.0", "lognormal 1.5", "lognormal 2.0", "lognormal 2.5", "pareto 1.1", "pareto 1.5", "pareto 2.0"]
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize(("num_items", "num_replicas"), [(256, 8), (1024, 64), (4096, 64)])
+def test_heavy_tails_stay_within_one_percent_of_the_mean(tail: str, num_items: int, num_replicas: int) -> None:
+    for seed in range(8):
+        costs = heavy_tail(tail, num_items, num_replicas, seed)
+        shares = assign_replicas(costs, num_replicas)
+        assert sorted(i for share in shares for i in share) == list(range(num_items))
+        assert 100 * max(loads(costs, shares)) * num_replicas <= 101 * sum(costs), (tail, seed)
+
+
+@pytest.mark.parametrize("tail", ["lognormal 1.0", "lognormal 2.5", "pareto 1.5"])
+def test_equal_counts_come_within_one_percent_of_the_floor_of_heavy_tails(tail: str) -> None:
+    """The floor, not the mean: the replica with the largest item must take its share of the others as well."""
+    for seed, (num_items, num_replicas) in itertools.product(range(2), [(256, 8), (1024, 64)]):
+        costs = heavy_tail(tail, num_items, num_replicas, seed)
+        shares = assign_replicas(costs, num_replicas, equal_counts=True)
+        assert {len(share) for share in shares} == {num_items // num_replicas}
+        assert 100 * max(loads(costs, shares)) <= 101 * load_floor(costs, num_replicas, equal_counts=True)
+
+
+def test_a_weight_cap_is_kept_where_the_loads_alone_would_break_it() -> None:
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        lengths = np.minimum(np.exp(rng.normal(5, 1.5, 1024)).astype(np.int64) + 1, 8192).tolist()
+        costs = [24_576 * n + n * n for n in lengths]
+        cap = int(1.02 * sum(lengths) / 64) + 8
+        cap = max(cap, max(lengths))
+        free = assign_replicas(costs, 64)
+        capped = assign_replicas(costs, 64, weights=lengths, max_weight=cap)
+        assert max(loads(lengths, capped)) <= cap
+        assert sorted(i for share in capped for i in share) == list(range(1024))
+        assert max(loads(costs, capped)) <= 1.01 * max(loads(costs, free)) or max(loads(lengths, free)) > cap
+
+
+def test_a_cap_decides_which_items_share_a_replica() -> None:
+    costs, weights = [9, 9, 1, 1], [1, 1, 9, 9]
+    assert assign_replicas(costs, 2, weights=weights, max_weight=10) == [[0, 2], [1, 3]]
+    assert assign_replicas(costs, 2) == [[0, 2], [1, 3]]
+    assert assign_replicas([9, 1, 1, 1], 2) == [[0], [1, 2, 3]]
+    assert sorted(map(len, assign_replicas([9, 1, 1, 1], 2, weights=[1] * 4, max_weight=2))) == [2, 2]
+
+
+@STEADY
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), min_size=1, max_size=14),
+    st.integers(1, 5),
+    st.integers(0, 30),
+    st.booleans(),
+)
+def test_no_cap_is_ever_broken_and_what_is_refused_names_its_weight(
+    items: list[tuple[int, int]], num_replicas: int, slack: int, equal_counts: bool
+) -> None:
+    num_replicas = min(num_replicas, len(items))
+    if equal_counts:
+        items = items[: len(items) // num_replicas * num_replicas]
+    costs, weights = [c for c, _ in items], [w for _, w in items]
+    cap = sum(weights) // num_replicas + slack
+    try:
+        shares = assign_replicas(costs, num_replicas, equal_counts=equal_counts, weights=weights, max_weight=cap)
+    except PlanError as error:
+        assert "weigh" in str(error)  # noqa: PT017
+        assert slack < 2 * max(weights)
+        return
+    assert all(shares)
+    assert sorted(i for share in shares for i in share) == list(range(len(items)))
+    assert max(loads(weights, shares)) <= cap
+    if equal_counts:
+        assert len({len(share) for share in shares}) == 1
+
+
+def test_items_that_cost_and_weigh_nothing_still_leave_no_replica_empty() -> None:
+    assert all(assign_replicas([0, 0, 0], 2, weights=[0, 0, 0], max_weight=5))
+    assert all(assign_replicas([0, 0, 0], 2))
+
+
+@STEADY
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=7), st.integers(1, 3), st.booleans())
+def test_the_floor_is_below_every_assignment(costs: list[int], num_replicas: int, equal_counts: bool) -> None:
+    num_replicas = min(num_replicas, len(costs))
+    if equal_counts:
+        costs = costs[: len(costs) // num_replicas * num_replicas]
+    best = min(
+        max(sum(c for c, r in zip(costs, choice, strict=True) if r == k) for k in range(num_replicas))
+        for choice in itertools.product(range(num_replicas), repeat=len(costs))
+        if not equal_counts or len({choice.count(k) for k in range(num_replicas)}) == 1
+    )
+    assert load_floor(costs, num_replicas, equal_counts=equal_counts) <= best
+
+
+def test_the_floor_knows_what_the_mean_does_not() -> None:
+    assert load_floor([10, 10, 10, 9], 3) == 19
+    assert load_floor([20, 1, 1, 1, 1, 2], 2, equal_counts=True) == 22
+
+
+def test_two_items_change_places_where_one_does_not_help() -> None:
+    """Six items a replica: exchanges of single items alone leave more than 0.2 % in some of these draws."""
+    rng = np.random.default_rng(3)
+    worst = 0.0
+    for _ in range(50):
+        costs = rng.integers(50, 1000, 24).tolist()
+        worst = max(worst, max(loads(costs, assign_replicas(costs, 4))) * 4 / sum(costs))
+    assert worst <= 1.002
+
+
+def test_karmarkar_karp_of_equal_counts_has_equal_counts_and_beats_dealing() -> None:
+    rng = np.random.default_rng(0)
+    costs = np.exp(rng.normal(5, 1, 96)).astype(np.int64).tolist()
+    groups = karmarkar_karp(costs, 8, equal_counts=True)
+    assert {len(group) for group in groups} == {12}
+    assert sorted(i for group in groups for i in group) == list(range(96))
+    assert max(loads(costs, groups)) < max(loads(costs, [list(range(k, 96, 8)) for k in range(8)]))
+    with pytest.raises(PlanError, match="9 items do not divide into 2 groups"):
+        karmarkar_karp([1] * 9, 2, equal_counts=True)
+
+
+@pytest.mark.parametrize(
+    ("weights", "max_weight", "message"),
+    [
+        ([5, 1, 1], 4, "micro-batch 0 weighs 5 but a replica may hold 4"),
+        ([3, 3, 3], 5, "finds no room: 2 replicas of 5 hold 10 and all together weigh 9"),
+        ([1, 1], 5, "2 weights for 3 micro-batches"),
+        ([1, 1, -1], 5, "give each one of at least 0"),
+    ],
+)
+def test_weights_that_cannot_be_kept_are_refused(weights: list[int], max_weight: int, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        assign_replicas([1, 1, 1], 2, weights=weights, max_weight=max_weight)
