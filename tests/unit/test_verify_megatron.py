@@ -94,8 +94,8 @@ def test_one_order_of_sends_and_receives_on_all_ranks_is_refused_as_in_megatron_
     The reporter found all ranks in the exchange of shapes, which posts its operations in one fixed order (send to and
     receive from the previous rank, then the next) whatever the rank, while the exchange of buffers alternates between
     even and odd ranks. With the fixed order both sides of a pair have a send at the head of the queue they share, and
-    each send waits for a receive behind the other. Maintainers doubt that the order alone explains the hang where a
-    library breaks up the batch; the rules here grant no plan that favour. The alternating order is proven.
+    each send waits for a receive behind the other. A library may break up such a batch; the rules here do not count on
+    it. The alternating order is proven.
     """
     stage_ranks = range(num_ranks)
     verify(megatron_1f1b(num_ranks, 8, lambda rank: rank % 2 == 0), stage_ranks, 8)
