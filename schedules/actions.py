@@ -9,7 +9,7 @@ from enum import Enum
 
 from dynapipe_ext.errors import PlanError
 
-_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+_PATTERN = re.compile(r"(\d{1,18})([FBIW])(\d{1,18})", re.ASCII)
 
 
 class Kind(Enum):

@@ -81,7 +81,8 @@ def _zb_v_rank(rank: int, num_ranks: int, num: int) -> Iterator[Action]:
 
 def v_half(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
     """V-Half: about half the memory of 1F1B. A rank holds at most 2 floor((p + 2) / 2) activations of its stages, that
-    is floor((p + 2) / 2) micro-batches; the bubble is at most 3p passes, half of 1F1B's (sec. 4 and app. H).
+    is floor((p + 2) / 2) micro-batches; with F = I = W and M >= p the bubble is at most 3p passes of half a rank, half
+    of 1F1B's. Both are the authors' figures.
 
     The building block (six passes of one micro-batch on each rank, repeated every six slots) is the paper's. What
     warm-up and cool-down do with the slots that it leaves free is made by the paper's means, squeezing and

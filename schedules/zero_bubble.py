@@ -10,7 +10,7 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linea
 
 
 def zb_h1(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
-    """ZB-H1: the warm-up of 1F1B, and the W of rank r put off by r backwards (sec. 2.1, fig. 2).
+    """ZB-H1: the warm-up of 1F1B, and the W of rank r put off by r backwards.
 
     Every rank holds at most p = `num_ranks` micro-batches, 1F1B's most; the bubble is (p - 1)(F + I - W) for M >= p
     and W at most F and I.
@@ -29,11 +29,11 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
 
 
 def zb_h2(num_ranks: int, num_micro_batches: int) -> PipelineSchedule:
-    """ZB-H2: more forwards in the warm-up fill the wait for the first backward (sec. 2.2, fig. 3).
+    """ZB-H2: more forwards in the warm-up fill the wait for the first backward.
 
     Every rank holds at most 2p - 1 micro-batches. With F = I = W and M >= 2p - 1 no rank waits between its first and
     its last action. The ranks start and end one after the other, so what the step loses is what its optimizer loses by
-    waiting for all of them, which the paper avoids by checking gradients afterwards (sec. 4).
+    waiting for all of them, which the paper avoids by checking gradients afterwards.
 
     Errors: PlanError for less than one rank or micro-batch.
 

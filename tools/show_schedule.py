@@ -129,6 +129,8 @@ def rank_costs(
     stages = np.array([1 / schedule.stage_ranks.count(rank) for rank in schedule.stage_ranks])
     sizes = np.outer(stages, np.ones(schedule.num_micro_batches) if factors is None else factors)
     forward, gradient, weight = (np.rint(1e6 * time * sizes).astype(np.int64) for time in times_ms)
+    if min(forward.min(), gradient.min()) < 1:
+        raise ConfigError("times must be F,I,W of at least a nanosecond on every stage: raise those of F and I")
     none = np.zeros_like(forward)
     return MicroBatchCosts(
         forward_ns=forward,

@@ -116,7 +116,6 @@ def test_the_second_command_installs_nothing(checkout: Path, first_run: Path) ->
 COMMANDS = {
     "dynapipe doctor": (),
     "dynapipe plan --lengths lengths.npy --pp 4 --dp 2": (),
-    "dynapipe show-schedule zb-h1 --pp 4 --micro-batches 8": (),
     "dynapipe train --split-backward": ("--steps", "1"),
     "dynapipe train --data my.jsonl --truncate": ("--steps", "1"),
     "dynapipe train --config mine.toml": ("--steps", "1"),

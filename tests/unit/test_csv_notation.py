@@ -69,7 +69,9 @@ def test_torch_loads_and_validates_the_published_schedules(name: str, tmp_path: 
     runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = 4, ours.num_stages, 8
     runtime._load_csv(str(file))
     assert runtime.stage_index_to_group_rank == dict(enumerate(ours.stage_ranks))
-    assert {rank: [str(a) for a in row] for rank, row in runtime.pipeline_order.items()} == dict(enumerate(ours.lines()))
+    assert {rank: [str(a) for a in row] for rank, row in runtime.pipeline_order.items()} == dict(
+        enumerate(ours.lines())
+    )
     lowered = schedules._add_send_recv(
         {rank: list(row) for rank, row in runtime.pipeline_order.items()},
         stage_to_rank=lambda stage: ours.stage_ranks[stage],

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from dynapipe_ext.schedules.published import published_schedule
+from dynapipe_ext.schedules.actions import Kind
+from dynapipe_ext.schedules.published import PUBLISHED, published_schedule
 
 
 class Stage:
@@ -23,7 +24,7 @@ class Stage:
 
 
 def torch_order(class_name: str, num_ranks: int, num_micro_batches: int, stages_per_rank: int) -> dict[int, list[Any]]:
-    """The actions that torch's schedule lays out for each rank, without the steps in which it waits."""
+    """What torch's schedule computes on each rank, without the steps in which it waits and the gradients' reduction."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     kind, num_stages = getattr(schedules, class_name), num_ranks * stages_per_rank
     if issubclass(kind, schedules.PipelineScheduleSingle):
@@ -33,14 +34,13 @@ def torch_order(class_name: str, num_ranks: int, num_micro_batches: int, stages_
     else:
         stages = [Stage(local * num_ranks, num_stages, num_ranks) for local in range(stages_per_rank)]
         rows = kind(stages, n_microbatches=num_micro_batches).pipeline_order
-    return {rank: [str(action) for action in row if action is not None] for rank, row in rows.items()}
+    return {rank: [str(action) for action in row if action and action.is_compute_op] for rank, row in rows.items()}
 
 
 @pytest.mark.parametrize(
     ("name", "class_name", "stages_per_rank"),
     [
         ("gpipe", "ScheduleGPipe", 1),
-        ("1f1b", "Schedule1F1B", 1),
         ("interleaved-1f1b", "ScheduleInterleaved1F1B", 2),
         ("interleaved-1f1b", "ScheduleInterleaved1F1B", 3),
         ("zb-h1", "ScheduleInterleavedZeroBubble", 1),  # torch's, with one stage a rank
@@ -51,6 +51,38 @@ def torch_order(class_name: str, num_ranks: int, num_micro_batches: int, stages_
 def test_torch_runs_the_same_actions_in_the_same_order(
     name: str, class_name: str, stages_per_rank: int, num_ranks: int, num_micro_batches: int
 ) -> None:
-    """Equal: what every rank runs, its order, and the placement. Torch writes steps without work down, we do not."""
+    """Equal: what every rank computes, in which order, and where stages lie. Torch's lists also have empty steps and
+    the reduction of gradients."""
     ours = published_schedule(name, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
     assert torch_order(class_name, num_ranks, num_micro_batches, stages_per_rank) == dict(enumerate(ours.lines()))
+
+
+def test_torch_runs_1f1b_in_the_same_order_but_numbers_the_last_rank_s_forwards_from_1() -> None:
+    """Torch's list for the last rank of 1F1B is 3F1 3B0 3F2 ..., which its own validator refuses."""
+    for num_micro_batches in (4, 8, 10):
+        ours = dict(enumerate(published_schedule("1f1b", 4, num_micro_batches).lines()))
+        theirs = torch_order("Schedule1F1B", 4, num_micro_batches, 1)
+        last = theirs.pop(3)
+        assert [word[:2] for word in last] == [word[:2] for word in ours.pop(3)]
+        assert theirs == ours
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_torch_s_validator_accepts_every_published_schedule_and_finds_its_placement(name: str) -> None:
+    torch = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for num_ranks, num_micro_batches in ((2, 3), (4, 8), (5, 7)):
+        ours = published_schedule(name, num_ranks, num_micro_batches)
+        actions = {rank: [torch._Action.from_str(word) for word in row] for rank, row in enumerate(ours.lines())}
+        placement = torch._validate_schedule(actions, num_ranks, ours.num_stages, num_micro_batches)
+        assert placement == dict(enumerate(ours.stage_ranks))
+
+
+def test_megatron_goes_through_micro_batches_and_stages_in_the_same_turns() -> None:
+    """Its table of turns serves forwards as it is and backwards with the stages reversed; its rounds are of p."""
+    megatron = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    for p, m, v in ((2, 4, 2), (4, 8, 2), (4, 12, 3)):
+        table = megatron.get_schedule_table(m, v, p)
+        for actions in published_schedule("interleaved-1f1b", p, m, stages_per_rank=v).ranks:
+            forwards = [(a.micro_batch, a.stage // p) for a in actions if a.kind is Kind.FORWARD]
+            backwards = [(a.micro_batch, v - 1 - a.stage // p) for a in actions if a.kind is Kind.BACKWARD]
+            assert forwards == backwards == table

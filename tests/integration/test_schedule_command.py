@@ -1,0 +1,88 @@
+"""`dynapipe show-schedule` from the command line to the files it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dynapipe_ext.launch.cli import main
+from dynapipe_ext.schedules.csv_notation import from_csv
+from dynapipe_ext.schedules.published import PUBLISHED, published_schedule
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_schedule_is_drawn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show-schedule", name, "--pp", "3", "--micro-batches", "5"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{name}: ")
+    assert "3 ranks, 5 micro-batches" in text
+    assert all(figure in text for figure in ("makespan", "lower bound", "bubble ratio", "peak in flight"))
+
+
+def test_the_command_of_the_readme_draws_and_writes_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = "dynapipe show-schedule zb-v --pp 4 --micro-batches 8 --html zb-v.html"
+    assert main(command.split()[1:]) == 0
+    assert "8 stages on 4 ranks" in capsys.readouterr().out
+    assert "<html" in (tmp_path / "zb-v.html").read_text()
+
+
+def test_a_written_csv_is_drawn_as_the_schedule_it_came_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "zb-v.csv"
+    uneven = ["--costs-cv", "0.4", "--seed", "3", "--times", "1,1,0.5"]
+    assert main(["show-schedule", "zb-v", "--csv", str(file), *uneven]) == 0
+    first = capsys.readouterr().out
+    assert from_csv(file.read_text(), "zb-v") == published_schedule("zb-v", 4, 8)
+    assert main(["show-schedule", str(file), *uneven]) == 0
+    assert first.startswith(capsys.readouterr().out)
+
+
+def test_a_plan_is_drawn_by_replica(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths, plan = tmp_path / "lengths.txt", tmp_path / "plan.json"
+    lengths.write_text("\n".join(str(5 + i * 37 % 400) for i in range(60)))
+    made = ["plan", "--lengths", str(lengths), "--batch-size", "60", "--tp", "1", "--pp", "2", "--dp", "2"]
+    assert main([*made, "--json", str(plan)]) == 0
+    capsys.readouterr()
+    assert main(["show-schedule", str(plan), "--replica", "1"]) == 0
+    assert "2 ranks" in capsys.readouterr().out
+    assert main(["show-schedule", str(plan), "--replica", "2"]) == 2
+    assert "--replica is 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["zbh1"], "is not known: choose one of gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, v-half"),
+        (["1f1b", "--stages-per-rank", "2"], "1f1b has 1 stage a rank, not 2"),
+        (["1f1b", "--pp", "0"], "0 ranks"),
+        (["1f1b", "--pp", "1000", "--micro-batches", "100000"], "cannot be drawn"),
+        (["1f1b", "--seed", "3"], "--seed makes uneven micro-batches"),
+        (["1f1b", "--replica", "0"], "--replica picks a replica of a plan"),
+        (["1f1b", "--times", "0,0,0"], "must be F,I,W"),
+        (["1f1b", "--times", "1,x"], "must be three numbers"),
+        (["1f1b", "--costs-cv", "-1"], "between 0 and 10"),
+        (["here.txt", "--pp", "4"], "--pp is what here.txt says itself"),
+        (["here.txt", "--replica", "0"], "here.txt holds one schedule"),
+        (["broken.csv"], "broken.csv: row 1, cell 2"),
+        (["absent.csv"], "absent.csv cannot be read"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_status_2(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.txt").write_text("0: 0F0 0B0\n")
+    (tmp_path / "broken.csv").write_text("0F0,0Q0\n")
+    assert main(["show-schedule", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1

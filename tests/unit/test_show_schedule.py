@@ -1,0 +1,145 @@
+"""A schedule as a picture: colours over its actions, within the width, with figures that agree with the simulation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.schedules.actions import Kind
+from dynapipe_ext.schedules.notation import format_lines, picture
+from dynapipe_ext.schedules.published import PUBLISHED, published_schedule
+from dynapipe_ext.tools.show_schedule import (
+    ScheduleView,
+    rank_costs,
+    read_schedule,
+    rendered,
+    uneven_factors,
+    view_of,
+    write_html,
+)
+
+
+def uniform_view(name: str, num_ranks: int = 4, num_micro_batches: int = 8) -> ScheduleView:
+    schedule = published_schedule(name, num_ranks, num_micro_batches)
+    return view_of(schedule, rank_costs(schedule, (1, 1, 1)), "1 ms each")
+
+
+def printed(view: ScheduleView, width: int, *, colours: bool = False) -> str:
+    console = Console(
+        width=width, highlight=False, force_terminal=colours, color_system="standard" if colours else None
+    )
+    with console.capture() as capture:
+        console.print(rendered(view, width=width))
+    return capture.get()
+
+
+def test_figures_are_those_of_the_papers() -> None:
+    h1, h2, half = (uniform_view(name) for name in ("zb-h1", "zb-h2", "v-half"))
+    assert (h1.makespan_ns, h2.makespan_ns) == (27_000_000, 27_000_000)
+    assert (h1.in_flight, h2.in_flight, half.in_flight) == ((4,) * 4, (7,) * 4, (3,) * 4)
+    assert h1.bubble_ratio == pytest.approx(3 / 27)
+    assert (h1.inner_bubble_ratio > 0.05, h2.inner_bubble_ratio) == (True, 0)
+    assert all(view.lower_bound_ns <= view.makespan_ns for view in (h1, h2, half))
+
+
+def test_stages_share_the_time_of_their_rank_so_that_schedules_compare() -> None:
+    assert uniform_view("interleaved-1f1b").makespan_ns == 28_500_000  # 1F1B's 33 ms with half its bubble of 9
+    assert uniform_view("1f1b").makespan_ns == 33_000_000
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("width", [30, 80, 200])
+def test_every_row_of_the_picture_is_as_wide_as_it_may_be(name: str, width: int) -> None:
+    lines = printed(uniform_view(name, 12, 8), width).splitlines()
+    rows = [line for line in lines if line.endswith("|")]
+    assert [len(row) for row in rows] == [width] * 12
+    assert max(map(len, lines)) <= width
+
+
+def test_stages_are_named_where_there_is_room_in_every_action_and_nowhere_else() -> None:
+    assert "3.0i=" in printed(uniform_view("zb-v", 2, 3), 100)
+    narrow = printed(uniform_view("zb-v", 4, 8), 100)
+    assert narrow.splitlines()[1].startswith("0 |0-1-2-3-")
+    assert "too narrow for stages" in " ".join(narrow.split())
+
+
+def test_each_kind_has_a_colour_of_its_own() -> None:
+    view = uniform_view("zb-h1", 1, 1)
+    assert picture(view.schedule, view.trace, width=12) == [
+        [("0---", Kind.FORWARD), ("0i==", Kind.BACKWARD_INPUT), ("0w~~", Kind.BACKWARD_WEIGHT)]
+    ]
+    row = next(line for line in printed(view, 16, colours=True).splitlines() if line.startswith("0 |"))
+    colours = re.findall(r"\x1b\[([\d;]+)m0", row)
+    assert len(set(colours)) == len(colours) == 3
+
+
+def test_what_is_printed_names_the_figures() -> None:
+    text = printed(uniform_view("zb-v"), 120)
+    for part in (
+        "zb-v: 8 stages on 4 ranks, 8 micro-batches",
+        "makespan        25.5 ms",
+        "lower bound     25.5 ms",
+        "the makespan is 0.0 % above",
+        "bubble ratio    5.9 %, 0.0 % between",
+        "peak in flight  4 micro-batches (by rank: 4 4 4 4)",
+    ):
+        assert part in text
+
+
+def test_uneven_factors_have_the_variation_asked_for_and_come_again() -> None:
+    factors = uneven_factors(20_000, cv=0.5, seed=3)
+    assert factors.mean() == pytest.approx(1, rel=0.02)
+    assert factors.std() == pytest.approx(0.5, rel=0.05)
+    assert np.array_equal(uneven_factors(9, cv=0.5, seed=3), uneven_factors(9, cv=0.5, seed=3))
+    assert not np.array_equal(uneven_factors(9, cv=0.5, seed=3), uneven_factors(9, cv=0.5, seed=4))
+    assert uneven_factors(3, cv=0, seed=0).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("cv", [-0.1, 11, float("nan"), float("inf")])
+def test_impossible_variations_are_refused(cv: float) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 10"):
+        uneven_factors(3, cv=cv, seed=0)
+
+
+@pytest.mark.parametrize(
+    "times", [(0, 1, 1), (1, 0, 1), (-1, 1, 1), (float("nan"), 1, 1), (1, 1, float("inf")), (1, 1), (1, 1e-9, 1)]
+)
+def test_impossible_times_are_refused(times: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="must be F,I,W"):
+        rank_costs(published_schedule("1f1b", 2, 2), times)
+
+
+def test_the_page_needs_no_network_and_holds_every_action(tmp_path: Path) -> None:
+    view = uniform_view("zb-v", 2, 4)
+    write_html(tmp_path / "page.html", view)
+    text = (tmp_path / "page.html").read_text()
+    assert "src=" not in text
+    assert "default-src 'none'" in text
+    assert all(f'"{action}"' in text for actions in view.schedule.ranks for action in actions)
+    assert "by rank: 2 2" in text
+
+
+def test_files_of_lines_and_csv_are_read_and_faults_name_file_and_place(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    schedule = published_schedule("v-half", 3, 4)
+    file.write_text(format_lines(schedule))
+    assert read_schedule(file).ranks == schedule.ranks
+    file.write_text("0: 0F0 0B0\n1: 1B0 1F0\n")
+    with pytest.raises(PlanError, match=r"mine\.txt: micro-batch 0 on stage 1 runs BF"):
+        read_schedule(file)
+    file.write_text("0: 0F0 0B0 999999999999F0\n")
+    with pytest.raises(PlanError, match=r"mine\.txt: stages \[1, 2\] have no action"):
+        read_schedule(file)
+    file.write_text("0:\n")
+    with pytest.raises(PlanError, match="no rank has an action"):
+        read_schedule(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="not UTF-8"):
+        read_schedule(file)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_schedule(tmp_path / "absent.csv")
