@@ -44,7 +44,7 @@ BARS = {(8, 64, 0.1): 0.08, (8, 64, 0.3): 0.095, (8, 64, 0.6): 0.16}
 MEAN_BAR = 0.4  # of natural 1F1B's, over variations from 0.1
 RESULTS = Path(__file__).parent / "results"
 _UNIT_NS, _UNIT_BYTES = 1_000_000, 1_000_000
-_EFFORT = 256 if active_core() == "native" else 4
+_EFFORT = 2000 if active_core() == "native" else 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def as_json(table: Mapping[tuple[int, int, float], Mapping[str, float]]) -> list
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--effort", type=int, default=_EFFORT, help="of the search in a cell (native core 256, else 4)")
+    parser.add_argument("--effort", type=int, default=_EFFORT, help="of the search (native core 2000, else 4)")
     parser.add_argument("--seeds", type=int, default=10, help="draws of every cell (the bars are for 10)")
     parser.add_argument("--workers", type=int, default=2)
 
