@@ -115,7 +115,6 @@ def optimize_replicas(
         problem,
         starts,
         kinds,
-        floor_ns=0,
         effort=effort,
         seed=seed,
         equal_counts=equal_counts,

@@ -60,7 +60,6 @@ def search(
     starts: Sequence[Sequence[Sequence[int]]],
     kinds: Sequence[int],
     *,
-    floor_ns: int,
     effort: int,
     seed: int,
     equal_counts: bool = False,
@@ -68,11 +67,11 @@ def search(
 ) -> Found:
     """The best state found from `starts` (per replica, the orders to begin with) in `effort` random moves.
 
-    Record-to-record travel (Dueck 1993): a move may cost up to an allowance that shrinks to nothing. Stops at
-    `floor_ns`. A function of its arguments; ties go to what was found first.
+    Record-to-record travel (Dueck 1993): a move may cost up to an allowance that shrinks to nothing. A
+    function of its arguments; ties go to what was found first.
     """
     if native is None or not use_native:
-        return _search(problem, starts, kinds, floor_ns, effort, seed, equal_counts)
+        return _search(problem, starts, kinds, effort, seed, equal_counts)
     num_kinds, stages, count = problem.forward.shape
     groups, found_kinds, rules, makespans, actions = native.search(
         num_kinds,
@@ -96,7 +95,6 @@ def search(
         [(rule.extra, rule.alternate, rule.patience, rule.most_pending) for rule in problem.rules],
         [[list(order) for order in replica] for replica in starts],
         list(kinds),
-        [floor_ns],
         effort,
         seed % (1 << 64),
         equal_counts,
@@ -158,7 +156,6 @@ def _search(
     problem: Problem,
     starts: Sequence[Sequence[Sequence[int]]],
     kinds: Sequence[int],
-    floor_ns: int,
     effort: int,
     seed: int,
     equal_counts: bool,
@@ -174,7 +171,7 @@ def _search(
                     state.groups[d], state.rules[d], state.makespan_ns[d] = list(order), rule, found
     if max(state.makespan_ns) >= NEVER:
         return state
-    best = _improve(problem, state, floor_ns, effort, _Random(seed), equal_counts)
+    best = _improve(problem, state, effort, _Random(seed), equal_counts)
     for d, group in enumerate(best.groups):
         ranks: list[list[Chosen]] = [[] for _ in problem.free_bytes]
         _run(problem, group, best.kinds, best.rules[d], NEVER, ranks)
@@ -182,11 +179,9 @@ def _search(
     return best
 
 
-def _improve(problem: Problem, state: Found, floor_ns: int, effort: int, random: _Random, equal_counts: bool) -> Found:
+def _improve(problem: Problem, state: Found, effort: int, random: _Random, equal_counts: bool) -> Found:
     best = copy.deepcopy(state)
     for step in range(effort):
-        if best.value[0] <= floor_ns:
-            break
         d = random.below(len(state.groups))
         if random.below(4):
             for e, makespan in enumerate(state.makespan_ns):

@@ -31,7 +31,7 @@ Result search(int kinds, int stages, int count, const Table& forward, const Tabl
               const Table& stored, const Table& working, const Table& transfer, const std::vector<int>& stage_rank,
               const std::vector<i64>& free_bytes, bool split, bool working_in_backward,
               const std::vector<std::tuple<int, bool, int, int>>& rules, const std::vector<Groups>& starts,
-              const std::vector<int>& kind, const std::vector<i64>& floor, i64 effort, std::uint64_t seed,
+              const std::vector<int>& kind, i64 effort, std::uint64_t seed,
               bool equal_counts) {
   const std::size_t cells = static_cast<std::size_t>(kinds) * stages * count;
   dynapipe::Costs costs;
@@ -80,7 +80,7 @@ Result search(int kinds, int stages, int count, const Table& forward, const Tabl
       runs = runs && state.makespan[d] < dynapipe::kNever;
       if (state.makespan[d] >= dynapipe::kNever) state.groups[d] = starts[d].front();
     }
-    if (runs) state = job.improve(std::move(state), floor, effort, seed, equal_counts);
+    if (runs) state = job.improve(std::move(state), effort, seed, equal_counts);
     for (int d = 0; runs && d < replicas; ++d) {
       std::vector<std::vector<dynapipe::Chosen>> orders;
       job.run(state.groups[d], state.kind, state.rule[d], dynapipe::kNever, &orders);

@@ -93,13 +93,11 @@ class Search {
   }
 
   // Record-to-record travel (Dueck 1993): a move may cost up to an allowance that shrinks to nothing.
-  State improve(State state, const std::vector<i64>& floor, i64 effort, std::uint64_t seed, bool equal_counts) {
+  State improve(State state, i64 effort, std::uint64_t seed, bool equal_counts) {
     State best = state;
     Random random{seed};
     const int replicas = static_cast<int>(state.groups.size());
-    i64 bound = 0;
-    for (i64 one : floor) bound = std::max(bound, one);
-    for (i64 step = 0; step < effort && best.value().first > bound; ++step) {
+    for (i64 step = 0; step < effort; ++step) {
       State moved = state;
       int d = random.below(replicas);
       if (random.below(4)) {
@@ -150,8 +148,6 @@ class Search {
     }
     return best;
   }
-
-  const Pipeline& frame() const { return pipe_; }
 
  private:
   Costs costs_;
