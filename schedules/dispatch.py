@@ -2,11 +2,11 @@
 
 The reference of the native core's `pipeline.hpp`: both make the same choices in the same order.
 
-Forwards of a stage run in injection order. A forward is admitted where its stored bytes fit beside what is held, with
-the largest working bytes of it and of the micro-batches inside. With one stage a rank that cannot block: a stage that
-lacks the oldest micro-batch in flight holds nothing older, so it has room. Where a rank holds several stages, an
-admission must leave the micro-batches in flight able to complete one after the other, oldest first (Dijkstra's banker,
-with a fixed order, which makes the test local to the rank).
+Forwards of a stage run in injection order, and so do its gradients. A forward is admitted where its stored bytes fit
+beside what is held, with the working bytes that it and the backwards of the micro-batches inside will need. With one
+stage a rank that cannot block: a stage that lacks the oldest micro-batch in flight holds nothing older, so it has room.
+Where a rank holds several stages, an admission must leave the micro-batches in flight able to complete one after the
+other, oldest first (Dijkstra's banker, with a fixed order, which makes the test local to the rank).
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ Table = list[list[int]]  # [stage][position]; a position is a place in the injec
 class Rule:
     """How a free rank chooses.
 
-    Stage s holds at most S - s + `extra` micro-batches (NO_CAP: as many as memory allows). With `alternate`, after a
-    backward a forward goes first: 1F1B's rhythm. A W may delay the next known arrival by up to `patience` quarters of
-    its own time; W's beyond `most_pending` go first.
+    Stage s holds at most S - s + `extra` micro-batches (NO_CAP: as many as memory allows). By `rhythm`, a forward goes
+    first after a backward (1), or always and is even waited for (2: 1F1B's order where `extra` is 0); 0: gradients go
+    first. A W may delay the next known arrival by up to `patience` quarters of its own time; W's beyond `most_pending`
+    go first.
     """
 
     extra: int
-    alternate: bool
+    rhythm: int
     patience: int = 0
     most_pending: int = 0
 
@@ -68,11 +69,8 @@ class _Run:
         self.mine = [[s for s, r in enumerate(pipe.stage_ranks) if r == rank] for rank in ranks]
         self.arrival = [[0] * count, *([_UNKNOWN] * count for _ in range(stages - 1))]
         self.gradient_arrival = [[_UNKNOWN] * count for _ in range(stages)]
-        self.entered = [0] * stages
-        self.in_flight = [0] * stages
-        self.first_inside = [0] * stages
-        self.gone = [[False] * count for _ in range(stages)]
-        self.queued: list[list[int]] = [[] for _ in range(stages)]
+        self.entered = [0] * stages  # forwards and gradients started: counters, as both run in injection order
+        self.returned = [0] * stages
         self.pending: list[list[tuple[int, int]]] = [[] for _ in ranks]
         self.pending_bytes = [0] * len(ranks)
         self.held = [0] * len(ranks)
@@ -114,31 +112,32 @@ class _Run:
         if len(pending) > rule.most_pending:
             return (WEIGHT, *pending.pop(0)), NEVER
         following = NEVER
-        gradient: tuple[int, int] | None = None  # position, -stage
+        gradient: tuple[int, int] | None = None  # position, stage
         forward: int | None = None
-        after_weights = False
+        after_weights = awaited = False
         for s in reversed(self.mine[rank]):
-            for m in self.queued[s]:
-                at = self.gradient_arrival[s][m]
-                if at > now:
-                    following = min(following, at)
-                elif gradient is None or m < gradient[0]:
-                    gradient = m, s
-            m = self.entered[s]
+            m, back = self.entered[s], self.returned[s]
+            at = self.gradient_arrival[s][back] if back < m else _UNKNOWN
+            if at > now:
+                following = min(following, at)
+            elif at != _UNKNOWN and (gradient is None or back < gradient[0]):
+                gradient = back, s
             if m == self.count or forward is not None:
                 continue
             at = self.arrival[s][m]
-            capped = rule.extra < NO_CAP and self.in_flight[s] >= max(1, self.stages - s + rule.extra)
-            if at == _UNKNOWN or capped:
+            capped = rule.extra < NO_CAP and m - back >= max(1, self.stages - s + rule.extra)
+            if capped:
                 continue
-            if at > now:
-                following = min(following, at)
+            if at == _UNKNOWN or at > now:
+                awaited = rule.rhythm > 1
+                following = min(following, at) if at != _UNKNOWN else following
             else:
                 fits, fits_after = self._admits(rank, s, m)
                 if fits:
                     forward = s
                 after_weights = after_weights or (fits_after and not fits)
-        if gradient is not None and not (self.wants_forward[rank] and (forward is not None or after_weights)):
+        first = forward is not None or after_weights or awaited
+        if gradient is not None and not ((self.wants_forward[rank] or rule.rhythm > 1) and first):
             return (GRADIENT, gradient[1], gradient[0]), NEVER
         if forward is not None:
             return (FORWARD, forward, self.entered[forward]), NEVER
@@ -154,30 +153,32 @@ class _Run:
         pipe = self.pipe
         working = pipe.working[s][m]
         if pipe.working_in_backward:
+            in_turn = not pipe.split and len(self.mine[rank]) == 1  # then what is older has gone when a backward runs
             for t in self.mine[rank]:
-                for q in range(self.first_inside[t], self.entered[t]):
-                    if not self.gone[t][q]:
-                        working = max(working, pipe.working[t][q])
+                gone = 0
+                for q in range(self.returned[t], self.entered[t]):
+                    working = max(working, pipe.working[t][q] - gone)
+                    gone += pipe.stored[t][q] if in_turn else 0
         needed = self.held[rank] + pipe.stored[s][m] + working
         room = pipe.free_bytes[rank]
         if needed - self.pending_bytes[rank] > room:
             return False, False
-        if len(self.mine[rank]) > 1 and not self._safe(rank, s, m):
+        if len(self.mine[rank]) > 1 and not self._safe(rank, s, m, working):
             return False, False
         return needed <= room, True
 
-    def _safe(self, rank: int, s: int, m: int) -> bool:
+    def _safe(self, rank: int, s: int, m: int, most_working: int) -> bool:
         pipe, first = self.pipe, self.mine[rank][0]
         held = self.held[rank] - self.pending_bytes[rank] + pipe.stored[s][m]
         newest = max(self.entered[first], m + 1 if s == first else 0)
-        for q in range(self.first_inside[first], newest):
-            own = missing = working = 0
+        for q in range(self.returned[first], newest):
+            own, missing, working = 0, 0, most_working if pipe.working_in_backward else 0
             for t in self.mine[rank]:
-                if (q < self.entered[t] or (t == s and q == m)) and not self.gone[t][q]:
+                if q < self.returned[t]:
+                    continue
+                if q < self.entered[t] or (t == s and q == m):
                     own += pipe.stored[t][q]
-                    if pipe.working_in_backward:
-                        working = max(working, pipe.working[t][q])
-                elif q >= self.entered[t]:
+                else:
                     missing += pipe.stored[t][q]
                     working = max(working, pipe.working[t][q])
             if held + missing + working > pipe.free_bytes[rank]:
@@ -191,29 +192,22 @@ class _Run:
             end = now + pipe.forward[s][m]
             self.held[rank] += pipe.stored[s][m]
             self.entered[s] += 1
-            self.in_flight[s] += 1
             if s + 1 == self.stages:
                 self.gradient_arrival[s][m] = end
-                self.queued[s].append(m)
             else:
                 self._arrive(s + 1, m, end + self._hop(s, m), self.arrival)
             self.wants_forward[rank] = False
         elif kind == GRADIENT:
             end = now + pipe.gradient[s][m]
-            self.queued[s].remove(m)
-            self.gone[s][m] = True
-            self.in_flight[s] -= 1
-            while self.first_inside[s] < self.entered[s] and self.gone[s][self.first_inside[s]]:
-                self.first_inside[s] += 1
+            self.returned[s] += 1
             if pipe.split:
                 self.pending[rank].append((s, m))
                 self.pending_bytes[rank] += pipe.stored[s][m]
             else:
                 self.held[rank] -= pipe.stored[s][m]
             if s:
-                self.queued[s - 1].append(m)
                 self._arrive(s - 1, m, end + self._hop(s - 1, m), self.gradient_arrival)
-            self.wants_forward[rank] = self.rule.alternate
+            self.wants_forward[rank] = self.rule.rhythm > 0
         else:
             end = now + pipe.weight[s][m]
             self.held[rank] -= pipe.stored[s][m]
@@ -242,10 +236,10 @@ def rules(*, split: bool) -> Sequence[Rule]:
     """The rules that a search chooses from."""
     extras = (0, 1, 2, 4, NO_CAP)
     if not split:
-        return [Rule(extra, alternate) for extra in extras for alternate in (True, False)]
+        return [Rule(0, 2), *(Rule(extra, rhythm) for extra in extras for rhythm in (1, 0))]
     return [
-        Rule(extra, alternate, patience, most_pending)
+        Rule(extra, rhythm, patience, most_pending)
         for extra in extras
-        for alternate in (True, False)
+        for rhythm in (1, 0)
         for patience, most_pending in ((0, NO_CAP), (2, NO_CAP), (4, NO_CAP), (0, 0))
     ]

@@ -1,4 +1,5 @@
-"""The own schedule optimizer: order, warm-up depth, place of I and W, replica and recomputation, under a byte limit.
+"""The own schedule optimizer: order, warm-up depth, place of I and W, replica, recomputation and where the batch is cut,
+under a byte limit.
 
 A search over injection orders and dispatch rules (`search`, `dispatch`) whose only judge is the simulated makespan, for
 any placement of stages on ranks.
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import MicroBatchCosts
@@ -18,19 +20,52 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.dispatch import NEVER, Chosen, rules
 from dynapipe_ext.schedules.memory import peak_bytes
 from dynapipe_ext.schedules.order import start_orders
-from dynapipe_ext.schedules.search import Problem, search
+from dynapipe_ext.schedules.search import Found, Problem, Run, search
 from dynapipe_ext.schedules.validate import validate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is asked of the search; `seed` and `effort`, the number of random moves, make it a function."""
+
+    memory_limit_bytes: int
+    split: bool  # run backwards as I and W
+    effort: int
+    seed: int = 0
+    stage_ranks: Sequence[int] | None = None  # default: stage s on rank s
+    equal_counts: bool = False
+    use_native: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Start:
+    """Runs, which cover the items of a batch in turn, grouped by replica.
+
+    `kind_costs` price every shape under each kind of recomputation (INFEASIBLE forwards: cannot run so);
+    `shapes[j, r - 1]`, int32, is the shape of the run of r items that ends at item j, or -1 where that may not be a
+    micro-batch. With one column only, items are micro-batches and stay what they are.
+    """
+
+    kind_costs: tuple[MicroBatchCosts, ...]
+    shapes: npt.NDArray[np.int32]
+    runs: tuple[Run, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of_micro_batches(
+        cls, kind_costs: Sequence[MicroBatchCosts], groups: Sequence[Sequence[int]], kinds: Sequence[int]
+    ) -> Start:
+        """Micro-batches as they are, each with its index into `kind_costs`."""
+        shapes = np.arange(len(kinds), dtype=np.int32).reshape(-1, 1)
+        runs = tuple((m, m + 1, kind) for m, kind in enumerate(kinds))
+        return cls(kind_costs=tuple(kind_costs), shapes=shapes, runs=runs, groups=tuple(map(tuple, groups)))
 
 
 @dataclass(frozen=True, slots=True)
 class Optimized:
-    """Replicas' micro-batches in injection order, their kinds of recomputation, and schedules that carry their numbers.
+    """Each replica's runs in injection order, and schedules in which micro-batch i is the replica's i-th run."""
 
-    `kinds` has an entry for every micro-batch of the costs.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-    kinds: tuple[int, ...]
+    replicas: tuple[tuple[Run, ...], ...]
     schedules: tuple[PipelineSchedule, ...]
     makespan_ns: tuple[int, ...]
 
@@ -51,98 +86,106 @@ def optimize(
 
     Errors: PlanError for a micro-batch that does not fit alone; ConfigError for a negative effort or a bad placement.
     """
-    return optimize_replicas(
-        [costs],
-        [list(range(costs.num_micro_batches))],
-        [0] * costs.num_micro_batches,
-        memory_limit_bytes=memory_limit_bytes,
-        split=split,
-        effort=effort,
-        seed=seed,
-        stage_ranks=stage_ranks,
-    ).schedules[0]
+    count = costs.num_micro_batches
+    settings = Settings(
+        memory_limit_bytes=memory_limit_bytes, split=split, effort=effort, seed=seed, stage_ranks=stage_ranks
+    )
+    _, found = optimize_best([Start.of_micro_batches([costs], [range(count)], [0] * count)], settings)
+    schedule = renumbered(found.schedules[0], {i: first for i, (first, _, _) in enumerate(found.replicas[0])})
+    validate(schedule, count)
+    peaks = peak_bytes(schedule, costs)
+    if max(peaks) > memory_limit_bytes:
+        raise PlanError(
+            f"the {schedule.name} schedule needs {max(peaks)} B on rank {peaks.index(max(peaks))} but the limit is"
+            f" {memory_limit_bytes} B: raise the limit, tp or pp"
+        )
+    return schedule
 
 
-def optimize_replicas(
-    kind_costs: Sequence[MicroBatchCosts],
-    groups: Sequence[Sequence[int]],
-    kinds: Sequence[int],
-    *,
-    memory_limit_bytes: int,
-    split: bool,
-    effort: int,
-    seed: int = 0,
-    stage_ranks: Sequence[int] | None = None,
-    equal_counts: bool = False,
-    use_native: bool = True,
-) -> Optimized:
-    """The best found from a start: micro-batches grouped by replica, each with its index into `kind_costs`.
+def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Optimized]:
+    """The best found from the start that is best before any move (the first of equals), and which that is.
 
-    `kind_costs` price all micro-batches once for each kind of recomputation (INFEASIBLE forwards: cannot run so). Moves
-    change the order, the rule, a micro-batch's kind or its replica; `equal_counts` keeps counts as they are.
+    Moves change the order, the rule, a run's kind, its replica and, where there is a choice, where the items are cut;
+    `equal_counts` keeps the number of runs of each replica. Nothing is proven here: simulate and validate the result.
 
-    Errors: as optimize.
+    Errors: PlanError where no start has an order that fits; ConfigError as optimize.
     """
-    first = kind_costs[0]
-    ranks = tuple(range(first.num_stages)) if stage_ranks is None else tuple(stage_ranks)
-    if effort < 0:
-        raise ConfigError(f"effort is {effort} but must be a count of at least 0")
-    if len(ranks) != first.num_stages or set(ranks) != set(range(max(ranks) + 1)):
-        raise ConfigError(f"placement {ranks} must put each of {first.num_stages} stages on a rank, with none left out")
-    static = [0] * (max(ranks) + 1)
+    tried: list[tuple[int, int, Problem, Found]] = []
+    refusal: PlanError | None = None
+    for index, start in enumerate(starts):
+        try:
+            problem = _problem(start, settings)
+            runs = _fitting(problem, start.runs, settings.memory_limit_bytes)
+        except PlanError as error:
+            refusal = refusal or error
+            continue
+        orders = [[[group[i] for i in o] for o in start_orders(_costs(problem, runs, group))] for group in start.groups]
+        found = _found(problem, runs, orders, settings, 0)
+        if max(found.makespan_ns) < NEVER:
+            tried.append((found.energy, index, problem, found))
+    if not tried:
+        limit = settings.memory_limit_bytes
+        raise refusal or PlanError(f"no order of these micro-batches fits in {limit} B: raise the limit, tp or pp")
+    _, index, problem, found = min(tried, key=lambda one: one[:2])
+    if settings.effort:
+        found = _found(problem, found.runs, [[group] for group in found.groups], settings, settings.effort)
+    return index, Optimized(
+        tuple(tuple(found.runs[m] for m in group) for group in found.groups),
+        tuple(_schedule(actions, problem) for actions in found.actions),
+        tuple(found.makespan_ns),
+    )
+
+
+def _found(
+    problem: Problem, runs: Sequence[Run], orders: Sequence[Sequence[Sequence[int]]], settings: Settings, effort: int
+) -> Found:
+    return search(
+        problem,
+        runs,
+        orders,
+        effort=effort,
+        seed=settings.seed,
+        equal_counts=settings.equal_counts,
+        use_native=settings.use_native,
+    )
+
+
+def _problem(start: Start, settings: Settings) -> Problem:
+    first = start.kind_costs[0]
+    stages = first.num_stages
+    ranks = tuple(range(stages)) if settings.stage_ranks is None else tuple(settings.stage_ranks)
+    if settings.effort < 0:
+        raise ConfigError(f"effort is {settings.effort} but must be a count of at least 0")
+    if len(ranks) != stages or set(ranks) != set(range(max(ranks) + 1)):
+        raise ConfigError(f"placement {ranks} must put each of {stages} stages on a rank, with none left out")
+    free = [settings.memory_limit_bytes] * (max(ranks) + 1)
     for rank, num_bytes in zip(ranks, first.static_bytes.tolist(), strict=True):
-        static[rank] += num_bytes
-    free = [memory_limit_bytes - num_bytes for num_bytes in static]
-    gradient = [costs.input_ns if split else costs.backward_ns for costs in kind_costs]
-    problem = Problem(
+        free[rank] -= num_bytes
+    return Problem(
         stage_ranks=ranks,
         free_bytes=tuple(free),
-        split=split,
-        working_in_backward=first.working_in != "F",
-        forward=np.stack([costs.forward_ns for costs in kind_costs]),
-        gradient=np.stack(gradient),
-        weight=np.stack([costs.weight_ns for costs in kind_costs]),
-        stored=np.stack([costs.stored_bytes for costs in kind_costs]),
-        working=np.stack([costs.working_bytes for costs in kind_costs]),
-        transfer=first.transfer_ns,
-        rules=tuple(rules(split=split)),
+        split=settings.split,
+        kind_costs=start.kind_costs,
+        shapes=start.shapes,
+        rules=tuple(rules(split=settings.split)),
     )
-    kinds = _fitting(problem, kinds, memory_limit_bytes)
-    starts = [
-        [[group[i] for i in order] for order in start_orders(_chosen(kind_costs, group, kinds))] for group in groups
-    ]
-    found = search(
-        problem,
-        starts,
-        kinds,
-        effort=effort,
-        seed=seed,
-        equal_counts=equal_counts,
-        use_native=use_native,
-    )
-    if max(found.makespan_ns) >= NEVER:
-        raise PlanError(f"no order of these micro-batches fits in {memory_limit_bytes} B: raise the limit, tp or pp")
-    name = "adaptive-split" if split else "adaptive"
-    schedules = tuple(_schedule(name, actions, ranks, split) for actions in found.actions)
-    for schedule, group in zip(schedules, found.groups, strict=True):
-        _prove(schedule, _chosen(kind_costs, group, found.kinds), group, memory_limit_bytes)
-    return Optimized(tuple(map(tuple, found.groups)), tuple(found.kinds), schedules, tuple(found.makespan_ns))
 
 
-def _fitting(problem: Problem, kinds: Sequence[int], limit_bytes: int) -> list[int]:
-    """Each micro-batch's kind, or the first that lets it run alone; PlanError where none does."""
-    ranks = np.array(problem.stage_ranks)
-    free = np.array(problem.free_bytes, np.int64)
-    needed = np.zeros((len(problem.forward), len(free), problem.forward.shape[2]), np.int64)
-    for rank in range(len(free)):
-        mine = ranks == rank
-        needed[:, rank] = problem.stored[:, mine].sum(axis=1) + problem.working[:, mine].max(axis=1)
-    runs = ((needed <= free[:, None]) & (problem.forward.max(axis=1) < INFEASIBLE)[:, None]).all(axis=1)
-    chosen = list(kinds)
-    for m in range(len(chosen)):
-        if runs[chosen[m], m]:
-            continue
-        if not runs[:, m].any():
+def _fitting(problem: Problem, runs: Sequence[Run], limit_bytes: int) -> list[Run]:
+    """Each run under its kind, or the first that lets it run alone; PlanError where none does."""
+    ranks, free = np.array(problem.stage_ranks), np.array(problem.free_bytes, np.int64)
+    shapes = np.array([problem.shapes[end - 1, end - first - 1] for first, end, _ in runs], np.int64)
+    needed = np.zeros((len(problem.kind_costs), len(free), len(runs)), np.int64)
+    possible = np.zeros((len(problem.kind_costs), len(runs)), bool)
+    for kind, costs in enumerate(problem.kind_costs):
+        stored, working = costs.stored_bytes[:, shapes], costs.working_bytes[:, shapes]
+        for rank in range(len(free)):
+            needed[kind, rank] = stored[ranks == rank].sum(axis=0) + working[ranks == rank].max(axis=0)
+        possible[kind] = costs.forward_ns[:, shapes].max(axis=0) < INFEASIBLE
+    fits = (needed <= free[:, None]).all(axis=1) & possible
+    chosen = []
+    for m, (first, end, kind) in enumerate(runs):
+        if not fits[:, m].any():
             over = (needed[:, :, m] - free).min(axis=0)
             rank = int(over.argmax())
             most = limit_bytes - int(free[rank])
@@ -150,34 +193,22 @@ def _fitting(problem: Problem, kinds: Sequence[int], limit_bytes: int) -> list[i
                 f"micro-batch {m} alone needs {int(needed[:, rank, m].min()) + most} B on rank {rank} but the limit is"
                 f" {limit_bytes} B: make the micro-batch smaller, recompute more of it, or raise tp or pp"
             )
-        chosen[m] = int(runs[:, m].argmax())
+        chosen.append((first, end, kind if fits[kind, m] else int(fits[:, m].argmax())))
     return chosen
 
 
-def _chosen(kind_costs: Sequence[MicroBatchCosts], group: Sequence[int], kinds: Sequence[int]) -> MicroBatchCosts:
-    """Costs of some micro-batches, each under its own kind."""
-    if len(kind_costs) == 1:
-        return kind_costs[0].take(group)
-    return MicroBatchCosts.join([kind_costs[kinds[m]].take([m]) for m in group], like=kind_costs[0])
+def _costs(problem: Problem, runs: Sequence[Run], group: Sequence[int]) -> MicroBatchCosts:
+    """Costs of some runs, each under its own kind."""
+    chosen = np.array([runs[m] for m in group], np.int64).reshape(-1, 3)
+    columns = problem.shapes[chosen[:, 1] - 1, chosen[:, 1] - chosen[:, 0] - 1]
+    return MicroBatchCosts.choose(problem.kind_costs, chosen[:, 2], columns)
 
 
-def _schedule(name: str, actions: list[list[Chosen]], stage_ranks: tuple[int, ...], split: bool) -> PipelineSchedule:
-    letters = (Kind.FORWARD, Kind.BACKWARD_INPUT if split else Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    ranks = tuple(tuple(Action(s, letters[letter], m) for letter, s, m in rank) for rank in actions)
-    return PipelineSchedule(name, ranks or tuple(() for _ in set(stage_ranks)), stage_ranks)
-
-
-def _prove(schedule: PipelineSchedule, costs: MicroBatchCosts, group: Sequence[int], limit_bytes: int) -> None:
-    """Check order and peak apart from what made them."""
-    place = {m: i for i, m in enumerate(group)}
-    local = renumbered(schedule, place)
-    validate(local, len(group))
-    peaks = peak_bytes(local, costs)
-    if max(peaks) > limit_bytes:
-        raise PlanError(
-            f"the {schedule.name} schedule needs {max(peaks)} B on rank {peaks.index(max(peaks))} but the limit is"
-            f" {limit_bytes} B: raise the limit, tp or pp"
-        )
+def _schedule(actions: list[list[Chosen]], problem: Problem) -> PipelineSchedule:
+    letters = (Kind.FORWARD, Kind.BACKWARD_INPUT if problem.split else Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    ranks = tuple(tuple(Action(s, letters[letter], position) for letter, s, position in rank) for rank in actions)
+    name = "adaptive-split" if problem.split else "adaptive"
+    return PipelineSchedule(name, ranks or tuple(() for _ in set(problem.stage_ranks)), problem.stage_ranks)
 
 
 def renumbered(schedule: PipelineSchedule, place: dict[int, int]) -> PipelineSchedule:

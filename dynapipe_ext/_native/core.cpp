@@ -9,91 +9,181 @@
 #include <tuple>
 
 #include "search.hpp"
+#include "splits.hpp"
 
 namespace nb = nanobind;
 using dynapipe::i64;
 
 namespace {
 
-using Table = nb::ndarray<const i64, nb::c_contig, nb::device::cpu>;
+using Records = nb::ndarray<const i64, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
+using Shapes = nb::ndarray<const int, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Groups = std::vector<std::vector<int>>;
+using Runs = std::vector<std::tuple<int, int, int>>;
 
-std::vector<i64> values(const Table& table, std::size_t size, const char* name) {
-  if (table.size() != size) throw std::invalid_argument(std::string(name) + " has another size than its table");
-  return {table.data(), table.data() + table.size()};
-}
+// (runs as (first item, end, kind), groups of runs in injection order, rule and makespan of each replica,
+//  actions [replica][rank] as (letter x stages + stage) x count + position with letter 0 F, 1 gradient, 2 W)
+using Result = std::tuple<Runs, Groups, std::vector<int>, std::vector<i64>, std::vector<std::vector<std::vector<i64>>>>;
 
-// (groups, kind of each micro-batch, rule and makespan of each replica, actions [replica][rank] as
-//  (letter x stages + stage) x micro-batches + micro-batch with letter 0 F, 1 gradient, 2 W)
-using Result = std::tuple<Groups, std::vector<int>, std::vector<int>, std::vector<i64>, std::vector<std::vector<std::vector<i64>>>>;
-
-Result search(int kinds, int stages, int count, const Table& forward, const Table& gradient, const Table& weight,
-              const Table& stored, const Table& working, const Table& transfer, const std::vector<int>& stage_rank,
+Result search(const Records& records, const Shapes& shapes, const std::vector<int>& stage_rank,
               const std::vector<i64>& free_bytes, bool split, bool working_in_backward,
-              const std::vector<std::tuple<int, bool, int, int>>& rules, const std::vector<Groups>& starts,
-              const std::vector<int>& kind, i64 effort, std::uint64_t seed,
-              bool equal_counts) {
-  const std::size_t cells = static_cast<std::size_t>(kinds) * stages * count;
+              const std::vector<std::tuple<int, int, int, int>>& rules, const Runs& runs,
+              const std::vector<Groups>& starts, i64 effort, std::uint64_t seed, bool equal_counts) {
   dynapipe::Costs costs;
-  costs.kinds = kinds;
-  costs.stages = stages;
-  costs.count = count;
-  costs.forward = values(forward, cells, "forward");
-  costs.gradient = values(gradient, cells, "gradient");
-  costs.weight = values(weight, cells, "weight");
-  costs.stored = values(stored, cells, "stored");
-  costs.working = values(working, cells, "working");
-  costs.transfer = values(transfer, static_cast<std::size_t>(std::max(0, stages - 1)) * count, "transfer");
-  dynapipe::Pipeline frame;
-  frame.stages = stages;
-  frame.ranks = static_cast<int>(free_bytes.size());
-  frame.split = split;
-  frame.working_in_backward = working_in_backward;
-  frame.stage_rank = stage_rank;
-  frame.free_bytes = free_bytes;
-  frame.rank_stages.resize(frame.ranks);
-  for (int s = 0; s < stages; ++s) frame.rank_stages.at(stage_rank.at(s)).push_back(s);
+  costs.kinds = static_cast<int>(records.shape(0));
+  costs.shapes = static_cast<int>(records.shape(1));
+  costs.items = static_cast<int>(shapes.shape(0));
+  costs.width = static_cast<int>(shapes.shape(1));
+  costs.records = records.data();
+  costs.shape = shapes.data();
+  dynapipe::Machine machine;
+  machine.stages = static_cast<int>(stage_rank.size());
+  machine.ranks = static_cast<int>(free_bytes.size());
+  if (records.shape(3) != dynapipe::kFields || records.shape(2) != stage_rank.size()) {
+    throw std::invalid_argument("records have another number of fields or stages than the placement");
+  }
+  machine.split = split;
+  machine.working_in_backward = working_in_backward;
+  machine.stage_rank = stage_rank;
+  machine.free_bytes = free_bytes;
+  machine.rank_stages.resize(machine.ranks);
+  for (int s = 0; s < machine.stages; ++s) machine.rank_stages.at(stage_rank.at(s)).push_back(s);
   std::vector<dynapipe::Rule> chosen_rules;
-  for (auto [extra, alternate, patience, most_pending] : rules) {
-    chosen_rules.push_back({extra, alternate, patience, most_pending});
+  for (auto [extra, rhythm, patience, most_pending] : rules) {
+    chosen_rules.push_back({extra, rhythm, patience, most_pending});
+  }
+  dynapipe::State state;
+  int item = 0;
+  for (auto [first, end, kind] : runs) {
+    if (first != item || end <= first || end > costs.items || kind < 0 || kind >= costs.kinds) {
+      throw std::invalid_argument("runs must cover the items in turn, each of a kind that the records have");
+    }
+    state.runs.push_back({first, end, kind});
+    item = end;
   }
   for (const auto& replica : starts) {
+    if (replica.empty()) throw std::invalid_argument("a replica has no order to start from");
     for (const auto& order : replica) {
       for (int m : order) {
-        if (m < 0 || m >= count) throw std::invalid_argument("a start order names a micro-batch outside the tables");
+        if (m < 0 || m >= static_cast<int>(runs.size())) throw std::invalid_argument("a start order names no run");
       }
     }
   }
-  dynapipe::State state;
   std::vector<std::vector<std::vector<i64>>> actions;
   {
     nb::gil_scoped_release unlocked;
-    dynapipe::Search job(std::move(costs), std::move(frame), std::move(chosen_rules));
+    dynapipe::Search job(costs, std::move(machine), std::move(chosen_rules), equal_counts);
     const int replicas = static_cast<int>(starts.size());
     state.groups.resize(replicas);
-    state.kind = kind;
     state.rule.assign(replicas, 0);
     state.makespan.assign(replicas, 0);
-    bool runs = true;
+    bool possible = true;
     for (int d = 0; d < replicas; ++d) {
       job.settle(state, d, starts[d]);
-      runs = runs && state.makespan[d] < dynapipe::kNever;
-      if (state.makespan[d] >= dynapipe::kNever) state.groups[d] = starts[d].front();
+      possible = possible && state.makespan[d] < dynapipe::kNever;
     }
-    if (runs) state = job.improve(std::move(state), effort, seed, equal_counts);
-    for (int d = 0; runs && d < replicas; ++d) {
+    if (possible) state = job.improve(std::move(state), effort, seed);
+    for (int d = 0; possible && d < replicas; ++d) {
+      dynapipe::Track track;
       std::vector<std::vector<dynapipe::Chosen>> orders;
-      job.run(state.groups[d], state.kind, state.rule[d], dynapipe::kNever, &orders);
+      job.run(state, d, dynapipe::kNever, &orders, track, nullptr);
+      const i64 count = static_cast<i64>(state.groups[d].size());
       auto& replica = actions.emplace_back();
       for (const auto& rank : orders) {
         auto& codes = replica.emplace_back();
         for (const auto& c : rank) {
-          codes.push_back((static_cast<i64>(c.kind) * stages + c.stage) * count + state.groups[d][c.position]);
+          codes.push_back((static_cast<i64>(c.kind) * stage_rank.size() + c.stage) * count + c.position);
         }
       }
     }
   }
-  return {state.groups, state.kind, state.rule, state.makespan, actions};
+  Runs found;
+  for (const auto& run : state.runs) found.emplace_back(run.first, run.end, run.kind);
+  return {found, state.groups, state.rule, state.makespan, actions};
+}
+
+using Doubles = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Bools = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Integers = nb::ndarray<const i64, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+using GridParts = std::tuple<std::vector<std::vector<double>>, Doubles, Bools>;
+
+dynapipe::Grid grid_of(const GridParts& parts) {
+  const auto& [axes, values, known] = parts;
+  std::size_t points = 1;
+  for (const auto& axis : axes) {
+    if (axis.empty()) throw std::invalid_argument("a grid axis has no points");
+    points *= axis.size();
+  }
+  if (axes.size() > dynapipe::Grid::kMost || values.shape(1) != points || known.shape(0) != points || values.shape(0) > 4) {
+    throw std::invalid_argument("a grid's axes, values and known points have sizes that do not match");
+  }
+  return {axes, static_cast<int>(values.shape(0)), values.data(), known.data()};
+}
+
+// Forward, backward (ms), stored and running (MB) of every stage for every place, into `total` (4, stages, places), and
+// whether all grids know the place. `parts[kind]`: the grids (at most one) of encoder, decoder and head; `axes[kind]`:
+// which of a place's (rows, encoder, decoder) each reads; `layout`: (encoder, decoder) layers of each stage.
+void stage_costs(const std::vector<std::vector<GridParts>>& parts, const std::vector<std::vector<int>>& axes,
+                 const std::vector<std::pair<int, int>>& layout, bool head_on_every, const Doubles& places,
+                 nb::ndarray<double, nb::ndim<3>, nb::c_contig, nb::device::cpu> total,
+                 nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu> known) {
+  const std::size_t count = places.shape(1), stages = layout.size();
+  if (parts.size() != 3 || axes.size() != 3 || places.shape(0) != 3 || total.shape(0) != 4 || total.shape(1) != stages ||
+      total.shape(2) != count || known.shape(0) != count) {
+    throw std::invalid_argument("the grids, the places and the results have sizes that do not match");
+  }
+  std::vector<std::vector<dynapipe::Grid>> grids(3);
+  for (int kind = 0; kind < 3; ++kind) {
+    for (const auto& one : parts[kind]) {
+      grids[kind].push_back(grid_of(one));
+      if (grids[kind].back().axes.size() != axes[kind].size()) throw std::invalid_argument("a grid has other axes");
+    }
+  }
+  const double* place = places.data();
+  double* out = total.data();
+  bool* ok = known.data();
+  nb::gil_scoped_release unlocked;
+  for (std::size_t k = 0; k < count; ++k) {
+    double layer[3][4] = {};
+    ok[k] = true;
+    for (int kind = 0; kind < 3; ++kind) {
+      for (const auto& grid : grids[kind]) {
+        double at[dynapipe::Grid::kMost];
+        for (std::size_t a = 0; a < axes[kind].size(); ++a) at[a] = place[axes[kind][a] * count + k];
+        ok[k] &= grid.at(at, layer[kind]);
+      }
+    }
+    const auto& [e, d, head] = layer;
+    for (std::size_t s = 0; s < stages; ++s) {
+      const double encoders = layout[s].first, decoders = layout[s].second;
+      double value[4] = {0.0, 0.0, 0.0, 0.0};
+      for (int c = 0; c < 3; ++c) {
+        value[c] = encoders * e[c] + decoders * d[c];
+        if (s + 1 == stages || head_on_every) value[c] += head[c];
+      }
+      if (encoders > 0) value[3] = (encoders - 1) * e[2] + e[3];
+      if (decoders > 0) value[3] = std::max(value[3], encoders * e[2] + (decoders - 1) * d[2] + d[3]);
+      for (int c = 0; c < 4; ++c) out[(c * stages + s) * count + k] = value[c];
+    }
+  }
+}
+
+// For every bound: the sum of the cheapest cuts, and their ends.
+std::vector<std::pair<i64, std::vector<int>>> cheapest_cuts(const Integers& costs, int width, const std::vector<i64>& bounds) {
+  if (width < 1 || width > static_cast<int>(costs.shape(1))) throw std::invalid_argument("width is outside the costs");
+  std::vector<std::pair<i64, std::vector<int>>> found(bounds.size());
+  nb::gil_scoped_release unlocked;
+  for (std::size_t k = 0; k < bounds.size(); ++k) {
+    found[k].first = dynapipe::cheapest_cuts(costs.data(), static_cast<int>(costs.shape(0)), static_cast<int>(costs.shape(1)),
+                                             width, bounds[k], &found[k].second);
+  }
+  return found;
+}
+
+i64 least_bound(const Integers& costs) {
+  nb::gil_scoped_release unlocked;
+  return dynapipe::least_bound(costs.data(), static_cast<int>(costs.shape(0)), static_cast<int>(costs.shape(1)));
 }
 
 }  // namespace
@@ -101,4 +191,7 @@ Result search(int kinds, int stages, int count, const Table& forward, const Tabl
 NB_MODULE(_core, module) {
   module.doc() = "Hot loops of planning; the twins in Python are the reference";
   module.def("search", &search);
+  module.def("stage_costs", &stage_costs);
+  module.def("cheapest_cuts", &cheapest_cuts);
+  module.def("least_bound", &least_bound);
 }

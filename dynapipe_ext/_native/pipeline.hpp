@@ -1,4 +1,4 @@
-// Costs of one replica's micro-batches in injection order, and the dispatch rules that order its actions.
+// One replica's micro-batches in injection order, and the dispatch rules that order their actions.
 //
 // Twin: schedules/dispatch.py. Both must make the same choices in the same order: plans have the same bytes with either.
 #pragma once
@@ -11,270 +11,462 @@ namespace dynapipe {
 
 using i64 = std::int64_t;
 constexpr i64 kNever = i64{1} << 60;
-constexpr i64 kUnknown = -1;
 
-// Tables are [stage][position]; a position is a place in the injection order.
-struct Pipeline {
-  int stages = 0, ranks = 0, count = 0;
-  bool split = false;                           // `gradient` is I alone and `weight` follows; else it is the whole B
-  bool working_in_backward = true;              // working bytes are needed in B and I, too
-  std::vector<int> stage_rank;                  // [stage]
-  std::vector<std::vector<int>> rank_stages;    // [rank], ascending
-  std::vector<i64> free_bytes;                  // [rank]: limit - static
-  std::vector<i64> forward, gradient, weight, stored, working, transfer;  // transfer: [stage - 1 boundary][position]
+// A micro-batch's costs on a stage. Transfer is to or from the next stage.
+enum Field { kForward, kGradient, kWeight, kStored, kWorking, kTransfer, kFields };
 
-  i64 at(const std::vector<i64>& table, int stage, int position) const { return table[stage * count + position]; }
+// What all pipelines of a plan share.
+struct Machine {
+  int stages = 0, ranks = 0;
+  bool split = false;                         // the gradient is I alone and W follows; else it is the whole B
+  bool working_in_backward = true;            // working bytes are needed in B and I, too
+  std::vector<int> stage_rank;                // [stage]
+  std::vector<std::vector<int>> rank_stages;  // [rank], ascending
+  std::vector<i64> free_bytes;                // [rank]: limit - static
 };
 
 // How a rank that is free chooses among what is ready.
 struct Rule {
-  int extra = 0;         // stage s holds at most S - s + extra micro-batches; kNoCap: as many as memory allows
-  bool alternate = true; // after a backward a forward goes first: 1F1B's rhythm
-  int patience = 0;      // a W may delay the next known arrival by up to patience / 4 of its own time
-  int most_pending = 0;  // pending W's above this many go first
+  int extra = 0;          // stage s holds at most S - s + extra micro-batches; kNoCap: as many as memory allows
+  int rhythm = 1;         // 1: after a backward a forward goes first; 2: always, and is waited for: 1F1B's order
+  int patience = 0;       // a W may delay the next known arrival by up to patience / 4 of its own time
+  int most_pending = 0;   // pending W's above this many go first
 };
 constexpr int kNoCap = 1 << 20;
 
-enum class Kind : std::uint8_t { kForward, kGradient, kWeight };
-
 struct Chosen {
   int stage, position;
-  Kind kind;
+  Field kind;  // kForward, kGradient or kWeight
 };
 
-// Runs a rule; buffers are kept between runs.
+// What a run has come to, of each stage and of each rank.
+struct StageState {
+  int entered, returned;  // forwards and gradients started
+};
+struct RankState {
+  i64 wake, free_at, held, pending_bytes, worked;
+  int weights_ready, weights_done;
+  bool wants_forward;
+};
+struct Moment {
+  int done;
+  i64 makespan;
+};
+
+// A run of a rule, kept so that a run of a similar order can begin where the two part.
+struct Track {
+  std::vector<const i64*> records;           // [position]: costs, [stage][field]
+  const Rule* rule = nullptr;
+  std::vector<i64> forward_at, gradient_at;  // [position][stage]: when the input arrives; kNever: not known yet
+  std::vector<std::vector<Chosen>> weights;  // [rank]: W's in the order in which they became ready
+  // States as each position is about to enter stage 0.
+  std::vector<StageState> stages;            // [position][stage]
+  std::vector<RankState> ranks;              // [position][rank]
+  std::vector<Moment> moments;               // [position]
+};
+
+// Runs rules. A position is a place in the injection order; every stage runs its forwards in that order, and its
+// gradients too.
 class Dispatcher {
  public:
-  // Makespan, or kNever once it is known to be `give_up` or more, or if memory blocks it. `orders`, if given, receives
-  // each rank's actions.
-  i64 run(const Pipeline& p, const Rule& rule, i64 give_up, std::vector<std::vector<Chosen>>* orders) {
-    reset(p, orders);
-    const int actions_each = p.split ? 3 : 2;
-    int left = p.stages * p.count * actions_each;
-    i64 makespan = 0;
-    while (left > 0) {
-      int rank = 0;
-      for (int r = 1; r < p.ranks; ++r) {
-        if (wake_[r] < wake_[rank]) rank = r;
+  explicit Dispatcher(Machine machine)
+      : machine_(std::move(machine)), stage_(machine_.stages), rank_(machine_.ranks), work_(machine_.ranks),
+        head_(machine_.ranks), tail_(machine_.ranks) {
+    linear_ = machine_.ranks == machine_.stages;
+    for (int s = 0; s < machine_.stages; ++s) linear_ &= machine_.stage_rank[s] == s;
+  }
+
+  const Machine& machine() const { return machine_; }
+
+  // Makespan, or at least `give_up` (kNever: memory blocks it) once it is known to be that. `track` holds the records
+  // and the rule, and receives the rest; `like`, if given, is a finished run. `orders`, if given, receives each rank's
+  // actions (then `like` is not used).
+  i64 run(Track& track, const Track* like, i64 give_up, std::vector<std::vector<Chosen>>* orders) {
+    records_ = track.records.data();
+    count_ = static_cast<int>(track.records.size());
+    if (orders) orders->assign(machine_.ranks, {});
+    if (count_ == 0) return 0;
+    if (hopeless(give_up)) return kNever;
+    begin(track, orders ? nullptr : like);
+    const Rule rule = *track.rule;
+    if (linear_ && !orders) {
+      if (machine_.split) return machine_.working_in_backward ? linear<true, true>(track, rule, give_up) : linear<true, false>(track, rule, give_up);
+      return machine_.working_in_backward ? linear<false, true>(track, rule, give_up) : linear<false, false>(track, rule, give_up);
+    }
+    const int ranks = machine_.ranks, all = machine_.stages * count_ * (machine_.split ? 3 : 2);
+    while (now_.done < all) {
+      int r = 0;
+      i64 time = rank_[0].wake;
+      for (int other = 1; other < ranks; ++other) {
+        const bool sooner = rank_[other].wake < time;
+        time = sooner ? rank_[other].wake : time;
+        r = sooner ? other : r;
       }
-      const i64 now = wake_[rank];
-      if (now >= kNever) return kNever;
+      if (time >= kNever) return kNever;
+      RankState& mine = rank_[r];
       i64 next = kNever;
       Chosen chosen{};
-      if (!choose(p, rule, rank, now, &chosen, &next)) {
-        wake_[rank] = next;
+      if (!choose(track, rule, r, time, &chosen, &next)) {
+        mine.wake = next;
         continue;
       }
-      const i64 end = start(p, rule, rank, now, chosen);
-      if (orders) (*orders)[rank].push_back(chosen);
-      left_work_[rank] -= end - now;
-      if (end + left_work_[rank] >= give_up) return kNever;
+      const i64 end = start(track, rule, r, time, chosen);
+      if (orders) (*orders)[r].push_back(chosen);
+      mine.worked += end - time;
+      if (end + work_[r] - mine.worked + tail_[r] >= give_up) return kNever;
+      now_.makespan = std::max(now_.makespan, end);
+      mine.wake = mine.free_at = end;
+      ++now_.done;
+      if (chosen.kind == kForward && chosen.stage == 0 && chosen.position + 1 < count_) keep(track, chosen.position + 1);
+    }
+    return now_.makespan;
+  }
+
+ private:
+  i64 cost(Field field, int s, int m) const { return records_[m][s * kFields + field]; }
+
+  // Whether some rank's work, with the least way to it and back, takes that long already.
+  bool hopeless(i64 give_up) {
+    const int stages = machine_.stages;
+    std::fill(work_.begin(), work_.end(), 0);
+    std::fill(head_.begin(), head_.end(), kNever);
+    std::fill(tail_.begin(), tail_.end(), machine_.split ? 0 : kNever);
+    for (int m = 0; m < count_; ++m) {
+      i64 down = 0, up = 0;
+      for (int s = 0; s < stages; ++s) {
+        const int r = machine_.stage_rank[s];
+        if (s == machine_.rank_stages[r].front()) {
+          head_[r] = std::min(head_[r], down);
+          tail_[r] = std::min(tail_[r], up);
+        }
+        const i64 forward = cost(kForward, s, m), gradient = cost(kGradient, s, m);
+        work_[r] += forward + gradient + (machine_.split ? cost(kWeight, s, m) : 0);
+        if (s + 1 < stages) {
+          down += forward + hop(s, m);
+          up += gradient + hop(s, m);
+        }
+      }
+    }
+    bool found = false;
+    for (int r = 0; r < machine_.ranks; ++r) found |= head_[r] + work_[r] + tail_[r] >= give_up;
+    return found;
+  }
+
+  // The start, or what `like` had come to where its positions begin to differ.
+  void begin(Track& track, const Track* like) {
+    const std::size_t stages = machine_.stages, ranks = machine_.ranks;
+    track.forward_at.resize(stages * count_);
+    track.gradient_at.resize(stages * count_);
+    track.weights.resize(ranks);
+    track.stages.resize(stages * count_);
+    track.ranks.resize(ranks * count_);
+    track.moments.resize(count_);
+    std::size_t same = 0;
+    if (like && like->rule == track.rule) {
+      const std::size_t most = std::min(track.records.size(), like->records.size());
+      while (same < most && like->records[same] == track.records[same]) ++same;
+      same = std::min(same, most - 1);
+    }
+    if (same == 0) {
+      std::fill(track.forward_at.begin(), track.forward_at.end(), kNever);
+      std::fill(track.gradient_at.begin(), track.gradient_at.end(), kNever);
+      for (auto& ready : track.weights) ready.clear();
+      now_ = {0, 0};
+      std::fill(stage_.begin(), stage_.end(), StageState{0, 0});
+      std::fill(rank_.begin(), rank_.end(), RankState{kNever, 0, 0, 0, 0, 0, 0, false});
+      rank_[machine_.stage_rank[0]].wake = 0;
+      keep(track, 0);
+      return;
+    }
+    std::copy_n(like->stages.begin(), stages * (same + 1), track.stages.begin());
+    std::copy_n(like->ranks.begin(), ranks * (same + 1), track.ranks.begin());
+    std::copy_n(like->moments.begin(), same + 1, track.moments.begin());
+    std::copy_n(track.stages.begin() + stages * same, stages, stage_.begin());
+    std::copy_n(track.ranks.begin() + ranks * same, ranks, rank_.begin());
+    now_ = track.moments[same];
+    std::copy_n(like->forward_at.begin(), stages * same, track.forward_at.begin());
+    std::copy_n(like->gradient_at.begin(), stages * same, track.gradient_at.begin());
+    std::fill(track.forward_at.begin() + stages * same, track.forward_at.end(), kNever);
+    std::fill(track.gradient_at.begin() + stages * same, track.gradient_at.end(), kNever);
+    for (std::size_t s = 0; s < stages; ++s) {  // what had not arrived by then
+      if (s > 0) {
+        for (std::size_t m = stage_[s - 1].entered; m < same; ++m) track.forward_at[m * stages + s] = kNever;
+      }
+      const std::size_t back = s + 1 < stages ? stage_[s + 1].returned : stage_[s].entered;
+      for (std::size_t m = back; m < same; ++m) track.gradient_at[m * stages + s] = kNever;
+    }
+    for (std::size_t r = 0; r < ranks; ++r) {
+      const auto& ready = like->weights[r];
+      track.weights[r].assign(ready.begin(), ready.begin() + rank_[r].weights_ready);
+    }
+  }
+
+  void keep(Track& track, int position) {
+    std::copy(stage_.begin(), stage_.end(), track.stages.begin() + stage_.size() * position);
+    std::copy(rank_.begin(), rank_.end(), track.ranks.begin() + rank_.size() * position);
+    track.moments[position] = now_;
+  }
+
+  // The same choices where stage s is on rank s: W's become ready in the order of the gradients.
+  template <bool kSplit, bool kWorkingInBackward>
+  i64 linear(Track& track, const Rule rule, i64 give_up) {
+    const int stages = machine_.stages, all = stages * count_ * (kSplit ? 3 : 2);
+    const i64* const* const records = records_;
+    i64 *const forward_at = track.forward_at.data(), *const gradient_at = track.gradient_at.data();
+    StageState* const stage = stage_.data();
+    RankState* const rank = rank_.data();
+    int done = now_.done;
+    i64 makespan = now_.makespan;
+    while (done < all) {
+      int s = 0;
+      i64 time = rank[0].wake;
+      for (int other = 1; other < stages; ++other) {
+        const i64 at = rank[other].wake;
+        s = at < time ? other : s;
+        time = at < time ? at : time;
+      }
+      if (time >= kNever) return kNever;
+      RankState& mine = rank[s];
+      const int m = stage[s].entered, back = stage[s].returned;
+      const int num_pending = kSplit ? back - mine.weights_done : 0;
+      Field kind;
+      if (kSplit && num_pending > rule.most_pending) {
+        kind = kWeight;
+      } else {
+        const i64 gradient = back < m ? gradient_at[back * stages + s] : kNever;
+        const bool capped = m >= count_ || (rule.extra < kNoCap && m - back >= std::max(1, stages - s + rule.extra));
+        const i64 forward = capped ? kNever : s == 0 ? 0 : forward_at[m * stages + s];
+        bool enters = forward <= time, after_weights = false;
+        if (enters) {
+          const i64* const cost = records[m] + s * kFields;
+          i64 working = cost[kWorking];
+          if (kWorkingInBackward) {
+            i64 gone = 0;
+            for (int q = back; q < m; ++q) {
+              working = std::max(working, records[q][s * kFields + kWorking] - gone);
+              if (!kSplit) gone += records[q][s * kFields + kStored];
+            }
+          }
+          const i64 over = mine.held + cost[kStored] + working - machine_.free_bytes[s];
+          enters = over <= 0;
+          after_weights = kSplit && over > 0 && over <= mine.pending_bytes;
+        }
+        const bool awaited = rule.rhythm > 1 && !capped && forward > time;
+        if (gradient <= time && !((mine.wants_forward || rule.rhythm > 1) && (enters || after_weights || awaited))) {
+          kind = kGradient;
+        } else if (enters) {
+          kind = kForward;
+        } else if (after_weights) {
+          kind = kWeight;
+        } else {
+          i64 next = gradient > time ? gradient : kNever;
+          if (forward > time) next = std::min(next, forward);
+          kind = kFields;
+          if (kSplit && num_pending > 0) {
+            const i64 duration = records[mine.weights_done][s * kFields + kWeight];
+            if (next >= kNever || (time + duration - next) * 4 <= duration * rule.patience) kind = kWeight;
+          }
+          if (kind == kFields) {
+            mine.wake = next;
+            continue;
+          }
+        }
+      }
+      i64 end;
+      if (kind == kForward) {
+        const i64* const cost = records[m] + s * kFields;
+        end = time + cost[kForward];
+        mine.held += cost[kStored];
+        stage[s].entered = m + 1;
+        mine.wants_forward = false;
+        if (s + 1 == stages) {
+          gradient_at[m * stages + s] = end;
+        } else {
+          arrive(s + 1, end + cost[kTransfer], &forward_at[m * stages + s + 1]);
+        }
+      } else if (kind == kGradient) {
+        const i64* const cost = records[back] + s * kFields;
+        end = time + cost[kGradient];
+        stage[s].returned = back + 1;
+        if (kSplit) {
+          track.weights[s].push_back({s, back, kWeight});
+          ++mine.weights_ready;
+          mine.pending_bytes += cost[kStored];
+        } else {
+          mine.held -= cost[kStored];
+        }
+        if (s > 0) arrive(s - 1, end + cost[kTransfer - kFields], &gradient_at[back * stages + s - 1]);
+        mine.wants_forward = rule.rhythm > 0;
+      } else {
+        const i64* const cost = records[mine.weights_done++] + s * kFields;
+        end = time + cost[kWeight];
+        mine.held -= cost[kStored];
+        mine.pending_bytes -= cost[kStored];
+      }
+      mine.worked += end - time;
+      if (end + work_[s] - mine.worked + tail_[s] >= give_up) return kNever;
       makespan = std::max(makespan, end);
-      wake_[rank] = end;
-      free_at_[rank] = end;
-      --left;
+      mine.wake = mine.free_at = end;
+      ++done;
+      if (kind == kForward && s == 0 && m + 1 < count_) {
+        now_ = {done, makespan};
+        keep(track, m + 1);
+      }
     }
     return makespan;
   }
 
- private:
-  void reset(const Pipeline& p, std::vector<std::vector<Chosen>>* orders) {
-    const std::size_t cells = static_cast<std::size_t>(p.stages) * p.count;
-    arrival_.assign(cells, kUnknown);
-    gradient_arrival_.assign(cells, kUnknown);
-    for (int m = 0; m < p.count; ++m) arrival_[m] = 0;
-    entered_.assign(p.stages, 0);
-    in_flight_.assign(p.stages, 0);
-    first_inside_.assign(p.stages, 0);
-    gone_.assign(cells, 0);
-    queued_.resize(p.stages);
-    for (auto& queue : queued_) queue.clear();
-    pending_.resize(p.ranks);
-    pending_head_.assign(p.ranks, 0);
-    for (auto& queue : pending_) queue.clear();
-    held_.assign(p.ranks, 0);
-    pending_bytes_.assign(p.ranks, 0);
-    wants_forward_.assign(p.ranks, 0);
-    wake_.assign(p.ranks, kNever);
-    free_at_.assign(p.ranks, 0);
-    left_work_.assign(p.ranks, 0);
-    wake_[p.stage_rank[0]] = 0;
-    for (int s = 0; s < p.stages; ++s) {
-      i64 sum = 0;
-      for (int m = 0; m < p.count; ++m) {
-        sum += p.at(p.forward, s, m) + p.at(p.gradient, s, m) + (p.split ? p.at(p.weight, s, m) : 0);
-      }
-      left_work_[p.stage_rank[s]] += sum;
-    }
-    if (orders) orders->assign(p.ranks, {});
-  }
-
   // Whether the rank's memory takes position m on stage s now. `only_pending` tells that it would after pending W's.
-  bool admits(const Pipeline& p, int rank, int s, int m, bool* only_pending) const {
-    const i64 stored = p.at(p.stored, s, m);
-    i64 most_working = p.at(p.working, s, m);
-    if (p.working_in_backward) {
-      for (int t : p.rank_stages[rank]) {
-        for (int q = first_inside_[t]; q < entered_[t]; ++q) {
-          if (!gone_[t * p.count + q]) most_working = std::max(most_working, p.at(p.working, t, q));
+  bool admits(int r, int s, int m, bool* only_pending) const {
+    const auto& mine = machine_.rank_stages[r];
+    i64 most_working = cost(kWorking, s, m);
+    if (machine_.working_in_backward) {
+      const bool in_turn = !machine_.split && mine.size() == 1;  // then what is older has gone when a backward runs
+      for (int t : mine) {
+        i64 gone = 0;
+        for (int q = stage_[t].returned; q < stage_[t].entered; ++q) {
+          most_working = std::max(most_working, cost(kWorking, t, q) - gone);
+          if (in_turn) gone += cost(kStored, t, q);
         }
       }
     }
-    i64 needed = held_[rank] + stored + most_working;
-    const i64 room = p.free_bytes[rank];
-    if (needed - pending_bytes_[rank] > room) return false;
-    if (p.rank_stages[rank].size() > 1 && !safe(p, rank, s, m)) return false;
-    if (needed > room) {
-      *only_pending = true;
-      return false;
-    }
-    return true;
+    const i64 needed = rank_[r].held + cost(kStored, s, m) + most_working, room = machine_.free_bytes[r];
+    if (needed - rank_[r].pending_bytes > room) return false;
+    if (mine.size() > 1 && !safe(r, s, m, most_working)) return false;
+    if (needed <= room) return true;
+    *only_pending = true;
+    return false;
   }
 
   // Several stages on a rank: after this admission the micro-batches in flight can still complete, oldest first.
-  bool safe(const Pipeline& p, int rank, int s, int m) const {
-    const int first_stage = p.rank_stages[rank].front();
-    i64 held = held_[rank] - pending_bytes_[rank] + p.at(p.stored, s, m);
-    const int oldest = first_inside_[first_stage];
-    const int newest = std::max(entered_[first_stage], s == first_stage ? m + 1 : 0);
-    for (int q = oldest; q < newest; ++q) {
-      i64 mine = 0, missing = 0, working = 0;
-      for (int t : p.rank_stages[rank]) {
-        const bool inside = (q < entered_[t] || (t == s && q == m)) && !gone_[t * p.count + q];
-        if (inside) {
-          mine += p.at(p.stored, t, q);
-          if (p.working_in_backward) working = std::max(working, p.at(p.working, t, q));
-        } else if (q >= entered_[t]) {
-          missing += p.at(p.stored, t, q);
-          working = std::max(working, p.at(p.working, t, q));
+  bool safe(int r, int s, int m, i64 most_working) const {
+    const int first = machine_.rank_stages[r].front();
+    i64 held = rank_[r].held - rank_[r].pending_bytes + cost(kStored, s, m);
+    const int newest = std::max(stage_[first].entered, s == first ? m + 1 : 0);
+    for (int q = stage_[first].returned; q < newest; ++q) {
+      i64 mine = 0, missing = 0, working = machine_.working_in_backward ? most_working : 0;
+      for (int t : machine_.rank_stages[r]) {
+        if (q < stage_[t].returned) continue;
+        if (q < stage_[t].entered || (t == s && q == m)) {
+          mine += cost(kStored, t, q);
+        } else {
+          missing += cost(kStored, t, q);
+          working = std::max(working, cost(kWorking, t, q));
         }
       }
-      if (held + missing + working > p.free_bytes[rank]) return false;
+      if (held + missing + working > machine_.free_bytes[r]) return false;
       held -= mine;
     }
     return true;
   }
 
   // The action to start now; false with the next time to look at (`next`) where there is none.
-  bool choose(const Pipeline& p, const Rule& rule, int rank, i64 now, Chosen* chosen, i64* next) {
-    auto& pending = pending_[rank];
-    const int num_pending = static_cast<int>(pending.size()) - pending_head_[rank];
-    if (num_pending > rule.most_pending) return take_weight(rank, chosen);
+  bool choose(Track& track, const Rule& rule, int r, i64 time, Chosen* chosen, i64* next) {
+    const int num_pending = rank_[r].weights_ready - rank_[r].weights_done;
+    if (num_pending > rule.most_pending) return take_weight(track, r, chosen);
+    const int stages = machine_.stages;
     int gradient_stage = -1, gradient_position = 1 << 30;
     int forward_stage = -1;
-    bool after_weights = false;
-    const auto& mine = p.rank_stages[rank];
+    bool after_weights = false, awaited = false;
+    const auto& mine = machine_.rank_stages[r];
     for (auto it = mine.rbegin(); it != mine.rend(); ++it) {
-      const int s = *it;
-      for (int m : queued_[s]) {
-        const i64 at = gradient_arrival_[s * p.count + m];
-        if (at > now) {
+      const int s = *it, back = stage_[s].returned, m = stage_[s].entered;
+      if (back < m) {
+        const i64 at = track.gradient_at[back * stages + s];
+        if (at > time) {
           *next = std::min(*next, at);
-        } else if (m < gradient_position) {
+        } else if (back < gradient_position) {
           gradient_stage = s;
-          gradient_position = m;
+          gradient_position = back;
         }
       }
-      const int m = entered_[s];
-      if (m < p.count && forward_stage < 0) {
-        const i64 at = arrival_[s * p.count + m];
-        const bool capped = rule.extra < kNoCap && in_flight_[s] >= std::max(1, p.stages - s + rule.extra);
-        if (at != kUnknown && !capped) {
-          bool blocked = false;
-          if (at > now) {
-            *next = std::min(*next, at);
-          } else if (admits(p, rank, s, m, &blocked)) {
-            forward_stage = s;
-          } else if (blocked) {
-            after_weights = true;
-          }
+      if (m < count_ && forward_stage < 0 &&
+          !(rule.extra < kNoCap && m - back >= std::max(1, stages - s + rule.extra))) {
+        const i64 at = s == 0 ? 0 : track.forward_at[m * stages + s];
+        bool blocked = false;
+        if (at > time) {
+          *next = std::min(*next, at);
+          awaited = true;
+        } else if (admits(r, s, m, &blocked)) {
+          forward_stage = s;
+        } else if (blocked) {
+          after_weights = true;
         }
       }
     }
     const bool has_gradient = gradient_stage >= 0;
-    if (has_gradient && !(wants_forward_[rank] && (forward_stage >= 0 || after_weights))) {
-      *chosen = {gradient_stage, gradient_position, Kind::kGradient};
+    awaited &= rule.rhythm > 1 && forward_stage < 0;
+    if (has_gradient && !((rank_[r].wants_forward || rule.rhythm > 1) && (forward_stage >= 0 || after_weights || awaited))) {
+      *chosen = {gradient_stage, gradient_position, kGradient};
       return true;
     }
     if (forward_stage >= 0) {
-      *chosen = {forward_stage, entered_[forward_stage], Kind::kForward};
+      *chosen = {forward_stage, stage_[forward_stage].entered, kForward};
       return true;
     }
-    if (after_weights) return take_weight(rank, chosen);
+    if (after_weights) return take_weight(track, r, chosen);
     if (num_pending > 0) {
-      const Chosen& front = pending[pending_head_[rank]];
-      const i64 duration = p.at(p.weight, front.stage, front.position);
-      if (*next >= kNever || (now + duration - *next) * 4 <= duration * rule.patience) return take_weight(rank, chosen);
+      const Chosen& front = track.weights[r][rank_[r].weights_done];
+      const i64 duration = cost(kWeight, front.stage, front.position);
+      if (*next >= kNever || (time + duration - *next) * 4 <= duration * rule.patience) return take_weight(track, r, chosen);
     }
     return false;
   }
 
-  bool take_weight(int rank, Chosen* chosen) {
-    *chosen = pending_[rank][pending_head_[rank]++];
+  bool take_weight(Track& track, int r, Chosen* chosen) {
+    *chosen = track.weights[r][rank_[r].weights_done++];
     return true;
   }
 
-  i64 start(const Pipeline& p, const Rule& rule, int rank, i64 now, const Chosen& c) {
-    const int s = c.stage, m = c.position, cell = s * p.count + m;
-    i64 end = now;
-    switch (c.kind) {
-      case Kind::kForward:
-        end += p.forward[cell];
-        held_[rank] += p.stored[cell];
-        ++entered_[s];
-        ++in_flight_[s];
-        if (s + 1 == p.stages) {
-          gradient_arrival_[cell] = end;
-          queued_[s].push_back(m);
-        } else {
-          arrive(p, s + 1, m, end + hop(p, s, s + 1, m), arrival_);
-        }
-        wants_forward_[rank] = 0;
-        break;
-      case Kind::kGradient: {
-        end += p.gradient[cell];
-        auto& queue = queued_[s];
-        queue.erase(std::find(queue.begin(), queue.end(), m));
-        gone_[cell] = 1;
-        --in_flight_[s];
-        while (first_inside_[s] < entered_[s] && gone_[s * p.count + first_inside_[s]]) ++first_inside_[s];
-        if (p.split) {
-          pending_[rank].push_back({s, m, Kind::kWeight});
-          pending_bytes_[rank] += p.stored[cell];
-        } else {
-          held_[rank] -= p.stored[cell];
-        }
-        if (s > 0) {
-          queued_[s - 1].push_back(m);
-          arrive(p, s - 1, m, end + hop(p, s - 1, s, m), gradient_arrival_);
-        }
-        wants_forward_[rank] = rule.alternate;
-        break;
+  i64 start(Track& track, const Rule& rule, int r, i64 time, const Chosen& c) {
+    const int s = c.stage, m = c.position, stages = machine_.stages;
+    const i64 end = time + cost(c.kind, s, m), stored = cost(kStored, s, m);
+    RankState& mine = rank_[r];
+    if (c.kind == kForward) {
+      mine.held += stored;
+      ++stage_[s].entered;
+      if (s + 1 == stages) {
+        track.gradient_at[m * stages + s] = end;
+      } else {
+        arrive(s + 1, end + hop(s, m), &track.forward_at[m * stages + s + 1]);
       }
-      case Kind::kWeight:
-        end += p.weight[cell];
-        held_[rank] -= p.stored[cell];
-        pending_bytes_[rank] -= p.stored[cell];
-        break;
+      mine.wants_forward = false;
+    } else if (c.kind == kGradient) {
+      ++stage_[s].returned;
+      if (machine_.split) {
+        track.weights[r].push_back({s, m, kWeight});
+        ++mine.weights_ready;
+        mine.pending_bytes += stored;
+      } else {
+        mine.held -= stored;
+      }
+      if (s > 0) arrive(s - 1, end + hop(s - 1, m), &track.gradient_at[m * stages + s - 1]);
+      mine.wants_forward = rule.rhythm > 0;
+    } else {
+      mine.held -= stored;
+      mine.pending_bytes -= stored;
     }
     return end;
   }
 
-  static i64 hop(const Pipeline& p, int low, int high, int m) {
-    return p.stage_rank[low] == p.stage_rank[high] ? 0 : p.at(p.transfer, low, m);
+  i64 hop(int low, int m) const {
+    return machine_.stage_rank[low] == machine_.stage_rank[low + 1] ? 0 : cost(kTransfer, low, m);
   }
 
-  void arrive(const Pipeline& p, int s, int m, i64 at, std::vector<i64>& table) {
-    table[s * p.count + m] = at;
-    const int rank = p.stage_rank[s];
-    wake_[rank] = std::min(wake_[rank], std::max(at, free_at_[rank]));
+  void arrive(int s, i64 at, i64* when) {
+    *when = at;
+    RankState& theirs = rank_[machine_.stage_rank[s]];
+    theirs.wake = std::min(theirs.wake, std::max(at, theirs.free_at));
   }
 
-  std::vector<i64> arrival_, gradient_arrival_, held_, pending_bytes_, wake_, free_at_, left_work_;
-  std::vector<int> entered_, in_flight_, first_inside_, pending_head_;
-  std::vector<char> gone_, wants_forward_;
-  std::vector<std::vector<int>> queued_;
-  std::vector<std::vector<Chosen>> pending_;
+  Machine machine_;
+  bool linear_ = true;
+  const i64* const* records_ = nullptr;
+  int count_ = 0;
+  Moment now_{};
+  std::vector<StageState> stage_;
+  std::vector<RankState> rank_;
+  std::vector<i64> work_, head_, tail_;
 };
 
 }  // namespace dynapipe

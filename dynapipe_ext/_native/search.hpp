@@ -1,9 +1,11 @@
-// Joint search: which replica runs each micro-batch, in what order, under which recomputation, dispatched by which rule.
+// Joint search: where the ordered items are cut into micro-batches, which replica runs each, in what order, recomputing
+// what, dispatched by which rule.
 //
 // Twin: schedules/search.py.
 #pragma once
 
 #include <utility>
+
 
 #include "pipeline.hpp"
 
@@ -23,137 +25,295 @@ struct Random {  // splitmix64 (Steele, Lea and Flood 2014)
   int below(std::size_t n) { return static_cast<int>(next() % n); }
 };
 
-// Costs of every micro-batch under every kind of recomputation: tables [kind][stage][micro-batch].
+// Costs of every shape under every kind of recomputation, and the shape of every run of items that may be a micro-batch.
 struct Costs {
-  int kinds = 0, stages = 0, count = 0;
-  std::vector<i64> forward, gradient, weight, stored, working;
-  std::vector<i64> transfer;  // [boundary][micro-batch]
+  int kinds = 0, shapes = 0, items = 0, width = 0;
+  const i64* records = nullptr;  // [kind][shape][stage][field]
+  const int* shape = nullptr;    // [last item][items of the run - 1]: its shape, or -1
+};
+
+struct Run {
+  int first, end, kind;  // items first .. end - 1; first < 0: a run that was merged away
 };
 
 struct State {
-  std::vector<std::vector<int>> groups;  // [replica]: micro-batches in injection order
-  std::vector<int> kind;                 // [micro-batch]
+  std::vector<Run> runs;
+  std::vector<std::vector<int>> groups;  // [replica]: runs in injection order
   std::vector<int> rule;                 // [replica]
   std::vector<i64> makespan;             // [replica]
-
-  std::pair<i64, i64> value() const {
-    i64 most = 0, sum = 0;
-    for (i64 one : makespan) {
-      most = std::max(most, one);
-      sum += one;
-    }
-    return {most, sum};
-  }
 };
+
+// How often each kind of move is tried, of their sum. The last two change where items are cut.
+enum Move { kSwap, kInsert, kRule, kRecompute, kGive, kExchange, kShift, kCut };
+constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2};
+constexpr int kFixedShares = 16, kAllShares = 22;  // sums of the shares without and with the last two
 
 class Search {
  public:
-  Search(Costs costs, Pipeline frame, std::vector<Rule> rules) : costs_(std::move(costs)), pipe_(std::move(frame)), rules_(std::move(rules)) {}
+  Search(Costs costs, Machine machine, std::vector<Rule> rules, bool equal_counts)
+      : costs_(costs), stride_(static_cast<std::size_t>(kFields) * machine.stages), rules_(std::move(rules)),
+        equal_counts_(equal_counts), dispatcher_(std::move(machine)) {}
 
-  i64 run(const std::vector<int>& order, const std::vector<int>& kind, int rule, i64 give_up, std::vector<std::vector<Chosen>>* orders) {
-    if (order.empty()) {
-      if (orders) orders->assign(pipe_.ranks, {});
-      return 0;
+  // Makespan of one replica of a state; see Dispatcher::run.
+  i64 run(const State& state, int d, i64 give_up, std::vector<std::vector<Chosen>>* orders, Track& track, const Track* like) {
+    track.records.clear();
+    track.rule = &rules_[state.rule[d]];
+    for (int m : state.groups[d]) {
+      const i64* record = record_of(state.runs[m]);
+      if (!record) return kNever;
+      track.records.push_back(record);
     }
-    const int n = static_cast<int>(order.size()), num = costs_.count;
-    pipe_.count = n;
-    for (auto* table : {&pipe_.forward, &pipe_.gradient, &pipe_.weight, &pipe_.stored, &pipe_.working}) {
-      table->resize(static_cast<std::size_t>(costs_.stages) * n);
-    }
-    pipe_.transfer.resize(static_cast<std::size_t>(std::max(0, costs_.stages - 1)) * n);
-    for (int s = 0; s < costs_.stages; ++s) {
-      for (int p = 0; p < n; ++p) {
-        const int m = order[p];
-        const std::size_t from = (static_cast<std::size_t>(kind[m]) * costs_.stages + s) * num + m, to = static_cast<std::size_t>(s) * n + p;
-        if (costs_.forward[from] >= kInfeasible) return kNever;
-        pipe_.forward[to] = costs_.forward[from];
-        pipe_.gradient[to] = costs_.gradient[from];
-        pipe_.weight[to] = costs_.weight[from];
-        pipe_.stored[to] = costs_.stored[from];
-        pipe_.working[to] = costs_.working[from];
-        if (s + 1 < costs_.stages) pipe_.transfer[to] = costs_.transfer[static_cast<std::size_t>(s) * num + m];
-      }
-    }
-    return dispatcher_.run(pipe_, rules_[rule], give_up, orders);
+    return dispatcher_.run(track, like, give_up, orders);
   }
 
-  // Best of all rules over some orders of one replica; the state's order stays where nothing runs.
+  // Best of all rules over some orders of one replica; the first order stays where nothing runs.
   void settle(State& state, int d, const std::vector<std::vector<int>>& starts) {
-    state.makespan[d] = kNever;
+    Track track;
+    std::vector<int> best = starts.front();
+    int best_rule = 0;
+    i64 least = kNever;
     for (const auto& order : starts) {
-      for (int rule = 0; rule < static_cast<int>(rules_.size()); ++rule) {
-        const i64 found = run(order, state.kind, rule, state.makespan[d], nullptr);
-        if (found < state.makespan[d]) {
-          state.makespan[d] = found;
-          state.groups[d] = order;
-          state.rule[d] = rule;
+      state.groups[d] = order;
+      for (state.rule[d] = 0; state.rule[d] < static_cast<int>(rules_.size()); ++state.rule[d]) {
+        const i64 found = run(state, d, least, nullptr, track, nullptr);
+        if (found < least) {
+          least = found;
+          best = order;
+          best_rule = state.rule[d];
         }
       }
     }
+    state.groups[d] = std::move(best);
+    state.rule[d] = best_rule;
+    state.makespan[d] = least;
   }
 
   // Record-to-record travel (Dueck 1993): a move may cost up to an allowance that shrinks to nothing.
-  State improve(State state, i64 effort, std::uint64_t seed, bool equal_counts) {
-    State best = state;
-    Random random{seed};
-    const int replicas = static_cast<int>(state.groups.size());
+  State improve(State start, i64 effort, std::uint64_t seed) {
+    State best = start;
+    i64 record = energy(start);
+    state_ = std::move(start);
+    random_ = Random{seed};
+    const int replicas = static_cast<int>(state_.groups.size());
+    tracks_.resize(replicas);
+    trials_.resize(replicas);
+    for (int d = 0; d < replicas; ++d) run(state_, d, kNever, nullptr, tracks_[d], nullptr);
     for (i64 step = 0; step < effort; ++step) {
-      State moved = state;
-      int d = random.below(replicas);
-      if (random.below(4)) {
-        for (int e = 0; e < replicas; ++e) {
-          if (state.makespan[e] > state.makespan[d]) d = e;
-        }
+      forget();
+      if (!move()) {
+        undo();
+        continue;
       }
-      auto& mine = moved.groups[d];
-      const std::size_t n = mine.size();
-      int other = -1;
-      const int type = random.below(8);
-      const std::uint64_t a = random.next(), b = random.next();
-      if (n == 0) continue;
-      if (type <= 1) {
-        std::swap(mine[a % n], mine[b % n]);
-      } else if (type <= 3) {
-        const int m = mine[a % n];
-        mine.erase(mine.begin() + a % n);
-        mine.insert(mine.begin() + b % n, m);
-      } else if (type == 4) {
-        moved.rule[d] = static_cast<int>(a % rules_.size());
-      } else if (type == 5) {
-        moved.kind[mine[a % n]] = static_cast<int>(b % costs_.kinds);
-      } else if (replicas > 1) {
-        other = static_cast<int>(random.below(replicas - 1));
-        other += other >= d;
-        auto& theirs = moved.groups[other];
-        if (type == 6 && !equal_counts && n > 1) {
-          const int m = mine[a % n];
-          mine.erase(mine.begin() + a % n);
-          theirs.insert(theirs.begin() + b % (theirs.size() + 1), m);
-        } else if (!theirs.empty()) {
-          std::swap(mine[a % n], theirs[b % theirs.size()]);
-        }
+      const i64 allowed = record + record / 4096 * (effort - step) / effort;
+      bool taken = true;
+      for (const auto& saved : groups_before_) state_.makespan[saved.first] = 0;
+      for (const auto& saved : groups_before_) {
+        const int d = saved.first;
+        const i64 most = room(d, allowed);
+        state_.makespan[d] = run(state_, d, most + 1, nullptr, trials_[d], &tracks_[d]);
+        taken = state_.makespan[d] <= most;
+        if (!taken) break;
       }
-      if (moved.groups == state.groups && moved.kind == state.kind && moved.rule == state.rule) continue;
-      const i64 record = best.value().first;
-      const i64 allowed = std::max(record + record / 256 * (effort - step) / effort, record);
-      moved.makespan[d] = run(moved.groups[d], moved.kind, moved.rule[d], allowed + 1, nullptr);
-      if (moved.makespan[d] > allowed) continue;
-      if (other >= 0) {
-        moved.makespan[other] = run(moved.groups[other], moved.kind, moved.rule[other], allowed + 1, nullptr);
-        if (moved.makespan[other] > allowed) continue;
+      if (!taken) {
+        undo();
+        continue;
       }
-      if (moved.value().first > allowed) continue;
-      state = std::move(moved);
-      if (state.value() < best.value()) best = state;
+      for (const auto& saved : groups_before_) std::swap(tracks_[saved.first], trials_[saved.first]);
+      const i64 found = energy(state_);
+      if (found < record) {
+        record = found;
+        best = state_;
+      }
     }
     return best;
   }
 
  private:
+  // What moves may raise a little and the search lowers: the largest makespan and the mean of all, in replicas' units.
+  static i64 energy(const State& state) {
+    i64 most = 0, sum = 0;
+    for (i64 one : state.makespan) {
+      most = std::max(most, one);
+      sum += one;
+    }
+    return most * static_cast<i64>(state.makespan.size()) + sum;
+  }
+
+  // The makespan that replica d may have, beside the others, under an energy.
+  i64 room(int d, i64 allowed) const {
+    i64 most = 0, left = allowed;
+    for (int e = 0; e < static_cast<int>(state_.makespan.size()); ++e) {
+      if (e == d) continue;
+      most = std::max(most, state_.makespan[e]);
+      left -= state_.makespan[e];
+    }
+    const i64 replicas = static_cast<i64>(state_.makespan.size());
+    const i64 below = left - replicas * most;
+    return below <= most ? below : left / (replicas + 1);
+  }
+
+  // The costs of a run, or none where it may not be a micro-batch.
+  const i64* record_of(const Run& run) const {
+    const int items = run.end - run.first;
+    if (items > costs_.width) return nullptr;
+    const int shape = costs_.shape[static_cast<std::size_t>(run.end - 1) * costs_.width + items - 1];
+    if (shape < 0) return nullptr;
+    const i64* record = costs_.records + (static_cast<std::size_t>(run.kind) * costs_.shapes + shape) * stride_;
+    return record[kForward] >= kInfeasible ? nullptr : record;
+  }
+
+  // Changes something at random, mostly of the slowest replica; false where nothing changed or nothing can run.
+  bool move() {
+    const int replicas = static_cast<int>(state_.groups.size());
+    int d = random_.below(replicas);
+    if (random_.below(2)) {
+      for (int e = 0; e < replicas; ++e) {
+        if (state_.makespan[e] > state_.makespan[d]) d = e;
+      }
+    }
+    int pick = random_.below(costs_.width > 1 ? kAllShares : kFixedShares), type = 0;
+    while (pick >= kMoveShares[type]) pick -= kMoveShares[type++];
+    const std::uint64_t a = random_.next(), b = random_.next();
+    auto& mine = state_.groups[d];
+    const std::size_t n = mine.size();
+    if (n == 0) return false;
+    save_group(d);
+    const std::size_t i = a % n, j = b % n;
+    switch (type) {
+      case kSwap:
+        std::swap(mine[i], mine[j]);
+        return i != j;
+      case kInsert: {
+        const int m = mine[i];
+        mine.erase(mine.begin() + i);
+        mine.insert(mine.begin() + j, m);
+        return i != j;
+      }
+      case kRule:
+        rule_before_ = {d, state_.rule[d]};
+        state_.rule[d] = static_cast<int>(a % rules_.size());
+        return state_.rule[d] != rule_before_.second;
+      case kRecompute: {
+        Run& run = state_.runs[mine[i]];
+        const int kind = static_cast<int>(b % costs_.kinds);
+        if (run.kind == kind) return false;
+        save_run(mine[i]);
+        run.kind = kind;
+        return record_of(run) != nullptr;
+      }
+      case kGive:
+      case kExchange: {
+        if (replicas == 1) return false;
+        int other = random_.below(replicas - 1);
+        other += other >= d;
+        auto& theirs = state_.groups[other];
+        save_group(other);
+        if (type == kExchange && !theirs.empty()) {
+          std::swap(mine[i], theirs[b % theirs.size()]);
+          return true;
+        }
+        if (type == kExchange || equal_counts_ || n == 1) return false;
+        const int m = mine[i];
+        mine.erase(mine.begin() + i);
+        theirs.insert(theirs.begin() + b % (theirs.size() + 1), m);
+        return true;
+      }
+      case kShift:
+        return shift(mine[i], b);
+      default:
+        return cut(d, mine[i], b, random_.next());
+    }
+  }
+
+  // The boundary between a run and a neighbour moves by some items; a run that loses all of them is gone.
+  bool shift(int m, std::uint64_t b) {
+    const bool at_end = b & 1, grows = b & 2;
+    b >>= 2;
+    const int boundary = at_end ? state_.runs[m].end : state_.runs[m].first;
+    int low = m, high = m;
+    for (int other = 0; other < static_cast<int>(state_.runs.size()); ++other) {
+      const Run& run = state_.runs[other];
+      if (run.first >= 0 && run.end == boundary) low = other;
+      if (run.first == boundary) high = other;
+    }
+    if (low == high) return false;  // the end of the items
+    const int giver = grows == at_end ? high : low;
+    const int all = state_.runs[giver].end - state_.runs[giver].first;
+    const int by = std::min(all, static_cast<int>(1 + (b >> 3) % (std::uint64_t{1} << b % 6)));
+    const int of_low = replica_of(low), of_high = replica_of(high);
+    save_run(low);
+    save_run(high);
+    save_group(of_low);
+    save_group(of_high);
+    const int moved = giver == high ? boundary + by : boundary - by;
+    state_.runs[low].end = state_.runs[high].first = moved;
+    if (by < all) return record_of(state_.runs[low]) && record_of(state_.runs[high]);
+    auto& group = state_.groups[giver == low ? of_low : of_high];
+    if (equal_counts_ || group.size() == 1) return false;
+    group.erase(std::find(group.begin(), group.end(), giver));
+    state_.runs[giver].first = state_.runs[giver].end = -1;
+    return record_of(state_.runs[giver == low ? high : low]) != nullptr;
+  }
+
+  // A run becomes two.
+  bool cut(int d, int m, std::uint64_t b, std::uint64_t c) {
+    const Run whole = state_.runs[m];
+    const int items = whole.end - whole.first;
+    if (items < 2 || equal_counts_) return false;
+    int fresh = 0;
+    while (fresh < static_cast<int>(state_.runs.size()) && state_.runs[fresh].first >= 0) ++fresh;
+    if (fresh == static_cast<int>(state_.runs.size())) state_.runs.push_back({-1, -1, 0});
+    save_run(m);
+    save_run(fresh);
+    const int at = whole.first + 1 + static_cast<int>(b % (items - 1));
+    state_.runs[m].end = at;
+    state_.runs[fresh] = {at, whole.end, whole.kind};
+    auto& mine = state_.groups[d];
+    mine.insert(mine.begin() + c % (mine.size() + 1), fresh);
+    return record_of(state_.runs[m]) && record_of(state_.runs[fresh]);
+  }
+
+  int replica_of(int m) const {
+    int d = 0;
+    while (std::find(state_.groups[d].begin(), state_.groups[d].end(), m) == state_.groups[d].end()) ++d;
+    return d;
+  }
+
+  void save_group(int d) {
+    for (const auto& saved : groups_before_) {
+      if (saved.first == d) return;
+    }
+    groups_before_.push_back({d, state_.groups[d]});
+  }
+
+  void save_run(int m) { runs_before_.push_back({m, state_.runs[m]}); }
+
+  void forget() {
+    groups_before_.clear();
+    runs_before_.clear();
+    rule_before_.first = -1;
+    makespan_before_ = state_.makespan;
+  }
+
+  void undo() {
+    for (auto& saved : groups_before_) state_.groups[saved.first] = std::move(saved.second);
+    for (const auto& saved : runs_before_) state_.runs[saved.first] = saved.second;
+    if (rule_before_.first >= 0) state_.rule[rule_before_.first] = rule_before_.second;
+    state_.makespan = makespan_before_;
+  }
+
   Costs costs_;
-  Pipeline pipe_;
+  std::size_t stride_;
   std::vector<Rule> rules_;
+  bool equal_counts_;
   Dispatcher dispatcher_;
+  State state_;
+  Random random_{0};
+  std::vector<Track> tracks_, trials_;  // [replica]: the last run of its state, and of a moved one
+  std::vector<std::pair<int, std::vector<int>>> groups_before_;
+  std::vector<std::pair<int, Run>> runs_before_;
+  std::pair<int, int> rule_before_{-1, 0};
+  std::vector<i64> makespan_before_;
 };
 
 }  // namespace dynapipe

@@ -60,6 +60,7 @@ class Grid:
         """
         num_shapes = len(coordinates[0])
         known = np.ones(num_shapes, bool)
+        total = np.zeros((len(self.columns), num_shapes))
         sides = []
         for axis, raw in zip(self.axes, coordinates, strict=True):
             x = np.maximum(raw, axis[0])
@@ -69,7 +70,6 @@ class Grid:
             width = axis[high] - axis[low]
             weight = np.clip((x - axis[low]) / np.where(width > 0, width, 1.0), 0.0, 1.0)
             sides.append(((low, 1.0 - weight), (high, weight)))
-        total = np.zeros((len(self.columns), num_shapes))
         for corner in itertools.product(*sides):
             flat, weight = np.zeros(num_shapes, np.int64), np.ones(num_shapes)
             for axis, (index, share) in zip(self.axes, corner, strict=True):

@@ -65,6 +65,17 @@ class MicroBatchCosts:
         )
 
     @classmethod
+    def choose(cls, kinds: Sequence[MicroBatchCosts], kind: IntArray, columns: IntArray) -> MicroBatchCosts:
+        """Column `columns[m]` of `kinds[kind[m]]` for every m; all kinds have the stages of the first."""
+        first = kinds[0]
+        tables = {name: np.empty((len(getattr(first, name)), len(columns)), np.int64) for name in _TABLES}
+        for index, costs in enumerate(kinds):
+            if len(mine := np.flatnonzero(kind == index)):
+                for name, table in tables.items():
+                    table[:, mine] = getattr(costs, name)[:, columns[mine]]
+        return cls(**tables, static_bytes=first.static_bytes, working_in=first.working_in)
+
+    @classmethod
     def join(cls, parts: Sequence[MicroBatchCosts], *, like: MicroBatchCosts) -> MicroBatchCosts:
         """The columns of several costs side by side; of none of them, no columns, with the stages of `like`."""
         tables = [

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
@@ -160,21 +161,42 @@ class CostTable:
         rows = max(1.0, rows)
         return (rows, encoder / rows, decoder / rows)
 
-    def _layers(self, recompute: Recompute, shapes: FloatArray) -> tuple[dict[LayerKind, FloatArray], BoolArray]:
-        known = np.ones(shapes.shape[1], bool)
-        parts: dict[LayerKind, FloatArray] = {}
-        for kind in KINDS:
-            parts[kind] = np.zeros((len(COLUMNS), shapes.shape[1]))
-            if grid := self.grids.get((recompute, kind)):
-                head = shapes[[0, 2]] if self.has_decoder else shapes[:2]
-                at = {"encoder": shapes[:2], "decoder": shapes, "postprocess": head}[kind]
-                values, measured = grid.at(list(at))
+    def _stages(
+        self, recompute: Recompute, shapes: FloatArray, *, use_native: bool = True
+    ) -> tuple[FloatArray, BoolArray]:
+        """Forward and backward ms, MB stored and MB while the last layer runs: (4, stages, M); and what is known."""
+        layout, count = self.stage_layers(), shapes.shape[1]
+        axes = {"encoder": [0, 1], "decoder": [0, 1, 2], "postprocess": [0, 2] if self.has_decoder else [0, 1]}
+        total, known = np.zeros((len(COLUMNS), len(layout), count)), np.ones(count, bool)
+        grids = [self.grids.get((recompute, kind)) for kind in KINDS]
+        if not grids[0] or (self.has_decoder and not grids[1]):
+            return total, np.zeros(count, bool)
+        if native is not None and use_native:
+            parts = [
+                [(list(map(np.ndarray.tolist, grid.axes)), _in_order(grid, grid.values), grid.known)] if grid else []
+                for grid in grids
+            ]
+            every = self.lm_head == "every"
+            places = np.ascontiguousarray(shapes)
+            native.stage_costs(parts, [axes[kind] for kind in KINDS], layout, every, places, total, known)
+            return total, known
+        layers = np.zeros((len(KINDS), len(COLUMNS), count))
+        for layer, kind, grid in zip(layers, KINDS, grids, strict=True):
+            if grid:
+                values, measured = grid.at(list(shapes[axes[kind]]))
                 known &= measured
-                for name, row in zip(grid.columns, values, strict=True):
-                    parts[kind][COLUMNS.index(name)] = row
-            elif (kind == "encoder") or (kind == "decoder" and self.has_decoder):
-                known[:] = False
-        return parts, known
+                layer[: len(values)] = _in_order(grid, values)
+        e, d, head = layers
+        for stage, (num_encoder, num_decoder) in enumerate(layout):
+            total[:3, stage] = num_encoder * e[:3] + num_decoder * d[:3]
+            if stage == len(layout) - 1 or self.lm_head == "every":
+                total[:3, stage] += head[:3]
+            if num_encoder:
+                total[3, stage] = (num_encoder - 1) * e[2] + e[3]
+            if num_decoder:
+                last = num_encoder * e[2] + (num_decoder - 1) * d[2] + d[3]
+                total[3, stage] = np.maximum(total[3, stage], last)
+        return total, known
 
     def _price(
         self,
@@ -188,21 +210,10 @@ class CostTable:
         count = shapes.shape[1]
         ms_and_mb, known = np.zeros((4, len(layout), count)), np.zeros(count, bool)
         for kind in RECOMPUTES:
-            if not (chosen := recompute == kind).any():
-                continue
-            parts, known[chosen] = self._layers(kind, shapes[:, chosen])
-            e, d, head = (parts[name] for name in KINDS)
-            out = np.zeros((4, len(layout), int(chosen.sum())))
-            for stage, (num_encoder, num_decoder) in enumerate(layout):
-                out[:3, stage] = num_encoder * e[:3] + num_decoder * d[:3]
-                if stage == len(layout) - 1 or self.lm_head == "every":
-                    out[:3, stage] += head[:3]
-                if num_encoder:
-                    out[3, stage] = (num_encoder - 1) * e[2] + e[3]
-                if num_decoder:
-                    last = num_encoder * e[2] + (num_decoder - 1) * d[2] + d[3]
-                    out[3, stage] = np.maximum(out[3, stage], last)
-            ms_and_mb[:, :, chosen] = out
+            if (chosen := recompute == kind).all():
+                ms_and_mb, known = self._stages(kind, shapes)
+            elif chosen.any():
+                ms_and_mb[:, :, chosen], known[chosen] = self._stages(kind, shapes[:, chosen])
         ms_and_mb = ms_and_mb * factor
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
         crossing = tokens[0] + decoded[:, None] * tokens[1]
@@ -387,3 +398,8 @@ def _read_grids(directory: Path, model: str, tp: int) -> dict[tuple[Recompute, L
             table = points.setdefault((recompute, layer), {}).setdefault(name, {})
             table[tuple(int(row[axis]) for axis in axes)] = float(row[value])
     return {key: Grid.from_points(columns) for key, columns in points.items()}
+
+
+def _in_order(grid: Grid, values: FloatArray) -> FloatArray:
+    """Rows of a grid's columns in the order of COLUMNS; the head has the first two only."""
+    return np.ascontiguousarray(values[[grid.columns.index(name) for name in COLUMNS if name in grid.columns]])

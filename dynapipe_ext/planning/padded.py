@@ -190,8 +190,8 @@ def _interval_costs(
     order: Sequence[SampleLength], choices: Mapping[Recompute, ShapeEvaluate], weight: int, caps: Caps
 ) -> _Intervals:
     """Costs of all runs worth looking at; a run is padded to its longest encoder and its longest decoder."""
-    encoder = _padded(np.array([s.encoder for s in order], np.int64), caps.pad_multiple)
-    decoder = _padded(np.array([s.decoder for s in order], np.int64), caps.pad_multiple)
+    encoder = padded_lengths(np.array([s.encoder for s in order], np.int64), caps.pad_multiple)
+    decoder = padded_lengths(np.array([s.decoder for s in order], np.int64), caps.pad_multiple)
     longest = (encoder, decoder)  # of the runs that end at each sample, as they grow
     num_samples = len(order)
     limit = min(num_samples, caps.max_rows or num_samples)
@@ -214,7 +214,7 @@ def _interval_costs(
         )
         if first == 1 and (block[:, 0] >= INFEASIBLE).any():
             index = int(np.flatnonzero(block[:, 0] >= INFEASIBLE)[0])
-            raise PlanError(_refusal(order[index], choices, int(encoder[index]), int(decoder[index]), caps))
+            raise PlanError(refusal(order[index], choices, int(encoder[index]), int(decoder[index]), caps))
         blocks.append(block)
         if first == 1 and weight:
             # The value of any partition is one of the optimum: no part of it takes longer than that value / weight.
@@ -224,7 +224,8 @@ def _interval_costs(
     return _Intervals(np.concatenate(blocks, axis=1), worth)
 
 
-def _padded(lengths: IntArray, multiple: int) -> IntArray:
+def padded_lengths(lengths: IntArray, multiple: int) -> IntArray:
+    """Lengths rounded up to a multiple."""
     padded: IntArray = -(-lengths // multiple) * multiple
     return padded
 
@@ -280,13 +281,14 @@ def _uniform_objective(block: IntArray, weight: int) -> int:
     return best
 
 
-def _refusal(
+def refusal(
     sample: SampleLength,
     choices: Mapping[Recompute, ShapeEvaluate],
     encoder_len: int,
     decoder_len: int,
     caps: Caps,
 ) -> str:
+    """Why a sample cannot be a micro-batch by itself, and what to do."""
     name = (
         f"sample {sample.index} ({sample.encoder} + {sample.decoder} positions, {encoder_len} + {decoder_len} padded)"
     )

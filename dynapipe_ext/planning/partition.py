@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import PlanError
 
 _UNREACHED = 1 << 61  # above any sum of feasible costs, and still addable to one cost
-_CANDIDATES_AT_ONCE = 12
+_BOUNDS_AT_ONCE = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,55 +30,74 @@ class Partition:
         return self.sum_ns + weight * self.max_ns
 
 
-def best_partition(costs: IntArray, weight: int, thinning_ns: int = 0) -> Partition:
+def best_partition(costs: IntArray, weight: int, thinning_ns: int = 0, *, use_native: bool = True) -> Partition:
     """The contiguous partition that minimises sum + weight x max of its parts' costs, exactly.
 
-    `costs[j, r - 1]`: cost of the part of r items that ends at item j; each part of one item must be feasible.
-    Candidate bounds are the distinct costs; with S(t) the least sum under the bound t, a gap of candidates between two
-    solved ones is left out once S(upper) + weight x (smallest in the gap) cannot beat the best, as S falls with t.
+    `costs[j, r - 1]`: cost of the part of r items that ends at item j; each part of one item must be feasible. Bounds
+    on the parts that may give the optimum are the distinct costs from the least maximum there is up to the room that
+    the least sum leaves. With S(t) the least sum under the bound t, which falls with t, a gap between two solved bounds
+    is left out once S(upper) + weight x (smallest in the gap) cannot beat the best. `thinning_ns` above 0 tries only
+    one bound in each interval of that width.
     """
-    candidates = np.unique(costs[costs < INFEASIBLE])
-    if thinning_ns:
-        intervals = candidates // thinning_ns
-        candidates = candidates[np.append(np.flatnonzero(np.diff(intervals)), len(candidates) - 1)]
-    candidates = candidates[candidates >= _least_maximum(costs)]
-    last = len(candidates) - 1
-    solved: dict[int, Partition] = {}
-    queue = [last, 0] if weight else [last]
-    best: Partition | None = None
-    while queue:
-        width = _useful_width(costs, int(candidates[max(queue)]))
-        for index, parts in zip(queue, _solve(costs[:, :width], candidates[queue]), strict=True):
+    costs = np.ascontiguousarray(costs, np.int64)
+
+    def solve(bounds: Sequence[int]) -> list[Partition]:
+        return _solve(costs, bounds, use_native)
+
+    loosest = solve([INFEASIBLE - 1])[0]
+    if not weight:
+        return loosest
+    least = native.least_bound(costs) if native is not None and use_native else _least_maximum(costs)
+    tightest = solve([least])[0]
+    best = min((tightest, loosest), key=lambda parts: (parts.value(weight), parts.ends))
+    room = min(loosest.max_ns, (best.value(weight) - loosest.sum_ns) // weight)
+    bounds = np.unique(costs[(costs >= least) & (costs <= room)])
+    if thinning_ns and len(bounds):
+        bounds = bounds[np.append(np.flatnonzero(np.diff(bounds // thinning_ns)), len(bounds) - 1)]
+    solved: dict[int, Partition] = {-1: tightest, len(bounds): loosest}
+    while queue := _open_bounds(bounds, solved, weight, best.value(weight)):
+        for index, parts in zip(queue, solve([int(bounds[k]) for k in queue]), strict=True):
             solved[index] = parts
-            if best is None or (parts.value(weight), parts.ends) < (best.value(weight), best.ends):
-                best = parts
-        assert best is not None
-        known = sorted(solved)
-        gaps: list[tuple[int, int, int]] = []
-        for low, high in itertools.pairwise(known):
-            # Below the largest part of the bound's own optimum every bound changes the optimum; between, none does.
-            top = int(np.searchsorted(candidates, solved[high].max_ns))
-            low_bound = solved[high].sum_ns + weight * int(candidates[min(low + 1, last)])
-            if min(top, high) > low + 1 and low_bound < best.value(weight):
-                room = (best.value(weight) - solved[high].sum_ns) // weight  # only bounds up to here can win
-                top = min(top, int(np.searchsorted(candidates, room, side="right")))
-                if top > low + 1:
-                    gaps.append((low_bound, low, min(top, high)))
-        gaps.sort()
-        gaps = gaps[:_CANDIDATES_AT_ONCE]
-        share = max(1, _CANDIDATES_AT_ONCE // max(1, len(gaps)))
-        fresh: set[int] = set()
-        for _, low, high in gaps:
-            steps = min(share, high - low - 1)
-            fresh |= {low + (high - low) * k // (steps + 1) for k in range(1, steps + 1)} - {low, high}
-        queue = sorted(fresh - solved.keys())
-    assert best is not None
+            best = min(best, parts, key=lambda found: (found.value(weight), found.ends))
     return best
 
 
-def _useful_width(costs: IntArray, bound: int) -> int:
-    """Row counts up to the last that some run reaches under the bound."""
-    return int(np.flatnonzero((costs <= bound).any(axis=0))[-1]) + 1
+def _open_bounds(bounds: IntArray, solved: dict[int, Partition], weight: int, best: int) -> list[int]:
+    """Bounds to solve next, spread over the gaps that may still hold the optimum."""
+    gaps: list[tuple[int, int, int]] = []
+    for low, high in itertools.pairwise(sorted(solved)):
+        # Below the largest part of the bound's own optimum every bound changes the optimum; between, none does.
+        above = solved[high]
+        room = (best - above.sum_ns) // weight  # only bounds up to here can win
+        top = min(
+            high,
+            int(np.searchsorted(bounds, above.max_ns)),
+            int(np.searchsorted(bounds, room, side="right")),
+        )
+        if top > low + 1 and above.sum_ns + weight * int(bounds[low + 1]) < best:
+            gaps.append((above.sum_ns + weight * int(bounds[low + 1]), low, top))
+    gaps = sorted(gaps)[:_BOUNDS_AT_ONCE]
+    share = max(1, _BOUNDS_AT_ONCE // max(1, len(gaps)))
+    fresh: set[int] = set()
+    for _, low, top in gaps:
+        steps = min(share, top - low - 1)
+        fresh |= {low + (top - low) * k // (steps + 1) for k in range(1, steps + 1)} - {low, top}
+    return sorted(fresh - solved.keys())
+
+
+def _solve(costs: IntArray, bounds: Sequence[int], use_native: bool) -> list[Partition]:
+    """For every bound, the partition of least sum with no part above it; equal sums go to fewer rows at the end."""
+    width = int(np.flatnonzero((costs <= max(bounds)).any(axis=0))[-1]) + 1
+    if native is not None and use_native:
+        solved = native.cheapest_cuts(costs, width, list(bounds))
+    else:
+        solved = _cheapest_cuts(costs[:, :width], np.array(bounds, np.int64))
+    found = []
+    for total, ends in solved:
+        last = np.array(ends, np.int64)
+        parts = costs[last - 1, np.diff(last, prepend=0) - 1]
+        found.append(Partition(tuple(ends), int(total), int(parts.max())))
+    return found
 
 
 def _least_maximum(costs: IntArray) -> int:
@@ -90,8 +111,8 @@ def _least_maximum(costs: IntArray) -> int:
     return int(least[-1])
 
 
-def _solve(costs: IntArray, bounds: IntArray) -> list[Partition]:
-    """For every bound, the partition of least sum with no part above it; equal sums go to fewer rows at the end."""
+def _cheapest_cuts(costs: IntArray, bounds: IntArray) -> list[tuple[int, list[int]]]:
+    """The twin of the native core's: for every bound, the sum of the cheapest cuts and their ends."""
     num_items, width = costs.shape
     num_bounds = len(bounds)
     sums = np.full((num_bounds, num_items + 1), _UNREACHED, np.int64)
@@ -108,13 +129,11 @@ def _solve(costs: IntArray, bounds: IntArray) -> list[Partition]:
         sums[:, end] = np.minimum(total[every, chosen], _UNREACHED)
     found = []
     for k in range(num_bounds):
-        ends, end, most_ns = [], num_items, 0
+        ends, end = [], num_items
         while end > 0:
-            r = int(rows[end, k])
             ends.append(end)
-            most_ns = max(most_ns, int(costs[end - 1, r - 1]))
-            end -= r
-        found.append(Partition(tuple(reversed(ends)), int(sums[k, -1]), most_ns))
+            end -= int(rows[end, k])
+        found.append((int(sums[k, -1]), ends[::-1]))
     return found
 
 

@@ -169,8 +169,9 @@ def test_best_partition_equals_brute_force_on_any_costs(count: int, weight: int,
         each = [int(costs[b - 1, b - a - 1]) for a, b in runs]
         if max(each) < INFEASIBLE:
             values.append(sum(each) + weight * max(each))
-    with mock.patch.object(partition, "_CANDIDATES_AT_ONCE", 1):  # the narrowest search must still miss no bound
+    with mock.patch.object(partition, "_BOUNDS_AT_ONCE", 1):  # the narrowest search must still miss no bound
         parts = best_partition(costs, weight)
+    assert best_partition(costs, weight) == best_partition(costs, weight, use_native=False)
     assert best_partition(costs, weight).value(weight) == min(values)
     assert parts.value(weight) == min(values)
     each = [int(costs[b - 1, b - a - 1]) for a, b in itertools.pairwise([0, *parts.ends])]

@@ -1,0 +1,101 @@
+// Prices of shapes from a measured grid, and the cheapest cuts of a sequence.
+//
+// Twins: dynapipe_ext/costs/grid.py and dynapipe_ext/planning/partition.py.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+namespace dynapipe {
+
+using i64 = std::int64_t;
+
+// A rectangular grid of points with several columns of values.
+struct Grid {
+  std::vector<std::vector<double>> axes;
+  int columns = 0;
+  const double* values = nullptr;  // [column][point]
+  const bool* known = nullptr;     // [point]
+
+  // Multilinear values at one place: the smallest coordinate counts below the grid. Returns whether they are known.
+  // `total` has a number for every column. Operations and their order are those of the twin.
+  bool at(const double* place, double* total) const {
+    const int dimensions = static_cast<int>(axes.size());
+    std::size_t points = 1;
+    std::size_t low[kMost], high[kMost];
+    double share[kMost];
+    bool ok = true;
+    for (int a = 0; a < dimensions; ++a) {
+      const auto& axis = axes[a];
+      const double x = std::max(place[a], axis.front());
+      ok &= x <= axis.back();
+      const i64 after = std::upper_bound(axis.begin(), axis.end(), x) - axis.begin() - 1;
+      const i64 last = static_cast<i64>(axis.size()) - 1;
+      low[a] = static_cast<std::size_t>(std::min(std::max(after, i64{0}), std::max(last - 1, i64{0})));
+      high[a] = std::min(low[a] + 1, static_cast<std::size_t>(last));
+      const double width = axis[high[a]] - axis[low[a]];
+      share[a] = std::min(std::max((x - axis[low[a]]) / (width > 0 ? width : 1.0), 0.0), 1.0);
+      points *= axis.size();
+    }
+    std::fill(total, total + columns, 0.0);
+    for (int corner = 0; corner < (1 << dimensions); ++corner) {
+      std::size_t flat = 0;
+      double weight = 1.0;
+      for (int a = 0; a < dimensions; ++a) {
+        const bool upper = corner >> (dimensions - 1 - a) & 1;
+        flat = flat * axes[a].size() + (upper ? high[a] : low[a]);
+        weight = weight * (upper ? share[a] : 1.0 - share[a]);
+      }
+      ok &= known[flat] || weight == 0;
+      for (int c = 0; c < columns; ++c) total[c] += weight * values[c * points + flat];
+    }
+    return ok;
+  }
+
+  static constexpr int kMost = 8;  // axes
+};
+
+// The cheapest cuts of a sequence into parts that cost at most `bound` each; of equal sums fewer items come last.
+// `costs[end - 1][items - 1]` in rows of `stride`, of which `width` count. `ends` receives the end of each part; the sum
+// is `kUnreached` or more where there are no such cuts.
+constexpr i64 kUnreached = i64{1} << 61;
+
+inline i64 cheapest_cuts(const i64* costs, int items, int stride, int width, i64 bound, std::vector<int>* ends) {
+  std::vector<i64> sums(items + 1, kUnreached);
+  std::vector<int> taken(items + 1, 1);
+  sums[0] = 0;
+  for (int end = 1; end <= items; ++end) {
+    const i64* row = costs + static_cast<std::size_t>(end - 1) * stride;
+    const int most = std::min(width, end);
+    i64 best = kUnreached;
+    for (int r = 1; r <= most; ++r) {
+      const i64 total = row[r - 1] > bound ? kUnreached : sums[end - r] + row[r - 1];
+      if (total < best) {
+        best = total;
+        taken[end] = r;
+      }
+    }
+    sums[end] = best;
+  }
+  ends->clear();
+  for (int end = items; end > 0; end -= taken[end]) ends->push_back(end);
+  std::reverse(ends->begin(), ends->end());
+  return sums[items];
+}
+
+// The smallest bound under which there are cuts.
+inline i64 least_bound(const i64* costs, int items, int width) {
+  std::vector<i64> least(items + 1, i64{1} << 50);
+  least[0] = 0;
+  for (int end = 1; end <= items; ++end) {
+    const i64* row = costs + static_cast<std::size_t>(end - 1) * width;
+    i64 best = i64{1} << 62;
+    for (int r = 1; r <= std::min(width, end); ++r) best = std::min(best, std::max(least[end - r], row[r - 1]));
+    least[end] = best;
+  }
+  return least[items];
+}
+
+}  // namespace dynapipe
