@@ -30,6 +30,7 @@ class Subcommand:
 SUBCOMMANDS = (
     Subcommand("train", "dynapipe_ext.launch.train_command", "train a model on ranks of this machine, with a report"),
     Subcommand("plan", "dynapipe_ext.launch.plan_command", "show the plan of a lengths file without training"),
+    Subcommand("check-plan", "dynapipe_ext.launch.check_command", "prove a plan's file, its bounds and its peaks"),
     Subcommand(
         "show-schedule", "dynapipe_ext.launch.schedule_command", "draw a published schedule, or one from a file or plan"
     ),

@@ -10,12 +10,37 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import PipelineSchedule
 
 Job = tuple[int, int, int]  # head_ns, duration_ns, tail_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaBounds:
+    """Lower bounds in ns of one replica's makespan, over all orders of its micro-batches; 0 for an idle replica.
+
+    stage: the busiest rank's whole work, after the least that comes before and before the least that comes after it.
+    chain: the longest dependency chain of one micro-batch. heads_tails: the preemptive one-machine bound, at least
+    both. byte_time: byte-seconds that cannot be avoided over the bytes that the limit leaves free; None where no limit
+    was given.
+    """
+
+    stage_ns: int
+    chain_ns: int
+    heads_tails_ns: int
+    byte_time_ns: int | None = None
+
+    @property
+    def best_ns(self) -> int:
+        """
+        >>> ReplicaBounds(stage_ns=3, chain_ns=2, heads_tails_ns=4, byte_time_ns=5).best_ns
+        5
+        """
+        return max(self.stage_ns, self.chain_ns, self.heads_tails_ns, self.byte_time_ns or 0)
 
 
 def lower_bound_ns(
@@ -32,16 +57,38 @@ def lower_bound_ns(
 
     Errors: PlanError if the placement does not match the costs, or nothing at all fits within the limit.
     """
+    bounds = replica_bounds(placement, costs, split=split, memory_limit_bytes=memory_limit_bytes)
+    return max(bounds.heads_tails_ns, bounds.byte_time_ns or 0)
+
+
+def replica_bounds(
+    placement: PipelineSchedule | Sequence[int],
+    costs: MicroBatchCosts,
+    *,
+    split: bool,
+    memory_limit_bytes: int | None = None,
+) -> ReplicaBounds:
+    """All bounds of `lower_bound_ns` one by one, under the same assumptions and errors."""
     stage_ranks = tuple(placement.stage_ranks if isinstance(placement, PipelineSchedule) else placement)
     if len(stage_ranks) != costs.num_stages:
         raise PlanError(f"the placement has {len(stage_ranks)} stages but the costs have {costs.num_stages}")
     if costs.num_micro_batches == 0:
-        return 0
+        return ReplicaBounds(
+            stage_ns=0, chain_ns=0, heads_tails_ns=0, byte_time_ns=None if memory_limit_bytes is None else 0
+        )
     chains = _Chains(costs, stage_ranks, split)
-    bound = max(_preemptive_ns(chains.jobs(rank)) for rank in set(stage_ranks))
+    ranks = sorted(set(stage_ranks))
+    stage_ns = chain_ns = heads_tails_ns = 0
+    for rank in ranks:
+        jobs = chains.jobs(rank)
+        heads, durations, tails = zip(*jobs, strict=True)
+        stage_ns = max(stage_ns, min(heads) + sum(durations) + min(tails))
+        chain_ns = max(chain_ns, max(map(sum, jobs)))
+        heads_tails_ns = max(heads_tails_ns, _preemptive_ns(jobs))
+    byte_time_ns = None
     if memory_limit_bytes is not None:
-        bound = max(bound, *(chains.byte_time_ns(rank, memory_limit_bytes) for rank in set(stage_ranks)))
-    return bound
+        byte_time_ns = max(chains.byte_time_ns(rank, memory_limit_bytes) for rank in ranks)
+    return ReplicaBounds(stage_ns=stage_ns, chain_ns=chain_ns, heads_tails_ns=heads_tails_ns, byte_time_ns=byte_time_ns)
 
 
 class _Chains:

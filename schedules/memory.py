@@ -85,3 +85,39 @@ def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts, kinds: str | 
             before = held
         peaks.append(peak)
     return tuple(peaks)
+
+
+class StageMemory:
+    """What one stage holds while an order is made for it: a micro-batch enters with its F and leaves with its B or W.
+
+    Errors: PlanError for a micro-batch of the costs that does not fit alone.
+    """
+
+    __slots__ = ("_free", "_held", "_inside", "_stored", "_working", "_working_later")
+
+    def __init__(self, costs: MicroBatchCosts, stage: int, limit_bytes: int) -> None:
+        static = int(costs.static_bytes[stage])
+        self._stored, self._working = costs.stored_bytes[stage].tolist(), costs.working_bytes[stage].tolist()
+        self._working_later = costs.working_in != "F"
+        self._free, self._held = limit_bytes - static, 0
+        self._inside: set[int] = set()
+        for m, (stored, working) in enumerate(zip(self._stored, self._working, strict=True)):
+            if stored + working > self._free:
+                raise PlanError(
+                    f"micro-batch {m} alone needs {static + stored + working} B on stage {stage} but the limit is"
+                    f" {limit_bytes} B: make the micro-batch smaller, recompute more of it, or raise tp or pp"
+                )
+
+    def admit(self, micro_batch: int) -> bool:
+        """Whether it entered: its F fits, and so will the backward of everything that is then inside."""
+        held = self._held + self._stored[micro_batch]
+        needing = (*self._inside, micro_batch) if self._working_later else (micro_batch,)
+        if held + max(self._working[m] for m in needing) > self._free:
+            return False
+        self._held = held
+        self._inside.add(micro_batch)
+        return True
+
+    def release(self, micro_batch: int) -> None:
+        self._held -= self._stored[micro_batch]
+        self._inside.remove(micro_batch)

@@ -39,7 +39,10 @@ def parse_lines(text: str, name: str = "schedule") -> PipelineSchedule:
         rank, colon, actions = body.partition(":")
         if not colon or rank.strip() != str(len(ranks)):
             raise PlanError(f"line {number} {line!r} must begin with '{len(ranks)}:', the next pipeline rank")
-        ranks.append(tuple(Action.parse(word) for word in actions.split()))
+        try:
+            ranks.append(tuple(Action.parse(word) for word in actions.split()))
+        except PlanError as error:
+            raise PlanError(f"line {number}: {error}") from error
     return PipelineSchedule(name, tuple(ranks), stage_ranks_of(ranks))
 
 

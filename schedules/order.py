@@ -1,8 +1,6 @@
-"""Injection orders to try: a few deterministic ones, and random moves from a generator of our own."""
+"""Injection orders to begin a search with, and its random numbers."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 
@@ -18,20 +16,6 @@ def start_orders(costs: MicroBatchCosts) -> list[list[int]]:
     hill = ascending[::2] + ascending[1::2][::-1]
     orders = [list(range(len(work))), ascending, ascending[::-1], alternating, hill]
     return [order for i, order in enumerate(orders) if order not in orders[:i]]
-
-
-def moved_order(order: Sequence[int], state: int) -> tuple[int, list[int]]:
-    """The next random state, and the order with two places swapped or one micro-batch put elsewhere."""
-    state, number = splitmix64(state)
-    num, moved = len(order), list(order)
-    kind, number = number % 2, number // 2
-    i, j = number % num, number // num % (num - 1)
-    j += j >= i
-    if kind:
-        moved[i], moved[j] = moved[j], moved[i]
-    else:
-        moved.insert(j, moved.pop(i))
-    return state, moved
 
 
 def splitmix64(state: int) -> tuple[int, int]:

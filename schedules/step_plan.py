@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dynapipe_ext.plan import GlobalBatchPlan
 from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.certificate import Certificate
 from dynapipe_ext.timeline import Trace
 
 
@@ -22,11 +23,15 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a Planner returns for one global batch; entry d of each tuple belongs to data-parallel rank d."""
+    """What a Planner returns for one global batch; entry d of each tuple belongs to data-parallel rank d.
+
+    `certificate` holds the bounds of the whole step; None where nobody asked for them (see `certify`).
+    """
 
     batch: GlobalBatchPlan
     schedules: tuple[PipelineSchedule, ...]
     predictions: tuple[Prediction, ...]
+    certificate: Certificate | None = None
 
     @property
     def makespan_s(self) -> float:

@@ -1,12 +1,13 @@
 """A schedule for people: its simulated timeline in the terminal and as a page, with the figures that judge it.
 
-name ─► published_schedule ─┐
-.csv .txt .json ─► read ────┴► view_of(schedule, costs) ─► rendered, write_html
+name ─► published_schedule or schedule_for ─┐
+.csv .txt .json ─► read_schedule ───────────┴► view_of(schedule, costs) ─► rendered, write_html
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +23,10 @@ from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.bounds import lower_bound_ns
 from dynapipe_ext.schedules.csv_notation import from_csv
+from dynapipe_ext.schedules.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.memory import peak_bytes
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, parse_lines, picture, read_plan_json
+from dynapipe_ext.schedules.optimizer import optimize
 from dynapipe_ext.schedules.simulate import simulate, simulate_ns
 from dynapipe_ext.schedules.validate import validate
 from dynapipe_ext.timeline import Trace
@@ -31,6 +34,8 @@ from dynapipe_ext.tools.json_file import read_json
 from dynapipe_ext.tools.show_trace import write_trace_html
 
 FILE_KINDS = (".csv", ".txt", ".json")
+FOR_COSTS = ("cyclic", "adaptive")  # schedules that follow from costs and a limit
+MEAN_BYTES = 1_000_000  # that a rank holds for a micro-batch of mean size
 _LONGEST_MS = 1e9
 _STYLES = {
     Kind.FORWARD: "black on bright_blue",
@@ -49,7 +54,8 @@ _LEGEND = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleView:
     """What is shown. `in_flight` is each rank's most micro-batches at once; an activation of one of a rank's v stages
-    counts 1/v. `inner_bubble_ratio` leaves out what lies before a rank's first and after its last action."""
+    counts 1/v. `peak_bytes` count a micro-batch of mean size as MEAN_BYTES. `inner_bubble_ratio` leaves out what lies
+    before a rank's first and after its last action."""
 
     schedule: PipelineSchedule
     trace: Trace
@@ -58,13 +64,22 @@ class ScheduleView:
     bubble_ratio: float
     inner_bubble_ratio: float
     in_flight: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
     times: str
 
     @property
     def title(self) -> str:
         ranks, stages = len(self.schedule.ranks), self.schedule.num_stages
-        on = f"{ranks} ranks" if stages == ranks else f"{stages} stages on {ranks} ranks"
-        return f"{self.schedule.name}: {on}, {self.schedule.num_micro_batches} micro-batches"
+        on = _count(ranks, "rank") if stages == ranks else f"{_count(stages, 'stage')} on {_count(ranks, 'rank')}"
+        return f"{self.schedule.name}: {on}, {_count(self.schedule.num_micro_batches, 'micro-batch')}"
+
+
+def _count(number: int, what: str) -> str:
+    """
+    >>> _count(1, "rank"), _count(2, "micro-batch")
+    ('1 rank', '2 micro-batches')
+    """
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def read_schedule(path: str | Path, *, replica: int | None = None) -> PipelineSchedule:
@@ -115,19 +130,23 @@ def uneven_factors(num_micro_batches: int, *, cv: float, seed: int) -> npt.NDArr
 
 
 def rank_costs(
-    schedule: PipelineSchedule, times_ms: Sequence[float], factors: npt.NDArray[np.float64] | None = None
+    stage_ranks: Sequence[int],
+    num_micro_batches: int,
+    times_ms: Sequence[float],
+    factors: npt.NDArray[np.float64] | None = None,
 ) -> MicroBatchCosts:
-    """Costs where F, I and W of a micro-batch take `times_ms` on every rank, spread evenly over the rank's stages, so
-    that schedules with more and fewer stages compare; times `factors`, one a micro-batch. Transfers are free, and
-    every activation is one byte.
+    """Costs where F, I and W of a micro-batch take `times_ms` on every rank and its activations MEAN_BYTES, spread
+    evenly over the rank's stages, so that schedules with more and fewer stages compare; all of that times `factors`,
+    one a micro-batch. Transfers are free.
 
     Errors: ConfigError for times that are not three of 0 to 10^9 ms, F and I above 0.
     """
     if len(times_ms) != 3 or not all(0 <= time <= _LONGEST_MS for time in times_ms) or not min(times_ms[:2]) > 0:
         given = ",".join(f"{time:g}" for time in times_ms)
         raise ConfigError(f"times are {given} ms but must be F,I,W: above 0, above 0, at least 0, none above 10^9")
-    stages = np.array([1 / schedule.stage_ranks.count(rank) for rank in schedule.stage_ranks])
-    sizes = np.outer(stages, np.ones(schedule.num_micro_batches) if factors is None else factors)
+    on_rank = Counter(stage_ranks)
+    shares = np.array([1 / on_rank[rank] for rank in stage_ranks])
+    sizes = np.outer(shares, np.ones(num_micro_batches) if factors is None else factors)
     forward, gradient, weight = (np.rint(1e6 * time * sizes).astype(np.int64) for time in times_ms)
     if min(forward.min(), gradient.min()) < 1:
         raise ConfigError("times must be F,I,W of at least a nanosecond on every stage: raise those of F and I")
@@ -136,12 +155,31 @@ def rank_costs(
         forward_ns=forward,
         backward_ns=gradient + weight,
         weight_ns=weight,
-        stored_bytes=np.ones_like(forward),
+        stored_bytes=np.rint(MEAN_BYTES * sizes).astype(np.int64),
         working_bytes=none,
         transfer_ns=none[1:],
         transfer_bytes=none[1:],
         static_bytes=none[:, 0],
     )
+
+
+def schedule_for(
+    name: str,
+    costs: MicroBatchCosts,
+    stage_ranks: Sequence[int],
+    *,
+    memory_limit_bytes: int,
+    effort: int,
+    split: bool = False,
+) -> PipelineSchedule:
+    """The schedule of a name in FOR_COSTS: DynaPipe's cyclic one, or the own search with `effort` moves, where `split`
+    runs backwards as I and W.
+
+    Errors: PlanError for a micro-batch that does not fit alone; ConfigError for a negative effort.
+    """
+    if name == "cyclic":
+        return clustered_cyclic(costs, memory_limit_bytes=memory_limit_bytes)
+    return optimize(costs, memory_limit_bytes=memory_limit_bytes, split=split, effort=effort, stage_ranks=stage_ranks)
 
 
 def view_of(schedule: PipelineSchedule, costs: MicroBatchCosts, times: str) -> ScheduleView:
@@ -150,18 +188,17 @@ def view_of(schedule: PipelineSchedule, costs: MicroBatchCosts, times: str) -> S
     makespan_ns = max(rank[-1][1] for rank in spans)
     busy_ns = sum(end - start for rank in spans for start, end in rank)
     inner_ns = sum(rank[-1][1] - rank[0][0] for rank in spans)
-    trace = simulate(schedule, costs)
-    split = any(action.kind is Kind.BACKWARD_WEIGHT for rank in schedule.ranks for action in rank)
+    activations = peak_bytes(schedule, replace(costs, stored_bytes=np.ones_like(costs.stored_bytes)))
+    on_rank = Counter(schedule.stage_ranks)
     return ScheduleView(
         schedule=schedule,
-        trace=Trace(tuple(replace(span, num_bytes=0) for span in trace.spans), trace.name),
+        trace=simulate(schedule, costs),
         makespan_ns=makespan_ns,
-        lower_bound_ns=lower_bound_ns(schedule, costs, split=split),
+        lower_bound_ns=lower_bound_ns(schedule, costs, split=schedule.is_split),
         bubble_ratio=1 - busy_ns / (len(schedule.ranks) * makespan_ns),
         inner_bubble_ratio=1 - busy_ns / inner_ns,
-        in_flight=tuple(
-            held / schedule.stage_ranks.count(rank) for rank, held in enumerate(peak_bytes(schedule, costs))
-        ),
+        in_flight=tuple(held / on_rank[rank] for rank, held in enumerate(activations)),
+        peak_bytes=peak_bytes(schedule, costs),
         times=times,
     )
 
@@ -205,7 +242,6 @@ def write_html(path: str | Path, view: ScheduleView) -> None:
 
 def _figures(view: ScheduleView) -> list[tuple[str, str]]:
     gap = view.makespan_ns / view.lower_bound_ns - 1
-    most = max(view.in_flight)
     return [
         ("times", view.times),
         ("makespan", _ms(view.makespan_ns)),
@@ -218,8 +254,21 @@ def _figures(view: ScheduleView) -> list[tuple[str, str]]:
             f"{100 * view.bubble_ratio:.1f} %, {100 * view.inner_bubble_ratio:.1f} % between each rank's first and"
             " last action",
         ),
-        ("peak in flight", f"{most:g} micro-batches (by rank: {' '.join(f'{held:g}' for held in view.in_flight)})"),
+        ("peak in flight", _most(view.in_flight, "micro-batches")),
+        (
+            "peak memory",
+            _most([num_bytes / 1e6 for num_bytes in view.peak_bytes], "MB")
+            + f"; a micro-batch of mean size holds {MEAN_BYTES / 1e6:g} MB",
+        ),
     ]
+
+
+def _most(by_rank: Sequence[float], unit: str) -> str:
+    """
+    >>> _most([3.999998, 2.5], "MB")
+    '4 MB (by rank: 4 2.5)'
+    """
+    return f"{max(by_rank):.4g} {unit} (by rank: {' '.join(f'{held:.4g}' for held in by_rank)})"
 
 
 def _ms(ns: int) -> str:

@@ -12,12 +12,9 @@ the cost table as padded shapes of the same tokens and squares. A rule that leav
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-
-import numpy as np
 
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
@@ -28,16 +25,16 @@ from dynapipe_ext.planning.padded import shape_evaluate
 from dynapipe_ext.planning.rules import dynapipe_rule, first_fit_in_order, verl_rule
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linear_schedule
 from dynapipe_ext.schedules.bounds import lower_bound_ns
-from dynapipe_ext.schedules.memory import peak_bytes
+from dynapipe_ext.schedules.cyclic import clustered_cyclic
+from dynapipe_ext.schedules.memory import StageMemory, peak_bytes
 from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.simulate import makespan_ns, simulate
+from dynapipe_ext.schedules.simulate import simulate
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.topology import Topology
 
 Replicas = list[list[MicroBatch]]
 Scheduler = Callable[[MicroBatchCosts, int], PipelineSchedule]  # costs and memory limit -> schedule
 
-_CLUSTERS = 3  # of micro-batches by time, whose permutations DynaPipe tries as injection orders
 _TOKENS = (1024, 2048, 4096, 8192, 16384)  # of a micro-batch, where a rule leaves it open
 
 
@@ -60,7 +57,7 @@ def peer_plan(
         case "DynaPipe":
             evaluates = {kind: shape_evaluate(costs, recompute=kind, min_in_flight=topology.pp) for kind in RECOMPUTES}
             cut = partial(dynapipe_rule, samples, evaluates, pp=topology.pp, dp=topology.dp, max_bytes=limit_bytes)
-            candidates = iter([(cut, clustered_cyclic)])
+            candidates = iter([(cut, _cyclic)])
         case "Megatron" | "verl":
             rule = first_fit_in_order if peer == "Megatron" else verl_rule
             candidates = (
@@ -102,13 +99,12 @@ def step_plan(replicas: Replicas, schedule: Scheduler, costs: CostModel, limit_b
         if max(peaks) > limit_bytes:
             raise PlanError(f"replica {dp_rank} needs {max(peaks)} B but the limit is {limit_bytes} B")
         trace = simulate(made, priced)
-        split = any(action.kind is Kind.BACKWARD_WEIGHT for rank in made.ranks for action in rank)
         plans.append(ReplicaPlan(dp_rank, tuple(micro_batches)))
         schedules.append(made)
         predictions.append(
             Prediction(
                 makespan_ns=round(trace.makespan_s * 1e9),
-                lower_bound_ns=lower_bound_ns(made, priced, split=split) if micro_batches else 0,
+                lower_bound_ns=lower_bound_ns(made, priced, split=made.is_split) if micro_batches else 0,
                 peak_bytes=peaks,
                 bubble_ratio=trace.bubble_ratio,
                 trace=trace,
@@ -123,45 +119,12 @@ def natural(costs: MicroBatchCosts, limit_bytes: int) -> PipelineSchedule:
     return one_f_one_b(costs.num_stages, costs.num_micro_batches)
 
 
+def _cyclic(costs: MicroBatchCosts, limit_bytes: int) -> PipelineSchedule:
+    return clustered_cyclic(costs, memory_limit_bytes=limit_bytes)
+
+
 def _readiness(costs: MicroBatchCosts, limit_bytes: int) -> PipelineSchedule:
     return readiness_first(costs, memory_limit_bytes=limit_bytes)
-
-
-def clustered_cyclic(costs: MicroBatchCosts, limit_bytes: int) -> PipelineSchedule:
-    """DynaPipe's schedule (arXiv 2311.10418, sec. 5): the best cyclic one over permutations of clusters by time."""
-    time_ns = (costs.forward_ns + costs.backward_ns).max(axis=0)
-    by_time = np.argsort(time_ns, kind="stable")
-    clusters = [part.tolist() for part in np.array_split(by_time, _CLUSTERS)]
-    orders = [list(itertools.chain(*chosen)) for chosen in itertools.permutations(clusters)]
-    made = [cyclic(costs, order, limit_bytes) for order in orders]
-    return min(made, key=lambda schedule: makespan_ns(schedule, costs))
-
-
-def cyclic(costs: MicroBatchCosts, order: Sequence[int], limit_bytes: int) -> PipelineSchedule:
-    """Each cycle, every stage runs one backward and one forward of what was there when the cycle began, if it fits."""
-    stages, last = costs.num_stages, costs.num_stages - 1
-    memory = [_Memory(costs, s, limit_bytes) for s in range(stages)]
-    forwards: list[list[int]] = [list(order), *([] for _ in range(last))]
-    backwards: list[list[int]] = [[] for _ in range(stages)]
-    actions: list[list[Action]] = [[] for _ in range(stages)]
-    left = len(order)
-    while left:
-        sent: list[tuple[list[int], int]] = []
-        for s in range(stages):
-            if backwards[s]:
-                m = backwards[s].pop(0)
-                memory[s].release(m)
-                actions[s].append(Action(s, Kind.BACKWARD, m))
-                left -= s == 0
-                if s:
-                    sent.append((backwards[s - 1], m))
-            if forwards[s] and memory[s].admit(forwards[s][0]):
-                m = forwards[s].pop(0)
-                actions[s].append(Action(s, Kind.FORWARD, m))
-                sent.append((backwards[s] if s == last else forwards[s + 1], m))
-        for queue, m in sent:
-            queue.append(m)
-    return linear_schedule("cyclic", actions)
 
 
 def readiness_first(costs: MicroBatchCosts, *, memory_limit_bytes: int, split: bool = False) -> PipelineSchedule:
@@ -173,7 +136,7 @@ def readiness_first(costs: MicroBatchCosts, *, memory_limit_bytes: int, split: b
     stages, last = costs.num_stages, costs.num_stages - 1
     forward, weight, transfer = costs.forward_ns.tolist(), costs.weight_ns.tolist(), costs.transfer_ns.tolist()
     gradient = (costs.input_ns if split else costs.backward_ns).tolist()
-    memory = [_Memory(costs, s, memory_limit_bytes) for s in range(stages)]
+    memory = [StageMemory(costs, s, memory_limit_bytes) for s in range(stages)]
     inputs: list[list[tuple[int, int]]] = [[(0, m) for m in range(costs.num_micro_batches)], *([] for _ in range(last))]
     gradients: list[list[tuple[int, int]]] = [[] for _ in range(stages)]  # heaps of (arrival, micro-batch)
     weights: list[list[int]] = [[] for _ in range(stages)]
@@ -215,30 +178,6 @@ def readiness_first(costs: MicroBatchCosts, *, memory_limit_bytes: int, split: b
         free_at[s] = end
         heapq.heappush(events, (end, s))
     return linear_schedule("readiness-first", actions)
-
-
-class _Memory:
-    """Bytes a stage holds while its order is made. Every backward of what it holds must fit, working bytes included."""
-
-    def __init__(self, costs: MicroBatchCosts, stage: int, limit_bytes: int) -> None:
-        self.stored, self.working = costs.stored_bytes[stage].tolist(), costs.working_bytes[stage].tolist()
-        self.free, self.held = limit_bytes - int(costs.static_bytes[stage]), 0
-        self.inside: set[int] = set()
-        for m, (stored, working) in enumerate(zip(self.stored, self.working, strict=True)):
-            if stored + working > self.free:
-                raise PlanError(f"micro-batch {m} alone needs {stored + working} B on stage {stage} of {self.free} B")
-
-    def admit(self, m: int) -> bool:
-        held = self.held + self.stored[m]
-        if held + max(self.working[q] for q in (*self.inside, m)) > self.free:
-            return False
-        self.held = held
-        self.inside.add(m)
-        return True
-
-    def release(self, m: int) -> None:
-        self.held -= self.stored[m]
-        self.inside.remove(m)
 
 
 def renumbered(plan: StepPlan) -> StepPlan:

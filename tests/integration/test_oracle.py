@@ -7,8 +7,7 @@ shows that nothing is left over from the first, and that clipping and updates ag
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,80 +16,33 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.config import OptimizerSettings
-from dynapipe_ext.costs.analytic import ModelShape
-from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.data.collate import collate
-from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads, wrap_ddp
-from dynapipe_ext.executor.stages.megatron_model import (
-    build_model,
-    global_name,
-    initialize_parallel,
-    tensor_slice,
-    transformer_config,
-)
-from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
+from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.verify import verify
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import GlobalBatchPlan, Layout, LossNorm, MicroBatch, Recompute, ReplicaPlan
-from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.adaptive import adaptive
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.simulate import makespan_ns, simulate
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology
+from tests.support.megatron_ranks import (
+    NUM_SAMPLES,
+    Case,
+    Model,
+    Spans,
+    build,
+    join,
+    length_of,
+    samples_of,
+    step_plan_of,
+    tensors_of,
+    worst_error,
+)
 
-megatron_cpu.install()  # here, so that forked ranks find megatron imported
-
-NUM_STEPS, NUM_SAMPLES, NUM_LAYERS = 2, 14, 4
-CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Model:
-    tied: bool = True
-    position: str = "rope"
-    modern: bool = True  # RMSNorm, gated MLP, grouped queries, no biases; else GPT-2's
-
-    @property
-    def shape(self) -> ModelShape:
-        if self.modern:
-            return ModelShape(NUM_LAYERS, 32, 4, 2, 64, True, 256, 64, self.tied, self.position, "rmsnorm", False)
-        return ModelShape(NUM_LAYERS, 32, 4, 4, 64, False, 256, 64, self.tied, self.position, "layernorm", True)
-
-
-@dataclass(frozen=True)
-class Case:
-    topology: Topology
-    layout: Layout = "padded"
-    model: Model = Model()
-    sequence_parallel: bool = False
-    loss_norm: LossNorm = "tokens"
-    schedule: str = "1f1b"
-    recompute: Recompute = "none"
-    distributed_optimizer: bool = False
-    dropout: float = 0.0
-    weights_lag: int | None = None  # split backwards: W of a micro-batch follows I of the one this many places later
-
-    def __str__(self) -> str:
-        t, m = self.topology, self.model
-        words = [f"tp{t.tp}pp{t.pp}dp{t.dp}", self.layout, self.schedule, "tied" if m.tied else "untied", m.position]
-        words += ["sp"] * self.sequence_parallel + ["gpt2"] * (not m.modern)
-        words += ["samples"] * (self.loss_norm != "tokens")
-        words += [f"split{self.weights_lag}"] * (self.weights_lag is not None)
-        words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer
-        return "-".join(words + [str(n) for n in t.layers_per_stage])
-
-
+NUM_STEPS = 2
 TP2, TP2PP2, ALL = Topology(tp=2), Topology(tp=2, pp=2), Topology(tp=2, pp=2, dp=2)
 UNTIED, LEARNED = Model(tied=False), Model(position="learned")
 GPT2 = Model(tied=False, position="learned", modern=False)
+MAIN_JOB = Model(modern=False)  # as `dynapipe train` builds it where nothing else is said
 CASES = [
     Case(Topology()),
     Case(Topology(), "packed", loss_norm="samples"),
@@ -115,45 +67,10 @@ CASES = [
     Case(TP2PP2, "packed", UNTIED, sequence_parallel=True, weights_lag=1),
     Case(Topology(pp=4), schedule="adaptive", weights_lag=2),
     Case(TP2, recompute="full", weights_lag=0),
+    Case(Topology(pp=4), "packed", MAIN_JOB, schedule="zb-h1"),
+    Case(ALL, model=MAIN_JOB, schedule="zb-h2"),
+    Case(TP2PP2, "packed", MAIN_JOB, sequence_parallel=True, schedule="adaptive-split"),
 ]
-
-
-def samples_of(step: int) -> list[TokenSample]:
-    """Samples whose lengths differ by a factor of ten; prompts of random length carry no loss."""
-    rng = np.random.default_rng(100 + step)
-    lengths = rng.integers(4, 41, NUM_SAMPLES)
-    return [TokenSample(i, rng.integers(0, 256, n + 1), int(rng.integers(1, n + 1))) for i, n in enumerate(lengths)]
-
-
-def length_of(sample: TokenSample) -> SampleLength:
-    return SampleLength(sample.index, sample.positions, 0, sample.target)
-
-
-def tensors_of(micro_batch: MicroBatch, samples: list[TokenSample], loss_norm: LossNorm) -> dict[str, torch.Tensor]:
-    arrays = collate(micro_batch, [samples[s.index] for s in micro_batch.samples], loss_norm=loss_norm)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def build(case: Case, topology: Topology, rank: int):
-    initialize_parallel(topology, 0)
-    config = transformer_config(
-        case.model.shape,
-        topology,
-        dtype="float32",
-        sequence_parallel=case.sequence_parallel,
-        dropout=case.dropout,
-    )
-    model = build_model(case.model.shape, topology, topology.coordinates(rank).pp_rank, config, seed=7, device=CPU)
-    ddp = wrap_ddp(model, config, distributed_optimizer=case.distributed_optimizer)
-    settings = OptimizerSettings(
-        lr=1e-3, min_lr=1e-4, warmup_steps=1, weight_decay=0.01, clip_grad=0.5, distributed=case.distributed_optimizer
-    )
-    return model, ddp, MegatronOptimizer(ddp, config, settings, num_steps=10)
-
-
-def join(env) -> None:
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size, timeout=limit)
 
 
 def oracle(case: Case, path: Path):
@@ -183,56 +100,6 @@ def oracle(case: Case, path: Path):
     return main
 
 
-def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list]:
-    """Uneven micro-batches (5, 2, 1, 3 and 3 samples); of two replicas one has two of them, the other three."""
-    lengths = [length_of(sample) for sample in samples_of(step)]
-    cuts = [lengths[:5], lengths[5:7], lengths[7:8], lengths[8:11], lengths[11:]]
-    parts = [MicroBatch(tuple(cut), case.layout, case.recompute, pad_multiple=4) for cut in cuts]
-    replicas = [parts] if case.topology.dp == 1 else [parts[:2], parts[2:]]
-    model, pp = TokenCosts(case.topology.pp, transfer_ns_per_token=10), case.topology.pp
-    costs = [model.evaluate(replica) for replica in replicas]
-    schedules = tuple(
-        adaptive(c, memory_limit_bytes=10**12) if case.schedule == "adaptive" else one_f_one_b(pp, c.num_micro_batches)
-        for c in costs
-    )
-    if case.weights_lag is not None:
-        schedules = tuple(split_backwards(schedule, case.weights_lag) for schedule in schedules)
-    predictions = tuple(
-        Prediction(
-            makespan_ns=makespan_ns(s, c),
-            lower_bound_ns=0,
-            peak_bytes=(0,) * pp,
-            bubble_ratio=0.0,
-            trace=simulate(s, c),
-        )
-        for s, c in zip(schedules, costs, strict=True)
-    )
-    batch = GlobalBatchPlan(
-        step=step,
-        replicas=tuple(ReplicaPlan(i, tuple(r)) for i, r in enumerate(replicas)),
-        loss_norm=case.loss_norm,
-    )
-    return StepPlan(batch, schedules, predictions), costs
-
-
-def split_backwards(schedule: PipelineSchedule, lag: int) -> PipelineSchedule:
-    """Every B as I, and its W after the I of the micro-batch `lag` places later (the last ones at the end)."""
-    ranks = []
-    for rank in schedule.ranks:
-        actions: list[Action] = []
-        waiting: list[Action] = []
-        for action in rank:
-            if action.kind is Kind.BACKWARD:
-                actions.append(replace(action, kind=Kind.BACKWARD_INPUT))
-                waiting.append(replace(action, kind=Kind.BACKWARD_WEIGHT))
-                if len(waiting) > lag:
-                    actions.append(waiting.pop(0))
-            else:
-                actions.append(action)
-        ranks.append((*actions, *waiting))
-    return replace(schedule, ranks=tuple(ranks))
-
-
 def rank_main(case: Case, oracle_path: Path):
     """Returns [(loss, norm, worst relative gradient error)] of each step."""
 
@@ -257,7 +124,7 @@ def rank_main(case: Case, oracle_path: Path):
             loss = executor.execute(plan, [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches])
             # Under a distributed optimizer sums are reduce-scattered: the buffer holds only this rank's shard of them.
             whole = not case.distributed_optimizer
-            error = worst_error(case, model, me, expected[step][2]) if whole else 0.0
+            error = worst_error(case.model.shape, topology, env.rank, model, expected[step][2]) if whole else 0.0
             results.append((loss, optimizer.step(), error))
         transport.close()
         dist.barrier()
@@ -265,20 +132,6 @@ def rank_main(case: Case, oracle_path: Path):
         return results
 
     return main
-
-
-def worst_error(case: Case, model: torch.nn.Module, me, expected: dict[str, torch.Tensor]) -> float:
-    """Largest difference of any gradient entry, relative to the largest entry of its parameter's gradient."""
-    first_layer = sum(case.topology.with_layers(NUM_LAYERS).layers_per_stage[: me.pp_rank])
-    worst = 0.0
-    for local_name, parameter in model.named_parameters():
-        name = global_name(local_name, first_layer)
-        if name == "output_layer.weight" and case.model.tied:
-            name = "embedding.word_embeddings.weight"
-        wanted = tensor_slice(expected[name], parameter, me.tp_rank, case.topology.tp)
-        scale = float(expected[name].abs().max())
-        worst = max(worst, float((parameter.main_grad - wanted).abs().max()) / max(scale, 1e-12))
-    return worst
 
 
 @pytest.fixture(scope="module")
@@ -329,11 +182,6 @@ def one_step(case: Case):
     return main
 
 
-class Spans(list):
-    def record(self, span) -> None:
-        self.append(span)
-
-
 def test_dropout_depends_neither_on_the_schedule_nor_on_recomputation(run_ranks):
     """Random numbers are keyed by step, micro-batch and stage, and replayed when activations are computed again."""
     runs = [
@@ -381,5 +229,6 @@ def test_a_split_backward_gives_the_bits_of_the_whole_one_and_holds_memory_until
             assert split_loss == loss
             assert held[-1] == split_held[-1] == 0
             assert max(split_held) >= max(held) * (1 if lag else 0)
+            assert (max(split_held) > max(held)) == (lag > 0 and case.recompute == "none")  # else W holds nothing
             for name, gradient in gradients.items():
                 assert np.array_equal(split_gradients[name], gradient), f"lag {lag}: {name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,47 @@ import pytest
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.schedules.csv_notation import from_csv
 from dynapipe_ext.schedules.published import PUBLISHED, published_schedule
+from dynapipe_ext.tools.show_schedule import FOR_COSTS
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_every_published_schedule_is_drawn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", [*PUBLISHED, *FOR_COSTS])
+def test_every_schedule_is_drawn(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show-schedule", name, "--pp", "3", "--micro-batches", "5"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{name}: ")
     assert "3 ranks, 5 micro-batches" in text
-    assert all(figure in text for figure in ("makespan", "lower bound", "bubble ratio", "peak in flight"))
+    assert all(
+        figure in text for figure in ("makespan", "lower bound", "bubble ratio", "peak in flight", "peak memory")
+    )
+
+
+@pytest.mark.parametrize(
+    "shape", ["--pp 1", "--micro-batches 1", "--pp 6 --micro-batches 2", "--pp 1 --micro-batches 1"]
+)
+@pytest.mark.parametrize("name", [*PUBLISHED, *FOR_COSTS])
+def test_every_schedule_is_drawn_for_one_rank_one_micro_batch_and_fewer_micro_batches_than_ranks(
+    name: str, shape: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show-schedule", name, *shape.split()]) == 0
+    assert "above" in capsys.readouterr().out
+
+
+def test_schedules_made_for_costs_say_their_limit_and_keep_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --memory-mb it is what 1F1B holds of these micro-batches."""
+    uneven = ["--micro-batches", "12", "--costs-cv", "0.6", "--seed", "1"]
+    figures = {}
+    for arguments in (["1f1b"], ["cyclic"], ["adaptive"], ["adaptive", "--split-backward"]):
+        assert main(["show-schedule", *arguments, *uneven]) == 0
+        text = capsys.readouterr().out
+        figures[" ".join(arguments)] = tuple(
+            float(re.search(pattern, text)[1]) for pattern in (r"makespan +([\d.]+) ms", r"peak memory +([\d.]+) MB")
+        )
+        assert arguments == ["1f1b"] or f"at most {figures['1f1b'][1]:g} MB a rank" in " ".join(text.split())
+    makespans, peaks = zip(*figures.values(), strict=True)
+    assert list(makespans) == sorted(set(makespans), reverse=True)
+    assert max(peaks) == peaks[0]
+    assert main(["show-schedule", "adaptive", *uneven, "--memory-mb", "3"]) == 0
+    assert "at most 3 MB a rank" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_of_the_readme_draws_and_writes_a_page(
@@ -57,18 +90,34 @@ def test_a_plan_is_drawn_by_replica(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["zbh1"], "is not known: choose one of gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, v-half"),
+        (
+            ["zbh1"],
+            "is not known: choose one of gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-h2, zb-v, v-half, cyclic, adaptive",
+        ),
         (["1f1b", "--stages-per-rank", "2"], "1f1b has 1 stage a rank, not 2"),
         (["1f1b", "--pp", "0"], "0 ranks"),
+        (["1f1b", "--micro-batches", "0"], "1f1b with 0 micro-batches: give at least 1"),
+        (["cyclic", "--micro-batches", "0"], "cyclic with 4 ranks, 0 micro-batches"),
+        (["adaptive", "--stages-per-rank", "0"], "0 stages a rank: give at least 1"),
+        (["cyclic", "--stages-per-rank", "2"], "cyclic has 1 stage a rank, not 2"),
+        (["cyclic", "--memory-mb", "0.9"], "micro-batch 0 alone needs 1000000 B on stage 0 but the limit is 900000 B"),
+        (["cyclic", "--memory-mb", "nan"], "--memory-mb is nan but must lie above 0"),
+        (["zb-h2", "--memory-mb", "6"], "zb-h2 holds 7000000 B on rank 0 but --memory-mb allows 6000000 B"),
+        (["adaptive", "--effort", "-1"], "effort is -1"),
+        (["adaptive", "--effort", "999999999"], "lower --effort to"),
+        (["zb-h1", "--split-backward"], "--split-backward is for the search: zb-h1 is not searched"),
+        (["cyclic", "--effort", "3"], "--effort is for the search: cyclic is not searched"),
         (["1f1b", "--pp", "1000", "--micro-batches", "100000"], "cannot be drawn"),
         (["1f1b", "--seed", "3"], "--seed makes uneven micro-batches"),
         (["1f1b", "--replica", "0"], "--replica picks a replica of a plan"),
         (["1f1b", "--times", "0,0,0"], "must be F,I,W"),
         (["1f1b", "--times", "1,x"], "must be three numbers"),
+        (["1f1b", "--times", "1,1"], "--times is '1,1' but must be three numbers"),
         (["1f1b", "--costs-cv", "-1"], "between 0 and 10"),
         (["here.txt", "--pp", "4"], "--pp is what here.txt says itself"),
         (["here.txt", "--replica", "0"], "here.txt holds one schedule"),
         (["broken.csv"], "broken.csv: row 1, cell 2"),
+        (["broken.txt"], "broken.txt: line 2: action '1Q0' is not of the form 2F0"),
         (["absent.csv"], "absent.csv cannot be read"),
     ],
 )
@@ -82,6 +131,7 @@ def test_mistakes_end_with_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.txt").write_text("0: 0F0 0B0\n")
     (tmp_path / "broken.csv").write_text("0F0,0Q0\n")
+    (tmp_path / "broken.txt").write_text("0: 0F0 0B0\n1: 1F0 1Q0\n")
     assert main(["show-schedule", *arguments]) == 2
     error = capsys.readouterr().err
     assert says in error

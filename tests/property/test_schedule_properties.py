@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
+from functools import partial
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,12 +16,13 @@ from hypothesis import strategies as st
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.adaptive import _RULES, _inputs, adaptive, best_order
 from dynapipe_ext.schedules.bounds import _preemptive_ns, lower_bound_ns
+from dynapipe_ext.schedules.cyclic import clustered_cyclic, cyclic
+from dynapipe_ext.schedules.dispatch import NEVER, Pipeline, dispatch, rules
 from dynapipe_ext.schedules.gpipe import gpipe
 from dynapipe_ext.schedules.memory import held_bytes, peak_bytes
 from dynapipe_ext.schedules.notation import format_lines, parse_lines
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.optimizer import optimize
 from dynapipe_ext.schedules.simulate import _run_shared, _steps, makespan_ns, num_slots, simulate, simulate_ns
 from dynapipe_ext.schedules.validate import validate
 
@@ -249,53 +253,85 @@ def needed_bytes(costs: MicroBatchCosts) -> int:
 
 
 @settings(max_examples=200, deadline=None)
-@given(random_costs(), st.floats(0, 1), st.integers(0, 2**32), st.one_of(st.none(), st.integers(1, 8)))
-def test_adaptive_keeps_the_limit_the_order_and_the_cap_and_never_loses_to_1f1b(
-    costs: MicroBatchCosts, slack: float, seed: int, cap: int | None
+@given(random_costs(), st.floats(0, 1), st.integers(0, 2**32), st.sampled_from(["FBI", "F"]))
+def test_cyclic_is_a_whole_order_that_keeps_the_limit_and_the_injection_order(
+    costs: MicroBatchCosts, slack: float, seed: int, working_in: Literal["FBI", "F"]
 ) -> None:
+    costs = replace(costs, working_in=working_in)
     stages, num = costs.num_stages, costs.num_micro_batches
     least, most = needed_bytes(costs), max(peak_bytes(gpipe(stages, num), costs))
     limit = least + int(slack * max(0, most - least))
     order = random.Random(seed).sample(range(num), num)
-    found = adaptive(costs, memory_limit_bytes=limit, order=order, max_in_flight=cap)
+    found = cyclic(costs, memory_limit_bytes=limit, order=order)
     validate(found, num)
     assert max(peak_bytes(found, costs)) <= limit
-    for rank in found.ranks:
-        assert [a.micro_batch for a in rank if a.kind is F] == order
+    assert all([a.micro_batch for a in rank if a.kind is F] == order for rank in found.ranks)
+    assert found == cyclic(costs, memory_limit_bytes=limit, order=order)
+    for stage, rank in enumerate(cyclic(costs, memory_limit_bytes=most + 10**6, order=order).ranks):
         inside = itertools.accumulate(1 if a.kind is F else -1 for a in rank)
-        assert cap is None or max(inside, default=0) <= cap
-    taken = costs.take(order)
-    plain = one_f_one_b(stages, num)
-    if max(peak_bytes(plain, taken)) <= limit and (cap is None or min(stages, num) <= cap):
-        assert makespan_ns(found, costs) <= makespan_ns(plain, taken)
-    assert found == adaptive(costs, memory_limit_bytes=limit, order=order, max_in_flight=cap)
+        assert max(inside, default=0) <= 2 * (stages - stage) - 1
 
 
 @settings(deadline=None)
 @given(random_costs(), st.floats(0, 1))
-def test_every_dispatch_rule_makes_a_whole_order_within_the_limit(costs: MicroBatchCosts, slack: float) -> None:
-    num, least = costs.num_micro_batches, needed_bytes(costs)
-    inputs = _inputs(costs, range(num), least + int(slack * 500), None)
-    for index, rule in enumerate(_RULES):
-        order = rule(inputs)
-        assert order is not None or index == 0  # only plain 1F1B may not fit
-        if order is not None:
-            assert inputs.fits(order)
-            assert [sorted(actions) for actions in order] == [[*range(-num, 0), *range(1, num + 1)]] * costs.num_stages
-            inputs.makespan_ns(order)
+def test_the_best_order_of_clusters_is_no_slower_than_any_of_them(costs: MicroBatchCosts, slack: float) -> None:
+    """Three parts of the micro-batches by their time on the stage where it is largest, as even as can be."""
+    num, limit = costs.num_micro_batches, needed_bytes(costs) + int(slack * 500)
+    times = (costs.forward_ns + costs.backward_ns).max(axis=0).tolist()
+    ascending = sorted(range(num), key=lambda m: (times[m], m))
+    first, second = -(-num // 3), -(-num // 3) + -(-(num - 1) // 3)
+    clusters = ascending[:first], ascending[first:second], ascending[second:]
+    orders = [list(itertools.chain(*chosen)) for chosen in itertools.permutations(clusters)]
+    possible = [cyclic(costs, memory_limit_bytes=limit, order=order) for order in orders]
+    found = clustered_cyclic(costs, memory_limit_bytes=limit)
+    assert found in possible
+    assert makespan_ns(found, costs) == min(makespan_ns(schedule, costs) for schedule in possible)
+
+
+@settings(deadline=None)
+@given(random_costs(), st.floats(0, 1), st.booleans())
+def test_every_dispatch_rule_makes_a_whole_order_within_the_limit(
+    costs: MicroBatchCosts, slack: float, split: bool
+) -> None:
+    limit, stages = needed_bytes(costs) + int(slack * 500), range(costs.num_stages)
+    pipe = Pipeline(
+        stage_ranks=tuple(stages),
+        free_bytes=tuple(limit - b for b in costs.static_bytes.tolist()),
+        split=split,
+        working_in_backward=True,
+        forward=costs.forward_ns.tolist(),
+        gradient=(costs.input_ns if split else costs.backward_ns).tolist(),
+        weight=costs.weight_ns.tolist(),
+        stored=costs.stored_bytes.tolist(),
+        working=costs.working_bytes.tolist(),
+        transfer=costs.transfer_ns.tolist(),
+    )
+    kinds = (F, I if split else B, W)
+    for rule in rules(split=split):
+        chosen: list[list[tuple[int, int, int]]] = [[] for _ in stages]
+        makespan = dispatch(pipe, rule, orders=chosen)
+        ranks = tuple(tuple(Action(s, kinds[letter], m) for letter, s, m in rank) for rank in chosen)
+        found = PipelineSchedule("dispatched", ranks, tuple(stages))
+        validate(found, costs.num_micro_batches)
+        assert max(peak_bytes(found, costs)) <= limit
+        assert makespan_ns(found, costs) <= makespan < NEVER  # a rule may wait where the order alone would not
+        assert split or makespan_ns(found, costs) == makespan
 
 
 @settings(deadline=None)
 @given(random_costs())
-def test_adaptive_refuses_a_micro_batch_that_does_not_fit_alone_and_takes_one_that_just_does(
+def test_a_micro_batch_that_does_not_fit_alone_is_refused_and_one_that_just_does_is_taken(
     costs: MicroBatchCosts,
 ) -> None:
     if not costs.num_micro_batches:
         return
     least = needed_bytes(costs)
-    adaptive(costs, memory_limit_bytes=least)
-    with pytest.raises(PlanError, match=rf"alone needs {least} B on stage \d+ but the limit is {least - 1} B: "):
-        adaptive(costs.take([_largest(costs)]), memory_limit_bytes=least - 1)
+    for make in (cyclic, partial(optimize, split=False, effort=0), partial(optimize, split=True, effort=0)):
+        make(costs, memory_limit_bytes=least)
+        with pytest.raises(
+            PlanError, match=rf"alone needs {least} B on (stage|rank) \d+ but the limit is {least - 1} B: "
+        ):
+            make(costs.take([_largest(costs)]), memory_limit_bytes=least - 1)
 
 
 def _largest(costs: MicroBatchCosts) -> int:
@@ -304,16 +340,16 @@ def _largest(costs: MicroBatchCosts) -> int:
 
 
 @settings(max_examples=40, deadline=None)
-@given(random_costs(), st.floats(0, 1), st.integers(0, 2**64), st.integers(0, 12))
-def test_best_order_is_repeatable_and_never_worse_than_the_natural_order(
-    costs: MicroBatchCosts, slack: float, seed: int, effort: int
+@given(random_costs(), st.floats(0, 1), st.integers(0, 2**64 - 1), st.integers(0, 12), st.booleans())
+def test_the_search_is_repeatable_and_never_worse_than_its_start(
+    costs: MicroBatchCosts, slack: float, seed: int, effort: int, split: bool
 ) -> None:
     limit = needed_bytes(costs) + int(slack * 500)
-    order, found = best_order(costs, memory_limit_bytes=limit, effort=effort, seed=seed)
-    assert (order, found) == best_order(costs, memory_limit_bytes=limit, effort=effort, seed=seed)
-    assert found == adaptive(costs, memory_limit_bytes=limit, order=order)
-    assert makespan_ns(found, costs) <= makespan_ns(adaptive(costs, memory_limit_bytes=limit), costs)
-    assert makespan_ns(found, costs) >= lower_bound_ns(found, costs, split=False, memory_limit_bytes=limit)
+    find = partial(optimize, costs, memory_limit_bytes=limit, split=split)
+    found = find(effort=effort, seed=seed)
+    assert found == find(effort=effort, seed=seed)
+    assert makespan_ns(found, costs) <= makespan_ns(find(effort=0), costs)
+    assert makespan_ns(found, costs) >= lower_bound_ns(found, costs, split=split, memory_limit_bytes=limit)
 
 
 @settings(deadline=None)

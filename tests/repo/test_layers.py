@@ -51,7 +51,6 @@ LIGHT = (
     "dynapipe_ext",
     "dynapipe_ext.plan",
     "dynapipe_ext.planning.planner",
-    "dynapipe_ext.schedules.adaptive",
     "dynapipe_ext.schedules.optimizer",
     "dynapipe_ext.executor.lowering",
     "dynapipe_ext.executor.verify",

@@ -16,7 +16,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.plan_command import read_lengths
+from dynapipe_ext.launch.plan_inputs import read_lengths
 from dynapipe_ext.schedules.notation import read_plan_json
 
 LENGTHS = [40, 300, 17, 90, 120, 64, 33, 250]
@@ -67,6 +67,51 @@ def test_a_plan_is_shown_with_shapes_certificate_and_timeline(lengths: str, caps
     assert len(timeline) == 4  # two pipeline ranks in each of two replicas
     assert timeline[0].startswith("0 |0")
     assert "\x1b" not in text  # no colours in a pipe
+
+
+def test_the_certificate_is_shown_and_written(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "plan.json"
+    assert plan("--lengths", lengths, *SMALL, "--layout", "padded", "--json", str(target)) == 0
+    shown = capsys.readouterr().out
+    rows = (
+        "busiest rank's work",
+        "longest chain",
+        "preemptive",
+        "bytes x time",
+        "any plan of this batch",
+        "above that",
+    )
+    for words in ("Certificate: nothing ends before", *rows):
+        assert words in shown
+    raw = planned(target)
+    makespan_s = max(replica["predicted"]["makespan_s"] for replica in raw["replicas"])
+    assert 0 < raw["batch_bound_s"] <= makespan_s
+    for replica in raw["replicas"]:
+        bounds = replica["predicted"]["bounds"]
+        assert set(bounds) == {"stage_s", "chain_s", "heads_tails_s", "byte_time_s"}
+        assert 0 < max(bounds.values()) <= replica["predicted"]["makespan_s"]
+        assert max(bounds["stage_s"], bounds["chain_s"]) <= bounds["heads_tails_s"]
+    assert plan("--show", str(target)) == 0
+    again = capsys.readouterr().out
+    assert shown[shown.index("Certificate") : shown.index("the plan is in")] == again[again.index("Certificate") :]
+
+
+def test_the_cost_of_equal_counts_is_shown(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    makespans_s = {}
+    for counts in ("equal", "free"):
+        target = tmp_path / f"{counts}.json"
+        arguments = ["--lengths", lengths, *SMALL, "--layout", "padded", "--replica-counts", counts]
+        assert plan(*arguments, "--json", str(target)) == 0
+        raw = planned(target)
+        makespans_s[counts] = max(replica["predicted"]["makespan_s"] for replica in raw["replicas"])
+        text = capsys.readouterr().out
+        assert ("equal counts cost" in text) == (counts == "equal")
+        if counts == "equal":
+            assert len({len(replica["micro_batches"]) for replica in raw["replicas"]}) == 1
+            told = text
+    cost = 100 * (makespans_s["equal"] / makespans_s["free"] - 1)
+    equal_s, free_s = (f"{makespans_s[counts]:.6g} s" for counts in ("equal", "free"))
+    assert f"equal counts cost {cost:.1f} %: {equal_s} against {free_s} with free counts" in told
 
 
 def test_the_json_file_trains_every_sample_once(lengths: str, tmp_path: Path) -> None:

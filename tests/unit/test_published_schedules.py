@@ -10,6 +10,8 @@ from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.interleaved import interleaved_1f1b
 from dynapipe_ext.schedules.memory import peak_bytes
 from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.optimizer import optimize
+from dynapipe_ext.schedules.published import published_schedule
 from dynapipe_ext.schedules.simulate import makespan_ns, simulate_ns
 from dynapipe_ext.schedules.v_shape import v_half, zb_v
 from dynapipe_ext.schedules.zero_bubble import zb_h1, zb_h2
@@ -89,3 +91,20 @@ def test_v_half_takes_half_the_memory_of_1f1b_and_half_its_bubble(num_ranks: int
 
 def test_interleaving_of_one_stage_a_rank_is_1f1b() -> None:
     assert interleaved_1f1b(4, 7, 1).ranks == one_f_one_b(4, 7).ranks
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v"])
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(4, 8), (4, 16), (8, 16)])
+def test_at_uniform_costs_the_search_takes_no_longer_in_the_same_memory(
+    name: str, num_ranks: int, num_micro_batches: int
+) -> None:
+    published = published_schedule(name, num_ranks, num_micro_batches)
+    costs = uniform(published)
+    found = optimize(
+        costs,
+        memory_limit_bytes=max(peak_bytes(published, costs)),
+        split=published.is_split,
+        effort=0,
+        stage_ranks=published.stage_ranks,
+    )
+    assert makespan_ns(found, costs) <= makespan_ns(published, costs)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.schedules.adaptive import adaptive, best_order
 from dynapipe_ext.schedules.bounds import lower_bound_ns
+from dynapipe_ext.schedules.cyclic import clustered_cyclic, cyclic
 from dynapipe_ext.schedules.gpipe import gpipe
-from dynapipe_ext.schedules.memory import held_bytes, peak_bytes, static_bytes
+from dynapipe_ext.schedules.memory import StageMemory, held_bytes, peak_bytes, static_bytes
 from dynapipe_ext.schedules.notation import parse_lines
 from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.optimizer import optimize
 from dynapipe_ext.schedules.simulate import makespan_ns, simulate, simulate_ns
 from dynapipe_ext.schedules.validate import validate
 
@@ -153,6 +156,19 @@ def test_a_split_backward_holds_its_bytes_until_the_weight_gradient() -> None:
     assert peak_bytes(parse_lines("0: 0F0 0I0 0W0 0F1 0B1"), costs) == (10,)
 
 
+def test_a_micro_batch_enters_where_the_backwards_of_all_that_are_inside_fit_as_far_as_they_need_working_bytes() -> (
+    None
+):
+    """Micro-batch 0 needs 30 while it runs, forward and backward, or forward alone; 1 and 2 need nothing."""
+    costs = costs_of([[1, 1, 1]], [[2, 2, 2]], stored=10, static=100)
+    costs = replace(costs, working_bytes=np.array([[30, 0, 0]]))
+    for working_in, inside in (("FBI", [True, True, False]), ("F", [True, True, True])):
+        memory = StageMemory(replace(costs, working_in=working_in), 0, 150)
+        assert [memory.admit(m) for m in range(3)] == inside
+        memory.release(0)
+        assert memory.admit(2) or working_in == "F"
+
+
 def test_static_bytes_of_all_stages_of_a_rank_add_up() -> None:
     schedule = parse_lines("0: 0F0 2F0 2B0 0B0\n1: 1F0 1B0")
     costs = costs_of([[1]] * 3, [[1]] * 3, static=7, stored=1)
@@ -173,7 +189,11 @@ def test_an_empty_schedule_takes_no_time_and_static_bytes_only() -> None:
     validate(schedule, 0)
     assert (makespan_ns(schedule, costs), peak_bytes(schedule, costs)) == (0, (3, 3))
     assert simulate(schedule, costs).makespan_s == lower_bound_ns(schedule, costs, split=True) == 0
-    assert best_order(costs, memory_limit_bytes=3, effort=5, seed=0)[0] == []
+    for made in (
+        optimize(costs, memory_limit_bytes=3, split=False, effort=5),
+        clustered_cyclic(costs, memory_limit_bytes=3),
+    ):
+        validate(made, 0)
 
 
 def test_the_bound_is_met_by_a_single_stage_a_single_micro_batch_and_uniform_1f1b() -> None:
@@ -206,9 +226,10 @@ def test_weight_gradients_run_beside_the_gradients_way_up_and_the_bound_knows_bo
 
 def test_one_micro_batch_in_memory_at_a_time_makes_the_byte_time_bound_the_whole_truth() -> None:
     costs = costs_of([[4] * 5] * 2, [[8] * 5] * 2, stored=10, static=7)
-    found = adaptive(costs, memory_limit_bytes=17)
-    bound = lower_bound_ns(found, costs, split=False, memory_limit_bytes=17)
-    assert bound == makespan_ns(found, costs) == 5 * 24 > lower_bound_ns(found, costs, split=False)
+    searched = optimize(costs, memory_limit_bytes=17, split=False, effort=0)
+    for found in (searched, cyclic(costs, memory_limit_bytes=17)):
+        bound = lower_bound_ns(found, costs, split=False, memory_limit_bytes=17)
+        assert bound == makespan_ns(found, costs) == 5 * 24 > lower_bound_ns(found, costs, split=False)
     with pytest.raises(PlanError, match="rank 0 holds 7 B of weights and states"):
         lower_bound_ns(found, costs, split=False, memory_limit_bytes=7)
 
@@ -223,14 +244,14 @@ def test_the_bound_knows_that_stages_on_one_rank_share_it_and_need_no_transfer()
 
 def test_impossible_arguments_are_refused_with_their_bound() -> None:
     costs = costs_of([[1, 1]], [[1, 1]], stored=10, working=5, static=100)
-    with pytest.raises(PlanError, match="micro-batch 1 alone needs 115 B on stage 0 but the limit is 114 B: make"):
-        adaptive(costs, memory_limit_bytes=114, order=[1, 0])
+    with pytest.raises(PlanError, match="micro-batch 0 alone needs 115 B on stage 0 but the limit is 114 B: make"):
+        cyclic(costs, memory_limit_bytes=114)
+    with pytest.raises(PlanError, match="micro-batch 0 alone needs 115 B on rank 0 but the limit is 114 B: make"):
+        optimize(costs, memory_limit_bytes=114, split=False, effort=0)
     with pytest.raises(ConfigError, match=r"order \[0, 0\] must list each of the micro-batches 0..1 exactly once"):
-        adaptive(costs, memory_limit_bytes=200, order=[0, 0])
-    with pytest.raises(ConfigError, match="max_in_flight is 0"):
-        adaptive(costs, memory_limit_bytes=200, max_in_flight=0)
+        cyclic(costs, memory_limit_bytes=200, order=[0, 0])
     with pytest.raises(ConfigError, match="effort is -1"):
-        best_order(costs, memory_limit_bytes=200, effort=-1, seed=0)
+        optimize(costs, memory_limit_bytes=200, split=False, effort=-1)
     with pytest.raises(ConfigError, match="num_cores is 0"):
         simulate(gpipe(1, 2), costs, num_cores=0)
     for make in (gpipe, one_f_one_b):

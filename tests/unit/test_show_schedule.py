@@ -10,14 +10,19 @@ import pytest
 from rich.console import Console
 
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.launch.schedule_command import DEFAULT_EFFORT
 from dynapipe_ext.schedules.actions import Kind
+from dynapipe_ext.schedules.memory import peak_bytes
 from dynapipe_ext.schedules.notation import format_lines, picture
 from dynapipe_ext.schedules.published import PUBLISHED, published_schedule
+from dynapipe_ext.schedules.simulate import makespan_ns
 from dynapipe_ext.tools.show_schedule import (
+    FOR_COSTS,
     ScheduleView,
     rank_costs,
     read_schedule,
     rendered,
+    schedule_for,
     uneven_factors,
     view_of,
     write_html,
@@ -26,7 +31,7 @@ from dynapipe_ext.tools.show_schedule import (
 
 def uniform_view(name: str, num_ranks: int = 4, num_micro_batches: int = 8) -> ScheduleView:
     schedule = published_schedule(name, num_ranks, num_micro_batches)
-    return view_of(schedule, rank_costs(schedule, (1, 1, 1)), "1 ms each")
+    return view_of(schedule, rank_costs(schedule.stage_ranks, num_micro_batches, (1, 1, 1)), "1 ms each")
 
 
 def printed(view: ScheduleView, width: int, *, colours: bool = False) -> str:
@@ -87,8 +92,33 @@ def test_what_is_printed_names_the_figures() -> None:
         "the makespan is 0.0 % above",
         "bubble ratio    5.9 %, 0.0 % between",
         "peak in flight  4 micro-batches (by rank: 4 4 4 4)",
+        "peak memory     4 MB (by rank: 4 4 4 4)",
     ):
         assert part in text
+
+
+def test_memory_is_in_proportion_to_uneven_times_and_shared_by_the_stages_of_a_rank() -> None:
+    factors = np.array([2.0, 0.5])
+    for name, peak, in_flight in (("gpipe", 2.5e6, 2), ("1f1b", 2e6, 1), ("interleaved-1f1b", 2e6, 1)):
+        schedule = published_schedule(name, 1, 2)
+        view = view_of(schedule, rank_costs(schedule.stage_ranks, 2, (1, 1, 1), factors), "")
+        assert (view.peak_bytes, view.in_flight) == ((peak,), (in_flight,))
+
+
+@pytest.mark.parametrize("name", FOR_COSTS)
+def test_a_schedule_made_for_costs_keeps_the_limit_and_beats_1f1b_on_uneven_micro_batches(name: str) -> None:
+    plain = published_schedule("1f1b", 4, 12)
+    costs = rank_costs(plain.stage_ranks, 12, (1, 1, 1), uneven_factors(12, cv=0.6, seed=1))
+    limit = max(peak_bytes(plain, costs))
+    found = schedule_for(name, costs, plain.stage_ranks, memory_limit_bytes=limit, effort=200)
+    assert max(peak_bytes(found, costs)) <= limit
+    assert makespan_ns(found, costs) < makespan_ns(plain, costs)
+
+
+def test_the_search_takes_any_placement_and_split_backwards() -> None:
+    costs = rank_costs((0, 1, 1, 0), 6, (1, 1, 1))
+    found = schedule_for("adaptive", costs, (0, 1, 1, 0), memory_limit_bytes=3_000_000, effort=50, split=True)
+    assert (found.stage_ranks, found.is_split) == ((0, 1, 1, 0), True)
 
 
 def test_uneven_factors_have_the_variation_asked_for_and_come_again() -> None:
@@ -111,7 +141,36 @@ def test_impossible_variations_are_refused(cv: float) -> None:
 )
 def test_impossible_times_are_refused(times: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match="must be F,I,W"):
-        rank_costs(published_schedule("1f1b", 2, 2), times)
+        rank_costs((0, 1), 2, times)
+
+
+README_ROW = re.compile(r"\| `([^`]+)` \|[^|]*\| ([\d.]+) % \| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) \|")
+
+
+def test_the_readme_lists_every_schedule_with_figures_that_are_true(root: Path) -> None:
+    """The search may do better than it says there, in steps of a tenth."""
+    part = (root / "README.md").read_text().partition("<!-- schedules:begin -->")[2].partition("<!-- schedules:end")[0]
+    told = {row[0]: [float(figure) for figure in row[1:]] for row in README_ROW.findall(part)}
+    assert list(told) == [*PUBLISHED, *FOR_COSTS, "adaptive --split-backward"]
+    for title, figures in told.items():
+        found = []
+        for factors in (None, uneven_factors(16, cv=0.6, seed=1)):
+            name, _, split = title.partition(" ")
+            linear = rank_costs(range(4), 16, (1, 1, 1), factors)
+            if name in PUBLISHED:
+                schedule = published_schedule(name, 4, 16)
+            else:
+                limit = max(peak_bytes(published_schedule("1f1b", 4, 16), linear))
+                schedule = schedule_for(
+                    name, linear, range(4), memory_limit_bytes=limit, effort=DEFAULT_EFFORT, split=bool(split)
+                )
+            view = view_of(schedule, rank_costs(schedule.stage_ranks, 16, (1, 1, 1), factors), "")
+            found += [100 * view.bubble_ratio, max(view.peak_bytes) / 1e6]
+        if name == "adaptive":
+            assert found[0] < figures[0] + 0.05
+            assert found[2] < figures[2] + 0.05
+        else:
+            assert found == pytest.approx(figures, abs=0.051)
 
 
 def test_the_page_needs_no_network_and_holds_every_action(tmp_path: Path) -> None:
@@ -122,6 +181,11 @@ def test_the_page_needs_no_network_and_holds_every_action(tmp_path: Path) -> Non
     assert "default-src 'none'" in text
     assert all(f'"{action}"' in text for actions in view.schedule.ranks for action in actions)
     assert "by rank: 2 2" in text
+
+
+def test_one_of_a_thing_is_not_called_several() -> None:
+    assert uniform_view("1f1b", 1, 1).title == "1f1b: 1 rank, 1 micro-batch"
+    assert uniform_view("zb-v", 1, 2).title == "zb-v: 2 stages on 1 rank, 2 micro-batches"
 
 
 def test_files_of_lines_and_csv_are_read_and_faults_name_file_and_place(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
-"""Where torch.distributed.pipelining has a published schedule, ours is the same."""
+"""Where torch.distributed.pipelining has a published schedule ours is the same; its validator accepts all of ours."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dynapipe_ext.schedules.actions import Kind
+from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.published import PUBLISHED, published_schedule
+from dynapipe_ext.tools.show_schedule import rank_costs, schedule_for, uneven_factors
 
 
 class Stage:
@@ -67,14 +69,50 @@ def test_torch_runs_1f1b_in_the_same_order_but_numbers_the_last_rank_s_forwards_
         assert theirs == ours
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_torch_s_validator_accepts_every_published_schedule_and_finds_its_placement(name: str) -> None:
+def placement_torch_finds(schedule: PipelineSchedule, num_micro_batches: int) -> dict[int, int]:
+    """The rank of each stage; AssertionError where torch's validator refuses the schedule."""
     torch = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for num_ranks, num_micro_batches in ((2, 3), (4, 8), (5, 7)):
-        ours = published_schedule(name, num_ranks, num_micro_batches)
-        actions = {rank: [torch._Action.from_str(word) for word in row] for rank, row in enumerate(ours.lines())}
-        placement = torch._validate_schedule(actions, num_ranks, ours.num_stages, num_micro_batches)
-        assert placement == dict(enumerate(ours.stage_ranks))
+    actions = {rank: [torch._Action.from_str(word) for word in row] for rank, row in enumerate(schedule.lines())}
+    found: dict[int, int] = torch._validate_schedule(
+        actions, len(schedule.ranks), schedule.num_stages, num_micro_batches
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "stages_per_rank"), [*((name, None) for name in PUBLISHED), *(("interleaved-1f1b", v) for v in (1, 3))]
+)
+def test_torch_s_validator_accepts_every_published_schedule_and_finds_its_placement(
+    name: str, stages_per_rank: int | None
+) -> None:
+    for num_ranks, num_micro_batches in ((1, 1), (2, 3), (4, 8), (5, 7), (6, 2)):
+        ours = published_schedule(name, num_ranks, num_micro_batches, stages_per_rank=stages_per_rank)
+        assert placement_torch_finds(ours, num_micro_batches) == dict(enumerate(ours.stage_ranks))
+
+
+@pytest.mark.parametrize("cv", [0, 0.6])
+@pytest.mark.parametrize(
+    ("name", "placement", "split"),
+    [
+        ("cyclic", (0, 1, 2), False),
+        ("adaptive", (0, 1, 2), False),
+        ("adaptive", (0, 1, 2), True),
+        ("adaptive", (0, 1, 2, 0, 1, 2), True),
+        ("adaptive", (0, 1, 2, 2, 1, 0), True),
+    ],
+)
+def test_torch_s_validator_accepts_schedules_made_for_costs_and_a_limit(
+    name: str, placement: tuple[int, ...], split: bool, cv: float
+) -> None:
+    costs = rank_costs(placement, 7, (1, 1, 1), uneven_factors(7, cv=cv, seed=0))
+    ours = schedule_for(name, costs, placement, memory_limit_bytes=4_000_000, effort=40, split=split)
+    assert placement_torch_finds(ours, 7) == dict(enumerate(placement))
+
+
+def test_torch_s_validator_refuses_a_schedule_that_lacks_an_action() -> None:
+    ours = published_schedule("zb-h1", 2, 3)
+    with pytest.raises(AssertionError):
+        placement_torch_finds(replace(ours, ranks=(ours.ranks[0][:-1], ours.ranks[1])), 3)
 
 
 def test_megatron_goes_through_micro_batches_and_stages_in_the_same_turns() -> None:

@@ -1,0 +1,217 @@
+"""What `dynapipe plan` and `check-plan` are given: a cost model, a memory limit, and the lengths of a global batch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.table import A100_HIDDEN_SIZE, CostTable
+from dynapipe_ext.data.batches import GlobalBatches
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.launch.job import analytic_costs, model_shape, read_costs, topology_of
+from dynapipe_ext.lengths import LengthArray, SampleLength, as_length_array, sample_lengths
+from dynapipe_ext.topology import Topology
+
+# Of one CPU core, where nothing was measured: orders of magnitude, so that shapes of plans make sense.
+DEFAULT_FLOPS_PER_S = 50e9
+DEFAULT_LAYER_OVERHEAD_NS = 500_000
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A cost model with the sentence that says where it comes from."""
+
+    costs: CostModel
+    topology: Topology
+    provenance: str
+    measured_grid: bool = False  # lengths between its points are priced exactly: rows need no rounding up
+
+    @property
+    def has_decoder(self) -> bool | None:
+        """None for costs that price tokens of any kind."""
+        match self.costs:
+            case CostTable():
+                return self.costs.has_decoder
+            case AnalyticCosts():
+                return False
+            case _:
+                return None
+
+
+def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which cost model, and how much memory a rank has."""
+    parser.add_argument("--config", metavar="FILE", help="settings of a training run in TOML; flags override them")
+    parser.add_argument("--costs", metavar="PATH", help="cost model (JSON), or folder of measured CSV with --model")
+    parser.add_argument("--model", metavar="NAME", help=f"model of the CSV folder ({', '.join(A100_HIDDEN_SIZE)})")
+    parser.add_argument("--layers", type=int, metavar="N", help="layers (of each kind) for the CSV folder's model")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--memory-limit-gb", type=float, metavar="GB", help="per rank, 10^9 bytes")
+    memory.add_argument("--memory-mb", type=float, metavar="MB", help="per rank, 10^6 bytes")
+
+
+def add_length_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is done to lengths before they are planned."""
+    parser.add_argument("--index", type=int, metavar="K", help="which object of the --batch file (0)")
+    parser.add_argument("--extra", type=int, nargs=2, default=(0, 0), metavar=("ENC", "DEC"), help="added to lengths")
+    parser.add_argument("--truncate", type=int, metavar="N", help="cut lengths at N before anything else")
+
+
+def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topology | None = None) -> Priced:
+    """The cost model of the flags or the settings, over `topology`, or over that of flags and settings.
+
+    Errors: ConfigError for flags that do not go together; those of `read_costs` and of the CSV folder.
+    """
+    path = args.costs or config.plan.costs
+    t = config.topology
+    if (args.model or args.layers) and not (path and Path(path).is_dir()):
+        raise ConfigError("--model and --layers go with a folder of measured CSV files: name it with --costs DIR")
+    if path and Path(path).is_dir():
+        if not (args.model and args.layers):
+            raise ConfigError(
+                f"--costs {path} is a folder of CSV files: say which --model NAME and how many --layers N"
+            )
+        topology = topology or Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage)
+        table = CostTable.read_a100(path, args.model, topology=topology, num_layers=args.layers)
+        return Priced(table, topology, f"measured table of {args.model}, {args.layers} layers, from {path}", True)
+    if path:
+        if topology is None and (args.config or any(getattr(args, name) is not None for name in ("tp", "pp", "dp"))):
+            topology = Topology(tp=t.tp, pp=t.pp, dp=t.dp)
+        costs, topology = read_costs(path, topology)  # over its own, where none is asked for
+        return Priced(costs, topology, f"{type(costs).__name__} from {path}")
+    topology = topology_of(config)
+    layers = -(-config.model.num_layers // topology.num_stages)
+    counted = analytic_costs(
+        config,
+        model_shape(config, config.data.vocab_size),
+        flops_per_s=DEFAULT_FLOPS_PER_S,
+        overhead_ns=DEFAULT_LAYER_OVERHEAD_NS * layers,
+    )
+    provenance = (
+        f"counted for the configured model of {config.model.num_layers} layers at default rates"
+        f" ({DEFAULT_FLOPS_PER_S / 1e9:g} GFLOP/s, {DEFAULT_LAYER_OVERHEAD_NS / 1e6:g} ms a layer):"
+        " name measured ones with --costs"
+    )
+    return Priced(counted, topology, provenance)
+
+
+def memory_limit_bytes(args: argparse.Namespace, config: TrainConfig) -> int:
+    """Of a rank. Errors: ConfigError where costs are given without it."""
+    if args.costs and not args.config and args.memory_limit_gb is None and args.memory_mb is None:
+        raise ConfigError("costs do not say how much memory a rank has: give --memory-limit-gb or --memory-mb")
+    return round(config.plan.memory_limit_gb * 1e9)
+
+
+def batch_samples(
+    args: argparse.Namespace, config: TrainConfig, has_decoder: bool | None
+) -> tuple[list[SampleLength], str, list[str]]:
+    """One global batch, what to call it, and what was done to its lengths."""
+    if args.batch:
+        if args.step is not None or args.tokens_per_batch is not None or args.batch_size is not None:
+            raise ConfigError("--batch FILE holds whole global batches: pick one with --index, not by step or size")
+        table, index = read_batch(args.batch, args.index or 0), None
+        chosen = f"object {args.index or 0} of {args.batch}"
+    else:
+        if args.index is not None:
+            raise ConfigError("--index picks a global batch of --batch FILE: use --step with --lengths")
+        table, index = read_lengths(args.lengths), args.step or 0
+        chosen = f"step {index} of {args.lengths}"
+    table, notes = fitted(table, args.extra, args.truncate, has_decoder)
+    indices: Sequence[int] | None = None
+    if index is not None:
+        batches = GlobalBatches(
+            table,
+            batch_size=config.data.batch_size or None,
+            tokens_per_batch=config.data.tokens_per_batch or None,
+            seed=config.run.seed,
+            drop_last=config.data.drop_last,
+        )
+        if not 0 <= index < len(batches):
+            raise ConfigError(f"--step is {index} but {args.lengths} makes {len(batches)} global batches: lower it")
+        indices = batches[index]
+    return sample_lengths(table, indices), chosen, notes
+
+
+def read_lengths(path: str | Path) -> LengthArray:
+    """The lengths in a .npy file, or in a text of one length or "encoder decoder" a line, as (N, 3).
+
+    Errors: DataError naming the file, and the line or the shape at fault.
+    """
+    try:
+        if Path(path).suffix == ".npy":
+            return as_length_array(np.load(path, allow_pickle=False))
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} cannot be read as lengths ({error}): give .npy or one length a line") from error
+    rows = [_parse_line(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise DataError(f"{path} has no lengths: give one a line")
+    if len({len(row) for row in rows}) > 1:
+        raise DataError(f"{path} has lines of one and of two lengths: give every sample as many")
+    try:
+        return as_length_array(rows if len(rows[0]) == 2 else [row[0] for row in rows])
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _parse_line(line: str, where: str) -> list[int]:
+    words = line.split()
+    if len(words) > 2 or not all(word.isascii() and word.isdigit() for word in words):
+        raise DataError(f"{where} is {line.strip()[:80]!r} but must be one length, or encoder and decoder")
+    return [int(word) for word in words]
+
+
+def read_batch(path: str, index: int) -> LengthArray:
+    """The lengths of object `index` in a JSON list of batches. Errors: DataError naming the file and what is wrong."""
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read ({error}): give a JSON list of batches") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} is not JSON (line {error.lineno}: {error.msg}): give a list of batches") from error
+    if not isinstance(raw, list) or not 0 <= index < len(raw):
+        held = f"{len(raw)} batches" if isinstance(raw, list) else type(raw).__name__
+        raise DataError(f"{path} holds {held} but --index is {index}: it must be a list with that many objects")
+    lengths = raw[index].get("lengths") if isinstance(raw[index], dict) else None
+    if (
+        not isinstance(lengths, list)
+        or not lengths
+        or not all(isinstance(p, list) and len(p) == 2 and all(type(n) is int and n >= 0 for n in p) for p in lengths)
+    ):
+        raise DataError(f'{path}: object {index} needs "lengths": [[encoder, decoder], ...] of whole numbers')
+    try:
+        return as_length_array(lengths)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def fitted(
+    table: LengthArray, extra: tuple[int, int], truncate: int | None, has_decoder: bool | None
+) -> tuple[LengthArray, list[str]]:
+    """Lengths as the model takes them: cut, joined where it is decoder-only, and with `extra` added (at least 1)."""
+    encoder, decoder, target = table.T.copy()
+    notes = []
+    if has_decoder is False and decoder.any():
+        encoder, decoder = encoder + decoder, np.zeros_like(decoder)
+        notes.append("encoder and decoder side joined to one row, as the model is decoder-only")
+    if truncate is not None:
+        if truncate < 1:
+            raise ConfigError(f"--truncate is {truncate} but must be at least 1")
+        cut = int(((encoder > truncate) | (decoder > truncate)).sum())
+        encoder, decoder = np.minimum(encoder, truncate), np.minimum(decoder, truncate)
+        notes.append(f"{cut:,} of {len(table):,} cut at {truncate:,}")
+    encoder = np.maximum(1, encoder + extra[0])
+    if has_decoder or (has_decoder is None and decoder.any()):
+        decoder = np.maximum(1, decoder + extra[1])
+    if any(extra):
+        notes.append(f"{extra[0]:+d} encoder and {extra[1]:+d} decoder positions added, at least 1 left")
+    return np.stack([encoder, decoder, np.minimum(target, encoder + decoder)], axis=1), notes

@@ -1,0 +1,47 @@
+"""A replica's bounds one by one: the same numbers as code that shares nothing with them finds."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.schedules.bounds import lower_bound_ns, replica_bounds
+from dynapipe_ext.tools.recomputed_bounds import replica_bounds_ns
+
+PLACEMENTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 1, 0)}
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    seed=st.integers(0, 10**6),
+    stages=st.sampled_from(sorted(PLACEMENTS)),
+    num=st.integers(0, 7),
+    split=st.booleans(),
+    in_forward=st.booleans(),
+)
+def test_the_bounds_of_a_replica_are_those_that_brute_force_finds(
+    seed: int, stages: int, num: int, split: bool, in_forward: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    backward = rng.integers(0, 60, (stages, num))
+    costs = MicroBatchCosts(
+        forward_ns=rng.integers(0, 40, (stages, num)),
+        backward_ns=backward,
+        weight_ns=rng.integers(0, backward + 1),
+        stored_bytes=rng.integers(0, 30, (stages, num)),
+        working_bytes=rng.integers(0, 9, (stages, num)),
+        transfer_ns=rng.integers(0, 20, (stages - 1, num)),
+        transfer_bytes=np.zeros((stages - 1, num), np.int64),
+        static_bytes=rng.integers(0, 10, stages),
+        working_in="F" if in_forward else "FBI",
+    )
+    placement = PLACEMENTS[stages]
+    bounds = replica_bounds(placement, costs, split=split, memory_limit_bytes=100)
+    found = replica_bounds_ns(costs, placement, split=split, limit_bytes=100)
+    assert [bounds.stage_ns, bounds.chain_ns, bounds.heads_tails_ns, bounds.byte_time_ns] == list(found.values())
+    assert bounds.heads_tails_ns >= max(bounds.stage_ns, bounds.chain_ns)
+    assert lower_bound_ns(placement, costs, split=split, memory_limit_bytes=100) == bounds.best_ns
+    assert lower_bound_ns(placement, costs, split=split) == bounds.heads_tails_ns
+    assert replica_bounds(placement, costs, split=split).byte_time_ns is None

@@ -1,0 +1,112 @@
+"""A dynapipe-plan/1 file as it stands, types checked and nothing else: what `check_plan` sets out to prove."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.tools.json_file import Fields, read_json
+from dynapipe_ext.topology import Topology
+
+FORMAT = "dynapipe-plan/1"
+BOUNDS = ("stage", "chain", "heads_tails", "byte_time")  # of a replica, in the order in which they are shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeFile:
+    """A micro-batch as the file has it."""
+
+    samples: tuple[int, ...]
+    layout: str
+    rows: int
+    encoder_len: int
+    decoder_len: int
+    recompute: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFile:
+    """A replica as the file has it; `ranks` are each pipeline rank's actions as text. The rest is what it claims."""
+
+    micro_batches: tuple[ShapeFile, ...]
+    ranks: tuple[tuple[str, ...], ...]
+    placement: tuple[int, ...]
+    makespan_s: float
+    lower_bound_s: float
+    peak_bytes: tuple[int, ...]
+    bounds_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFile:
+    """A dynapipe-plan/1 file; entry d of `replicas` is data-parallel rank d. Nothing in it has been proven."""
+
+    topology: Topology
+    replicas: tuple[ReplicaFile, ...]
+    batch_bound_s: float | None
+
+
+def read_plan_file(path: str | Path) -> PlanFile:
+    """The file's content.
+
+    Errors: DataError naming the field that is absent or of another type; ConfigError for degrees that cannot be.
+    """
+    data = read_json(path, FORMAT, "a plan")
+    root = Fields(data, str(path))
+    shape = root.sub("topology")
+    replicas = [(raw, f"{path}: replicas[{i}]") for i, raw in enumerate(root.many("replicas", dict))]
+    numbers = [Fields(*replica).one("dp_rank", int) for replica in replicas]
+    tp, pp, dp = (shape.one(name, int) for name in ("tp", "pp", "dp"))
+    if sorted(numbers) != list(range(dp)) or not numbers:
+        raise ConfigError(f"{path}: the replicas have dp_rank {numbers} but dp {dp} needs each of 0..dp-1 once")
+    read = [_read_replica(*replicas[numbers.index(dp_rank)]) for dp_rank in range(dp)]
+    placements = sorted({replica.placement for replica in read})
+    if len(placements) > 1:
+        raise ConfigError(f"{path}: the replicas place stages differently, {placements}: plan them as one step")
+    layers = shape.many("layers_per_stage", int) if "layers_per_stage" in data["topology"] else ()
+    placement = () if placements[0] == tuple(range(pp)) else placements[0]
+    return PlanFile(
+        topology=Topology(tp, pp, dp, layers, placement),
+        replicas=tuple(read),
+        batch_bound_s=root.one("batch_bound_s", float) if "batch_bound_s" in data else None,
+    )
+
+
+def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
+    replica = Fields(raw, where)
+    schedule, predicted = replica.sub("schedule"), replica.sub("predicted")
+    ranks = tuple(schedule.many("stages", list))
+    for i, rank in enumerate(ranks):
+        for action in rank:
+            schedule.check(f"stages[{i}]", action, str)
+    micro_batches = []
+    for i, shape in enumerate(replica.many("micro_batches", dict)):
+        one = Fields(shape, f"{where}: micro_batches[{i}]")
+        rows, encoder_len, decoder_len = (one.one(name, int) for name in ("rows", "encoder_len", "decoder_len"))
+        micro_batches.append(
+            ShapeFile(
+                samples=one.many("samples", int),
+                layout=one.one("layout", str),
+                rows=rows,
+                encoder_len=encoder_len,
+                decoder_len=decoder_len,
+                recompute=one.one("recompute", str),
+            )
+        )
+    claimed: dict[str, float] = {}
+    if "bounds" in raw["predicted"]:
+        bounds = predicted.sub("bounds")
+        names = [name for name in BOUNDS if f"{name}_s" in raw["predicted"]["bounds"]]
+        claimed = {name: bounds.one(f"{name}_s", float) for name in names}
+    return ReplicaFile(
+        micro_batches=tuple(micro_batches),
+        ranks=tuple(tuple(rank) for rank in ranks),
+        placement=schedule.many("placement", int) if "placement" in raw["schedule"] else tuple(range(len(ranks))),
+        makespan_s=predicted.one("makespan_s", float),
+        lower_bound_s=predicted.one("lower_bound_s", float),
+        peak_bytes=predicted.many("peak_bytes", int),
+        bounds_s=claimed,
+    )
