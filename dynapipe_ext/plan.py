@@ -128,13 +128,17 @@ def check_cover(plan: GlobalBatchPlan, samples: Iterable[SampleLength]) -> None:
     if extra := sorted(pieces.keys() - wanted.keys()):
         raise PlanError(f"the plan of step {plan.step} has samples {extra[:9]} that are not in the batch")
     for index, parts in pieces.items():
+        whole = wanted[index]
+        if len(parts) == 1 and not parts[0].start:
+            part = parts[0]
+            if (part.encoder, part.decoder, part.target) == (whole.encoder, whole.decoder, whole.target):
+                continue
         end = 0
         for part in sorted(parts, key=lambda part: part.start):
             if part.start != end:
                 fault = "twice" if part.start < end else "with a gap"
                 raise PlanError(f"sample {index} is trained {fault} at position {part.start}")
             end += part.encoder
-        whole = wanted[index]
         totals = Counter(encoder=end, decoder=sum(p.decoder for p in parts), target=sum(p.target for p in parts))
         if totals != Counter(encoder=whole.encoder, decoder=whole.decoder, target=whole.target):
             raise PlanError(f"sample {index} is planned with {dict(totals)} but has {whole}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.batch_floor import batch_floor
@@ -56,22 +56,27 @@ def certify(
     samples: Sequence[SampleLength],
     *,
     memory_limit_bytes: int | None = None,
-    priced: Sequence[MicroBatchCosts] | None = None,
+    bounds: Sequence[ReplicaBounds] | None = None,
 ) -> Certificate:
     """The certificate of a plan of `samples` under `costs`; without a limit there is no byte-time bound, and
     the batch bound is that without one.
 
-    `priced`: each replica's micro-batches under `costs`, if they were priced already.
+    `bounds`: each replica's, if they are known already.
 
     Errors: PlanError if the weights alone exceed the limit, or a bound is above the makespan (a defect, never a plan).
     """
     split = any(schedule.is_split for schedule in step_plan.schedules)
-    if priced is None:
-        priced = [costs.evaluate(replica.micro_batches) for replica in step_plan.batch.replicas]
-    replicas = tuple(
-        replica_bounds(schedule, one, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes)
-        for schedule, one in zip(step_plan.schedules, priced, strict=True)
-    )
+    if bounds is None:
+        bounds = [
+            replica_bounds(
+                schedule,
+                costs.evaluate(replica.micro_batches),
+                split=schedule.is_split,
+                memory_limit_bytes=memory_limit_bytes,
+            )
+            for schedule, replica in zip(step_plan.schedules, step_plan.batch.replicas, strict=True)
+        ]
+    replicas = tuple(bounds)
     micro_batches = step_plan.batch.micro_batches
     floor = None
     if _are_whole(samples) and sum(len(m.samples) for m in micro_batches) == len(samples):

@@ -1,8 +1,7 @@
-"""The own schedule optimizer: order, warm-up depth, place of I and W, replica, recomputation and where the batch is cut,
-under a byte limit.
+"""The own optimizer: where to cut the batch, recomputation, replicas, order, warm-up depth and the place of I and W.
 
-A search over injection orders and dispatch rules (`search`, `dispatch`) whose only judge is the simulated makespan, for
-any placement of stages on ranks.
+A search (`search`) over cuts, injection orders and dispatch rules (`dispatch`) under a byte limit, whose only judge is
+the simulated makespan, for any placement of stages on ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.dispatch import NEVER, Chosen, rules
 from dynapipe_ext.schedules.memory import peak_bytes
 from dynapipe_ext.schedules.order import start_orders
-from dynapipe_ext.schedules.search import Found, Problem, Run, search
+from dynapipe_ext.schedules.search import Found, Problem, Run, records_of, search
 from dynapipe_ext.schedules.validate import validate
 
 
@@ -111,15 +110,18 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
     Errors: PlanError where no start has an order that fits; ConfigError as optimize.
     """
     tried: list[tuple[int, int, Problem, Found]] = []
+    records: dict[int, IntArray] = {}  # starts share costs
     refusal: PlanError | None = None
     for index, start in enumerate(starts):
         try:
-            problem = _problem(start, settings)
-            runs = _fitting(problem, start.runs, settings.memory_limit_bytes)
+            if id(start.kind_costs) not in records:
+                records[id(start.kind_costs)] = records_of(start.kind_costs, split=settings.split)
+            problem = _problem(start, settings, records[id(start.kind_costs)])
+            runs = _fitting(problem, start, settings.memory_limit_bytes)
         except PlanError as error:
             refusal = refusal or error
             continue
-        orders = [[[group[i] for i in o] for o in start_orders(_costs(problem, runs, group))] for group in start.groups]
+        orders = [[[group[i] for i in o] for o in start_orders(_costs(start, runs, group))] for group in start.groups]
         found = _found(problem, runs, orders, settings, 0)
         if max(found.makespan_ns) < NEVER:
             tried.append((found.energy, index, problem, found))
@@ -150,7 +152,7 @@ def _found(
     )
 
 
-def _problem(start: Start, settings: Settings) -> Problem:
+def _problem(start: Start, settings: Settings, records: IntArray) -> Problem:
     first = start.kind_costs[0]
     stages = first.num_stages
     ranks = tuple(range(stages)) if settings.stage_ranks is None else tuple(settings.stage_ranks)
@@ -165,19 +167,21 @@ def _problem(start: Start, settings: Settings) -> Problem:
         stage_ranks=ranks,
         free_bytes=tuple(free),
         split=settings.split,
-        kind_costs=start.kind_costs,
+        working_in_backward=first.working_in != "F",
+        records=records,
         shapes=start.shapes,
         rules=tuple(rules(split=settings.split)),
     )
 
 
-def _fitting(problem: Problem, runs: Sequence[Run], limit_bytes: int) -> list[Run]:
+def _fitting(problem: Problem, start: Start, limit_bytes: int) -> list[Run]:
     """Each run under its kind, or the first that lets it run alone; PlanError where none does."""
     ranks, free = np.array(problem.stage_ranks), np.array(problem.free_bytes, np.int64)
-    shapes = np.array([problem.shapes[end - 1, end - first - 1] for first, end, _ in runs], np.int64)
-    needed = np.zeros((len(problem.kind_costs), len(free), len(runs)), np.int64)
-    possible = np.zeros((len(problem.kind_costs), len(runs)), bool)
-    for kind, costs in enumerate(problem.kind_costs):
+    runs = start.runs
+    shapes = _shapes(start, runs)
+    needed = np.zeros((len(start.kind_costs), len(free), len(runs)), np.int64)
+    possible = np.zeros((len(start.kind_costs), len(runs)), bool)
+    for kind, costs in enumerate(start.kind_costs):
         stored, working = costs.stored_bytes[:, shapes], costs.working_bytes[:, shapes]
         for rank in range(len(free)):
             needed[kind, rank] = stored[ranks == rank].sum(axis=0) + working[ranks == rank].max(axis=0)
@@ -197,11 +201,15 @@ def _fitting(problem: Problem, runs: Sequence[Run], limit_bytes: int) -> list[Ru
     return chosen
 
 
-def _costs(problem: Problem, runs: Sequence[Run], group: Sequence[int]) -> MicroBatchCosts:
+def _costs(start: Start, runs: Sequence[Run], group: Sequence[int]) -> MicroBatchCosts:
     """Costs of some runs, each under its own kind."""
-    chosen = np.array([runs[m] for m in group], np.int64).reshape(-1, 3)
-    columns = problem.shapes[chosen[:, 1] - 1, chosen[:, 1] - chosen[:, 0] - 1]
-    return MicroBatchCosts.choose(problem.kind_costs, chosen[:, 2], columns)
+    mine = [runs[m] for m in group]
+    return MicroBatchCosts.choose(start.kind_costs, np.array([kind for _, _, kind in mine]), _shapes(start, mine))
+
+
+def _shapes(start: Start, runs: Sequence[Run]) -> IntArray:
+    first, end, _ = np.array(runs, np.int64).reshape(-1, 3).T
+    return start.shapes[end - 1, end - first - 1].astype(np.int64)
 
 
 def _schedule(actions: list[list[Chosen]], problem: Problem) -> PipelineSchedule:

@@ -29,21 +29,24 @@ from dynapipe_ext.plan import (
     round_up,
 )
 from dynapipe_ext.planning.balance import assign_replicas
-from dynapipe_ext.planning.equal import check_enough, split_padded_equal
+from dynapipe_ext.planning.equal import check_enough
 from dynapipe_ext.planning.packing import micro_batch_evaluate, split_packed
 from dynapipe_ext.planning.padded import (
-    RememberedShapes,
+    Caps,
+    Order,
     ShapeCosts,
     ShapeEvaluate,
     bottleneck,
+    ordered,
     shape_evaluate,
-    split_padded,
 )
 from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
+from dynapipe_ext.planning.runs import Cut, Runs, price_runs
 from dynapipe_ext.schedules.actions import PipelineSchedule, linear_schedule
-from dynapipe_ext.schedules.bounds import lower_bound_ns
+from dynapipe_ext.schedules.bounds import replica_bounds
+from dynapipe_ext.schedules.certificate import certify
 from dynapipe_ext.schedules.memory import peak_bytes
-from dynapipe_ext.schedules.optimizer import optimize_replicas, renumbered
+from dynapipe_ext.schedules.optimizer import Settings, Start, optimize_best
 from dynapipe_ext.schedules.published import published_schedule
 from dynapipe_ext.schedules.simulate import simulate
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
@@ -51,6 +54,7 @@ from dynapipe_ext.schedules.validate import validate
 from dynapipe_ext.topology import Topology
 
 Replicas = list[list[MicroBatch]]
+Schedules = tuple[PipelineSchedule, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,45 +123,164 @@ class Planner:
         samples = _as_samples(lengths)
         if not samples:
             raise PlanError(f"step {step} has no samples to plan")
-        candidates = self._candidates(samples, step)
-        tried: list[tuple[StepPlan, int]] = []
-        refusal: PlanError | None = None
-        for index, replicas in enumerate(candidates):
-            try:
-                tried.append((self._schedule(replicas, step, self.effort // (2 * len(candidates))), index))
-            except PlanError as error:  # this split holds too much at once; others may fit
-                refusal = refusal or error
-        if not tried:
-            assert refusal is not None
-            raise refusal
-        best, index = min(tried, key=lambda found: (found[0].makespan_s, found[1]))
-        if self.schedule == "adaptive" and self.effort:
-            longer = self._schedule(candidates[index], step, self.effort - self.effort // 2)
-            best = min(best, longer, key=lambda plan: plan.makespan_s)
-        check_cover(best.batch, samples)
-        return best
-
-    def _candidates(self, samples: list[SampleLength], step: int) -> list[Replicas]:
-        """Splits to judge, each as the micro-batches of every replica.
-
-        A batch of fewer samples than replicas leaves the last of them empty, unless counts must be equal.
-        """
         if self.equal_counts:
             check_enough(len(samples), self.topology.dp)
-        if self.rule != "dynapipe-ext":
-            return _possible(self._peer_rules(samples))
-        limit, stages = int(self.memory_limit_bytes), self.topology.num_stages
-        busy = min(self.topology.dp, len(samples))
-        priced = RememberedShapes(self._shape_costs) if self.layout == "padded" else None
+        own = self.rule == "dynapipe-ext"
+        if own and self.layout == "padded" and self.schedule == "adaptive":
+            replicas, schedules = self._from_runs(samples, step)
+        else:
+            candidates = self._split(samples, step) if own else _possible(self._peer_rules(samples))
+            replicas, schedules = self._best_of(candidates)
+        limit = int(self.memory_limit_bytes)
+        priced = [self.costs.evaluate(micro_batches) for micro_batches in replicas]
+        plan = self._predicted(replicas, schedules, priced, step)
+        check_cover(plan.batch, samples)
+        bounds = [
+            replica_bounds(schedule, one, split=schedule.is_split, memory_limit_bytes=limit)
+            for schedule, one in zip(schedules, priced, strict=True)
+        ]
+        predictions = tuple(replace(p, lower_bound_ns=b.best_ns) for p, b in zip(plan.predictions, bounds, strict=True))
+        certificate = certify(plan, self.costs, samples, memory_limit_bytes=limit, bounds=bounds)
+        return replace(plan, predictions=predictions, certificate=certificate)
 
-        def split(min_in_flight: int, dp: int) -> Replicas:
-            return self._assign(self._split(samples, priced, min_in_flight, limit, dp), busy, step)
-
-        return _possible(
-            partial(split, min_in_flight, dp)
-            for min_in_flight in dict.fromkeys((1, (stages + 1) // 2, stages))
-            for dp in ((busy,) if self.equal_counts else dict.fromkeys((busy, 1)))
+    @property
+    def _settings(self) -> Settings:
+        return Settings(
+            memory_limit_bytes=int(self.memory_limit_bytes),
+            split=self.split_backward,
+            effort=self.effort,
+            seed=self.seed,
+            stage_ranks=self.topology.stage_ranks,
+            equal_counts=self.equal_counts,
         )
+
+    def _from_runs(self, samples: list[SampleLength], step: int) -> tuple[Replicas, Schedules]:
+        """Split, replicas and schedule searched together: cuts of the ordered batch move as well."""
+        priced = [self._runs(samples, "sorted")]
+        if any(s.decoder for s in samples):
+            priced.append(self._runs(samples, "classes"))
+        starts: list[tuple[Runs, Start]] = []
+        refusal: PlanError | None = None
+        for runs in priced:
+            for cuts in self._first_cuts(runs):
+                if isinstance(cuts, PlanError):
+                    refusal = refusal or cuts
+                    continue
+                busy, idle = self._busy(samples)
+                groups = assign_replicas(runs.times(cuts), busy, equal_counts=self.equal_counts, seed=step) + idle
+                start = Start(
+                    kind_costs=runs.kind_costs,
+                    shapes=runs.shapes,
+                    runs=tuple(cuts),
+                    groups=tuple(map(tuple, groups)),
+                )
+                starts.append((runs, start))
+        if not starts:
+            assert refusal is not None
+            raise refusal
+        index, found = optimize_best([start for _, start in starts], self._settings)
+        runs = starts[index][0]
+        return [[runs.micro_batch(cut) for cut in replica] for replica in found.replicas], found.schedules
+
+    def _runs(self, samples: list[SampleLength], order: Order) -> Runs:
+        caps = Caps(
+            max_bytes=int(self.memory_limit_bytes), max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple
+        )
+        weight = self.topology.dp * (self.topology.num_stages - 1)
+        return price_runs(ordered(samples, order), self._shape_costs, self._kinds, caps, weight=weight)
+
+    def _first_cuts(self, runs: Runs) -> Iterator[list[Cut] | PlanError]:
+        """Where to begin: cuts for pipelines that hold many micro-batches in flight, and few; or why there are none."""
+        stages, dp = self.topology.num_stages, min(self.topology.dp, len(runs.order))
+        before: list[Cut] = []
+        for min_in_flight in dict.fromkeys((stages, (stages + 1) // 2, 1)):
+            if min_in_flight == 1 and before:
+                return  # what fits only by itself is for batches that fit no other way
+            try:
+                cuts = runs.cuts(pp=stages, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
+            except PlanError as error:
+                yield error
+            else:
+                if cuts != before:
+                    yield cuts
+                before = cuts
+
+    def _busy(self, samples: Sequence[SampleLength]) -> tuple[int, list[list[int]]]:
+        """How many replicas have work, and nothing for each of the others."""
+        busy = min(self.topology.dp, len(samples))
+        return busy, [[] for _ in range(self.topology.dp - busy)]
+
+    def _split(self, samples: list[SampleLength], step: int) -> list[Replicas]:
+        """Splits of the batch for what the search cannot cut: packed rows, and published schedules."""
+        stages = self.topology.num_stages
+        busy, idle = self._busy(samples)
+
+        def assigned(micro_batches: list[MicroBatch]) -> Replicas:
+            parts = _at_least(micro_batches, busy)
+            time_ns, _ = bottleneck(self.costs.evaluate(parts))
+            groups = assign_replicas(time_ns.tolist(), busy, equal_counts=self.equal_counts, seed=step) + idle
+            return [[parts[i] for i in group] for group in groups]
+
+        def packed(min_in_flight: int) -> Replicas:
+            return assigned(self._packed(samples, min_in_flight, busy))
+
+        if self.layout == "packed":
+            return _possible(partial(packed, held) for held in dict.fromkeys((1, (stages + 1) // 2, stages)))
+        priced = [self._runs(samples, "sorted")]
+        made: list[Replicas] = []
+        refusal: PlanError | None = None
+        for runs in priced:
+            for cuts in self._first_cuts(runs):
+                if isinstance(cuts, PlanError):
+                    refusal = refusal or cuts
+                else:
+                    made.append(assigned([runs.micro_batch(cut) for cut in cuts]))
+        if not made:
+            assert refusal is not None
+            raise refusal
+        return made
+
+    def _best_of(self, candidates: Sequence[Replicas]) -> tuple[Replicas, Schedules]:
+        """Of micro-batches that stay what they are, the replicas and schedules that end first."""
+        if self.schedule == "adaptive":
+            starts = [self._start(replicas) for replicas in candidates]
+            index, found = optimize_best([start for start, _ in starts], self._settings)
+            micro_batches, kinds = [m for replica in candidates[index] for m in replica], starts[index][1]
+            chosen = [
+                [replace(micro_batches[first], recompute=kinds[kind]) for first, _, kind in replica]
+                for replica in found.replicas
+            ]
+            return chosen, found.schedules
+        best: tuple[int, Replicas, Schedules] | None = None
+        refusal: PlanError | None = None
+        for replicas in candidates:
+            schedules = tuple(self._natural(len(replica)) for replica in replicas)
+            try:
+                plan = self._predicted(replicas, schedules, [self.costs.evaluate(r) for r in replicas], 0)
+            except PlanError as error:  # this split holds too much at once; others may fit
+                refusal = refusal or error
+                continue
+            makespan_ns = max(prediction.makespan_ns for prediction in plan.predictions)
+            if best is None or makespan_ns < best[0]:
+                best = (makespan_ns, replicas, schedules)
+        if best is None:
+            assert refusal is not None
+            raise refusal
+        return best[1:]
+
+    def _start(self, replicas: Replicas) -> tuple[Start, tuple[Recompute, ...]]:
+        """Micro-batches for the search, and the kinds of recomputation it may choose from."""
+        micro_batches = [m for replica in replicas for m in replica]
+        ends = np.cumsum([0] + [len(replica) for replica in replicas]).tolist()
+        own = self.rule == "dynapipe-ext"
+        kinds = self._kinds if own else tuple(dict.fromkeys(m.recompute for m in micro_batches))
+        like = self.costs.evaluate(micro_batches)
+        start = Start.of_micro_batches(
+            [self._under(kind, micro_batches, like) for kind in kinds],
+            [range(a, b) for a, b in itertools.pairwise(ends)],
+            [kinds.index(m.recompute) for m in micro_batches],
+        )
+        return start, kinds
 
     @property
     def _kinds(self) -> tuple[Recompute, ...]:
@@ -166,21 +289,8 @@ class Planner:
     def _shapes(self, priced: ShapeCosts, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
         return {kind: shape_evaluate(priced, recompute=kind, min_in_flight=min_in_flight) for kind in self._kinds}
 
-    def _split(
-        self, samples: list[SampleLength], priced: ShapeCosts | None, min_in_flight: int, limit: int, dp: int
-    ) -> list[MicroBatch]:
-        pp = self.topology.num_stages
-        if priced is not None:
-            split = split_padded_equal if self.equal_counts else split_padded
-            return split(
-                samples,
-                self._shapes(priced, min_in_flight),
-                pp=pp,
-                dp=dp,
-                max_bytes=limit,
-                max_tokens=self.max_tokens or None,
-                pad_multiple=self.pad_multiple,
-            )
+    def _packed(self, samples: list[SampleLength], min_in_flight: int, dp: int) -> list[MicroBatch]:
+        pp, limit = self.topology.num_stages, int(self.memory_limit_bytes)
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.max_tokens or max(4096, round_up(longest, self.pad_multiple))
         refusal: PlanError | None = None
@@ -201,14 +311,6 @@ class Planner:
                 refusal = refusal or error
         assert refusal is not None
         raise refusal
-
-    def _assign(self, micro_batches: list[MicroBatch], busy: int, step: int) -> Replicas:
-        """Micro-batches over the first `busy` replicas, none of them empty."""
-        micro_batches = _at_least(micro_batches, busy)
-        time_ns, _ = bottleneck(self.costs.evaluate(micro_batches))
-        groups = assign_replicas(time_ns.tolist(), busy, equal_counts=self.equal_counts, seed=step)
-        idle: Replicas = [[] for _ in range(self.topology.dp - busy)]
-        return [[micro_batches[i] for i in group] for group in groups] + idle
 
     def _peer_rules(self, samples: list[SampleLength]) -> Iterator[Callable[[], Replicas]]:
         """A peer's splits; where its rule leaves a size open, several are judged, so that the peer is at its best."""
@@ -237,12 +339,13 @@ class Planner:
                 )
                 yield partial(rule, pad_multiple=multiple, equal_counts=self.equal_counts)
 
-    def _schedule(self, replicas: Replicas, step: int, effort: int) -> StepPlan:
+    def _predicted(
+        self, replicas: Replicas, schedules: Schedules, priced: Sequence[MicroBatchCosts], step: int
+    ) -> StepPlan:
+        """The plan, validated and simulated apart from what made it; its lower bounds are to come."""
         limit = int(self.memory_limit_bytes)
         plans, predictions = [], []
-        replicas, schedules = self._ordered(replicas, effort)
-        for dp_rank, (micro_batches, schedule) in enumerate(zip(replicas, schedules, strict=True)):
-            costs = self.costs.evaluate(micro_batches)
+        for dp_rank, (micro_batches, schedule, costs) in enumerate(zip(replicas, schedules, priced, strict=True)):
             validate(schedule, len(micro_batches))
             peaks = peak_bytes(schedule, costs)
             if max(peaks) > limit:
@@ -253,13 +356,10 @@ class Planner:
                 )
             trace = simulate(schedule, costs)
             plans.append(ReplicaPlan(dp_rank, tuple(micro_batches)))
-            bound = 0
-            if micro_batches:
-                bound = lower_bound_ns(schedule.stage_ranks, costs, split=schedule.is_split)
             predictions.append(
                 Prediction(
                     makespan_ns=round(trace.makespan_s * 1e9),
-                    lower_bound_ns=bound,
+                    lower_bound_ns=0,
                     peak_bytes=peaks,
                     bubble_ratio=trace.bubble_ratio,
                     trace=trace,
@@ -267,36 +367,6 @@ class Planner:
             )
         batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
         return StepPlan(batch, tuple(schedules), tuple(predictions))
-
-    def _ordered(self, replicas: Replicas, effort: int) -> tuple[Replicas, tuple[PipelineSchedule, ...]]:
-        """Micro-batches of each replica in the order in which they enter stage 0, numbered so in its schedule."""
-        if self.schedule != "adaptive":
-            return replicas, tuple(self._natural(len(replica)) for replica in replicas)
-        micro_batches = [m for replica in replicas for m in replica]
-        ends = np.cumsum([0] + [len(replica) for replica in replicas]).tolist()
-        allowed = (
-            self._kinds if self.rule == "dynapipe-ext" else tuple(dict.fromkeys(m.recompute for m in micro_batches))
-        )
-        start = self.costs.evaluate(micro_batches)
-        found = optimize_replicas(
-            [self._under(kind, micro_batches, start) for kind in allowed],
-            [list(range(a, b)) for a, b in itertools.pairwise(ends)],
-            [allowed.index(m.recompute) for m in micro_batches],
-            memory_limit_bytes=int(self.memory_limit_bytes),
-            split=self.split_backward,
-            effort=effort,
-            seed=self.seed,
-            stage_ranks=self.topology.stage_ranks,
-            equal_counts=self.equal_counts,
-        )
-        chosen = [replace(m, recompute=allowed[kind]) for m, kind in zip(micro_batches, found.kinds, strict=True)]
-        return (
-            [[chosen[m] for m in group] for group in found.groups],
-            tuple(
-                renumbered(schedule, {m: i for i, m in enumerate(group)})
-                for schedule, group in zip(found.schedules, found.groups, strict=True)
-            ),
-        )
 
     def _under(self, kind: Recompute, micro_batches: list[MicroBatch], like: MicroBatchCosts) -> MicroBatchCosts:
         """Costs of all micro-batches under one kind of recomputation; INFEASIBLE where one cannot be priced."""

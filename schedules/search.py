@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -33,33 +32,19 @@ _ALLOWANCE = 4096  # a move may cost up to one part in so many at first
 class Problem:
     """What the search may do, and what it costs.
 
-    `kind_costs[k]` price every shape under one kind of recomputation; INFEASIBLE forwards: cannot run so. `shapes[j, r
-    - 1]`, int32, is the shape of the run of r items that ends at item j, or -1 where that may not be a micro-batch. One
-    column only means that items are micro-batches already. Forwards or gradients: `split` runs a backward as I and W.
+    `records` (kinds, shapes, stages, 6): forward, gradient (I alone if `split`), weight, stored, working and transfer of
+    every shape under every kind of recomputation; INFEASIBLE forwards: cannot run so. `shapes[j, r - 1]`, int32, is the
+    shape of the run of r items that ends at item j, or -1 where that may not be a micro-batch. With one column only,
+    items are micro-batches and stay what they are.
     """
 
     stage_ranks: tuple[int, ...]
     free_bytes: tuple[int, ...]  # of each rank: limit - static
     split: bool
-    kind_costs: tuple[MicroBatchCosts, ...]
+    working_in_backward: bool
+    records: IntArray
     shapes: npt.NDArray[np.int32]
     rules: tuple[Rule, ...]
-
-    @property
-    def working_in_backward(self) -> bool:
-        return self.kind_costs[0].working_in != "F"
-
-    @cached_property
-    def records(self) -> IntArray:
-        """(kinds, shapes, stages, 6): forward, gradient (I alone if split), weight, stored, working, transfer."""
-        tables = []
-        for costs in self.kind_costs:
-            gradient = costs.input_ns if self.split else costs.backward_ns
-            transfer = np.zeros_like(costs.forward_ns)
-            transfer[:-1] = costs.transfer_ns
-            forward = np.where(costs.forward_ns.max(axis=0) >= INFEASIBLE, INFEASIBLE, costs.forward_ns)
-            tables.append((forward, gradient, costs.weight_ns, costs.stored_bytes, costs.working_bytes, transfer))
-        return np.ascontiguousarray(np.array(tables, np.int64).transpose(0, 3, 2, 1))
 
     def record(self, run: Run) -> IntArray | None:
         """Costs (stages, 6) of a run, or None where it cannot be a micro-batch."""
@@ -68,6 +53,20 @@ class Problem:
             return None
         record: IntArray = self.records[kind, shape]
         return None if record[0, 0] >= INFEASIBLE else record
+
+
+def records_of(kind_costs: Sequence[MicroBatchCosts], *, split: bool) -> IntArray:
+    """`Problem.records` of shapes priced under every kind of recomputation."""
+    first = kind_costs[0]
+    records = np.zeros((len(kind_costs), first.num_micro_batches, first.num_stages, 6), np.int64)
+    for record, costs in zip(records, kind_costs, strict=True):
+        gradient = costs.input_ns if split else costs.backward_ns
+        tables = (costs.forward_ns, gradient, costs.weight_ns, costs.stored_bytes, costs.working_bytes)
+        for field, table in enumerate(tables):
+            record[:, :, field] = table.T
+        record[:, :-1, 5] = costs.transfer_ns.T
+        record[costs.forward_ns.max(axis=0) >= INFEASIBLE, :, 0] = INFEASIBLE
+    return records
 
 
 @dataclass(slots=True)
@@ -214,7 +213,9 @@ class _Search:
         for step in range(effort):
             before = copy.deepcopy(self.state)
             self.touched = []
-            if not self._move() or not self._within(best.energy + best.energy // _ALLOWANCE * (effort - step) // effort):
+            if not self._move() or not self._within(
+                best.energy + best.energy // _ALLOWANCE * (effort - step) // effort
+            ):
                 self.state = before
             elif self.state.energy < best.energy:
                 best = copy.deepcopy(self.state)
@@ -270,7 +271,7 @@ class _Search:
                 return state.rules[d] != old
             case "recompute":
                 first, end, old = state.runs[mine[i]]
-                kind = b % len(self.problem.kind_costs)
+                kind = b % len(self.problem.records)
                 state.runs[mine[i]] = (first, end, kind)
                 return kind != old and self._runs(mine[i])
             case "give" | "exchange":

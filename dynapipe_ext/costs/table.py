@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -101,13 +102,7 @@ class CostTable:
 
     def stage_layers(self) -> list[tuple[int, int]]:
         """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
-        total, stages = self.total_layers, self.num_stages
-        given = self.topology.layers_per_stage
-        stage_of = [s for s, n in enumerate(given) for _ in range(n)] or [i * stages // total for i in range(total)]
-        counts = [[0, 0] for _ in range(stages)]
-        for layer, stage in enumerate(stage_of):
-            counts[stage][layer >= self.num_layers] += 1
-        return [(encoder, decoder) for encoder, decoder in counts]
+        return _stage_layers(self.num_layers, self.total_layers, self.num_stages, self.topology.layers_per_stage)
 
     def with_topology(self, topology: Topology, *, num_layers: int | None = None) -> CostTable:
         """The same measurements over other stages; the tensor-parallel degree is part of what was measured."""
@@ -144,7 +139,7 @@ class CostTable:
         """Costs of padded shapes given as arrays; every cost of a shape outside the grid is INFEASIBLE."""
         shapes = np.array(np.broadcast_arrays(*(np.asarray(x, np.float64) for x in (rows, encoder_len, decoder_len))))
         shapes = shapes.reshape(3, -1)
-        return self._price(shapes, shapes[0] * shapes[1:], np.full(shapes.shape[1], recompute))[0]
+        return self._price(shapes, shapes[0] * shapes[1:], recompute)[0]
 
     def _equivalent(self, m: MicroBatch) -> tuple[float, float, float]:
         """The padded (rows, encoder_len, decoder_len), not always whole, that a micro-batch is priced as."""
@@ -202,39 +197,43 @@ class CostTable:
         self,
         shapes: FloatArray,
         tokens: FloatArray,
-        recompute: npt.NDArray[np.str_],
+        recompute: npt.NDArray[np.str_] | Recompute,
         factor: FloatArray | float = 1.0,
     ) -> tuple[MicroBatchCosts, BoolArray]:
         """Costs of shapes (3, M), times a factor, with (encoder, decoder) tokens (2, M); and which the grid knows."""
         layout = self.stage_layers()
         count = shapes.shape[1]
-        ms_and_mb, known = np.zeros((4, len(layout), count)), np.zeros(count, bool)
-        for kind in RECOMPUTES:
-            if (chosen := recompute == kind).all():
-                ms_and_mb, known = self._stages(kind, shapes)
-            elif chosen.any():
-                ms_and_mb[:, :, chosen], known[chosen] = self._stages(kind, shapes[:, chosen])
-        ms_and_mb = ms_and_mb * factor
+        if isinstance(recompute, str):
+            ms_and_mb, known = self._stages(recompute, shapes)
+        else:
+            ms_and_mb, known = np.zeros((4, len(layout), count)), np.zeros(count, bool)
+            for kind in RECOMPUTES:
+                if (chosen := recompute == kind).any():
+                    ms_and_mb[:, :, chosen], known[chosen] = self._stages(kind, shapes[:, chosen])
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
-        crossing = tokens[0] + decoded[:, None] * tokens[1]
+        bytes_sent = (tokens[0] + decoded[:, None] * tokens[1]) * (2 * self.hidden_size)
         ranks = self.topology.stage_ranks
         apart = np.array([a != b for a, b in itertools.pairwise(ranks)], np.float64)[:, None]
-        bytes_sent = crossing * (2 * self.hidden_size)
         sent_ns = apart * (self.comm_latency_us * 1e3 + bytes_sent * 8 / self.comm_gbps)
 
-        def integers(values: FloatArray, scale: float = 1.0) -> npt.NDArray[np.int64]:
-            return np.where(known, np.rint(values * scale).astype(np.int64), INFEASIBLE)
+        def integers(values: FloatArray) -> npt.NDArray[np.int64]:
+            whole: npt.NDArray[np.int64] = np.rint(values).astype(np.int64)
+            return whole
 
-        backward = integers(ms_and_mb[1], 1e6)
-        stored, running = integers(ms_and_mb[2], 1e6), integers(ms_and_mb[3], 1e6)
+        forward, backward, stored, running = integers(ms_and_mb * factor * 1e6)
+        weight, working = integers(self.split_w * backward), np.maximum(running - stored, 0)
+        transfer, sent = integers(sent_ns), integers(bytes_sent)
+        if not known.all():
+            for table in (forward, backward, weight, stored, working, transfer, sent):
+                table[:, ~known] = INFEASIBLE
         costs = MicroBatchCosts(
-            forward_ns=integers(ms_and_mb[0], 1e6),
+            forward_ns=forward,
             backward_ns=backward,
-            weight_ns=np.where(known, np.rint(self.split_w * backward).astype(np.int64), INFEASIBLE),
+            weight_ns=weight,
             stored_bytes=stored,
-            working_bytes=np.where(known, np.maximum(running - stored, 0), INFEASIBLE),
-            transfer_ns=integers(sent_ns),
-            transfer_bytes=integers(bytes_sent),
+            working_bytes=working,
+            transfer_ns=transfer,
+            transfer_bytes=sent,
             static_bytes=self.static_bytes(),
             working_in=self.working_in,
         )
@@ -403,3 +402,13 @@ def _read_grids(directory: Path, model: str, tp: int) -> dict[tuple[Recompute, L
 def _in_order(grid: Grid, values: FloatArray) -> FloatArray:
     """Rows of a grid's columns in the order of COLUMNS; the head has the first two only."""
     return np.ascontiguousarray(values[[grid.columns.index(name) for name in COLUMNS if name in grid.columns]])
+
+
+@lru_cache(maxsize=64)
+def _stage_layers(num_layers: int, total_layers: int, num_stages: int, given: tuple[int, ...]) -> list[tuple[int, int]]:
+    stage_of = [s for s, n in enumerate(given) for _ in range(n)]
+    stage_of = stage_of or [i * num_stages // total_layers for i in range(total_layers)]
+    counts = [[0, 0] for _ in range(num_stages)]
+    for layer, stage in enumerate(stage_of):
+        counts[stage][layer >= num_layers] += 1
+    return [(encoder, decoder) for encoder, decoder in counts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -48,7 +48,7 @@ class Runs:
 
         Errors: PlanError where a sample does not fit so often, or counts cannot be made equal.
         """
-        times, kinds = self._fastest(min_in_flight)
+        times, kinds = fastest(self.kind_costs, self.caps, min_in_flight)
         costs = np.where(self.shapes >= 0, times[self.shapes], INFEASIBLE)
         if (costs[:, 0] >= INFEASIBLE).any():
             worst = int(np.flatnonzero(costs[:, 0] >= INFEASIBLE)[0])
@@ -68,11 +68,10 @@ class Runs:
 
     def times(self, cuts: Sequence[Cut]) -> list[int]:
         """Bottleneck time of each run under its kind, ns."""
-        each = [bottleneck(costs)[0] for costs in self.kind_costs]
-        return [int(each[kind][self.shapes[end - 1, end - first - 1]]) for first, end, kind in cuts]
-
-    def _fastest(self, min_in_flight: int) -> tuple[IntArray, IntArray]:
-        return _fastest(self.kind_costs, self.caps, min_in_flight)
+        first, end, kind = np.array(cuts, np.int64).reshape(-1, 3).T
+        chosen = MicroBatchCosts.choose(self.kind_costs, kind, self.shapes[end - 1, end - first - 1])
+        times: list[int] = bottleneck(chosen)[0].tolist()
+        return times
 
     def _merged(self, ends: list[int], costs: IntArray, dp: int) -> list[int]:
         """The two neighbours that take least time as one, as one."""
@@ -100,118 +99,115 @@ def price_runs(
     """
     encoder = padded_lengths(np.array([s.encoder for s in order], np.int64), caps.pad_multiple)
     decoder = padded_lengths(np.array([s.decoder for s in order], np.int64), caps.pad_multiple)
-    most_ns = 0
-    best = 1 << 62
+    table = _Table(encoder, decoder, costs, kinds, caps)
+    singles = table.times[table.cells[0][table.member]]
+    if (bad := np.flatnonzero(singles >= INFEASIBLE)).size:
+        i = int(bad[0])
+        choices = {kind: shape_evaluate(costs, recompute=kind) for kind in kinds}
+        raise PlanError(refusal(order[i], choices, int(encoder[i]), int(decoder[i]), caps))
+    most_ns = int(singles.max())
     while True:
-        table = _Table(encoder, decoder, costs, kinds, caps, most_ns)
-        if not most_ns:
-            singles = table.times[table.shapes[:, 0]]
-            if (bad := np.flatnonzero(singles >= INFEASIBLE)).size:
-                i = int(bad[0])
-                choices = {kind: shape_evaluate(costs, recompute=kind) for kind in kinds}
-                raise PlanError(refusal(order[i], choices, int(encoder[i]), int(decoder[i]), caps))
-            most_ns = 2 * int(singles.max())
-            continue
-        value = table.even_cuts(most_ns, weight)
-        if value >= min(best, table.even_cuts(most_ns // 2, weight)):
-            return Runs(
-                order=tuple(order),
-                kinds=tuple(kinds),
-                kind_costs=tuple(table.kind_costs),
-                shapes=table.shapes,
-                caps=caps,
-            )
-        best, most_ns = value, 2 * most_ns
+        most_ns *= 2
+        table.grow(most_ns)
+        if table.even_cuts(most_ns, weight) >= table.even_cuts(most_ns // 2, weight):
+            break
+    used = np.unique(table.shapes(most_ns))
+    used = used[used >= 0]
+    place = np.full(len(table.times), -1, np.int32)
+    place[used] = np.arange(len(used))
+    shapes = table.shapes(most_ns)
+    return Runs(
+        order=tuple(order),
+        kinds=tuple(kinds),
+        kind_costs=tuple(MicroBatchCosts.join(pieces, like=pieces[0]).take(used) for pieces in table.priced),
+        shapes=np.where(shapes >= 0, place[shapes], -1),
+        caps=caps,
+    )
 
 
 class _Table:
-    """Shapes of runs up to `most_ns` (0: of one sample), with their costs."""
+    """Shapes of runs with their costs, from one sample up."""
 
     def __init__(
-        self,
-        encoder: IntArray,
-        decoder: IntArray,
-        costs: ShapeCosts,
-        kinds: Sequence[Recompute],
-        caps: Caps,
-        most_ns: int,
+        self, encoder: IntArray, decoder: IntArray, costs: ShapeCosts, kinds: Sequence[Recompute], caps: Caps
     ) -> None:
-        self.encoder, self.decoder, self.caps = encoder, decoder, caps
+        self.costs, self.kinds, self.caps = costs, kinds, caps
+        self.own = np.stack([encoder, decoder])
         count = len(encoder)
         # Without a decoder side all runs that end at samples of one length are alike but for their rows.
         alike = not decoder.any() and bool((np.diff(encoder) >= 0).all())
-        _, first, member = np.unique(
+        _, first, self.member = np.unique(
             encoder if alike else np.arange(count), return_index=True, return_inverse=True
         )
-        last = np.append(first[1:], count) - 1 if alike else np.arange(count)  # of the samples of each class
-        alive = np.arange(len(last))
-        pieces: list[list[MicroBatchCosts]] = [[] for _ in kinds]
-        columns: list[ShapeIndex] = []
-        times: list[IntArray] = []
-        known = 0
-        for rows, longest in self._blocks(last, most_ns):
-            if not len(alive):
-                break
-            block = np.full((len(last), len(rows)), -1, np.int32)
-            where = [(k, alive[last[alive] >= r - 1]) for k, r in enumerate(rows)]
-            sizes = np.concatenate(
-                [np.stack([np.full(len(c), rows[k]), *longest[k][:, last[c]]]) for k, c in where], axis=1
-            )
-            priced = [costs.evaluate_shapes(*sizes, kind) for kind in kinds]
-            time_ns, _ = _fastest(priced, caps, 1)
-            time_ns[sizes[0] * (sizes[1] + sizes[2]) > (caps.max_tokens or INFEASIBLE)] = INFEASIBLE
-            keep = (time_ns <= most_ns) | (sizes[0] == 1) if most_ns else np.ones(len(time_ns), bool)
-            index = np.where(keep, known + np.cumsum(keep) - 1, -1)
-            at = 0
-            for k, classes in where:
-                block[classes, k] = index[at : at + len(classes)]
-                at += len(classes)
-            for kind_pieces, piece in zip(pieces, priced, strict=True):
-                kind_pieces.append(piece.take(np.flatnonzero(keep)))
-            times.append(time_ns[keep])
-            known += int(keep.sum())
-            columns.append(block)
-            alive = alive[(block[alive, -1] >= 0)]
-        self.kind_costs = [MicroBatchCosts.join(piece, like=piece[0]) for piece in pieces]
-        self.times = np.concatenate(times)
-        shapes = np.concatenate(columns, axis=1)[member]
-        width = int(np.flatnonzero((shapes >= 0).any(axis=0))[-1]) + 1
-        rows_at = np.arange(1, width + 1) <= np.arange(1, count + 1)[:, None]
-        self.shapes: ShapeIndex = np.ascontiguousarray(np.where(rows_at, shapes[:, :width], -1).astype(np.int32))
+        self.last = np.append(first[1:], count) - 1  # of the samples of each class
+        self.priced: list[list[MicroBatchCosts]] = [[] for _ in kinds]
+        self.times = np.zeros(0, np.int64)
+        self.cells: list[ShapeIndex] = []  # of each row count: the shape of each class, -1 while not priced
+        self.grow(0)
 
-    def _blocks(self, last: IntArray, most_ns: int) -> Iterator[tuple[list[int], list[IntArray]]]:
-        """Row counts block by block, with the longest (encoder, decoder) of the runs that end at each sample."""
-        count = len(self.encoder)
-        longest = np.stack([self.encoder, self.decoder])
-        own, low = longest, 1
-        while low <= (count if most_ns else 1):
-            high = min(count if most_ns else 1, max(low + 1, int(low * _LARGER)))
-            rows, each = list(range(low, high + 1)), []
-            for r in rows:
-                if r > 1:
-                    longest = longest.copy()
-                    np.maximum(longest[:, r - 1 :], own[:, : count - r + 1], out=longest[:, r - 1 :])
-                each.append(longest)
-            yield rows, each
+    def grow(self, most_ns: int) -> None:
+        """Price all runs that take no longer than that; 0: of one sample."""
+        count = self.own.shape[1] if most_ns else 1
+        alive, longest, low = np.arange(len(self.last)), self.own, 1
+        while low <= count and len(alive):
+            high = min(count, max(low, int(low * _LARGER)))
+            sizes: list[IntArray] = []
+            places: list[tuple[int, IntArray]] = []
+            for rows in range(low, high + 1):
+                if rows > 1:
+                    longest = np.maximum(longest[:, 1:], self.own[:, : self.own.shape[1] - rows + 1])
+                if rows > len(self.cells):
+                    self.cells.append(np.full(len(self.last), -1, np.int32))
+                classes = alive[(self.last[alive] >= rows - 1) & (self.cells[rows - 1][alive] < 0)]
+                ends = self.last[classes] - rows + 1
+                sizes.append(np.stack([np.full(len(classes), rows), *longest[:, ends]]))
+                places.append((rows - 1, classes))
+            self._price(np.concatenate(sizes, axis=1), places)
+            at_end = self.cells[high - 1][alive]
+            alive = alive[(at_end >= 0) & (self.times[at_end] <= (most_ns or INFEASIBLE))]
             low = high + 1
 
+    def _price(self, sizes: IntArray, places: list[tuple[int, IntArray]]) -> None:
+        if not sizes.shape[1]:
+            return
+        priced = [self.costs.evaluate_shapes(*sizes, kind) for kind in self.kinds]
+        time_ns, _ = fastest(priced, self.caps, 1)
+        time_ns[sizes[0] * (sizes[1] + sizes[2]) > (self.caps.max_tokens or INFEASIBLE)] = INFEASIBLE
+        known = len(self.times)
+        for row, classes in places:
+            self.cells[row][classes] = np.arange(known, known + len(classes))
+            known += len(classes)
+        self.times = np.concatenate([self.times, time_ns])
+        for pieces, piece in zip(self.priced, priced, strict=True):
+            pieces.append(piece)
+
+    def shapes(self, most_ns: int) -> ShapeIndex:
+        """(samples, rows): see `Runs`; of the runs that take no longer than that, and of single samples."""
+        cells = np.array(self.cells)
+        takes = np.where(cells >= 0, self.times[cells], INFEASIBLE)
+        cells[takes > most_ns] = -1
+        cells[0] = self.cells[0]
+        width = int(np.flatnonzero((cells >= 0).any(axis=1))[-1]) + 1
+        shapes = cells[:width, self.member].T
+        possible = np.arange(1, width + 1) <= np.arange(1, len(shapes) + 1)[:, None]
+        return np.ascontiguousarray(np.where(possible, shapes, -1).astype(np.int32))
+
     def even_cuts(self, most_ns: int, weight: int) -> int:
-        """sum + weight x max where runs are cut from the end as long as they take at most `most_ns`."""
-        costs = np.where(self.shapes >= 0, self.times[self.shapes], INFEASIBLE)
-        fits = costs <= most_ns
-        longest = np.where(fits.any(axis=1), costs.shape[1] - fits[:, ::-1].argmax(axis=1), 1)
+        """sum + weight x max where runs are cut from the end, each as long as `most_ns` lets it be."""
+        shapes = self.shapes(most_ns)
+        costs = np.where(shapes >= 0, self.times[shapes], INFEASIBLE)
+        fits = costs < INFEASIBLE
+        longest = (costs.shape[1] - fits[:, ::-1].argmax(axis=1)).tolist()
         total = most = 0
         end = len(costs)
         while end > 0:
-            rows = int(longest[end - 1])
+            rows = longest[end - 1]
             cost = int(costs[end - 1, rows - 1])
             total, most, end = total + cost, max(most, cost), end - rows
         return total + weight * most
 
 
-def _fastest(
-    kind_costs: Sequence[MicroBatchCosts], caps: Caps, min_in_flight: int
-) -> tuple[IntArray, IntArray]:
+def fastest(kind_costs: Sequence[MicroBatchCosts], caps: Caps, min_in_flight: int) -> tuple[IntArray, IntArray]:
     """Bottleneck time of each shape under its fastest kind within the byte cap (INFEASIBLE for none), and the kind."""
     cap = INFEASIBLE - 1 if caps.max_bytes is None else min(caps.max_bytes, INFEASIBLE - 1)
     times = []

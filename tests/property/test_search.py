@@ -102,9 +102,7 @@ def test_the_native_core_finds_what_its_twin_finds(case, split, effort, seed, eq
 @given(case=cases(), split=st.booleans(), effort=st.integers(0, 60), equal=st.booleans())
 def test_what_is_found_is_valid_within_the_limit_and_as_fast_as_it_says(case, split, effort, equal) -> None:
     stage_ranks, start, limit = case
-    asked = Settings(
-        memory_limit_bytes=limit, split=split, effort=effort, stage_ranks=stage_ranks, equal_counts=equal
-    )
+    asked = Settings(memory_limit_bytes=limit, split=split, effort=effort, stage_ranks=stage_ranks, equal_counts=equal)
     _, found = optimize_best([start], asked)
     items = sorted((first, end) for replica in found.replicas for first, end, _ in replica)
     assert [item for first, end in items for item in range(first, end)] == list(range(len(start.shapes)))
