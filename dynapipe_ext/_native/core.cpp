@@ -169,21 +169,31 @@ void stage_costs(const std::vector<std::vector<GridParts>>& parts, const std::ve
   }
 }
 
+using Widths = nb::ndarray<const int, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void check_widths(const Integers& costs, const Widths& widths) {
+  if (widths.shape(0) != costs.shape(0)) throw std::invalid_argument("widths have another size than the costs");
+  for (std::size_t k = 0; k < widths.shape(0); ++k) {
+    if (widths(k) < 1 || widths(k) > static_cast<int>(costs.shape(1))) throw std::invalid_argument("a width is outside the costs");
+  }
+}
+
 // For every bound: the sum of the cheapest cuts, and their ends.
-std::vector<std::pair<i64, std::vector<int>>> cheapest_cuts(const Integers& costs, int width, const std::vector<i64>& bounds) {
-  if (width < 1 || width > static_cast<int>(costs.shape(1))) throw std::invalid_argument("width is outside the costs");
+std::vector<std::pair<i64, std::vector<int>>> cheapest_cuts(const Integers& costs, const Widths& widths, const std::vector<i64>& bounds) {
+  check_widths(costs, widths);
   std::vector<std::pair<i64, std::vector<int>>> found(bounds.size());
   nb::gil_scoped_release unlocked;
   for (std::size_t k = 0; k < bounds.size(); ++k) {
     found[k].first = dynapipe::cheapest_cuts(costs.data(), static_cast<int>(costs.shape(0)), static_cast<int>(costs.shape(1)),
-                                             width, bounds[k], &found[k].second);
+                                             widths.data(), bounds[k], &found[k].second);
   }
   return found;
 }
 
-i64 least_bound(const Integers& costs) {
+i64 least_bound(const Integers& costs, const Widths& widths) {
+  check_widths(costs, widths);
   nb::gil_scoped_release unlocked;
-  return dynapipe::least_bound(costs.data(), static_cast<int>(costs.shape(0)), static_cast<int>(costs.shape(1)));
+  return dynapipe::least_bound(costs.data(), static_cast<int>(costs.shape(0)), static_cast<int>(costs.shape(1)), widths.data());
 }
 
 }  // namespace

@@ -58,17 +58,17 @@ struct Grid {
 };
 
 // The cheapest cuts of a sequence into parts that cost at most `bound` each; of equal sums fewer items come last.
-// `costs[end - 1][items - 1]` in rows of `stride`, of which `width` count. `ends` receives the end of each part; the sum
+// `costs[end - 1][items - 1]` in rows of `stride`, of which the first `widths[end - 1]` count. `ends` receives the end of each part; the sum
 // is `kUnreached` or more where there are no such cuts.
 constexpr i64 kUnreached = i64{1} << 61;
 
-inline i64 cheapest_cuts(const i64* costs, int items, int stride, int width, i64 bound, std::vector<int>* ends) {
+inline i64 cheapest_cuts(const i64* costs, int items, int stride, const int* widths, i64 bound, std::vector<int>* ends) {
   std::vector<i64> sums(items + 1, kUnreached);
   std::vector<int> taken(items + 1, 1);
   sums[0] = 0;
   for (int end = 1; end <= items; ++end) {
     const i64* row = costs + static_cast<std::size_t>(end - 1) * stride;
-    const int most = std::min(width, end);
+    const int most = std::min(widths[end - 1], end);
     i64 best = kUnreached;
     for (int r = 1; r <= most; ++r) {
       const i64 total = row[r - 1] > bound ? kUnreached : sums[end - r] + row[r - 1];
@@ -86,13 +86,13 @@ inline i64 cheapest_cuts(const i64* costs, int items, int stride, int width, i64
 }
 
 // The smallest bound under which there are cuts.
-inline i64 least_bound(const i64* costs, int items, int width) {
+inline i64 least_bound(const i64* costs, int items, int width, const int* widths) {
   std::vector<i64> least(items + 1, i64{1} << 50);
   least[0] = 0;
   for (int end = 1; end <= items; ++end) {
     const i64* row = costs + static_cast<std::size_t>(end - 1) * width;
     i64 best = i64{1} << 62;
-    for (int r = 1; r <= std::min(width, end); ++r) best = std::min(best, std::max(least[end - r], row[r - 1]));
+    for (int r = 1; r <= std::min(widths[end - 1], end); ++r) best = std::min(best, std::max(least[end - r], row[r - 1]));
     least[end] = best;
   }
   return least[items];

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
@@ -37,23 +38,26 @@ def best_partition(costs: IntArray, weight: int, thinning_ns: int = 0, *, use_na
     on the parts that may give the optimum are the distinct costs from the least maximum there is up to the room that
     the least sum leaves. With S(t) the least sum under the bound t, which falls with t, a gap between two solved bounds
     is left out once S(upper) + weight x (smallest in the gap) cannot beat the best. `thinning_ns` above 0 tries only
-    one bound in each interval of that width.
+    bounds that far apart.
     """
     costs = np.ascontiguousarray(costs, np.int64)
+    feasible = costs < INFEASIBLE
+    widths = (costs.shape[1] - feasible[:, ::-1].argmax(axis=1)).astype(np.int32)
 
     def solve(bounds: Sequence[int]) -> list[Partition]:
-        return _solve(costs, bounds, use_native)
+        return _solve(costs, widths, bounds, use_native)
 
     loosest = solve([INFEASIBLE - 1])[0]
     if not weight:
         return loosest
-    least = native.least_bound(costs) if native is not None and use_native else _least_maximum(costs)
+    least = native.least_bound(costs, widths) if native is not None and use_native else _least_maximum(costs)
     tightest = solve([least])[0]
     best = min((tightest, loosest), key=lambda parts: (parts.value(weight), parts.ends))
     room = min(loosest.max_ns, (best.value(weight) - loosest.sum_ns) // weight)
-    bounds = np.unique(costs[(costs >= least) & (costs <= room)])
-    if thinning_ns and len(bounds):
-        bounds = bounds[np.append(np.flatnonzero(np.diff(bounds // thinning_ns)), len(bounds) - 1)]
+    if thinning_ns:
+        bounds = np.append(np.arange(least, room, thinning_ns, dtype=np.int64), room)
+    else:
+        bounds = np.unique(costs[(costs >= least) & (costs <= room)])
     solved: dict[int, Partition] = {-1: tightest, len(bounds): loosest}
     while queue := _open_bounds(bounds, solved, weight, best.value(weight)):
         for index, parts in zip(queue, solve([int(bounds[k]) for k in queue]), strict=True):
@@ -85,13 +89,12 @@ def _open_bounds(bounds: IntArray, solved: dict[int, Partition], weight: int, be
     return sorted(fresh - solved.keys())
 
 
-def _solve(costs: IntArray, bounds: Sequence[int], use_native: bool) -> list[Partition]:
+def _solve(costs: IntArray, widths: npt.NDArray[np.int32], bounds: Sequence[int], use_native: bool) -> list[Partition]:
     """For every bound, the partition of least sum with no part above it; equal sums go to fewer rows at the end."""
-    width = int(np.flatnonzero((costs <= max(bounds)).any(axis=0))[-1]) + 1
     if native is not None and use_native:
-        solved = native.cheapest_cuts(costs, width, list(bounds))
+        solved = native.cheapest_cuts(costs, widths, list(bounds))
     else:
-        solved = _cheapest_cuts(costs[:, :width], np.array(bounds, np.int64))
+        solved = _cheapest_cuts(costs[:, : int(widths.max())], np.array(bounds, np.int64))
     found = []
     for total, ends in solved:
         last = np.array(ends, np.int64)

@@ -20,6 +20,7 @@ from dynapipe_ext.planning.partition import best_partition, cut_again
 ShapeIndex = npt.NDArray[np.int32]
 Cut = tuple[int, int, int]  # first sample, end, index of the kind of recomputation
 
+_BOUNDS = 16  # bounds on t that are tried up to the longest sample's time: these cuts are only a start
 _LARGER = 2.5  # every block of row counts ends at so many times the one before
 
 
@@ -42,7 +43,7 @@ class Runs:
         return MicroBatch(self.order[first:end], recompute=self.kinds[kind], pad_multiple=self.caps.pad_multiple)
 
     def cuts(self, *, pp: int, dp: int, min_in_flight: int, equal_counts: bool = False) -> list[Cut]:
-        """The runs, in turn, that minimise sum(t) / dp + (pp - 1) max(t) over bottleneck times t, each under the
+        """The runs, in turn, of about least sum(t) / dp + (pp - 1) max(t) over bottleneck times t, each under the
         fastest kind that lets `min_in_flight` of its like be held (see `bottleneck`); at least one a replica, under
         `equal_counts` in a multiple of dp.
 
@@ -56,7 +57,7 @@ class Runs:
                 f"sample {self.order[worst].index} does not fit {min_in_flight} times into {self.caps.max_bytes} B:"
                 " hold fewer in flight, recompute more or raise tp"
             )
-        parts = best_partition(costs, dp * (pp - 1))
+        parts = best_partition(costs, dp * (pp - 1), thinning_ns=int(costs[:, 0].max()) // _BOUNDS)
         wanted = max(dp, len(parts.ends))
         if equal_counts:
             wanted = min(-(-wanted // dp), len(self.order) // dp) * dp
@@ -111,16 +112,12 @@ def price_runs(
         table.grow(most_ns)
         if table.even_cuts(most_ns, weight) >= table.even_cuts(most_ns // 2, weight):
             break
-    used = np.unique(table.shapes(most_ns))
-    used = used[used >= 0]
-    place = np.full(len(table.times), -1, np.int32)
-    place[used] = np.arange(len(used))
-    shapes = table.shapes(most_ns)
+    shapes, used = table.shapes(most_ns)
     return Runs(
         order=tuple(order),
         kinds=tuple(kinds),
         kind_costs=tuple(MicroBatchCosts.join(pieces, like=pieces[0]).take(used) for pieces in table.priced),
-        shapes=np.where(shapes >= 0, place[shapes], -1),
+        shapes=shapes,
         caps=caps,
     )
 
@@ -181,28 +178,38 @@ class _Table:
         for pieces, piece in zip(self.priced, priced, strict=True):
             pieces.append(piece)
 
-    def shapes(self, most_ns: int) -> ShapeIndex:
-        """(samples, rows): see `Runs`; of the runs that take no longer than that, and of single samples."""
+    def _cells(self, most_ns: int) -> tuple[ShapeIndex, IntArray]:
+        """(rows, classes): the shapes of runs that take no longer than that, and of single samples; and their times."""
         cells = np.array(self.cells)
-        takes = np.where(cells >= 0, self.times[cells], INFEASIBLE)
-        cells[takes > most_ns] = -1
-        cells[0] = self.cells[0]
-        width = int(np.flatnonzero((cells >= 0).any(axis=1))[-1]) + 1
-        shapes = cells[:width, self.member].T
-        possible = np.arange(1, width + 1) <= np.arange(1, len(shapes) + 1)[:, None]
-        return np.ascontiguousarray(np.where(possible, shapes, -1).astype(np.int32))
+        times = np.where(cells >= 0, self.times[cells], INFEASIBLE)
+        late = times > most_ns
+        late[0] = False
+        cells[late], times[late] = -1, INFEASIBLE
+        return cells, times
+
+    def shapes(self, most_ns: int) -> tuple[ShapeIndex, IntArray]:
+        """(samples, rows): see `Runs`, numbered anew; and the old numbers."""
+        cells, _ = self._cells(most_ns)
+        cells = cells[: int(np.flatnonzero((cells >= 0).any(axis=1))[-1]) + 1]
+        used = np.sort(cells[cells >= 0])
+        place = np.full(len(self.times) + 1, -1, np.int32)  # the last place is that of shape -1
+        place[used] = np.arange(len(used))
+        shapes = np.ascontiguousarray(place[cells].T[self.member])
+        for rows in range(2, min(shapes.shape) + 1):
+            shapes[: rows - 1, rows - 1] = -1  # no run reaches back beyond the first sample
+        shapes[:, len(shapes) :] = -1
+        return shapes, used
 
     def even_cuts(self, most_ns: int, weight: int) -> int:
         """sum + weight x max where runs are cut from the end, each as long as `most_ns` lets it be."""
-        shapes = self.shapes(most_ns)
-        costs = np.where(shapes >= 0, self.times[shapes], INFEASIBLE)
-        fits = costs < INFEASIBLE
-        longest = (costs.shape[1] - fits[:, ::-1].argmax(axis=1)).tolist()
+        _, times = self._cells(most_ns)
+        fits = times < INFEASIBLE
+        longest = (len(fits) - fits[::-1].argmax(axis=0))[self.member].tolist()
         total = most = 0
-        end = len(costs)
+        end = len(longest)
         while end > 0:
-            rows = longest[end - 1]
-            cost = int(costs[end - 1, rows - 1])
+            rows = min(longest[end - 1], end)
+            cost = int(times[rows - 1, self.member[end - 1]])
             total, most, end = total + cost, max(most, cost), end - rows
         return total + weight * most
 
