@@ -209,7 +209,8 @@ def _costs(start: Start, runs: Sequence[Run], group: Sequence[int]) -> MicroBatc
 
 def _shapes(start: Start, runs: Sequence[Run]) -> IntArray:
     first, end, _ = np.array(runs, np.int64).reshape(-1, 3).T
-    return start.shapes[end - 1, end - first - 1].astype(np.int64)
+    shapes: IntArray = start.shapes[end - 1, end - first - 1].astype(np.int64)
+    return shapes
 
 
 def _schedule(actions: list[list[Chosen]], problem: Problem) -> PipelineSchedule:

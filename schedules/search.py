@@ -22,9 +22,8 @@ from dynapipe_ext.schedules.order import splitmix64
 Run = tuple[int, int, int]  # items first .. end - 1 as one micro-batch, and the index of its kind of recomputation
 GONE: Run = (-1, -1, 0)  # a run that was merged away
 
-# How often each kind of move is tried, of the sum of these. The last two change where items are cut.
+# How often each kind of move is tried, of the sum of what there is to move.
 _MOVES = {"swap": 3, "insert": 3, "rule": 2, "recompute": 6, "give": 1, "exchange": 1, "shift": 4, "cut": 2}
-_CUTTING = ("shift", "cut")
 _ALLOWANCE = 4096  # a move may cost up to one part in so many at first
 
 
@@ -32,10 +31,10 @@ _ALLOWANCE = 4096  # a move may cost up to one part in so many at first
 class Problem:
     """What the search may do, and what it costs.
 
-    `records` (kinds, shapes, stages, 6): forward, gradient (I alone if `split`), weight, stored, working and transfer of
-    every shape under every kind of recomputation; INFEASIBLE forwards: cannot run so. `shapes[j, r - 1]`, int32, is the
-    shape of the run of r items that ends at item j, or -1 where that may not be a micro-batch. With one column only,
-    items are micro-batches and stay what they are.
+    `records` (kinds, shapes, stages, 6): forward, gradient (I alone if `split`), weight, stored, working and transfer
+    of every shape under every kind of recomputation; INFEASIBLE forwards: cannot run so. `shapes[j, r - 1]`, int32, is
+    the shape of the run of r items that ends at item j, or -1 where that may not be a micro-batch. With one column
+    only, items are micro-batches and stay what they are.
     """
 
     stage_ranks: tuple[int, ...]
@@ -200,12 +199,14 @@ class _Search:
     def __init__(self, problem: Problem, state: Found, seed: int, equal_counts: bool) -> None:
         self.problem, self.state, self.equal_counts = problem, state, equal_counts
         self.random = _Random(seed)
-        self.moves = [
-            move
-            for move, share in _MOVES.items()
-            if problem.shapes.shape[1] > 1 or move not in _CUTTING
-            for _ in range(share)
-        ]
+        possible = {
+            "recompute": len(problem.records) > 1,
+            "give": len(state.groups) > 1,
+            "exchange": len(state.groups) > 1,
+            "shift": problem.shapes.shape[1] > 1,
+            "cut": problem.shapes.shape[1] > 1,
+        }
+        self.moves = [move for move, share in _MOVES.items() if possible.get(move, True) for _ in range(share)]
         self.touched: list[int] = []  # replicas that the move changes
 
     def improve(self, effort: int) -> Found:
@@ -275,7 +276,7 @@ class _Search:
                 state.runs[mine[i]] = (first, end, kind)
                 return kind != old and self._runs(mine[i])
             case "give" | "exchange":
-                return replicas > 1 and self._between(move, d, i, b)
+                return self._between(move, d, i, b)
             case "shift":
                 return self._shift(mine[i], b)
             case _:

@@ -15,6 +15,11 @@ constexpr i64 kNever = i64{1} << 60;
 // A micro-batch's costs on a stage. Transfer is to or from the next stage.
 enum Field { kForward, kGradient, kWeight, kStored, kWorking, kTransfer, kFields };
 
+// A micro-batch's work on a rank, and the way to the rank's first stage and back from it: what no order can do without.
+struct Way {
+  i64 work, down, up;
+};
+
 // What all pipelines of a plan share.
 struct Machine {
   int stages = 0, ranks = 0;
@@ -56,6 +61,7 @@ struct Moment {
 // A run of a rule, kept so that a run of a similar order can begin where the two part.
 struct Track {
   std::vector<const i64*> records;           // [position]: costs, [stage][field]
+  std::vector<const Way*> ways;              // [position]: [rank]
   const Rule* rule = nullptr;
   std::vector<i64> forward_at, gradient_at;  // [position][stage]: when the input arrives; kNever: not known yet
   std::vector<std::vector<Chosen>> weights;  // [rank]: W's in the order in which they became ready
@@ -86,7 +92,7 @@ class Dispatcher {
     count_ = static_cast<int>(track.records.size());
     if (orders) orders->assign(machine_.ranks, {});
     if (count_ == 0) return 0;
-    if (hopeless(give_up)) return kNever;
+    if (hopeless(track, give_up)) return kNever;
     begin(track, orders ? nullptr : like);
     const Rule rule = *track.rule;
     if (linear_ && !orders) {
@@ -122,33 +128,42 @@ class Dispatcher {
     return now_.makespan;
   }
 
+  // `ways` [rank] of one record.
+  void measure(const i64* record, Way* ways) const {
+    i64 down = 0, up = 0;
+    std::fill(ways, ways + machine_.ranks, Way{0, 0, 0});
+    for (int s = 0; s < machine_.stages; ++s) {
+      const int r = machine_.stage_rank[s];
+      const i64* const cost = record + s * kFields;
+      if (s == machine_.rank_stages[r].front()) {
+        ways[r].down = down;
+        ways[r].up = machine_.split ? 0 : up;  // a W may come last
+      }
+      ways[r].work += cost[kForward] + cost[kGradient] + (machine_.split ? cost[kWeight] : 0);
+      const bool crosses = s + 1 < machine_.stages && machine_.stage_rank[s + 1] != r;
+      down += cost[kForward] + (crosses ? cost[kTransfer] : 0);
+      up += cost[kGradient] + (crosses ? cost[kTransfer] : 0);
+    }
+  }
+
  private:
   i64 cost(Field field, int s, int m) const { return records_[m][s * kFields + field]; }
 
   // Whether some rank's work, with the least way to it and back, takes that long already.
-  bool hopeless(i64 give_up) {
-    const int stages = machine_.stages;
+  bool hopeless(const Track& track, i64 give_up) {
+    const int ranks = machine_.ranks;
     std::fill(work_.begin(), work_.end(), 0);
+    std::fill(tail_.begin(), tail_.end(), kNever);
     std::fill(head_.begin(), head_.end(), kNever);
-    std::fill(tail_.begin(), tail_.end(), machine_.split ? 0 : kNever);
-    for (int m = 0; m < count_; ++m) {
-      i64 down = 0, up = 0;
-      for (int s = 0; s < stages; ++s) {
-        const int r = machine_.stage_rank[s];
-        if (s == machine_.rank_stages[r].front()) {
-          head_[r] = std::min(head_[r], down);
-          tail_[r] = std::min(tail_[r], up);
-        }
-        const i64 forward = cost(kForward, s, m), gradient = cost(kGradient, s, m);
-        work_[r] += forward + gradient + (machine_.split ? cost(kWeight, s, m) : 0);
-        if (s + 1 < stages) {
-          down += forward + hop(s, m);
-          up += gradient + hop(s, m);
-        }
+    for (const Way* way : track.ways) {
+      for (int r = 0; r < ranks; ++r) {
+        work_[r] += way[r].work;
+        head_[r] = std::min(head_[r], way[r].down);
+        tail_[r] = std::min(tail_[r], way[r].up);
       }
     }
     bool found = false;
-    for (int r = 0; r < machine_.ranks; ++r) found |= head_[r] + work_[r] + tail_[r] >= give_up;
+    for (int r = 0; r < ranks; ++r) found |= head_[r] + work_[r] + tail_[r] >= give_up;
     return found;
   }
 

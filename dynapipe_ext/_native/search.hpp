@@ -43,25 +43,30 @@ struct State {
   std::vector<i64> makespan;             // [replica]
 };
 
-// How often each kind of move is tried, of their sum. The last two change where items are cut.
 enum Move { kSwap, kInsert, kRule, kRecompute, kGive, kExchange, kShift, kCut };
-constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2};
-constexpr int kFixedShares = 16, kAllShares = 22;  // sums of the shares without and with the last two
+constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2};  // how often each is tried, of the sum of what there is to move
 
 class Search {
  public:
   Search(Costs costs, Machine machine, std::vector<Rule> rules, bool equal_counts)
       : costs_(costs), stride_(static_cast<std::size_t>(kFields) * machine.stages), rules_(std::move(rules)),
-        equal_counts_(equal_counts), dispatcher_(std::move(machine)) {}
+        equal_counts_(equal_counts), dispatcher_(std::move(machine)) {
+    const std::size_t count = static_cast<std::size_t>(costs_.kinds) * costs_.shapes, ranks = dispatcher_.machine().ranks;
+    ways_.resize(count * ranks);
+    for (std::size_t k = 0; k < count; ++k) dispatcher_.measure(costs_.records + k * stride_, &ways_[k * ranks]);
+  }
 
   // Makespan of one replica of a state; see Dispatcher::run.
   i64 run(const State& state, int d, i64 give_up, std::vector<std::vector<Chosen>>* orders, Track& track, const Track* like) {
+    const std::size_t ranks = dispatcher_.machine().ranks;
     track.records.clear();
+    track.ways.clear();
     track.rule = &rules_[state.rule[d]];
     for (int m : state.groups[d]) {
       const i64* record = record_of(state.runs[m]);
       if (!record) return kNever;
       track.records.push_back(record);
+      track.ways.push_back(&ways_[(record - costs_.records) / stride_ * ranks]);
     }
     return dispatcher_.run(track, like, give_up, orders);
   }
@@ -95,6 +100,13 @@ class Search {
     state_ = std::move(start);
     random_ = Random{seed};
     const int replicas = static_cast<int>(state_.groups.size());
+    moves_.clear();
+    for (int move = kSwap; move <= kCut; ++move) {
+      if (move == kRecompute && costs_.kinds == 1) continue;
+      if ((move == kGive || move == kExchange) && replicas == 1) continue;
+      if ((move == kShift || move == kCut) && costs_.width == 1) continue;
+      moves_.insert(moves_.end(), kMoveShares[move], move);
+    }
     tracks_.resize(replicas);
     trials_.resize(replicas);
     for (int d = 0; d < replicas; ++d) run(state_, d, kNever, nullptr, tracks_[d], nullptr);
@@ -171,8 +183,7 @@ class Search {
         if (state_.makespan[e] > state_.makespan[d]) d = e;
       }
     }
-    int pick = random_.below(costs_.width > 1 ? kAllShares : kFixedShares), type = 0;
-    while (pick >= kMoveShares[type]) pick -= kMoveShares[type++];
+    const int type = moves_[random_.below(moves_.size())];
     const std::uint64_t a = random_.next(), b = random_.next();
     auto& mine = state_.groups[d];
     const std::size_t n = mine.size();
@@ -203,7 +214,6 @@ class Search {
       }
       case kGive:
       case kExchange: {
-        if (replicas == 1) return false;
         int other = random_.below(replicas - 1);
         other += other >= d;
         auto& theirs = state_.groups[other];
@@ -305,10 +315,12 @@ class Search {
   Costs costs_;
   std::size_t stride_;
   std::vector<Rule> rules_;
+  std::vector<Way> ways_;  // [kind][shape][rank]
   bool equal_counts_;
   Dispatcher dispatcher_;
   State state_;
   Random random_{0};
+  std::vector<int> moves_;
   std::vector<Track> tracks_, trials_;  // [replica]: the last run of its state, and of a moved one
   std::vector<std::pair<int, std::vector<int>>> groups_before_;
   std::vector<std::pair<int, Run>> runs_before_;

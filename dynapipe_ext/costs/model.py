@@ -49,17 +49,17 @@ class MicroBatchCosts:
         """The input-gradient share I of a split backward."""
         return self.backward_ns - self.weight_ns
 
-    def take(self, micro_batches: Sequence[int]) -> MicroBatchCosts:
+    def take(self, micro_batches: Sequence[int] | IntArray) -> MicroBatchCosts:
         """The columns of some micro-batches, in the order given."""
         order = np.asarray(micro_batches, dtype=np.int64)
         return MicroBatchCosts(
-            forward_ns=self.forward_ns[:, order],
-            backward_ns=self.backward_ns[:, order],
-            weight_ns=self.weight_ns[:, order],
-            stored_bytes=self.stored_bytes[:, order],
-            working_bytes=self.working_bytes[:, order],
-            transfer_ns=self.transfer_ns[:, order],
-            transfer_bytes=self.transfer_bytes[:, order],
+            forward_ns=np.take(self.forward_ns, order, axis=1),
+            backward_ns=np.take(self.backward_ns, order, axis=1),
+            weight_ns=np.take(self.weight_ns, order, axis=1),
+            stored_bytes=np.take(self.stored_bytes, order, axis=1),
+            working_bytes=np.take(self.working_bytes, order, axis=1),
+            transfer_ns=np.take(self.transfer_ns, order, axis=1),
+            transfer_bytes=np.take(self.transfer_bytes, order, axis=1),
             static_bytes=self.static_bytes,
             working_in=self.working_in,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Literal, Protocol, assert_never
 
 import numpy as np
@@ -14,6 +15,7 @@ from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch, Recompute
+from dynapipe_ext.planning.exact import MOST_SAMPLES, best_subsets
 from dynapipe_ext.planning.partition import best_partition, cut_again
 
 # (rows, encoder_len, decoder_len) of padded shapes, one array each -> (bottleneck ns, bytes) of each shape; INFEASIBLE
@@ -62,11 +64,17 @@ def bottleneck(costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray
     Bytes: states, and the working memory beside as many stored micro-batches of this shape as 1F1B holds on the stage
     (num_stages - stage), but no more than `min_in_flight`.
     """
-    slowest = (costs.forward_ns + costs.backward_ns).max(axis=0)
-    held = np.minimum(np.arange(costs.num_stages, 0, -1), min_in_flight)[:, None]
-    bad = costs.stored_bytes.max(axis=0) >= INFEASIBLE
-    needed = (costs.static_bytes[:, None] + held * costs.stored_bytes + costs.working_bytes).max(axis=0)
+    slowest = _largest(costs.forward_ns + costs.backward_ns)
+    held: IntArray = np.minimum(np.arange(costs.num_stages, 0, -1, dtype=np.int64), min_in_flight)[:, None]
+    bad = _largest(costs.stored_bytes) >= INFEASIBLE
+    needed = _largest(costs.static_bytes[:, None] + held * costs.stored_bytes + costs.working_bytes)
     return np.where(bad, INFEASIBLE, np.minimum(slowest, INFEASIBLE)), np.where(bad, INFEASIBLE, needed)
+
+
+def _largest(table: IntArray) -> IntArray:
+    """The largest of each column; row by row, which is faster than `max(axis=0)` of a few long rows."""
+    largest: IntArray = reduce(np.maximum, table)
+    return largest
 
 
 def shape_evaluate(costs: ShapeCosts, *, recompute: Recompute = "none", min_in_flight: int = 1) -> ShapeEvaluate:
@@ -95,7 +103,7 @@ def split_padded(
 ) -> list[MicroBatch]:
     """The micro-batches that minimise sum(t) / dp + (pp - 1) max(t), t being a micro-batch's bottleneck time.
 
-    Each is a contiguous run of the ordered samples (DynaPipe, arXiv 2311.10418, sec. 4: dynamic programming under a
+    Up to 9 samples the optimum is that over all partitions, of encoder-decoders, too. Each is a contiguous run of the ordered samples (DynaPipe, arXiv 2311.10418, sec. 4: dynamic programming under a
     bound on t, which is scanned); the optimum over all such runs, and over the `orders` (see `ordered`), is exact with
     `thinning_ns` 0, else only one bound in each interval of that width is tried. Given one `evaluate` for each of
     several recomputation types, every micro-batch takes the fastest that the byte cap allows (the first of equals).
@@ -135,10 +143,35 @@ def split_padded(
     if best is None:
         raise PlanError("split_padded was given no order of samples to try: give at least one of sorted, classes")
     runs = best[1]
+    if len(samples) <= MOST_SAMPLES and any(s.decoder for s in samples) and not equal_counts:
+        few = _exact(samples, choices, weight, caps)
+        if few and len(few[1]) >= dp and few[0] < best[0]:
+            runs = few[1]
     shapes = np.array([(m.rows, m.encoder_len, m.decoder_len) for m in runs], np.int64).T
     _, chosen = _fastest(choices, shapes[0], shapes[1], shapes[2], max_bytes)
     kinds = list(choices)
     return [replace(m, recompute=kinds[k]) for m, k in zip(runs, chosen, strict=True)]
+
+
+def _exact(
+    samples: Sequence[SampleLength], choices: Mapping[Recompute, ShapeEvaluate], weight: int, caps: Caps
+) -> tuple[int, list[MicroBatch]] | None:
+    """The best split into micro-batches of any members, and its objective."""
+    order = ordered(samples, "sorted")
+    masks = np.arange(1, 1 << len(order))
+    members = (masks[:, None] >> np.arange(len(order))) & 1
+    rows = members.sum(axis=1)
+    encoder = (members * padded_lengths(np.array([s.encoder for s in order], np.int64), caps.pad_multiple)).max(axis=1)
+    decoder = (members * padded_lengths(np.array([s.decoder for s in order], np.int64), caps.pad_multiple)).max(axis=1)
+    time_ns = _evaluate_distinct(choices, rows, encoder, decoder, caps.max_bytes)
+    within = (rows <= (caps.max_rows or len(order))) & (rows * (encoder + decoder) <= (caps.max_tokens or INFEASIBLE))
+    costs = np.concatenate([[0], np.where(within, time_ns, INFEASIBLE)])
+    parts = best_subsets(costs, weight)
+    if parts is None:
+        return None
+    each = [int(costs[sum(1 << i for i in part)]) for part in parts]
+    made = [MicroBatch(tuple(order[i] for i in part), pad_multiple=caps.pad_multiple) for part in parts]
+    return sum(each) + weight * max(each), made
 
 
 def ordered(samples: Sequence[SampleLength], order: Order) -> list[SampleLength]:

@@ -21,7 +21,7 @@ ShapeIndex = npt.NDArray[np.int32]
 Cut = tuple[int, int, int]  # first sample, end, index of the kind of recomputation
 
 _BOUNDS = 16  # bounds on t that are tried up to the longest sample's time: these cuts are only a start
-_LARGER = 2.5  # every block of row counts ends at so many times the one before
+_LARGER = 2  # every block of row counts ends at so many times the one before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,7 +147,7 @@ class _Table:
         count = self.own.shape[1] if most_ns else 1
         alive, longest, low = np.arange(len(self.last)), self.own, 1
         while low <= count and len(alive):
-            high = min(count, max(low, int(low * _LARGER)))
+            high = min(count, _LARGER * low)
             sizes: list[IntArray] = []
             places: list[tuple[int, IntArray]] = []
             for rows in range(low, high + 1):
@@ -167,7 +167,7 @@ class _Table:
     def _price(self, sizes: IntArray, places: list[tuple[int, IntArray]]) -> None:
         if not sizes.shape[1]:
             return
-        priced = [self.costs.evaluate_shapes(*sizes, kind) for kind in self.kinds]
+        priced = [self.costs.evaluate_shapes(sizes[0], sizes[1], sizes[2], kind) for kind in self.kinds]
         time_ns, _ = fastest(priced, self.caps, 1)
         time_ns[sizes[0] * (sizes[1] + sizes[2]) > (self.caps.max_tokens or INFEASIBLE)] = INFEASIBLE
         known = len(self.times)
@@ -191,7 +191,7 @@ class _Table:
         """(samples, rows): see `Runs`, numbered anew; and the old numbers."""
         cells, _ = self._cells(most_ns)
         cells = cells[: int(np.flatnonzero((cells >= 0).any(axis=1))[-1]) + 1]
-        used = np.sort(cells[cells >= 0])
+        used = np.sort(cells[cells >= 0]).astype(np.int64)
         place = np.full(len(self.times) + 1, -1, np.int32)  # the last place is that of shape -1
         place[used] = np.arange(len(used))
         shapes = np.ascontiguousarray(place[cells].T[self.member])

@@ -165,11 +165,11 @@ def test_without_search_steps_the_best_of_the_starting_orders_is_taken_here_chea
 def test_a_searched_order_is_the_same_on_every_machine() -> None:
     costs = proportional(4, [9, 2, 4, 1, 7, 3, 3, 8, 1, 5])
     start, found = searched(costs, 24), searched(costs, 24, effort=60)
-    assert [makespan_ns(s, costs) for s in (one_f_one_b(4, 10), start, found)] == [284, 197, 189]
+    assert [makespan_ns(s, costs) for s in (one_f_one_b(4, 10), start, found)] == [284, 197, 191]
     assert format_lines(found) == dedent("""\
-        0: 0F3 0F1 0F9 0F7 0B3 0F0 0B1 0B9 0F4 0B7 0F5 0F2 0F8 0B0 0F6 0B4 0B5 0B2 0B8 0B6
-        1: 1F3 1F1 1F9 1B3 1F7 1B1 1F0 1B9 1F4 1B7 1B0 1F5 1B4 1F2 1B5 1F8 1F6 1B2 1B8 1B6
-        2: 2F3 2F1 2B3 2F9 2B1 2F7 2B9 2F0 2B7 2F4 2B0 2B4 2F5 2B5 2F2 2F8 2F6 2B2 2B8 2B6
-        3: 3F3 3B3 3F1 3B1 3F9 3B9 3F7 3B7 3F0 3B0 3F4 3B4 3F5 3B5 3F2 3B2 3F8 3B8 3F6 3B6
+        0: 0F3 0F1 0F9 0F7 0B3 0F0 0B1 0B9 0F4 0B7 0F6 0F8 0F5 0B0 0F2 0B4 0B6 0B8 0B5 0B2
+        1: 1F3 1F1 1F9 1B3 1F7 1B1 1F0 1B9 1F4 1B7 1B0 1F6 1B4 1F8 1F5 1B6 1F2 1B8 1B5 1B2
+        2: 2F3 2F1 2B3 2F9 2B1 2F7 2B9 2F0 2B7 2F4 2B0 2B4 2F6 2B6 2F8 2F5 2B8 2F2 2B5 2B2
+        3: 3F3 3B3 3F1 3B1 3F9 3B9 3F7 3B7 3F0 3B0 3F4 3B4 3F6 3B6 3F8 3B8 3F5 3B5 3F2 3B2
         """)
     assert max(peak_bytes(found, costs)) == 24

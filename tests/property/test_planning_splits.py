@@ -26,6 +26,8 @@ from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, packed_docume
 
 COSTS = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.5, overhead_ns=3000, bytes_per_token=10)
 BY_SHAPE, BY_BATCH = shape_evaluate(COSTS, min_in_flight=3), micro_batch_evaluate(COSTS, min_in_flight=3)
+# An overhead worth several samples, so that splits differ in more than the longest sample.
+MERGING = shape_evaluate(TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=30_000))
 STEADY = settings(deadline=None, derandomize=True)
 LENGTH = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 400))
 
@@ -153,6 +155,65 @@ def test_padded_split_equals_brute_force_over_contiguous_partitions(
     assert len(micro_batches) >= dp
     if best[1] >= dp:  # else the optimum would leave a replica empty
         assert got == best[0]
+
+
+def set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for parts in set_partitions(rest):
+        yield [[first], *parts]
+        for k in range(len(parts)):
+            yield [*parts[:k], [first, *parts[k]], *parts[k + 1 :]]
+
+
+@settings(STEADY, max_examples=40)
+@given(batches(most=7), st.integers(1, 3), st.integers(2, 4), st.sampled_from([1, 8]))
+def test_padded_split_equals_brute_force_over_all_partitions(
+    samples: list[SampleLength], dp: int, pp: int, multiple: int
+) -> None:
+    """Sorted runs are the optimum of decoder-only batches; encoder-decoders need subsets of any members."""
+    dp = min(dp, len(samples))
+
+    def times(parts: list[list[SampleLength]]) -> list[int]:
+        rows = np.array([len(part) for part in parts])
+        encoder = np.array([round_up(max(s.encoder for s in part), multiple) for part in parts])
+        decoder = np.array([round_up(max(s.decoder for s in part), multiple) for part in parts])
+        each: list[int] = MERGING(rows, encoder, decoder)[0].tolist()
+        return each
+
+    def value(each: list[int]) -> int:
+        return sum(each) + dp * (pp - 1) * max(each)
+
+    found = [
+        (value(times([[samples[i] for i in part] for part in parts])), len(parts))
+        for parts in set_partitions(list(range(len(samples))))
+    ]
+    best, count = min(found)
+    got = split_padded(samples, MERGING, pp=pp, dp=dp, pad_multiple=multiple)
+    assert sorted(s.index for m in got for s in m.samples) == sorted(s.index for s in samples)
+    if count >= dp:  # else the optimum would leave a replica empty
+        assert value(times([list(m.samples) for m in got])) == best
+
+
+def test_nine_samples_of_an_encoder_decoder_are_split_as_brute_force_would() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(2):
+        samples = [SampleLength(i, int(e), int(d)) for i, (e, d) in enumerate(rng.integers(1, 300, (9, 2)))]
+        costs = {}
+        for mask in range(1, 512):
+            part = [s for i, s in enumerate(samples) if mask >> i & 1]
+            shape = (len(part), max(s.encoder for s in part), max(s.decoder for s in part))
+            costs[mask] = int(MERGING(*(np.array([x]) for x in shape))[0][0])
+        best = min(
+            sum(each) + 6 * max(each)
+            for parts in set_partitions(list(range(9)))
+            for each in [[costs[sum(1 << i for i in part)] for part in parts]]
+        )
+        got = split_padded(samples, MERGING, pp=4, dp=2)
+        each = [costs[sum(1 << s.index for s in m.samples)] for m in got]
+        assert sum(each) + 6 * max(each) == best
 
 
 @settings(STEADY, max_examples=300)
