@@ -4,7 +4,9 @@ Rules (DESIGN: proven under NCCL's rules). Each direction between two ranks has 
 receiver posts its receives in the order in which the sender sends, whatever order it consumes them in: the sender
 places its peer's receive. A receive is posted when the sender is predicted to send; a send is waited for only before
 an action that is predicted to start strictly after its arrival. All waits then point backwards in predicted time, so
-no schedule that simulates can deadlock; `verify` proves it again for every plan.
+no schedule that simulates can deadlock; `verify` proves it again for every plan. Where a rank's peak of bytes in flight
+stays the same, a send may also last until the second message after it on its communicator (`sends_in_flight`): a
+receiver that is later than predicted then delays nobody who has other work.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.activations import ActivationFormat, TensorSpec
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.instructions import (
     Backward,
@@ -34,8 +36,11 @@ from dynapipe_ext.executor.instructions import (
 )
 from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.filling import filling_makespan_ns, with_room_to_fill
 from dynapipe_ext.schedules.simulate import simulate_ns
 from dynapipe_ext.schedules.step_plan import StepPlan
+
+SENDS_IN_FLIGHT = 2
 
 Times = Sequence[Sequence[tuple[int, int]]]  # per rank, per action: (start_ns, end_ns)
 
@@ -51,6 +56,16 @@ class _Message:
     used_by: int
 
 
+@dataclass(slots=True)
+class _Sent:
+    """A send of a rank: waited for before action `wait`, which may be moved up to each of `ends` in turn."""
+
+    buffer: Buffer
+    num_bytes: int
+    wait: int
+    ends: tuple[int, ...]
+
+
 def channel_of(sender: int, receiver: int) -> int:
     """Communicator of a direction within the pair of ranks: 0 upwards, 1 downwards."""
     return 0 if sender < receiver else 1
@@ -62,12 +77,19 @@ def lower_schedule(
     micro_batches: Sequence[MicroBatch],
     activation_format: ActivationFormat,
     transfer_ns: Sequence[Sequence[int]] | None = None,
+    *,
+    sends_in_flight: int = 0,
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """Instructions of each pipeline rank. `transfer_ns[boundary][micro_batch]` defaults to 0."""
+    """Instructions of each pipeline rank. `transfer_ns[boundary][micro_batch]` defaults to 0.
+
+    A send is waited for once it is predicted to have arrived, but where memory allows not before `sends_in_flight`
+    others followed it on its communicator.
+    """
     starts = [[start for start, _ in rank] for rank in times]
     before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
     after: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
     channels: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+    sends: list[list[_Sent]] = [[] for _ in schedule.ranks]
     for message in _messages(schedule):
         channels[message.sender, message.receiver].append(message)
     for (sender, receiver), messages in channels.items():
@@ -78,7 +100,9 @@ def lower_schedule(
             posts.append(max(0, min(message.used_by, bisect_right(starts[receiver], sent_ns) - 1)))
         for i in reversed(range(len(posts) - 1)):
             posts[i] = min(posts[i], posts[i + 1])
-        for message, post in zip(messages, posts, strict=True):
+        last = [len(schedule.ranks[sender])] * sends_in_flight
+        after_it = [message.sent_after for message in messages[1:]] + last
+        for i, (message, post) in enumerate(zip(messages, posts, strict=True)):
             specs = activation_format.specs(micro_batches[message.buffer.micro_batch])
             after[sender][message.sent_after].append(Send(message.buffer, receiver, channel, specs))
             before[receiver][post].append(Recv(message.buffer, sender, channel, specs))
@@ -86,12 +110,49 @@ def lower_schedule(
             if transfer_ns is not None:
                 boundary = message.buffer.stage - (message.buffer.payload == "gradient")
                 arrival_ns += transfer_ns[boundary][message.buffer.micro_batch]
-            wait = bisect_right(starts[sender], arrival_ns)
-            before[sender][max(wait, message.sent_after + 1)].append(WaitSend(message.buffer))
+            wait = max(bisect_right(starts[sender], arrival_ns), message.sent_after + 1)
+            sends[sender].append(_Sent(message.buffer, _num_bytes(specs), wait, (*after_it[i : i + sends_in_flight],)))
             before[receiver][message.used_by].append(WaitRecv(message.buffer))
+    for rank, actions in enumerate(schedule.ranks):
+        _wait_later(len(actions), sends[rank], before[rank], after[rank])
+        for sent in sends[rank]:
+            before[rank][sent.wait].append(WaitSend(sent.buffer))
     return tuple(
         tuple(_rank_instructions(actions, before[rank], after[rank])) for rank, actions in enumerate(schedule.ranks)
     )
+
+
+def _wait_later(
+    num_actions: int, sends: list[_Sent], before: dict[int, list[Instruction]], after: dict[int, list[Instruction]]
+) -> None:
+    """Put off the waits for a rank's sends where that holds no more bytes at once than the rank needs anyway.
+
+    All are granted their first end before any is granted its second. `posted[i]` are the bytes in flight once the
+    receives before action i are posted, `started[i]` once the sends after it are.
+    """
+    sends.sort(key=lambda sent: sent.wait)
+    change = [0] * (num_actions + 1)  # by waits before an action and by what the action takes
+    sizes: dict[Buffer, int] = {}
+    for row in before.values():
+        sizes.update((x.buffer, _num_bytes(x.specs)) for x in row if isinstance(x, Recv))
+    for i, row in before.items():
+        change[i] -= sum(sizes[x.buffer] for x in row if isinstance(x, WaitRecv))
+    for sent in sends:
+        change[sent.wait] -= sent.num_bytes
+    posted, started, held = [0] * (num_actions + 1), [0] * (num_actions + 1), 0
+    for i in range(num_actions + 1):
+        held += sum(sizes[x.buffer] for x in before.get(i, ()) if isinstance(x, Recv))
+        posted[i] = held
+        held += change[i] + sum(_num_bytes(x.specs) for x in after.get(i, ()) if isinstance(x, Send))
+        started[i] = held
+    most = max(*posted, *started)
+    for place in range(max((len(sent.ends) for sent in sends), default=0)):
+        for sent in sends:
+            size = sent.num_bytes
+            while sent.wait < sent.ends[place] and max(started[sent.wait], posted[sent.wait + 1]) + size <= most:
+                started[sent.wait] += size
+                sent.wait += 1
+                posted[sent.wait] += size
 
 
 def _messages(schedule: PipelineSchedule) -> list[_Message]:
@@ -136,6 +197,10 @@ def _rank_instructions(
     return instructions
 
 
+def _num_bytes(specs: Sequence[TensorSpec]) -> int:
+    return sum(spec.num_bytes for spec in specs)
+
+
 def _compute(action: Action) -> Instruction:
     match action.kind:
         case Kind.FORWARD:
@@ -151,20 +216,34 @@ def _compute(action: Action) -> Instruction:
 
 
 def lower(
-    step_plan: StepPlan, costs: Sequence[MicroBatchCosts], activation_format: ActivationFormat
+    step_plan: StepPlan,
+    costs: Sequence[MicroBatchCosts],
+    activation_format: ActivationFormat,
+    *,
+    fill_waits: bool = False,
 ) -> tuple[tuple[ExecutionPlan, ...], ...]:
-    """Execution plans indexed [dp_rank][pp_rank]; `costs[dp_rank]` are those of the replica's micro-batches."""
+    """Execution plans indexed [dp_rank][pp_rank]; `costs[dp_rank]` are those of the replica's micro-batches.
+
+    `fill_waits` makes plans for executors that run weight gradients while they wait (see `filling`): the makespan that
+    they promise is that of filling ranks, the peaks are those of the schedule.
+    """
     batch = step_plan.batch
     counts = tuple(len(replica.micro_batches) for replica in batch.replicas)
     plans = []
     for replica, schedule, prediction, replica_costs in zip(
         batch.replicas, step_plan.schedules, step_plan.predictions, costs, strict=True
     ):
+        makespan_ns, bubble_ratio = prediction.makespan_ns, prediction.bubble_ratio
+        if fill_waits and schedule.is_split:
+            schedule = with_room_to_fill(schedule, replica_costs)
+            filling_ns = filling_makespan_ns(schedule, replica_costs)
+            bubble_ratio = 1 - (1 - bubble_ratio) * makespan_ns / filling_ns
+            makespan_ns = filling_ns
         certificate = Certificate(
-            makespan_ns=prediction.makespan_ns,
+            makespan_ns=makespan_ns,
             lower_bound_ns=prediction.lower_bound_ns,
             peak_bytes=prediction.peak_bytes,
-            bubble_ratio=prediction.bubble_ratio,
+            bubble_ratio=bubble_ratio,
         )
         instructions = lower_schedule(
             schedule,
@@ -172,6 +251,7 @@ def lower(
             replica.micro_batches,
             activation_format,
             replica_costs.transfer_ns.tolist(),
+            sends_in_flight=SENDS_IN_FLIGHT,
         )
         plans.append(
             tuple(

@@ -18,7 +18,7 @@ from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.wait import StoreTimeoutError
-from dynapipe_ext.executor.verify import verify
+from dynapipe_ext.executor.verify_collectives import crossing_collectives, verify_step, with_collectives
 from dynapipe_ext.executor.wire import decode, seal, unseal
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -58,7 +58,7 @@ class Planner(Protocol):
 
 
 def execution_plans(planner: Planner, samples: Sequence[SampleLength], *, step: int) -> Plans:
-    """The verified plans of all ranks for one global batch; their peak bytes count buffers in flight as well.
+    """The plans of all ranks for one global batch, proven together; their peak bytes count buffers in flight as well.
 
     Where those do not fit beside what the planner has filled, it plans again with that much less. Raises PlanError or
     VerificationError.
@@ -78,12 +78,18 @@ def execution_plans(planner: Planner, samples: Sequence[SampleLength], *, step: 
 
 def _verified(step_plan: StepPlan, planner: Planner) -> Plans:
     costs = tuple(planner.costs.evaluate(replica.micro_batches) for replica in step_plan.batch.replicas)
+    lowered = lower(step_plan, costs, planner.activation_format)
+    programs = [[plan.instructions for plan in replica] for replica in lowered]
+    buffers = verify_step(
+        with_collectives(programs, **crossing_collectives(planner.costs)),
+        lowered[0][0].stage_ranks,
+        lowered[0][0].num_micro_batches,
+    )
     plans = []
-    for replica in lower(step_plan, costs, planner.activation_format):
-        first = replica[0]
-        buffers = verify([plan.instructions for plan in replica], first.stage_ranks, len(first.micro_batches))
-        peaks = tuple(p + b for p, b in zip(first.certificate.peak_bytes, buffers, strict=True))
-        certificate = replace(first.certificate, peak_bytes=peaks)
+    for replica, in_flight in zip(lowered, buffers, strict=True):
+        certificate = replica[0].certificate
+        peaks = tuple(p + b for p, b in zip(certificate.peak_bytes, in_flight, strict=True))
+        certificate = replace(certificate, peak_bytes=peaks)
         plans.append(tuple(replace(plan, certificate=certificate) for plan in replica))
     return tuple(plans)
 

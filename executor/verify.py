@@ -11,14 +11,17 @@ here the queues of both sides are laid side by side, and the waits alone are run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.instructions import Instruction, Send, WaitRecv, WaitSend
-from dynapipe_ext.executor.verify_rank import Lane, RankTrace
+from dynapipe_ext.executor.verify_rank import Event, Lane, RankTrace
 
-_NEVER = 1 << 62
-_EMPTY = Lane()
+NEVER = 1 << 62
+_EMPTY = Lane(-1)
+
+Need = tuple[int, int, int]  # place of a wait, the rank waited for, the place beyond which that one must have come
 
 
 def verify(programs: Sequence[Sequence[Instruction]], stage_ranks: Sequence[int], num_micro_batches: int) -> list[int]:
@@ -26,18 +29,26 @@ def verify(programs: Sequence[Sequence[Instruction]], stage_ranks: Sequence[int]
 
     `programs[r]` are the instructions of pipeline rank r, `stage_ranks[stage]` the rank of each stage.
     """
+    traces = traced(programs, stage_ranks, num_micro_batches)
+    check_progress([[*needs_of(trace), (NEVER, trace.rank, NEVER)] for trace in traces], partial(_why_blocked, traces))
+    for trace in traces:
+        trace.check_end()
+    return [trace.peak_bytes for trace in traces]
+
+
+def traced(programs: Sequence[Sequence[Event]], stage_ranks: Sequence[int], num_micro_batches: int) -> list[RankTrace]:
+    """A replica's ranks, each proven by itself, and that the operations of every queue meet in one order."""
     bytes_of: dict[int, int] = {}
+    keys: dict[int, int] = {}
     traces = [
-        RankTrace(rank, program, stage_ranks, num_micro_batches, bytes_of) for rank, program in enumerate(programs)
+        RankTrace(rank, program, stage_ranks, num_micro_batches, bytes_of, keys)
+        for rank, program in enumerate(programs)
     ]
     for trace in traces:
         trace.run()
     for trace in traces:
         _check_meetings(trace, traces)
-    _check_progress(traces)
-    for trace in traces:
-        trace.check_end()
-    return [trace.peak_bytes for trace in traces]
+    return traces
 
 
 def _check_meetings(trace: RankTrace, traces: Sequence[RankTrace]) -> None:
@@ -45,10 +56,11 @@ def _check_meetings(trace: RankTrace, traces: Sequence[RankTrace]) -> None:
     for (peer, channel), lane in trace.lanes.items():
         if not 0 <= peer < len(traces):
             raise trace.fail(f"rank {peer} does not exist", lane.places[0])
+        theirs = traces[peer].lanes.get((trace.rank, channel), _EMPTY)
+        lane.met_at = theirs.places
         if peer < trace.rank:
             continue  # seen from the other side
-        theirs = traces[peer].lanes.get((trace.rank, channel), _EMPTY).transfers
-        for k, (mine, other) in enumerate(zip(lane.transfers, theirs, strict=False)):
+        for k, (mine, other) in enumerate(zip(lane.transfers, theirs.transfers, strict=False)):
             sends = isinstance(mine, Send)
             if isinstance(other, Send) == sends:
                 kind = "sends" if sends else "receives"
@@ -64,50 +76,51 @@ def _check_meetings(trace: RankTrace, traces: Sequence[RankTrace]) -> None:
                 raise trace.fail(f"shapes differ: {mine.specs} here, {other.specs} on rank {peer}", lane.places[k])
 
 
-def _check_progress(traces: Sequence[RankTrace]) -> None:
-    """A wait ends once the peer has run past the place where it posts its side; some rank can always go on."""
-    needs = [_needs(trace, traces) for trace in traces]
+def needs_of(trace: RankTrace, first: int = 0) -> list[Need]:
+    """What each wait for a transfer needs, in program order: the peer beyond the place where it posts its side.
+
+    `first` is the number of the replica's first rank among all.
+    """
+    return [
+        (place, first + lane.peer, lane.met_at[k] if k < len(lane.met_at) else NEVER)
+        for place, (lane, k, _) in trace.waits
+    ]
+
+
+def check_progress(needs: Sequence[Sequence[Need]], why: Callable[[int, int], str]) -> None:
+    """Run the waits of all ranks to a fixed point; raises VerificationError where some never end.
+
+    Each rank's needs are in program order and end with one at NEVER. `why(rank, i)` says what the i-th waits for.
+    """
     reached = [waits[0][0] for waits in needs]  # the place at which each rank stands: always a wait, or the end
-    next_wait = [0] * len(traces)
-    waiting = list(range(len(traces)))
+    next_wait = [0] * len(needs)
+    waiting = list(range(len(needs)))
     while waiting:
         blocked = []
         moved = False
         for rank in waiting:
             waits, i = needs[rank], next_wait[rank]
-            place, peer, posted_at = waits[i]
-            if reached[peer] <= posted_at:
-                if place < _NEVER:
+            place, peer, beyond = waits[i]
+            if reached[peer] <= beyond:
+                if place < NEVER:
                     blocked.append(rank)
                 continue
             moved = True
-            while reached[peer] > posted_at:
+            while reached[peer] > beyond:
                 i += 1
-                place, peer, posted_at = waits[i]
+                place, peer, beyond = waits[i]
             reached[rank], next_wait[rank] = place, i
-            if place < _NEVER:
+            if place < NEVER:
                 blocked.append(rank)
         if blocked and not moved:
-            raise VerificationError("deadlock: " + "; ".join(_why_blocked(traces[r], next_wait[r]) for r in blocked))
+            raise VerificationError("deadlock: " + "; ".join(why(rank, next_wait[rank]) for rank in blocked))
         waiting = blocked
 
 
-def _needs(trace: RankTrace, traces: Sequence[RankTrace]) -> list[tuple[int, int, int]]:
-    """Per wait: its place, the peer, and the place at which the peer posts its side; at the end one that never ends."""
-    rank, found = trace.rank, []
-    theirs = {
-        lane: traces[peer].lanes.get((rank, channel), _EMPTY).places for (peer, channel), lane in trace.lanes.items()
-    }
-    for place, (lane, k, peer, *_) in trace.waits:
-        places = theirs[lane]
-        found.append((place, peer, places[k] if k < len(places) else _NEVER))
-    found.append((_NEVER, rank, _NEVER))
-    return found
-
-
-def _why_blocked(trace: RankTrace, i: int) -> str:
-    place, (_, k, peer, *_) = trace.waits[i]
+def _why_blocked(traces: Sequence[RankTrace], rank: int, i: int) -> str:
+    trace = traces[rank]
+    place, (lane, k, _) = trace.waits[i]
     instruction = trace.program[place]
     assert isinstance(instruction, WaitSend | WaitRecv)
     verb = "sending" if isinstance(instruction, WaitSend) else "receiving"
-    return f"rank {trace.rank} waits for {verb} the {instruction.buffer} (operation {k} with rank {peer})"
+    return f"rank {trace.rank} waits for {verb} the {instruction.buffer} (operation {k} with rank {lane.peer})"

@@ -9,49 +9,32 @@ where, and `verify_step` proves the whole.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypedDict
 
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.fitted import FittedCosts
+from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import VerificationError
-from dynapipe_ext.executor.instructions import (
-    Backward,
-    BackwardInput,
-    Forward,
-    Instruction,
-    Recv,
-    Send,
-    WaitRecv,
-    WaitSend,
-)
-from dynapipe_ext.executor.verify import verify
+from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
+from dynapipe_ext.executor.verify import NEVER, Need, check_progress, needs_of, traced
+from dynapipe_ext.executor.verify_rank import Collective, Event, Member, RankTrace
 
-Member = tuple[int, int]  # (dp_rank, pp_rank)
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """One rank's part in a rendezvous of all of `group`; members issue the same `name` at the same place."""
-
-    group: tuple[Member, ...]
-    name: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-Event = Instruction | Collective
+Places = list[int]
 
 
 def with_collectives(
     replicas: Sequence[Sequence[Sequence[Instruction]]],
     *,
     inside: Sequence[str] = (),
+    with_gradients: Sequence[str] = (),
     at_end: Sequence[str] = ("gradient reduction",),
 ) -> tuple[tuple[tuple[Event, ...], ...], ...]:
     """Programs [dp_rank][pp_rank] with collectives over the ranks of all replicas that hold the same stages.
 
-    `inside` are issued by each Forward, Backward and BackwardInput (ZeRO-2/3, expert parallelism over data ranks),
+    `inside` are issued by each Forward, Backward and BackwardInput (gathers of sharded weights, expert parallelism over
+    data ranks), `with_gradients` by each Backward and BackwardWeight (gradients that are scattered as they come),
     `at_end` once by each rank. A group that stays within a replica issues the same on every member by construction.
     """
     found = []
@@ -59,15 +42,54 @@ def with_collectives(
         ranks = []
         for pp_rank, program in enumerate(programs):
             group = tuple((dp_rank, pp_rank) for dp_rank in range(len(replicas)))
-            events: list[Event] = []
-            for instruction in program:
-                if isinstance(instruction, Forward | Backward | BackwardInput):
-                    half = "forward" if isinstance(instruction, Forward) else "backward"
-                    events += [Collective(group, f"{name} in a {half} of stage {instruction.stage}") for name in inside]
-                events.append(instruction)
+            events: Sequence[Event] = program
+            if inside or with_gradients:
+                events = [event for one in program for event in (one, *_issued(one, group, inside, with_gradients))]
             ranks.append((*events, *(Collective(group, name) for name in at_end)))
         found.append(tuple(ranks))
     return tuple(found)
+
+
+def _issued(
+    instruction: Instruction, group: tuple[Member, ...], inside: Sequence[str], with_gradients: Sequence[str]
+) -> list[Collective]:
+    """What an instruction issues, after it in the program: its output leaves when they have ended."""
+    match instruction:
+        case Forward(stage):
+            return [Collective(group, f"{name} in a forward of stage {stage}") for name in inside]
+        case Backward(stage):
+            return [Collective(group, f"{name} in a backward of stage {stage}") for name in (*inside, *with_gradients)]
+        case BackwardInput(stage):
+            return [Collective(group, f"{name} in a backward of stage {stage}") for name in inside]
+        case BackwardWeight(stage):
+            return [Collective(group, f"{name} in a weight gradient of stage {stage}") for name in with_gradients]
+        case _:
+            return []
+
+
+class Crossing(TypedDict, total=False):
+    """Names of collectives over replicas, as `with_collectives` takes them."""
+
+    inside: tuple[str, ...]
+    with_gradients: tuple[str, ...]
+
+
+def crossing_collectives(costs: CostModel) -> Crossing:
+    """What micro-batches issue over replicas in the training that a cost model prices, for `with_collectives`.
+
+    ZeRO from stage 2 on scatters gradients as they come, stage 3 gathers weights besides (Rajbhandari et al. 2020, sec.
+    5); expert parallelism over data ranks exchanges tokens. Other models know nothing of them and have none.
+    """
+    if isinstance(costs, FittedCosts):
+        return crossing_collectives(costs.base)
+    if not isinstance(costs, AnalyticCosts):
+        return {}
+    gathers = ("weight gather",) if costs.zero_stage == 3 else ()
+    experts = ("expert all-to-all",) if costs.ep > 1 else ()
+    return {
+        "inside": (*gathers, *experts),
+        "with_gradients": ("gradient scatter",) if costs.zero_stage >= 2 else (),
+    }
 
 
 def verify_step(
@@ -77,92 +99,79 @@ def verify_step(
 
     `num_micro_batches` has one count a replica. Raises VerificationError naming both ranks and the first difference.
     """
-    peaks = [
-        verify([_transfers(events) for events in programs], stage_ranks, count)
-        for programs, count in zip(replicas, num_micro_batches, strict=True)
-    ]
-    programs = {(dp, pp): events for dp, ranks in enumerate(replicas) for pp, events in enumerate(ranks)}
-    _check_agreement(programs)
-    _check_progress(programs)
-    return peaks
+    traces = [traced(programs, stage_ranks, count) for programs, count in zip(replicas, num_micro_batches, strict=True)]
+    members = {(dp, pp): trace for dp, ranks in enumerate(traces) for pp, trace in enumerate(ranks)}
+    issued = _checked_agreement(members)
+    first = list(accumulate((len(ranks) for ranks in traces), initial=0))
+    needs = [_all_needs(member, trace, issued, first) for member, trace in members.items()]
+    names = list(members)
+
+    def why(rank: int, i: int) -> str:
+        return f"{_name(names[rank])} at its {members[names[rank]].program[needs[rank][i][0]]}"
+
+    check_progress(needs, why)
+    for trace in members.values():
+        trace.check_end()
+    return [[trace.peak_bytes for trace in ranks] for ranks in traces]
 
 
-def _transfers(events: Sequence[Event]) -> list[Instruction]:
-    return [event for event in events if not isinstance(event, Collective)]
-
-
-def _check_agreement(programs: dict[Member, Sequence[Event]]) -> None:
-    """All members of a group issue the same collectives on it, in the same order and number."""
-    issued: dict[tuple[Member, ...], dict[Member, list[Collective]]] = {}
-    for member, events in programs.items():
-        for event in events:
-            if isinstance(event, Collective):
-                if member not in event.group:
-                    raise VerificationError(f"{_name(member)} issues the {event} on a group that it is not a member of")
-                issued.setdefault(event.group, {}).setdefault(member, []).append(event)
-    for group, sides in issued.items():
-        for member in group:
-            if member not in programs:
-                raise VerificationError(f"the group of the {next(iter(sides.values()))[0]} names {_name(member)}: none")
-        first = sides.get(group[0], [])
-        for member in group[1:]:
-            other = sides.get(member, [])
-            for k in range(max(len(first), len(other))):
-                ours = str(first[k]) if k < len(first) else "nothing"
-                theirs = str(other[k]) if k < len(other) else "nothing"
-                if ours != theirs:
+def _checked_agreement(members: dict[Member, RankTrace]) -> dict[tuple[Member, ...], dict[Member, Places]]:
+    """The place of every collective, by group and member; all of a group issue the same ones in the same order."""
+    issued: dict[tuple[Member, ...], dict[Member, Places]] = {}
+    for member, trace in members.items():
+        for place, collective in trace.collectives:
+            group = collective.group
+            if (sides := issued.get(group)) is None:
+                sides = issued[group] = {}
+                for other in group:
+                    if other not in members:
+                        raise VerificationError(f"the group of the {collective} names {_name(other)}: none")
+            if (places := sides.get(member)) is None:
+                if member not in group:
                     raise VerificationError(
-                        f"{_name(group[0])} and {_name(member)} disagree on collective {k} of their group:"
-                        f" {ours} meets {theirs} ({len(first)} and {len(other)} in all); a collective inside"
-                        ' micro-batches that crosses replicas needs replica_counts = "equal" and one order'
+                        f"{_name(member)} issues the {collective} on a group that it is not a member of"
                     )
+                places = sides[member] = []
+            places.append(place)
+    for group, sides in issued.items():
+        ours = _names_of(members[group[0]], sides.get(group[0], []))
+        for member in group[1:]:
+            theirs = _names_of(members[member], sides.get(member, []))
+            if ours != theirs:
+                raise _disagreement(group[0], ours, member, theirs)
+    return issued
 
 
-def _check_progress(programs: dict[Member, Sequence[Event]]) -> None:
-    """Run all ranks to a fixed point: waits and collectives hold a rank, and what a rank has posted stays posted."""
-    runs = {member: _Run(member, events) for member, events in programs.items()}
-    counts: Counter[tuple[Member, object]] = Counter()  # (who, queue or group) -> how many it has posted or come to
-    waiting = list(runs.values())
-    while waiting:
-        before = [run.pc for run in waiting]
-        for run in waiting:
-            run.advance(counts)
-        blocked = [run for run in waiting if run.pc < len(run.events)]
-        if blocked and before == [run.pc for run in waiting]:
-            stuck = "; ".join(f"{_name(run.member)} at its {run.events[run.pc]}" for run in blocked)
-            raise VerificationError(f"deadlock: {stuck}")
-        waiting = blocked
+def _names_of(trace: RankTrace, places: Places) -> list[str]:
+    return [str(trace.program[place]) for place in places]
 
 
-class _Run:
-    """How far one rank has come; `advance` runs it up to what holds it."""
+def _disagreement(one: Member, ours: list[str], other: Member, theirs: list[str]) -> VerificationError:
+    longest = max(len(ours), len(theirs))
+    mine, met = (names + ["nothing"] * (longest - len(names)) for names in (ours, theirs))
+    k = next(k for k in range(longest) if mine[k] != met[k])
+    return VerificationError(
+        f"{_name(one)} and {_name(other)} disagree on collective {k} of their group: {mine[k]} meets {met[k]}"
+        f" ({len(ours)} and {len(theirs)} in all); a collective inside micro-batches that crosses replicas needs"
+        ' replica_counts = "equal" and one order: take a published schedule (1f1b, gpipe, zb-h1, zb-h2)'
+    )
 
-    def __init__(self, member: Member, events: Sequence[Event]) -> None:
-        self.member, self.events, self.pc = member, events, 0
-        self._entered = -1  # the place of the collective that it has come to last
-        self._posted: dict[tuple[object, bool], tuple[Member, object, int]] = {}  # -> peer, its queue, index
 
-    def advance(self, counts: Counter[tuple[Member, object]]) -> None:
-        while self.pc < len(self.events) and self._step(self.events[self.pc], counts):
-            self.pc += 1
-
-    def _step(self, event: Event, counts: Counter[tuple[Member, object]]) -> bool:
-        dp_rank, pp_rank = self.member
-        match event:
-            case Collective(group):
-                if self._entered < self.pc:
-                    self._entered = self.pc
-                    counts[self.member, group] += 1
-                needed = counts[self.member, group]
-                return all(counts[member, group] >= needed for member in group)
-            case Send(buffer, peer, channel) | Recv(buffer, peer, channel):
-                mine, theirs = (peer, channel), (pp_rank, channel)
-                self._posted[buffer, isinstance(event, Send)] = ((dp_rank, peer), theirs, counts[self.member, mine])
-                counts[self.member, mine] += 1
-            case WaitSend(buffer) | WaitRecv(buffer):
-                other, queue, k = self._posted[buffer, isinstance(event, WaitSend)]
-                return counts[other, queue] > k
-        return True
+def _all_needs(
+    member: Member, trace: RankTrace, issued: dict[tuple[Member, ...], dict[Member, Places]], first: Sequence[int]
+) -> list[Need]:
+    """A rank's needs with those of its collectives: that every other member has come to its own side of each."""
+    base = first[member[0]]
+    needs = needs_of(trace, base)
+    counts: dict[tuple[Member, ...], int] = {}
+    for place, collective in trace.collectives:
+        group = collective.group
+        k = counts[group] = counts.get(group, -1) + 1
+        needs += [(place, first[dp] + pp, issued[group][dp, pp][k] - 1) for dp, pp in group if (dp, pp) != member]
+    if counts:
+        needs.sort(key=lambda need: need[0])
+    needs.append((NEVER, base + member[1], NEVER))
+    return needs
 
 
 def _name(member: Member) -> str:

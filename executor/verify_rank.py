@@ -8,8 +8,9 @@ that name a place on them. Buffers are keyed by one integer, because hashing a d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import assert_never
+from typing import Any
 
 from dynapipe_ext.activations import DTYPE_BYTES, TensorSpec
 from dynapipe_ext.errors import VerificationError
@@ -30,17 +31,35 @@ from dynapipe_ext.executor.instructions import (
 _FORWARDED, _HALF, _DONE = 1, 2, 3  # a micro-batch on a stage: forward done, input gradient done, both gradients done
 
 
-# Own side of the queue, the transfer's index on it, peer, bytes, and the buffer itself: a wait may name one that does
-# not exist, whose key is that of one that does.
-Posted = tuple["Lane", int, int, int, Buffer]
+Member = tuple[int, int]  # (dp_rank, pp_rank)
+Posted = tuple["Lane", int, int]  # own side of the queue, the transfer's index on it, bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One rank's part in a rendezvous of all of `group`; members issue the same `name` at the same place."""
+
+    group: tuple[Member, ...]
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Event = Instruction | Collective
 
 
 class Lane:
-    """What one rank posts on one queue: the k-th transfer, and its place in the rank's program."""
+    """What one rank posts on one queue with `peer`: the k-th transfer, and its place in the rank's program.
 
-    __slots__ = ("places", "transfers")
+    `met_at`: where the peer's program posts the other side of each, filled in once both are known.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("met_at", "peer", "places", "transfers")
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.met_at: list[int] = []
         self.transfers: list[Send | Recv] = []
         self.places: list[int] = []
 
@@ -49,24 +68,27 @@ class RankTrace:
     """A rank's lanes, waits in program order and peak bytes in flight.
 
     `run` raises VerificationError for what is wrong with this rank alone, `check_end` for what it leaves behind.
-    `bytes_of` maps ids of specs to bytes and is shared by the ranks of one proof, during which no specs are freed.
+    `bytes_of` (ids of specs -> bytes) and `keys` (ids of buffers -> keys) are shared by the ranks of one proof, during
+    which no specs and no buffers are freed.
     """
 
     def __init__(
         self,
         rank: int,
-        program: Sequence[Instruction],
+        program: Sequence[Event],
         stage_ranks: Sequence[int],
         num_micro_batches: int,
         bytes_of: dict[int, int],
+        keys: dict[int, int],
     ) -> None:
         self.rank, self.program = rank, program
         self.lanes: dict[tuple[int, int], Lane] = {}
         self.waits: list[tuple[int, Posted]] = []  # place in the program, what is waited for
+        self.collectives: list[tuple[int, Collective]] = []  # place in the program, what is issued
         self.peak_bytes = 0
         self._stage_ranks, self._num_stages, self._num_micro_batches = stage_ranks, len(stage_ranks), num_micro_batches
-        self._bytes_of = bytes_of
-        self._held_bytes = 0
+        self._bytes_of, self._keys = bytes_of, keys
+        self._stages = {stage for stage, owner in enumerate(stage_ranks) if owner == rank}
         self._loaded: set[int] = set()
         self._progress: dict[int, int] = {}  # stage * micro-batches + micro-batch -> _FORWARDED, _HALF or _DONE
         self._present: dict[int, int] = {}  # what an action may take or a send may send -> bytes it holds
@@ -75,104 +97,118 @@ class RankTrace:
         self._place = 0
 
     def run(self) -> None:
-        waits, num_micro_batches = self.waits, self._num_micro_batches
+        # Kinds of events are told by `type`, one by one: matching classes takes three times as long, and this loop is
+        # most of a proof. No type checker follows `kind`.
+        lanes, waits, keys, bytes_of = self.lanes, self.waits, self._keys, self._bytes_of
         present, sending, receiving = self._present, self._sending, self._receiving
-        for place, instruction in enumerate(self.program):
-            self._place = place
-            match instruction:
-                case Send() | Recv():
-                    self._post(instruction)
-                case WaitRecv():
-                    buffer = instruction.buffer
-                    key = 2 * (buffer.stage * num_micro_batches + buffer.micro_batch) + (buffer.payload == "gradient")
-                    posted = receiving.pop(key, None)
-                    if posted is None or (posted[4] is not buffer and posted[4] != buffer):
-                        raise self.fail("nothing under way to wait for")
-                    waits.append((place, posted))
-                    present[key] = posted[3]
-                case WaitSend():
-                    buffer = instruction.buffer
-                    key = 2 * (buffer.stage * num_micro_batches + buffer.micro_batch) + (buffer.payload == "gradient")
-                    posted = sending.pop(key, None)
-                    if posted is None or (posted[4] is not buffer and posted[4] != buffer):
-                        raise self.fail("nothing under way to wait for")
-                    waits.append((place, posted))
-                    self._held_bytes -= posted[3]
-                case Load():
-                    if instruction.micro_batch in self._loaded:
-                        raise self.fail("loaded twice")
-                    self._loaded.add(instruction.micro_batch)
-                case Forward():
-                    self._forward(instruction.stage, instruction.micro_batch)
-                case Backward():
-                    self._backward(instruction.stage, instruction.micro_batch, _DONE)
-                case BackwardInput():
-                    self._backward(instruction.stage, instruction.micro_batch, _HALF)
-                case BackwardWeight():
-                    self._weight(instruction.stage, instruction.micro_batch)
-                case _:
-                    assert_never(instruction)
+        held_bytes = peak_bytes = 0
+        event: Any
+        for place, event in enumerate(self.program):
+            kind = type(event)
+            if kind is Send or kind is Recv:
+                self._place, buffer, specs = place, event.buffer, event.specs
+                if (key := keys.get(id(buffer))) is None:
+                    key = self._key(buffer)
+                if (lane := lanes.get((event.peer, event.channel))) is None:
+                    lane = self._lane(event)
+                if (num_bytes := bytes_of.get(id(specs))) is None:
+                    num_bytes = bytes_of[id(specs)] = _num_bytes(specs)
+                places = lane.places
+                if kind is Send:
+                    if key in sending:
+                        raise self.fail("posted twice")
+                    if present.pop(key, None) is None:
+                        raise self.fail("nothing to send: it has not been computed, or was sent before")
+                    sending[key] = (lane, len(places), num_bytes)
+                else:
+                    if key in receiving:
+                        raise self.fail("posted twice")
+                    if key in present:
+                        raise self.fail("received twice")
+                    receiving[key] = (lane, len(places), num_bytes)
+                lane.transfers.append(event)
+                places.append(place)
+                held_bytes += num_bytes
+                if held_bytes > peak_bytes:
+                    peak_bytes = held_bytes
+            elif kind is WaitSend or kind is WaitRecv:
+                self._place, buffer = place, event.buffer
+                if (key := keys.get(id(buffer))) is None:
+                    key = self._key(buffer)
+                if (posted := (sending if kind is WaitSend else receiving).pop(key, None)) is None:
+                    raise self.fail("nothing under way to wait for")
+                waits.append((place, posted))
+                if kind is WaitSend:
+                    held_bytes -= posted[2]
+                else:
+                    present[key] = posted[2]
+            else:
+                self._place = place
+                if kind is Load:
+                    self._load(event.micro_batch)
+                elif kind is Forward:
+                    held_bytes -= self._forward(event.stage, event.micro_batch)
+                elif kind is Backward:
+                    held_bytes -= self._backward(event.stage, event.micro_batch, _DONE)
+                elif kind is BackwardInput:
+                    held_bytes -= self._backward(event.stage, event.micro_batch, _HALF)
+                elif kind is BackwardWeight:
+                    self._weight(event.stage, event.micro_batch)
+                elif kind is Collective:
+                    self.collectives.append((place, event))
+                else:
+                    raise self.fail("is no instruction")
+        self.peak_bytes = peak_bytes
 
     def fail(self, problem: str, place: int | None = None) -> VerificationError:
         place = self._place if place is None else place
         return VerificationError(f"rank {self.rank}, instruction {place} {self.program[place]}: {problem}")
 
-    def _post(self, instruction: Send | Recv) -> None:
-        buffer, peer, specs = instruction.buffer, instruction.peer, instruction.specs
+    def _key(self, buffer: Buffer) -> int:
+        """The buffer's number, which no other buffer that exists has."""
         stage, micro_batch = buffer.stage, buffer.micro_batch
         if not 0 <= stage < self._num_stages:
             raise self.fail(f"stage {stage} does not exist")
         if not 0 <= micro_batch < self._num_micro_batches:
             raise self.fail(f"micro-batch {micro_batch} does not exist")
         key = 2 * (stage * self._num_micro_batches + micro_batch) + (buffer.payload == "gradient")
-        if (num_bytes := self._bytes_of.get(id(specs))) is None:
-            num_bytes = self._bytes_of[id(specs)] = _num_bytes(specs)
-        if (lane := self.lanes.get((peer, instruction.channel))) is None:
-            if peer == self.rank:
-                raise self.fail("a rank cannot exchange buffers with itself")
-            lane = self.lanes[peer, instruction.channel] = Lane()
-        posted = (lane, len(lane.places), peer, num_bytes, buffer)
-        if isinstance(instruction, Send):
-            if key in self._sending:
-                raise self.fail("posted twice")
-            if self._present.pop(key, None) is None:
-                raise self.fail("nothing to send: it has not been computed, or was sent before")
-            self._sending[key] = posted
-        else:
-            if key in self._receiving:
-                raise self.fail("posted twice")
-            if key in self._present:
-                raise self.fail("received twice")
-            self._receiving[key] = posted
-        lane.transfers.append(instruction)
-        lane.places.append(self._place)
-        self._held_bytes += num_bytes
-        if self._held_bytes > self.peak_bytes:
-            self.peak_bytes = self._held_bytes
+        self._keys[id(buffer)] = key
+        return key
 
-    def _forward(self, stage: int, micro_batch: int) -> None:
+    def _lane(self, transfer: Send | Recv) -> Lane:
+        if transfer.peer == self.rank:
+            raise self.fail("a rank cannot exchange buffers with itself")
+        lane = self.lanes[transfer.peer, transfer.channel] = Lane(transfer.peer)
+        return lane
+
+    def _load(self, micro_batch: int) -> None:
+        if micro_batch in self._loaded:
+            raise self.fail("loaded twice")
+        self._loaded.add(micro_batch)
+
+    def _forward(self, stage: int, micro_batch: int) -> int:
         key = self._check_place(stage, micro_batch)
         if micro_batch not in self._loaded:
             raise self.fail("its micro-batch has not been loaded")
         if key in self._progress:
             raise self.fail("runs twice")
-        if stage > 0:
-            self._take(2 * (key - self._num_micro_batches))
+        num_bytes = self._taken(2 * (key - self._num_micro_batches)) if stage > 0 else 0
         self._progress[key] = _FORWARDED
         if stage + 1 < self._num_stages:
             self._present[2 * key] = 0
+        return num_bytes
 
-    def _backward(self, stage: int, micro_batch: int, after: int) -> None:
+    def _backward(self, stage: int, micro_batch: int, after: int) -> int:
         key = self._check_place(stage, micro_batch)
         if self._progress.get(key) != _FORWARDED:
             raise self.fail("its forward has not run, or a backward has run already")
+        num_bytes = 0
         if stage + 1 < self._num_stages:
-            if 2 * key in self._present:
-                raise self.fail("its output has not been sent")
-            self._take(2 * (key + self._num_micro_batches) + 1)
+            num_bytes = self._taken(2 * (key + self._num_micro_batches) + 1)
         self._progress[key] = after
         if stage > 0:
             self._present[2 * key + 1] = 0
+        return num_bytes
 
     def _weight(self, stage: int, micro_batch: int) -> None:
         key = self._check_place(stage, micro_batch)
@@ -181,17 +217,17 @@ class RankTrace:
         self._progress[key] = _DONE
 
     def _check_place(self, stage: int, micro_batch: int) -> int:
-        if not 0 <= stage < self._num_stages or self._stage_ranks[stage] != self.rank:
+        if stage not in self._stages:
             raise self.fail(f"stage {stage} does not live on this rank")
         if not 0 <= micro_batch < self._num_micro_batches:
             raise self.fail(f"micro-batch {micro_batch} does not exist")
         return stage * self._num_micro_batches + micro_batch
 
-    def _take(self, key: int) -> None:
+    def _taken(self, key: int) -> int:
         num_bytes = self._present.pop(key, None)
         if num_bytes is None:
             raise self.fail(f"needs the {self._buffer(key)}, which has not arrived")
-        self._held_bytes -= num_bytes
+        return num_bytes
 
     def check_end(self) -> None:
         for verb, posted in (("sending", self._sending), ("receiving", self._receiving)):

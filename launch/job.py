@@ -12,9 +12,11 @@ import numpy as np
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.config import Rule, ScheduleName, TrainConfig
 from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.fitted import FittedCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.table import CostTable
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset, fingerprint_of_source, prepare
 from dynapipe_ext.data.generation import generate_examples, generator_settings
@@ -28,6 +30,7 @@ from dynapipe_ext.topology import Topology
 # One multiple for all topologies: the padded vocabulary, and with it the weights, must not depend on tp.
 _VOCAB_MULTIPLE = 128
 _OURS = "dynapipe-ext"
+SPLIT_SCHEDULES = ("zb-h1", "zb-h2")  # these run every backward as I and W, asked for or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ def analytic_costs(config: TrainConfig, shape: ModelShape, *, flops_per_s: float
 
 def configured_costs(config: TrainConfig, costs: AnalyticCosts) -> AnalyticCosts:
     """Rates and factors as they were measured; what follows from the settings (topology, dtype, sharding) from them."""
-    wide = config.model.dtype == "float32"
+    wide, plan = config.model.dtype == "float32", config.plan
     return replace(
         costs,
         topology=topology_of(config),
@@ -141,13 +144,17 @@ def configured_costs(config: TrainConfig, costs: AnalyticCosts) -> AnalyticCosts
         sequence_parallel=config.topology.sequence_parallel and config.topology.tp > 1,
         dropout=config.model.dropout > 0,
         distributed_optimizer=config.optimizer.distributed,
+        split_backward=plan.split_backward or plan.schedule in SPLIT_SCHEDULES,
+        zero_stage=0,
+        ep=1,
     )
 
 
 def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, Topology]:
     """The cost model in a JSON file of any kind, over `topology`, or with None over the one it was made for.
 
-    Errors: DataError for a file that holds none; ConfigError where it cannot be laid out over the topology.
+    Fitted costs are those of the stages that ran: of another topology they take the number of replicas alone. Errors:
+    DataError for a file that holds none; ConfigError where it cannot be laid out over the topology.
     """
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -155,8 +162,13 @@ def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, 
         raise DataError(f"cost file {path} cannot be read: {error}: give a cost model written as JSON") from error
     if not isinstance(raw, dict):
         raise DataError(f"cost file {path} holds {type(raw).__name__}: give a cost model written as JSON")
-    costs = cost_model_from_json(raw)
+    return _laid_out(cost_model_from_json(raw), topology)
+
+
+def _laid_out(costs: CostModel, topology: Topology | None) -> tuple[CostModel, Topology]:
     match costs:
+        case FittedCosts():
+            return _fitted_over(costs, topology)
         case CostTable():
             return (costs, costs.topology) if topology is None else (costs.with_topology(topology), topology)
         case AnalyticCosts():
@@ -164,6 +176,26 @@ def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, 
             return replace(costs, topology=topology), topology
         case _:
             return costs, topology or Topology(pp=costs.num_stages)
+
+
+def _fitted_over(costs: FittedCosts, topology: Topology | None) -> tuple[FittedCosts, Topology]:
+    base = costs.base
+    if isinstance(base, TokenCosts):
+        return costs, topology or Topology(pp=base.num_stages)
+    num_layers = base.num_layers if isinstance(base, CostTable) else base.shape.num_layers
+    recorded = base.topology.with_layers(num_layers)
+    asked = recorded if topology is None else topology.with_layers(num_layers)
+    if replace(asked, dp=recorded.dp) != recorded:
+        raise ConfigError(
+            f"the costs were fitted to runs of {_stages(recorded)} but {_stages(asked)} are asked for: record runs of"
+            " these, or give costs that were not fitted"
+        )
+    return replace(costs, base=replace(base, topology=asked)), asked
+
+
+def _stages(topology: Topology) -> str:
+    layers = ", ".join(map(str, topology.layers_per_stage))
+    return f"{topology.num_stages} stages of {layers} layers on tp {topology.tp} x pp {topology.pp}"
 
 
 def check_batches(config: TrainConfig, lengths: LengthArray) -> None:

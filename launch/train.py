@@ -13,13 +13,15 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.fitted import FittedCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
@@ -79,6 +81,7 @@ def run_rank(env: RankEnv, job: Job) -> int:
             raise ConfigError("[job] strict moves CPU tensors over gloo: leave it out on accelerators")
     costs = job.costs
     if costs is None and env.rank == 0:
+        print(ranks_line(topology), file=sys.stderr)
         costs = settle_costs(config, prepare_data(config).vocab_size)
     dist.init_process_group(
         process_group_backend(device),
@@ -170,6 +173,14 @@ def _run(env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: Ex
         )
 
 
+def ranks_line(topology: Topology) -> str:
+    """What a job says when it starts: its ranks, and the core that plans for them."""
+    core = active_core()
+    slower = "" if core == "native" else " (slower than the native one: see dynapipe doctor)"
+    ranks = f"ranks: {topology.world_size} (TP{topology.tp} x PP{topology.pp} x DP{topology.dp})"
+    return f"{ranks}, plans by the {core} core{slower}"
+
+
 def _device_name(device: Any) -> str:
     import torch
 
@@ -205,12 +216,16 @@ def settle_costs(config: TrainConfig, vocab_size: int) -> CostModel:
     shape = model_shape(config, vocab_size)
     if config.plan.costs:
         costs, _ = read_costs(config.plan.costs, topology_of(config))
-        if isinstance(costs, AnalyticCosts) and costs.shape != shape:
+        counted = costs.base if isinstance(costs, FittedCosts) else costs
+        if not isinstance(counted, AnalyticCosts):
+            return costs
+        if counted.shape != shape:
             raise ConfigError(
-                f"the costs in {config.plan.costs} are those of another model ({costs.shape}), not of the configured"
+                f"the costs in {config.plan.costs} are those of another model ({counted.shape}), not of the configured"
                 f" one ({shape}): leave them out to measure this machine"
             )
-        return configured_costs(config, costs) if isinstance(costs, AnalyticCosts) else costs
+        counted = configured_costs(config, counted)
+        return replace(costs, base=counted) if isinstance(costs, FittedCosts) else counted
     warnings.filterwarnings("ignore", module="megatron")
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measure import measure_rate

@@ -21,7 +21,7 @@ from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads
 from dynapipe_ext.launch.job import check_batches, check_fits, prepare_data, topology_of
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.launch.train import Job, data_progress, run_rank, settle_costs, store_address
+from dynapipe_ext.launch.train import Job, data_progress, ranks_line, run_rank, settle_costs, store_address
 from dynapipe_ext.plan import Layout, LossNorm
 
 _EPILOG = """examples:
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         _import_once()
         costs = given or _measure(config, dataset.vocab_size)
         check_fits(config, costs, dataset.lengths)
-        console.print(f"ranks: {topology.world_size} (TP{topology.tp} x PP{topology.pp} x DP{topology.dp})")
+        console.print(ranks_line(topology), soft_wrap=True)
         run_local(partial(_rank, Job(config, args.compare, address, costs)), topology.world_size)
     return 0
 

@@ -59,10 +59,8 @@ class ModelShape:
         if self.position not in ("learned", "rope") or self.norm not in ("layernorm", "rmsnorm"):
             raise ConfigError(f"position {self.position!r} (learned, rope) or norm {self.norm!r} (layernorm, rmsnorm)")
         if self.num_experts < 0 or not (0 <= self.capacity_factor < math.inf):
-            raise ConfigError(
-                f"num_experts {self.num_experts} and capacity_factor {self.capacity_factor} must be finite and at"
-                " least 0"
-            )
+            numbers = f"num_experts {self.num_experts} and capacity_factor {self.capacity_factor}"
+            raise ConfigError(f"{numbers} must be finite and at least 0")
         if not self.num_experts and (self.top_k or self.capacity_factor):
             raise ConfigError(
                 f"top_k {self.top_k} and capacity_factor {self.capacity_factor} are of experts but num_experts is 0:"
@@ -164,12 +162,14 @@ class AnalyticCosts:
     reaches, not its peak; it stands for tensor-parallel communication too). Per token a layer's matrix products take 2
     FLOPs a weight, attention over rows of length L takes 4 h L^2, half of it where the kernel skips what the causal
     mask hides (`flash`); backward is twice forward, plus what is recomputed: the layers (full) or core attention
-    (selective). W of a split backward is one forward's worth of matrix products. Tensor parallelism divides everything.
+    (selective). W of a split backward is one forward's worth of matrix products, or nothing under full recomputation:
+    what that brings back is dropped layer by layer, not kept until W. Tensor parallelism divides everything.
 
     Stored bytes follow Korthikanti et al. 2022 (sec. 4, table 2) for any width of values: norm inputs, matrix inputs,
     q, k, v, the scores unless `flash`, masks under `dropout`; the last stage adds the final norm, the head's input and
     fp32 logits. `working_bytes` is the larger of one layer's recomputed activations with the gradient of its widest
-    value, and the logits once more in the width of values.
+    value, and the logits once more in the width of values. With `split_backward` stored bytes are at least what I keeps
+    until W: inputs and output gradients of matrix products, gathered where the sequence is divided.
 
     `layer_bytes_factor` and `head_bytes_factor` multiply the stored bytes of layers and of the head: what an
     implementation keeps beyond the count (unfused operations, copies), as measured on the device.
@@ -178,7 +178,7 @@ class AnalyticCosts:
     stands for their exchange of tokens. A layer keeps the dispatched rows (copied over TP), the inputs of activation
     function and fc2 (the router's weight multiplies the latter, as Megatron does), and fp32 router probabilities.
 
-    Static bytes by `state_bytes`: Megatron's or DeepSpeed's recipe for 16-bit weights, fp32 for 4-byte ones; experts'
+    Static bytes by `state_bytes`: `state_recipe` for 16-bit weights (not "fp32"), fp32 for 4-byte ones; experts'
     states are divided over the dp / ep replicas that share them. `distributed_optimizer` is another way to say
     `zero_stage` 1. From stage 2 on the largest unreduced unit (a layer, an embedding) adds its gradients to
     `working_bytes`, at stage 3 its gathered weights too.
@@ -201,22 +201,20 @@ class AnalyticCosts:
     flash: bool = True
     distributed_optimizer: bool = False
     dropout: bool = False
+    split_backward: bool = False
     zero_stage: ZeroStage = 0
-    state_recipe: Literal["megatron", "deepspeed"] = "megatron"
+    state_recipe: StateRecipe = "megatron"
     ep: int = 1
     links: Links | None = None
 
     def __post_init__(self) -> None:
         _check(self.shape, self.topology, self.ep)
         check_states(self.state_recipe, self.zero_stage)
-        if self.state_recipe not in ("megatron", "deepspeed"):
-            raise ConfigError(
-                f"state_recipe is {self.state_recipe!r}: give megatron or deepspeed; param_bytes 4 is fp32"
-            )
-        if not (self.flops_per_s > 0 and self.bandwidth_bytes_per_s > 0):
-            raise ConfigError(
-                f"flops_per_s {self.flops_per_s} and bandwidth_bytes_per_s {self.bandwidth_bytes_per_s} must be above 0"
-            )
+        if self.state_recipe == "fp32":
+            raise ConfigError("state_recipe is 'fp32': give megatron, mixed or deepspeed, and for fp32 param_bytes 4")
+        for name in ("flops_per_s", "bandwidth_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)} but must be above 0")
         for name in ("overhead_ns", "layer_overhead_ns", "latency_ns", "layer_bytes_factor", "head_bytes_factor"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)} but cannot be negative")
@@ -262,9 +260,8 @@ class AnalyticCosts:
         r, e, d = np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))
         costs = self._price(r * e, r * e * e, np.full(r.shape, recompute))
         bad = (d > 0) | ((e > self.shape.max_seq_len) & (self.shape.position == "learned"))
-        if bad.any():
-            for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes"):
-                getattr(costs, name)[:, bad] = INFEASIBLE
+        for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes"):
+            getattr(costs, name)[:, bad] = INFEASIBLE
         return costs
 
     def _has_positions(self, length: int) -> bool:
@@ -294,6 +291,8 @@ class AnalyticCosts:
         logits = tokens * (shape.vocab_size // tp)
         values = self.activation_bytes_per_value
         head_bytes = 2 * self._split(values * shape.hidden_size * tokens) + 4 * logits
+        if self.split_backward:
+            head_bytes = np.maximum(head_bytes, values * (shape.hidden_size * tokens + logits))
         widest = values * max(shape.fc1_size // tp, shape.hidden_size) * routed
         working = np.where(layers > 0, layer_none - layer + widest, 0)
         # A stage sends the residual stream, its rank's share of it under sequence parallelism.
@@ -303,7 +302,7 @@ class AnalyticCosts:
         return MicroBatchCosts(
             forward_ns=overhead_ns + self._ns(forward),
             backward_ns=overhead_ns + self._ns(2 * forward + again),
-            weight_ns=self._ns(matmul),
+            weight_ns=self._ns(np.where(full, 0, matmul)),
             stored_bytes=_scaled(layers * layer, self.layer_bytes_factor)
             + _scaled(is_last * head_bytes, self.head_bytes_factor),
             working_bytes=np.maximum(working, is_last * (values * logits)) + self._unsharded_bytes()[:, None],
@@ -325,8 +324,7 @@ class AnalyticCosts:
 
     def _layer_bytes(self, tokens: IntArray, squares: IntArray, recompute: Recompute) -> IntArray:
         """Activations that one layer keeps for its backward."""
-        shape, tp, values = self.shape, self.topology.tp, self.activation_bytes_per_value
-        h = shape.hidden_size
+        shape, tp, values, h = self.shape, self.topology.tp, self.activation_bytes_per_value, self.shape.hidden_size
         if recompute == "full":
             return self._split(values * h * tokens)
         copied = 4 * values * h + (2 * h if self.dropout else 0)  # inputs of norms, qkv, fc1; masks of one byte
@@ -336,6 +334,8 @@ class AnalyticCosts:
         kept = self._split(copied * tokens) + attention + mlp
         if shape.num_experts:
             kept = kept + values * h * routed + self._split(4 * shape.num_experts * tokens)
+        if self.split_backward:
+            kept = np.maximum(kept, 2 * values * h * (tokens + routed) + attention + mlp)
         if recompute == "selective":
             return kept
         if self.flash:  # the log-sum-exp of every head and position, fp32

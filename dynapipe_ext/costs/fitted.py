@@ -113,7 +113,7 @@ class Fit:
 
     stage: int
     kind: ActionKind
-    recompute: Recompute  # F and W do not depend on it; theirs is "none"
+    recompute: Recompute  # that of B and I, and "full" of W, which may then have nothing to do; else "none"
     overhead_ns: float
     ns_per_token: float
     ns_per_square: float
@@ -130,8 +130,9 @@ class FittedCosts:
     """Times from recorded runs; bytes and transfers from `base`, a cost model of the same stages.
 
     B is the fit of B, or of I and W where runs split the backward. W is the fit of W, or `split_w` of B where none was
-    recorded. A row more than `REACH` times the longest recorded one is refused with PlanError by `evaluate` and costs
-    INFEASIBLE in `evaluate_shapes`; so is a kind of recomputation that was not recorded.
+    recorded; under full recomputation it is the fit of W under that alone, or nothing. A row more than `REACH` times
+    the longest recorded one is refused with PlanError by `evaluate` and costs INFEASIBLE in `evaluate_shapes`; so is a
+    kind of recomputation that was not recorded.
     """
 
     base: BaseCosts
@@ -232,20 +233,19 @@ class FittedCosts:
         forward, backward, weight = (np.zeros(base.forward_ns.shape, np.int64) for _ in range(3))
         for stage in range(self.num_stages):
             forward[stage] = keys[stage, "F", "none"].ns(tokens, squares)
-            weight_fit = keys.get((stage, "W", "none"))
             for kind in self.recomputes:
                 if not (chosen := recompute == kind).any():
                     continue
                 t, q = tokens[chosen], squares[chosen]
+                weight_fit = keys.get((stage, "W", _w_under(kind)))
+                put_off = weight_fit.ns(t, q) if weight_fit else np.zeros_like(t)
                 if whole := keys.get((stage, "B", kind)):
                     backward[stage, chosen] = whole.ns(t, q)
                 else:
-                    backward[stage, chosen] = keys[stage, "I", kind].ns(t, q) + keys[stage, "W", "none"].ns(t, q)
-            weight[stage] = (
-                np.minimum(weight_fit.ns(tokens, squares), backward[stage])
-                if weight_fit
-                else np.rint(self.split_w * backward[stage]).astype(np.int64)
-            )
+                    backward[stage, chosen] = keys[stage, "I", kind].ns(t, q) + put_off
+                if not weight_fit and kind != "full":
+                    put_off = np.rint(self.split_w * backward[stage, chosen]).astype(np.int64)
+                weight[stage, chosen] = np.minimum(put_off, backward[stage, chosen])
         return replace(base, forward_ns=forward, backward_ns=backward, weight_ns=weight)
 
     def to_json(self) -> dict[str, Any]:
@@ -273,8 +273,13 @@ class FittedCosts:
         return fingerprint({**settings, "base": self.base.fingerprint()})
 
 
+def _w_under(recompute: Recompute) -> Recompute:
+    """What W is fitted by: a trainer that keeps no recomputed activations has no W where all are recomputed."""
+    return "full" if recompute == "full" else "none"
+
+
 def _has_backward(keys: Mapping[tuple[int, ActionKind, Recompute], Fit], stage: int, recompute: Recompute) -> bool:
-    split = (stage, "I", recompute) in keys and (stage, "W", "none") in keys
+    split = (stage, "I", recompute) in keys and (stage, "W", _w_under(recompute)) in keys
     return (stage, "B", recompute) in keys or split
 
 
@@ -293,7 +298,8 @@ def fit_costs(
     groups: dict[tuple[int, ActionKind, Recompute], list[Observation]] = {}
     longest = 0
     for one in recorded:
-        groups.setdefault((one.stage, one.kind, one.recompute if one.kind in "BI" else "none"), []).append(one)
+        under = {"F": "none", "W": _w_under(one.recompute)}.get(one.kind, one.recompute)
+        groups.setdefault((one.stage, one.kind, under), []).append(one)
         longest = max(longest, one.row_len)
     fits = tuple(_fit(*key, groups[key]) for key in sorted(groups))
     told = {
@@ -304,7 +310,7 @@ def fit_costs(
 
 
 def _fit(stage: int, kind: ActionKind, recompute: Recompute, group: list[Observation]) -> Fit:
-    name = f"{kind} on stage {stage}" + (f" with recompute {recompute!r}" if kind in "BI" else "")
+    name = f"{kind} on stage {stage}" + (f" with recompute {recompute!r}" if kind != "F" else "")
     if len(group) < MIN_OBSERVATIONS:
         raise DataError(
             f"{len(group)} spans of {name} were recorded but a fit needs at least {MIN_OBSERVATIONS}: record more steps"

@@ -147,6 +147,10 @@ class MegatronStage:
         return (live.input.grad,)
 
     def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        """Under full recomputation I does the work of W: all layers' inputs would come back and stay until W."""
+        if self._plan.micro_batches[micro_batch].recompute == "full":
+            self._put_off[stage, micro_batch] = []
+            return self.backward(stage, micro_batch, output_grads)
         with self._deferred.deferring() as work:
             input_grads = self.backward(stage, micro_batch, output_grads)
         self._put_off[stage, micro_batch] = work

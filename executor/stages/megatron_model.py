@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.costs.analytic import ModelShape
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.attention import DocumentAttention
 from dynapipe_ext.topology import Topology
@@ -45,7 +46,11 @@ def destroy_parallel() -> None:
 def transformer_config(
     shape: ModelShape, topology: Topology, *, dtype: str, sequence_parallel: bool, dropout: float = 0.0
 ) -> Any:
-    """Megatron's TransformerConfig; losses and gradients are sums, to be divided by global counts."""
+    """Megatron's TransformerConfig; losses and gradients are sums, to be divided by global counts.
+
+    Errors: ConfigError for a shape with experts.
+    """
+    _refuse_experts(shape)
     from megatron.core.transformer import TransformerConfig
 
     layers = topology.with_layers(shape.num_layers).layers_per_stage
@@ -84,6 +89,14 @@ def transformer_config(
     )
 
 
+def _refuse_experts(shape: ModelShape) -> None:
+    if shape.num_experts:
+        raise ConfigError(
+            f"num_experts is {shape.num_experts} but this stage builds dense layers alone: give a shape with"
+            " num_experts 0, or train experts on a Stage of your own; plans and costs know them"
+        )
+
+
 class _Norm:
     """torch's norm, marked for the reduction that sequence parallelism needs, which Megatron's wrapper refuses."""
 
@@ -108,7 +121,11 @@ class _CoreAttention(DocumentAttention):
 def build_model(
     shape: ModelShape, topology: Topology, pp_rank: int, config: Any, *, seed: int, device: torch.device
 ) -> torch.nn.Module:
-    """The GPTModel slice of one pipeline rank, initialised by name (see `initialize_weights`)."""
+    """The GPTModel slice of one pipeline rank, initialised by name (see `initialize_weights`).
+
+    Errors: ConfigError for a shape with experts.
+    """
+    _refuse_experts(shape)
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules

@@ -31,11 +31,14 @@ def install() -> None:
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
+            # Under saved-tensor hooks the weight that comes back from the saved tensors is another object, without the
+            # attribute that says where its gradient goes.
+            ctx.weight = arguments[1]
             return original.forward(ctx, *arguments)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            x, weight = ctx.saved_tensors
+            x, weight = ctx.saved_tensors[0], ctx.weight
             queue = deferred_of(weight)
             if queue is None or ctx.grad_output_buffer is not None:
                 return original.backward(ctx, *grads)

@@ -91,7 +91,8 @@ def _drawn(tokens: int, count: int) -> Iterator[Batch]:
 def settings(column: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Planner settings of a column; of several, the fastest plan counts: a rule that leaves a size open is at its best.
 
-    Besides the columns: ours and DynaPipe's split under 1F1B in natural order, and ours in packed rows.
+    Besides the columns: ours and DynaPipe's split under 1F1B in natural order, ours with split backwards, under the
+    zero-bubble schedules, and in packed rows.
     """
     longest = round_up(max(lengths), 8)
     match column:
@@ -104,8 +105,12 @@ def settings(column: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
             return [{"rule": "dynapipe", "schedule": "adaptive"}]
         case "ours":
             return [{"schedule": "adaptive"}]
+        case "ours, split":
+            return [{"schedule": "adaptive", "split_backward": True}]
         case "ours, 1F1B":
             return [{"schedule": "1f1b"}]
+        case "ours, ZB-H1" | "ours, ZB-H2":
+            return [{"schedule": column.removeprefix("ours, ").lower()}]
         case "ours, packed":
             rows = dict.fromkeys(max(longest, n) for n in (2048, 4096))
             return [{"layout": "packed", "schedule": "adaptive", "max_tokens": n} for n in rows]

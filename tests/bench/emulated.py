@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from contenders import TOPOLOGY, best_plan, cost_model, provenance, read_batches
+from contenders import MEMORY_LIMIT_BYTES, TOPOLOGY, best_plan, cost_model, provenance, read_batches
 from emulation import Case, run_emulated
 
 from dynapipe_ext.errors import DynaPipeError
@@ -29,7 +29,11 @@ ROWS = {
     "dynapipe": "DynaPipe's split, adaptive",
     "ours, 1F1B": "our split, 1F1B in natural order",
     "ours": "our split, adaptive",
+    "ours, split": "our split, adaptive, backward as I and W",
+    "ours, ZB-H1": "our split, ZB-H1 in natural order",
+    "ours, ZB-H2": "our split, ZB-H2 in natural order",
 }
+LIMITS = {"ours, ZB-H1": 60e9, "ours, ZB-H2": 78e9}  # bytes a rank, where it is not the others'; these need more
 
 
 def main() -> int:
@@ -37,8 +41,9 @@ def main() -> int:
     parser.add_argument("--costs", type=Path, help="folder of the A100 layer cost CSVs")
     parser.add_argument("--shared", type=Path, help="folder above data/reference_plans")
     parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--scale", type=float, default=0.5, help="seconds slept for a second of the plan")
+    parser.add_argument("--scale", type=float, default=1.0, help="seconds slept for a second of the plan")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--only", action="append", choices=ROWS, help="this row; may be given several times")
     parser.add_argument("--transport", choices=("torch", "strict"), default="torch")
     parser.add_argument("--machine", default="", help="what to call this machine")
     parser.add_argument("--output", type=Path, default=RESULT)
@@ -59,8 +64,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     batch, rows = batches[0], []
     with RedisServer() as server:
         store = f"{server.name} {server.version}"
-        for column, name in ROWS.items():
-            _, planner, _ = best_plan(column, costs, batch.lengths)
+        for column in args.only or ROWS:
+            name = ROWS[column]
+            limit_bytes = LIMITS.get(column, MEMORY_LIMIT_BYTES)
+            _, planner, _ = best_plan(column, costs, batch.lengths, limit_bytes=limit_bytes)
             case = Case(
                 planner=planner, batches=(batch.lengths,) * args.steps, transport=args.transport, scale=args.scale
             )
@@ -69,6 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 {
                     "column": column,
                     "name": name,
+                    "memory_limit_bytes": limit_bytes,
                     "micro_batches": list(steps[0].num_micro_batches),
                     "predicted_s": steps[0].predicted_s,
                     "measured_s": statistics.median(step.measured_s for step in steps),

@@ -1,6 +1,8 @@
 """Sleeping ranks: forked processes, a real store with a planner process, real transfers over gloo, no arithmetic.
 
 RedisServer ◄── plans ── planner process        each rank: DynaPipeDataLoader ─► PipelineExecutor(EmulatedStage)
+
+`run_steps` takes plans as they are instead, and actions may then last longer or shorter than the plans expect.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from dynapipe_ext.activations import TensorSpec  # noqa: E402
+from dynapipe_ext.activations import ActivationFormat, TensorSpec  # noqa: E402
+from dynapipe_ext.costs.model import MicroBatchCosts  # noqa: E402
 from dynapipe_ext.executor.engine import PipelineExecutor  # noqa: E402
 from dynapipe_ext.executor.instructions import ExecutionPlan  # noqa: E402
 from dynapipe_ext.executor.loader import DynaPipeDataLoader  # noqa: E402
@@ -33,9 +36,11 @@ from dynapipe_ext.executor.store.address import StoreAddress  # noqa: E402
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups  # noqa: E402
 from dynapipe_ext.executor.transport.strict import StrictTransport  # noqa: E402
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport  # noqa: E402
+from dynapipe_ext.executor.transport.watched import WatchedTransport  # noqa: E402
 from dynapipe_ext.launch.cluster import run_local  # noqa: E402
 from dynapipe_ext.schedules.planner import Planner  # noqa: E402
 from dynapipe_ext.timeline import Span, Trace  # noqa: E402
+from dynapipe_ext.topology import Topology  # noqa: E402
 
 TransportName = Literal["strict", "torch"]
 _TIMEOUT_S = 60.0
@@ -67,6 +72,15 @@ class Step:
     @property
     def ratio(self) -> float:
         return self.measured_s / self.predicted_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenStep:
+    """Plans by [dp_rank][pp_rank], and by dp_rank the costs as they turn out; `fill_waits` is the executor's."""
+
+    plans: tuple[tuple[ExecutionPlan, ...], ...]
+    costs: tuple[MicroBatchCosts, ...]
+    fill_waits: bool = False
 
 
 class LengthsOnly:
@@ -114,26 +128,36 @@ def run_emulated(case: Case, address: StoreAddress, *, timeout_s: float = 300.0)
     return steps
 
 
+def run_steps(
+    topology: Topology,
+    steps: Sequence[GivenStep],
+    activation_format: ActivationFormat,
+    *,
+    transport: TransportName = "torch",
+    scale: float = 1.0,
+    timeout_s: float = 300.0,
+) -> list[Trace]:
+    """What all ranks did in each step, in unscaled seconds. Raises JobError where a rank fails or hangs."""
+    with TemporaryDirectory() as folder:
+        main = partial(_given_main, topology, steps, activation_format, transport, scale, Path(folder))
+        run_local(main, topology.world_size, timeout_s=timeout_s)
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(topology.world_size)]
+    return [
+        Trace(tuple(Span(**{**span, "shape": tuple(span["shape"])}) for spans in of_step for span in spans)).stretched(
+            1 / scale
+        )
+        for of_step in zip(*ranks, strict=True)
+    ]
+
+
 def median_ratio(steps: Sequence[Step]) -> float:
     """Measured over predicted makespan, the median of the steps."""
     return statistics.median(step.ratio for step in steps)
 
 
 def _rank_main(case: Case, address: StoreAddress, namespace: str, folder: Path, env: RankEnv) -> int:
-    dist.init_process_group(
-        "gloo",
-        init_method=env.init_method,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=timedelta(seconds=_TIMEOUT_S),
-    )
     planner, topology = case.planner, case.planner.topology
-    groups = make_pipeline_groups(topology, env.rank, timeout_s=_TIMEOUT_S)
-    transport: StrictTransport | TorchP2PTransport
-    if case.transport == "strict":
-        transport = StrictTransport(topology, env.rank, groups, timeout_s=_TIMEOUT_S)
-    else:
-        transport = TorchP2PTransport(topology, env.rank, groups, device=torch.device("cpu"), timeout_s=_TIMEOUT_S)
+    transport = _join(env, topology, case.transport)
     stage = EmulatedStage(
         lambda plan: planner.costs.evaluate(plan.micro_batches), planner.activation_format, _tensor, scale=case.scale
     )
@@ -157,6 +181,55 @@ def _rank_main(case: Case, address: StoreAddress, namespace: str, folder: Path, 
     (folder / f"{env.rank}.json").write_text(json.dumps(steps))
     dist.destroy_process_group()
     return 0
+
+
+def _given_main(
+    topology: Topology,
+    steps: Sequence[GivenStep],
+    activation_format: ActivationFormat,
+    transport_name: TransportName,
+    scale: float,
+    folder: Path,
+    env: RankEnv,
+) -> int:
+    plain = _join(env, topology, transport_name)
+    watched = WatchedTransport(plain)
+    me, recorder = topology.coordinates(env.rank), _Spans()
+    spans = []
+    for step in steps:
+        plan, costs = step.plans[me.dp_rank][me.pp_rank], step.costs[me.dp_rank]
+        stage = EmulatedStage(partial(_same, costs), activation_format, _tensor, scale=scale)
+        if step.fill_waits:
+            executor = PipelineExecutor(stage, watched, recorder=recorder, rank=env.rank, arrived=watched.arrived)
+        else:
+            executor = PipelineExecutor(stage, plain, recorder=recorder, rank=env.rank)
+        recorder.spans = []
+        dist.barrier()
+        executor.execute(plan, [{}] * len(plan.micro_batches))
+        spans.append([asdict(span) for span in recorder.spans])
+    watched.close()
+    (folder / f"{env.rank}.json").write_text(json.dumps(spans))
+    dist.destroy_process_group()
+    return 0
+
+
+def _same(costs: MicroBatchCosts, plan: ExecutionPlan) -> MicroBatchCosts:
+    return costs
+
+
+def _join(env: RankEnv, topology: Topology, name: TransportName) -> StrictTransport | TorchP2PTransport:
+    """Enter the job's process group; the rank's transport."""
+    dist.init_process_group(
+        "gloo",
+        init_method=env.init_method,
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+    )
+    groups = make_pipeline_groups(topology, env.rank, timeout_s=_TIMEOUT_S)
+    if name == "strict":
+        return StrictTransport(topology, env.rank, groups, timeout_s=_TIMEOUT_S)
+    return TorchP2PTransport(topology, env.rank, groups, device=torch.device("cpu"), timeout_s=_TIMEOUT_S)
 
 
 def _step(

@@ -1,4 +1,4 @@
-"""CPU time to prove one replica's plan, a case a row.
+"""CPU time to prove one replica's plan, a case a row: alone, and as one of two whose collectives are proven too.
 
 python tests/bench/verify.py [--rounds N]
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.instructions import Instruction
 from dynapipe_ext.executor.lowering import lower_schedule
 from dynapipe_ext.executor.verify import verify
+from dynapipe_ext.executor.verify_collectives import verify_step, with_collectives
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
@@ -30,19 +32,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     rounds = parser.parse_args().rounds
-    print("ranks  micro-batches  backward  instructions  median ms  fastest ms")
+    print(
+        "ranks  micro-batches  backward  instructions  median ms  fastest ms  in a step of two: median ms  fastest ms"
+    )
     for num_ranks, num_micro_batches, split in CASES:
         programs, stage_ranks = plan(num_ranks, num_micro_batches, split=split)
-        spent_ms = []
-        for _ in range(rounds):
-            before_ns = time.process_time_ns()
-            verify(programs, stage_ranks, num_micro_batches)
-            spent_ms.append((time.process_time_ns() - before_ns) / 1e6)
+        alone_ms = spent_ms(partial(verify, programs, stage_ranks, num_micro_batches), rounds)
+        counts = [num_micro_batches] * 2
+        step_ms = [
+            ms / 2 for ms in spent_ms(lambda p=programs, s=stage_ranks, c=counts: prove_step([p, p], s, c), rounds)
+        ]
         print(
             f"{num_ranks:5}  {num_micro_batches:13}  {'split' if split else 'whole':>8}  {sum(map(len, programs)):12}"
-            f"  {statistics.median(spent_ms):9.3f}  {min(spent_ms):10.3f}"
+            f"  {statistics.median(alone_ms):9.3f}  {min(alone_ms):10.3f}"
+            f"  {statistics.median(step_ms):27.3f}  {min(step_ms):10.3f}"
         )
     return 0
+
+
+def prove_step(
+    replicas: Sequence[Sequence[Sequence[Instruction]]], stage_ranks: Sequence[int], counts: Sequence[int]
+) -> None:
+    """As plans are proven before they are published."""
+    verify_step(with_collectives(replicas), stage_ranks, counts)
+
+
+def spent_ms(action: Callable[[], object], rounds: int) -> list[float]:
+    found = []
+    for _ in range(rounds):
+        before_ns = time.process_time_ns()
+        action()
+        found.append((time.process_time_ns() - before_ns) / 1e6)
+    return found
 
 
 def plan(

@@ -229,6 +229,9 @@ def test_a_split_backward_gives_the_bits_of_the_whole_one_and_holds_memory_until
             assert split_loss == loss
             assert held[-1] == split_held[-1] == 0
             assert max(split_held) >= max(held) * (1 if lag else 0)
-            assert (max(split_held) > max(held)) == (lag > 0 and case.recompute == "none")  # else W holds nothing
+            if case.recompute == "full":  # I does the work of W
+                assert max(split_held) == max(held)
+            elif lag:
+                assert max(split_held) > max(held)
             for name, gradient in gradients.items():
                 assert np.array_equal(split_gradients[name], gradient), f"lag {lag}: {name}"

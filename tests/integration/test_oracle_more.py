@@ -7,7 +7,6 @@ that runs one row at a time, built here from the samples' tokens, without the pl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -17,38 +16,26 @@ import torch.distributed as dist
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.config import OptimizerSettings
 from dynapipe_ext.costs.analytic import ModelShape
-from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.data.collate import collate
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads, wrap_ddp
-from dynapipe_ext.executor.stages.megatron_model import (
-    build_model,
-    global_name,
-    initialize_parallel,
-    tensor_slice,
-    transformer_config,
-)
+from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
 from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.verify import verify
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import GlobalBatchPlan, LossNorm, MicroBatch, ReplicaPlan, check_cover
+from dynapipe_ext.plan import LossNorm, MicroBatch, check_cover
 from dynapipe_ext.planning.rules import fixed_rows
 from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.simulate import makespan_ns, simulate
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.topology import Topology
-
-megatron_cpu.install()  # here, so that forked ranks find megatron imported
+from tests.support.megatron_ranks import CPU, costs_of, join, planned, tensors_of, worst_error
 
 NUM_LAYERS, NUM_SAMPLES, ROW_LEN = 2, 10, 48
 TIED = ModelShape(NUM_LAYERS, 32, 4, 2, 64, True, 256, 64, True, "rope", "rmsnorm", False)
 UNTIED = ModelShape(NUM_LAYERS, 32, 4, 4, 64, False, 256, 64, False, "learned", "layernorm", True)
-CPU = torch.device("cpu")
 DP2, PP2DP2, ALL = Topology(dp=2), Topology(pp=2, dp=2), Topology(tp=2, pp=2, dp=2)
 
 
@@ -106,11 +93,6 @@ def build(case: Case, topology: Topology, rank: int):
     return model, ddp, MegatronOptimizer(ddp, config, settings, num_steps=10)
 
 
-def join(env) -> None:
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size, timeout=limit)
-
-
 def oracle(case: Case):
     """Returns (loss, {name: gradient}) of step 0 in one float32 process."""
 
@@ -141,28 +123,11 @@ def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list]:
         cuts = [lengths[:4], lengths[4:6], lengths[6:7], lengths[7:]]
         parts = [MicroBatch(tuple(cut), "packed", pad_multiple=4) for cut in cuts]
         replicas = [parts, []] if case.rule == "idle" else [parts[:1], parts[1:]]
-    pp = case.topology.pp
-    costs = [TokenCosts(pp, transfer_ns_per_token=10).evaluate(replica) for replica in replicas]
-    schedules = tuple(one_f_one_b(pp, c.num_micro_batches) for c in costs)
-    predictions = tuple(
-        Prediction(
-            makespan_ns=makespan_ns(s, c),
-            lower_bound_ns=0,
-            peak_bytes=(0,) * pp,
-            bubble_ratio=0.0,
-            trace=simulate(s, c),
-        )
-        for s, c in zip(schedules, costs, strict=True)
-    )
-    plans = tuple(ReplicaPlan(i, tuple(replica)) for i, replica in enumerate(replicas))
-    batch = GlobalBatchPlan(step=step, replicas=plans, loss_norm=case.loss_norm)
-    check_cover(batch, lengths)
-    return StepPlan(batch, schedules, predictions), costs
-
-
-def tensors_of(micro_batch: MicroBatch, samples: list[TokenSample], loss_norm: LossNorm) -> dict[str, torch.Tensor]:
-    arrays = collate(micro_batch, [samples[s.index] for s in micro_batch.samples], loss_norm=loss_norm)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    costs = costs_of(case.topology, replicas)
+    schedules = [one_f_one_b(case.topology.pp, c.num_micro_batches) for c in costs]
+    step_plan = planned(step, replicas, schedules, costs, case.loss_norm)
+    check_cover(step_plan.batch, lengths)
+    return step_plan, costs
 
 
 def rank_main(case: Case, num_steps: int, expected: dict[str, np.ndarray] | None = None):
@@ -185,7 +150,7 @@ def rank_main(case: Case, num_steps: int, expected: dict[str, np.ndarray] | None
             batches = [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches]
             losses.append(executor.execute(plan, batches))
             if step == 0 and expected is not None:
-                error = worst_error(case, model, me, expected)
+                error = worst_error(case.shape, topology, env.rank, model, expected)
             optimizer.step()
         dtypes = {gradient.dtype for gradient in main_grads(ddp).values()}
         parameters = {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
@@ -195,19 +160,6 @@ def rank_main(case: Case, num_steps: int, expected: dict[str, np.ndarray] | None
         return Outcome(losses, error, dtypes, parameters)
 
     return main
-
-
-def worst_error(case: Case, model: torch.nn.Module, me, expected: dict[str, np.ndarray]) -> float:
-    first_layer = sum(case.topology.with_layers(NUM_LAYERS).layers_per_stage[: me.pp_rank])
-    worst = 0.0
-    for local_name, parameter in model.named_parameters():
-        name = global_name(local_name, first_layer)
-        if name == "output_layer.weight" and case.shape.tied_embeddings:
-            name = "embedding.word_embeddings.weight"
-        whole = torch.from_numpy(expected[name])
-        wanted = tensor_slice(whole, parameter, me.tp_rank, case.topology.tp)
-        worst = max(worst, float((parameter.main_grad - wanted).abs().max()) / max(float(whole.abs().max()), 1e-12))
-    return worst
 
 
 EXACT = [

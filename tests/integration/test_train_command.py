@@ -18,6 +18,7 @@ import pytest
 import zstandard
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.launch.job import analytic_costs, model_shape
 from dynapipe_ext.launch.redis_server import RedisServer
@@ -152,6 +153,7 @@ def test_eight_ranks_leave_a_whole_report_a_curve_and_a_page(tiny: Path, tmp_pat
     spans = [event for event in _chrome(run_dir) if event.get("ph") == "X"]
     assert {event["tid"] for event in spans} == set(range(8))
 
+    assert f"ranks: 8 (TP2 x PP2 x DP2), plans by the {active_core()} core" in done.stderr
     assert "step 2 (2/2)  loss" in done.stderr
     for words in ("tok/s", "padding", "bubble"):
         assert words in done.stderr
@@ -224,6 +226,15 @@ def test_compare_runs_the_usual_ways_on_the_same_tokens_over_epochs_that_end_sma
         assert losses[name] == pytest.approx(report["losses"][0], rel=1e-5)
 
 
+def test_no_rank_holds_more_than_was_predicted_where_backwards_are_split(train: Train, tiny: Path) -> None:
+    """Under sequence parallelism, where I keeps more until W than the forward stores."""
+    flags = ["--tp", "2", "--sequence-parallel", "--layout", "packed", "--schedule", "zb-h1"]
+    peaks = train(*flags, config=tiny.with_name("measured.toml"))["peak_bytes"]
+    assert len(peaks["measured"]) == 4
+    for measured, predicted in zip(peaks["measured"], peaks["predicted"], strict=True):
+        assert 0.6 * predicted <= measured <= predicted
+
+
 def test_torchrun_trains_as_the_launcher_does(train: Train, tiny: Path, tmp_path: Path) -> None:
     """The user's own server over TCP, and the embedded one; the losses are bit for bit those of `dynapipe train`."""
     wanted = train("--dp", "2")["losses"]
@@ -238,7 +249,9 @@ def test_torchrun_trains_as_the_launcher_does(train: Train, tiny: Path, tmp_path
     with RedisServer(port=port) as server:
         password = {"DYNAPIPE_STORE_PASSWORD": server.address.password or ""}
         run([*program, str(tmp_path / "own.toml"), "--store", f"redis://127.0.0.1:{port}"], password)
-    run([*program, str(tmp_path / "embedded.toml")])
+    done = run([*program, str(tmp_path / "embedded.toml")])
+    said = f"ranks: 4 (TP1 x PP2 x DP2), plans by the {active_core()} core"
+    assert [line for line in done.stderr.splitlines() if "core" in line and "ranks" in line] == [said]  # rank 0's alone
     for name in ("own", "embedded"):
         assert report_of(tmp_path / name)["losses"] == wanted
 

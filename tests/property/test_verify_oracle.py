@@ -16,7 +16,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.instructions import (
@@ -32,14 +31,10 @@ from dynapipe_ext.executor.instructions import (
     WaitRecv,
     WaitSend,
 )
-from dynapipe_ext.executor.lowering import lower_schedule
 from dynapipe_ext.executor.verify import verify
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.simulate import simulate_ns
+from tests.support.lowered import Programs, costs_of, lowered
 
-Programs = Sequence[Sequence[Instruction]]
 PLACEMENTS = [(0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0), (1, 0)]
 
 
@@ -187,10 +182,7 @@ def sound_plan(seed: int) -> tuple[tuple[tuple[Instruction, ...], ...], tuple[in
     num_stages = len(stage_ranks)
     schedule = _random_schedule(rng, stage_ranks, num_micro_batches)
     costs = _costs(rng, num_stages, num_micro_batches)
-    micro_batches = [MicroBatch((SampleLength(i, i + 1),)) for i in range(num_micro_batches)]
-    times = simulate_ns(schedule, costs)
-    programs = lower_schedule(schedule, times, micro_batches, ActivationFormat(2), costs.transfer_ns.tolist())
-    return programs, stage_ranks, num_micro_batches
+    return lowered(schedule, costs), stage_ranks, num_micro_batches
 
 
 def _random_schedule(rng: random.Random, stage_ranks: tuple[int, ...], num_micro_batches: int) -> PipelineSchedule:
@@ -213,17 +205,8 @@ def _costs(rng: random.Random, num_stages: int, num_micro_batches: int) -> Micro
     def array(rows: int) -> np.ndarray:
         return np.array([[rng.randrange(60) for _ in range(num_micro_batches)] for _ in range(rows)], np.int64)
 
-    zeros, backward = np.zeros((num_stages, num_micro_batches), np.int64), array(num_stages)
-    return MicroBatchCosts(
-        forward_ns=array(num_stages),
-        backward_ns=backward,
-        weight_ns=backward // 2,
-        stored_bytes=zeros,
-        working_bytes=zeros,
-        transfer_ns=array(num_stages - 1),
-        transfer_bytes=zeros[:-1],
-        static_bytes=np.zeros(num_stages, np.int64),
-    )
+    backward = array(num_stages)
+    return costs_of(array(num_stages), backward, array(num_stages - 1))
 
 
 def mutated(rng: random.Random, programs: Programs, kind: str) -> Programs:

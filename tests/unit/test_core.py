@@ -2,8 +2,12 @@
 
 import os
 
+import pytest
+
 from dynapipe_ext.core import active_core, native
+from dynapipe_ext.launch import train
 from dynapipe_ext.launch.doctor import all_checks
+from dynapipe_ext.topology import Topology
 
 
 def test_the_native_core_is_active_unless_a_pure_build_was_asked_for() -> None:
@@ -16,3 +20,13 @@ def test_doctor_says_which_core_plans() -> None:
     (check,) = [check for check in all_checks() if check.name == "planning core"]
     assert check.value == active_core()
     assert check.ok == (active_core() == "native")
+
+
+@pytest.mark.parametrize(
+    ("core", "words"), [("native", "plans by the native core"), ("python", "plans by the python core (slower than")]
+)
+def test_a_job_says_when_it_starts_which_core_plans(monkeypatch: pytest.MonkeyPatch, core: str, words: str) -> None:
+    monkeypatch.setattr(train, "active_core", lambda: core)
+    line = train.ranks_line(Topology(tp=2, pp=2, dp=2))
+    assert line.startswith(f"ranks: 8 (TP2 x PP2 x DP2), {words}")
+    assert ("dynapipe doctor" in line) == (core == "python")

@@ -211,3 +211,29 @@ def test_json_round_trip_keeps_the_fingerprint_and_every_setting_changes_it() ->
         {"distributed_optimizer": True}, {"topology": Topology(pp=2)}, {"shape": replace(SMALL, vocab_size=1024)},
     ]  # fmt: skip
     assert len({replace(model, **change).fingerprint() for change in changes} | {model.fingerprint()}) == 13
+
+
+def test_full_recomputation_leaves_nothing_to_put_off() -> None:
+    costs = bare().evaluate([padded(2, 16), padded(2, 16, recompute="selective"), padded(2, 16, recompute="full")])
+    assert (costs.weight_ns[0, 0], costs.weight_ns[0, 2]) == (costs.weight_ns[0, 1], 0)
+    assert costs.weight_ns[0, 0] > 0
+
+
+@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_what_i_keeps_until_w_is_stored_where_backwards_are_split(tp: int, sequence_parallel: bool) -> None:
+    """Inputs (h, h / tp, h, f / tp) and output gradients ((h + 2 kv) / tp, h, 2f / tp, h) of a layer's four products.
+
+    Without sequence parallelism that is what the forward stores (Korthikanti et al. 2022, sec. 4), but for the
+    attention's own; with it, inputs are kept gathered and output gradients come gathered.
+    """
+    shape = replace(SMALL, gated_mlp=True, num_layers=2)
+    one = padded(2, 16, recompute="selective")
+    h, f, kv, tokens = 64, 256, 32, 32
+    kept = 2 * tokens * (4 * h + (h + f + h + 2 * kv + 2 * f) // tp)
+    topology = Topology(tp=tp, pp=2)
+    plain = bare(shape, topology, sequence_parallel=sequence_parallel)
+    split = replace(plain, split_backward=True)
+    assert split.evaluate([one]).stored_bytes[0, 0] == kept
+    assert plain.evaluate([one]).stored_bytes[0, 0] == kept - sequence_parallel * 2 * tokens * 2 * h
+    again = [padded(2, 16, recompute="full")]
+    assert split.evaluate(again).stored_bytes[0, 0] == plain.evaluate(again).stored_bytes[0, 0]

@@ -97,6 +97,33 @@ def test_split_backwards_are_fitted_as_their_two_parts() -> None:
     assert np.abs(ours.weight_ns / truth.weight_ns - 1).max() < 0.01
 
 
+def test_weight_gradients_under_full_recomputation_are_fitted_apart() -> None:
+    """A trainer that drops recomputed activations has nothing to do in such a W: that must not bend the others."""
+    batch = [replace(m, recompute="full" if i % 2 else "none") for i, m in enumerate(micro_batches(80))]
+    full = np.array([m.recompute == "full" for m in batch])
+    costs = TRUTH.evaluate(batch)
+    taken = replace(
+        costs, weight_ns=np.where(full, 3_000, costs.weight_ns), backward_ns=costs.backward_ns + 3_000 * full
+    )
+    ids = range(len(batch))
+    lines = [" ".join([*(f"{s}F{i}" for i in ids), *(f"{s}I{i} {s}W{i}" for i in ids)]) for s in range(2)]
+    trace = simulate(parse_lines("\n".join(f"{s}: {line}" for s, line in enumerate(lines))), taken)
+    fitted = fit_costs(observations(trace, topology=TOPOLOGY, micro_batches={0: batch}), BASE)
+    assert fitted.recomputes == ("none", "full")
+    ours = fitted.evaluate(batch)
+    for name in ("backward_ns", "weight_ns"):
+        assert getattr(ours, name) == pytest.approx(getattr(taken, name), rel=0.01), name
+
+
+def test_whole_backwards_leave_nothing_to_put_off_under_full_recomputation() -> None:
+    batch = [replace(m, recompute="full" if i % 2 else "none") for i, m in enumerate(micro_batches(80))]
+    trace = simulate(one_f_one_b(2, len(batch)), TRUTH.evaluate(batch))
+    fitted = fit_costs(observations(trace, topology=TOPOLOGY, micro_batches={0: batch}), BASE, split_w=0.4)
+    ours = fitted.evaluate([padded(2, 300), padded(2, 300, recompute="full")])
+    assert ours.weight_ns[:, 0].tolist() == pytest.approx((0.4 * ours.backward_ns[:, 0]).tolist(), abs=1)
+    assert ours.weight_ns[:, 1].tolist() == [0, 0]
+
+
 def test_bytes_and_transfers_are_those_of_the_base_and_times_are_whole_nanoseconds() -> None:
     fitted = fit_costs(observations(recorded(micro_batches())), BASE)
     batch = [padded(*shape) for shape in UNSEEN]

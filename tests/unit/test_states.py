@@ -112,3 +112,29 @@ def test_zero_holds_one_layer_whole_while_it_runs_its_gradients_at_stage_2_its_w
         parameters_per_stage(replace(SMALL, num_layers=5), Topology())[0] - parameters_per_stage(SMALL, Topology())[0]
     )
     assert [int(w - working[0]) for w in working] == [0, 0, 4 * layer, 6 * layer]
+
+
+def test_the_analytic_model_takes_every_recipe_for_16_bit_weights() -> None:
+    """Rajbhandari et al. 2020, sec. 3.1: 2 + 2 + 12 bytes where gradients stay 16-bit, beside Megatron's 2 + 4 + 12."""
+    for recipe in ("megatron", "mixed", "deepspeed"):
+        model = AnalyticCosts(SMALL, Topology(pp=2, dp=4), state_recipe=recipe)
+        count = np.array(parameters_per_stage(SMALL, Topology(pp=2)))
+        parts = model.static_parts()
+        for part, width in zip(
+            (parts.weights, parts.gradients, parts.optimizer), BYTES_PER_PARAMETER[recipe], strict=True
+        ):
+            assert part.tolist() == (width * count).tolist()
+    sharded = AnalyticCosts(SMALL, Topology(dp=4), state_recipe="mixed", zero_stage=2)
+    one = [MicroBatch((SampleLength(0, 16),))]
+    layer = (
+        parameters_per_stage(replace(SMALL, num_layers=5), Topology())[0] - parameters_per_stage(SMALL, Topology())[0]
+    )
+    whole = replace(sharded, zero_stage=0).evaluate(one).working_bytes
+    assert int((sharded.evaluate(one).working_bytes - whole)[0, 0]) == 2 * layer  # its 16-bit gradients
+
+
+def test_four_byte_weights_are_fp32_whatever_the_recipe_and_fp32_is_no_recipe_of_16_bit_ones() -> None:
+    wide = AnalyticCosts(SMALL, Topology(), param_bytes=4, state_recipe="mixed")
+    assert wide.static_bytes().tolist() == [16 * parameters_per_stage(SMALL, Topology())[0]]
+    with pytest.raises(ConfigError, match=r"state_recipe is 'fp32': give megatron, mixed or deepspeed.*param_bytes 4"):
+        AnalyticCosts(SMALL, Topology(), state_recipe="fp32")

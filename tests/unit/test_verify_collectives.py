@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import VerificationError
-from dynapipe_ext.executor.instructions import Backward, Forward, Instruction, WaitSend
-from dynapipe_ext.executor.lowering import lower_schedule
+from dynapipe_ext.executor.instructions import Backward, Forward, WaitSend
 from dynapipe_ext.executor.verify import verify
 from dynapipe_ext.executor.verify_collectives import Collective, verify_step, with_collectives
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.gpipe import gpipe
 from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.simulate import simulate_ns
+from tests.support.lowered import Programs, lowered, uniform_costs
 
 STAGE_RANKS = (0, 1)
 
 
-def replica(num_micro_batches: int, *, gpipe: bool = False) -> tuple[tuple[Instruction, ...], ...]:
-    schedule = one_f_one_b(2, num_micro_batches)
-    if gpipe:
-        order = [(kind, m) for kind in (Kind.FORWARD, Kind.BACKWARD) for m in range(num_micro_batches)]
-        ranks = tuple(tuple(Action(stage, kind, m) for kind, m in order) for stage in STAGE_RANKS)
-        schedule = PipelineSchedule("GPipe", ranks, STAGE_RANKS)
-    ones = np.ones((2, num_micro_batches), np.int64)
-    costs = MicroBatchCosts(
-        forward_ns=ones,
-        backward_ns=2 * ones,
-        weight_ns=ones,
-        stored_bytes=ones,
-        working_bytes=ones,
-        transfer_ns=ones[:-1],
-        transfer_bytes=ones[:-1],
-        static_bytes=ones[:, 0],
-    )
-    micro_batches = [MicroBatch((SampleLength(i, i + 1),)) for i in range(num_micro_batches)]
-    return lower_schedule(schedule, simulate_ns(schedule, costs), micro_batches, ActivationFormat(2))
+def replica(num_micro_batches: int, schedule: Callable[[int, int], PipelineSchedule] = one_f_one_b) -> Programs:
+    return lowered(schedule(2, num_micro_batches), uniform_costs(2, num_micro_batches))
 
 
 def test_equal_replicas_with_collectives_inside_micro_batches_are_proven():
@@ -65,7 +43,7 @@ def test_unequal_counts_are_refused_where_a_group_crosses_replicas_inside_micro_
 
 def test_another_order_of_collectives_is_refused_with_the_first_difference():
     """Both replicas hold three micro-batches, but one runs 1F1B and the other all forwards first."""
-    replicas = [replica(3), replica(3, gpipe=True)]
+    replicas = [replica(3), replica(3, gpipe)]
     verify_step(with_collectives(replicas), STAGE_RANKS, [3, 3])
     with pytest.raises(
         VerificationError,
@@ -114,6 +92,13 @@ def test_a_collective_that_waits_for_a_rank_that_waits_for_a_transfer_is_a_deadl
     verify_step([[early, second]], STAGE_RANKS, [1])
     with pytest.raises(VerificationError, match=r"deadlock: .*rank 0 of replica 0 at its WaitRecv.*rank 1.* its norm"):
         verify_step([[late, second]], STAGE_RANKS, [1])
+
+
+def test_a_group_may_not_name_a_rank_that_does_not_exist():
+    events = with_collectives([replica(1)], at_end=())
+    for member in ((1, 0), (0, 2)):
+        with pytest.raises(VerificationError, match=rf"names pipeline rank {member[1]} of replica {member[0]}: none"):
+            verify_step([[events[0][0], (*events[0][1], Collective(((0, 1), member), "a"))]], STAGE_RANKS, [1])
 
 
 def test_a_rank_outside_the_group_may_not_issue_on_it():

@@ -1,0 +1,232 @@
+"""Real megatron-core ranks for the oracle tests: a small model, its samples, steps planned in uneven micro-batches.
+
+Import this at the top of a test module: forked ranks then find megatron imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.costs.analytic import ModelShape
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.data.collate import collate
+from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.executor.stages import megatron_cpu
+from dynapipe_ext.executor.stages.megatron import wrap_ddp
+from dynapipe_ext.executor.stages.megatron_model import (
+    build_model,
+    global_name,
+    initialize_parallel,
+    tensor_slice,
+    transformer_config,
+)
+from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import GlobalBatchPlan, Layout, LossNorm, MicroBatch, Recompute, ReplicaPlan
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.memory import peak_bytes
+from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.optimizer import optimize
+from dynapipe_ext.schedules.published import published_schedule
+from dynapipe_ext.schedules.simulate import makespan_ns, simulate
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.topology import Topology
+
+megatron_cpu.install()
+
+NUM_SAMPLES, NUM_LAYERS = 14, 4
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Model:
+    tied: bool = True
+    position: str = "rope"
+    modern: bool = True  # RMSNorm, gated MLP, grouped queries, no biases; else GPT-2's
+
+    @property
+    def shape(self) -> ModelShape:
+        if self.modern:
+            return ModelShape(NUM_LAYERS, 32, 4, 2, 64, True, 256, 64, self.tied, self.position, "rmsnorm", False)
+        return ModelShape(NUM_LAYERS, 32, 4, 4, 64, False, 256, 64, self.tied, self.position, "layernorm", True)
+
+
+@dataclass(frozen=True)
+class Case:
+    topology: Topology
+    layout: Layout = "padded"
+    model: Model = Model()
+    sequence_parallel: bool = False
+    loss_norm: LossNorm = "tokens"
+    schedule: str = "1f1b"
+    recompute: Recompute = "none"
+    distributed_optimizer: bool = False
+    dropout: float = 0.0
+    weights_lag: int | None = None  # split backwards: W of a micro-batch follows I of the one this many places later
+    is_joined: bool = False  # the schedule's I and W run as B
+
+    def __str__(self) -> str:
+        t, m = self.topology, self.model
+        words = [f"tp{t.tp}pp{t.pp}dp{t.dp}", self.layout, self.schedule, "tied" if m.tied else "untied", m.position]
+        words += ["sp"] * self.sequence_parallel + ["gpt2"] * (not m.modern)
+        words += ["samples"] * (self.loss_norm != "tokens")
+        words += [f"split{self.weights_lag}"] * (self.weights_lag is not None) + ["joined"] * self.is_joined
+        words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer
+        return "-".join(words + [str(n) for n in t.layers_per_stage])
+
+
+def samples_of(step: int) -> list[TokenSample]:
+    """Samples whose lengths differ by a factor of ten; prompts of random length carry no loss."""
+    rng = np.random.default_rng(100 + step)
+    lengths = rng.integers(4, 41, NUM_SAMPLES)
+    return [TokenSample(i, rng.integers(0, 256, n + 1), int(rng.integers(1, n + 1))) for i, n in enumerate(lengths)]
+
+
+def length_of(sample: TokenSample) -> SampleLength:
+    return SampleLength(sample.index, sample.positions, 0, sample.target)
+
+
+def tensors_of(micro_batch: MicroBatch, samples: list[TokenSample], loss_norm: LossNorm) -> dict[str, torch.Tensor]:
+    arrays = collate(micro_batch, [samples[s.index] for s in micro_batch.samples], loss_norm=loss_norm)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def build(case: Case, topology: Topology, rank: int):
+    initialize_parallel(topology, 0)
+    config = transformer_config(
+        case.model.shape,
+        topology,
+        dtype="float32",
+        sequence_parallel=case.sequence_parallel,
+        dropout=case.dropout,
+    )
+    model = build_model(case.model.shape, topology, topology.coordinates(rank).pp_rank, config, seed=7, device=CPU)
+    ddp = wrap_ddp(model, config, distributed_optimizer=case.distributed_optimizer)
+    settings = OptimizerSettings(
+        lr=1e-3, min_lr=1e-4, warmup_steps=1, weight_decay=0.01, clip_grad=0.5, distributed=case.distributed_optimizer
+    )
+    return model, ddp, MegatronOptimizer(ddp, config, settings, num_steps=10)
+
+
+def join(env) -> None:
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size, timeout=limit)
+
+
+def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list[MicroBatchCosts]]:
+    """Uneven micro-batches (5, 2, 1, 3 and 3 samples); of two replicas one has two of them, the other three."""
+    lengths = [length_of(sample) for sample in samples_of(step)]
+    cuts = [lengths[:5], lengths[5:7], lengths[7:8], lengths[8:11], lengths[11:]]
+    parts = [MicroBatch(tuple(cut), case.layout, case.recompute, pad_multiple=4) for cut in cuts]
+    replicas = [parts] if case.topology.dp == 1 else [parts[:2], parts[2:]]
+    costs = costs_of(case.topology, replicas)
+    schedules = [schedule_of(case.schedule, c) for c in costs]
+    if case.weights_lag is not None:
+        schedules = [split_backwards(schedule, case.weights_lag) for schedule in schedules]
+    if case.is_joined:
+        schedules = [joined_backwards(schedule) for schedule in schedules]
+    return planned(step, replicas, schedules, costs, case.loss_norm), costs
+
+
+def costs_of(topology: Topology, replicas: Sequence[Sequence[MicroBatch]]) -> list[MicroBatchCosts]:
+    return [TokenCosts(topology.pp, transfer_ns_per_token=10).evaluate(replica) for replica in replicas]
+
+
+def schedule_of(name: str, costs: MicroBatchCosts) -> PipelineSchedule:
+    """A published schedule, or the optimizer's: "adaptive", and "adaptive-split" in the memory that 1F1B takes."""
+    pp, count = costs.num_stages, costs.num_micro_batches
+    match name:
+        case "adaptive":
+            return optimize(costs, memory_limit_bytes=10**12, split=False, effort=0)
+        case "adaptive-split":
+            limit = max(peak_bytes(one_f_one_b(pp, count), costs))
+            return optimize(costs, memory_limit_bytes=limit, split=True, effort=200)
+        case _:
+            return published_schedule(name, pp, count)
+
+
+def planned(
+    step: int,
+    replicas: Sequence[Sequence[MicroBatch]],
+    schedules: Sequence[PipelineSchedule],
+    costs: Sequence[MicroBatchCosts],
+    loss_norm: LossNorm,
+) -> StepPlan:
+    """A step of given micro-batches and schedules; what it promises of bytes and bounds is left at 0."""
+    predictions = tuple(
+        Prediction(
+            makespan_ns=makespan_ns(s, c),
+            lower_bound_ns=0,
+            peak_bytes=(0,) * c.num_stages,
+            bubble_ratio=0.0,
+            trace=simulate(s, c),
+        )
+        for s, c in zip(schedules, costs, strict=True)
+    )
+    plans = tuple(ReplicaPlan(i, tuple(replica)) for i, replica in enumerate(replicas))
+    return StepPlan(GlobalBatchPlan(step=step, replicas=plans, loss_norm=loss_norm), tuple(schedules), predictions)
+
+
+def split_backwards(schedule: PipelineSchedule, lag: int) -> PipelineSchedule:
+    """Every B as I, and its W after the I of the micro-batch `lag` places later (the last ones at the end)."""
+    ranks = []
+    for rank in schedule.ranks:
+        actions: list[Action] = []
+        waiting: list[Action] = []
+        for action in rank:
+            if action.kind is Kind.BACKWARD:
+                actions.append(replace(action, kind=Kind.BACKWARD_INPUT))
+                waiting.append(replace(action, kind=Kind.BACKWARD_WEIGHT))
+                if len(waiting) > lag:
+                    actions.append(waiting.pop(0))
+            else:
+                actions.append(action)
+        ranks.append((*actions, *waiting))
+    return replace(schedule, ranks=tuple(ranks))
+
+
+def joined_backwards(schedule: PipelineSchedule) -> PipelineSchedule:
+    """Every I with its W as one B, where the I was."""
+    ranks = tuple(
+        tuple(
+            replace(action, kind=Kind.BACKWARD) if action.kind is Kind.BACKWARD_INPUT else action
+            for action in rank
+            if action.kind is not Kind.BACKWARD_WEIGHT
+        )
+        for rank in schedule.ranks
+    )
+    return replace(schedule, ranks=ranks)
+
+
+def worst_error(
+    shape: ModelShape, topology: Topology, rank: int, model: torch.nn.Module, expected: Mapping[str, Any]
+) -> float:
+    """Largest difference of any gradient entry, relative to the largest entry of its parameter's gradient.
+
+    `expected` has the whole gradients, tensors or arrays, by their names in the whole model.
+    """
+    me = topology.coordinates(rank)
+    first_layer = sum(topology.with_layers(shape.num_layers).layers_per_stage[: me.pp_rank])
+    worst = 0.0
+    for local_name, parameter in model.named_parameters():
+        name = global_name(local_name, first_layer)
+        if name == "output_layer.weight" and shape.tied_embeddings:
+            name = "embedding.word_embeddings.weight"
+        whole = torch.as_tensor(expected[name])
+        wanted = tensor_slice(whole, parameter, me.tp_rank, topology.tp)
+        worst = max(worst, float((parameter.main_grad - wanted).abs().max()) / max(float(whole.abs().max()), 1e-12))
+    return worst
+
+
+class Spans(list):
+    def record(self, span) -> None:
+        self.append(span)

@@ -1,0 +1,195 @@
+"""The executor that fills its waits: weight gradients move, nothing else does, and gradients keep their bits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from dynapipe_ext.activations import ActivationFormat, TensorSpec
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.instructions import BackwardWeight, Buffer, ExecutionPlan, Recv, Send
+from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.protocols import Pending
+from dynapipe_ext.executor.stages.torch_stage import TorchStage
+from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.executor.transport.watched import WatchedTransport
+from dynapipe_ext.executor.verify import verify
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.filling import simulate_filling, with_room_to_fill
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.timeline import Span
+from dynapipe_ext.topology import Topology
+
+HIDDEN, VOCAB, NUM_STAGES = 8, 17, 3
+SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((3, 11, 4, 5, 9, 2, 7, 12, 6, 8, 10, 1))]
+PLANNER = Planner(
+    Topology(pp=NUM_STAGES),
+    TokenCosts(NUM_STAGES, overhead_ns=2000, bytes_per_token=100),
+    4000,
+    pad_multiple=1,
+    split_backward=True,
+    format=ActivationFormat(HIDDEN, order="bsh"),
+)
+
+
+def plans_of(fill_waits: bool) -> tuple[ExecutionPlan, ...]:
+    step_plan = PLANNER.plan(SAMPLES)
+    costs = [PLANNER.costs.evaluate(replica.micro_batches) for replica in step_plan.batch.replicas]
+    return lower(step_plan, costs, PLANNER.activation_format, fill_waits=fill_waits)[0]
+
+
+class Part(torch.nn.Module):
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        last = torch.nn.Linear(HIDDEN, VOCAB if stage == NUM_STAGES - 1 else HIDDEN)
+        first = torch.nn.Embedding(VOCAB, HIDDEN) if stage == 0 else torch.nn.Linear(HIDDEN, HIDDEN)
+        self.part = torch.nn.Sequential(first, torch.nn.Tanh(), last)
+
+    def forward(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
+        return self.part(x)
+
+
+def batch_of(micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+    shape = (micro_batch.rows, micro_batch.encoder_len)
+    tokens = torch.arange(shape[0] * shape[1]).reshape(shape) % VOCAB
+    return {"tokens": tokens, "labels": (tokens + 1) % VOCAB, "loss_weights": torch.ones(shape)}
+
+
+def loss_sum(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+class Spans(list[Span]):
+    def record(self, span: Span) -> None:
+        self.append(span)
+
+
+Arrived = Callable[[WatchedTransport], Callable[[Pending], bool]]
+
+
+def train(plans: Sequence[ExecutionPlan], arrived: Arrived | None) -> tuple[float, list[torch.Tensor], list[list[str]]]:
+    """Loss, gradients, and what each rank ran in order; ranks are threads."""
+    torch.manual_seed(0)
+    parts = [Part(stage) for stage in range(NUM_STAGES)]
+    hub, recorders = InlineHub(timeout_s=20), [Spans() for _ in parts]
+    losses: dict[int, float] = {}
+
+    def rank(pp_rank: int) -> None:
+        transport = WatchedTransport(hub.transport(pp_rank))
+        stage = TorchStage({pp_rank: parts[pp_rank]}, loss_sum, parameters=parts[pp_rank].parameters())
+        executor = PipelineExecutor(
+            stage, transport, recorder=recorders[pp_rank], arrived=arrived(transport) if arrived else None
+        )
+        plan = plans[pp_rank]
+        losses[pp_rank] = executor.execute(plan, [batch_of(m) for m in plan.micro_batches])
+        transport.close()
+
+    threads = [threading.Thread(target=rank, args=(p,)) for p in range(NUM_STAGES)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    gradients = [p.grad.clone() for part in parts for p in part.parameters() if p.grad is not None]
+    assert len(gradients) == sum(1 for part in parts for _ in part.parameters())
+    return losses[NUM_STAGES - 1], gradients, [[span.label for span in spans] for spans in recorders]
+
+
+def in_plan_order(plans: Sequence[ExecutionPlan]) -> list[list[str]]:
+    return train(plans, None)[2]
+
+
+WAYS: dict[str, Arrived] = {
+    "as transfers end": lambda transport: transport.arrived,
+    "everything looks late": lambda transport: lambda pending: False,
+    "everything looks there": lambda transport: lambda pending: True,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fill_waits", [True, False])
+def test_filled_waits_give_the_bits_of_the_plan_s_own_order(fill_waits: bool, way: str) -> None:
+    loss, gradients, planned = train(plans_of(False), None)
+    filled_loss, filled, ran = train(plans_of(fill_waits), WAYS[way])
+    assert filled_loss == loss
+    assert all(torch.equal(a, b) for a, b in zip(filled, gradients, strict=True))
+    for mine, theirs in zip(ran, planned, strict=True):
+        assert [label for label in mine if "W" in label] == [label for label in theirs if "W" in label]
+        assert [label for label in mine if "W" not in label] == [label for label in theirs if "W" not in label]
+
+
+def test_a_wait_runs_every_weight_gradient_that_may_run_and_none_where_nothing_is_late() -> None:
+    plans = plans_of(True)
+    _, _, late = train(plans, WAYS["everything looks late"])
+    _, _, there = train(plans, WAYS["everything looks there"])
+    assert there == in_plan_order(plans)
+    assert any(mine != planned for mine, planned in zip(late, there, strict=True))
+    for labels in late[:-1]:  # a W is left over until a wait comes, so between two waits each I is followed by its W
+        places = {label: i for i, label in enumerate(labels)}
+        gaps = [places[label] - places[label.replace("W", "I")] for label in labels if "W" in label]
+        assert min(gaps) == 1
+
+
+def test_plans_to_fill_are_proven_and_promise_the_peaks_of_the_schedule() -> None:
+    plain, to_fill = plans_of(False), plans_of(True)
+    assert [plan.certificate.peak_bytes for plan in to_fill] == [plan.certificate.peak_bytes for plan in plain]
+    verify([plan.instructions for plan in to_fill], to_fill[0].stage_ranks, len(to_fill[0].micro_batches))
+    kinds = [[type(i) for i in plan.instructions] for plan in to_fill]
+    assert all(BackwardWeight in rank for rank in kinds)
+    assert to_fill[0].instructions != plain[0].instructions
+
+
+def test_the_promised_makespan_and_bubble_are_those_of_ranks_that_fill() -> None:
+    step_plan = PLANNER.plan(SAMPLES)
+    costs = PLANNER.costs.evaluate(step_plan.batch.replicas[0].micro_batches)
+    ran = simulate_filling(with_room_to_fill(step_plan.schedules[0], costs), costs)
+    certificate = plans_of(True)[0].certificate
+    assert certificate.makespan_ns == max(end for rank in ran for _, _, end in rank)
+    busy_ns = sum(end - start for rank in ran for _, start, end in rank)
+    assert certificate.bubble_ratio == pytest.approx(1 - busy_ns / (NUM_STAGES * certificate.makespan_ns))
+    assert plans_of(False)[0].certificate.makespan_ns == step_plan.predictions[0].makespan_ns
+
+
+def operation(kind: type[Send] | type[Recv], micro_batch: int, peer: int) -> Any:
+    return kind(Buffer("activation", 0, micro_batch), peer, 0, (TensorSpec((1,)),))
+
+
+def test_a_watched_transfer_has_arrived_once_its_other_side_was_posted_and_not_before() -> None:
+    hub = InlineHub(timeout_s=20)
+    sender, receiver = WatchedTransport(hub.transport(0)), WatchedTransport(hub.transport(1))
+    first, second = receiver.recv(operation(Recv, 0, 0)), receiver.recv(operation(Recv, 1, 0))
+    assert not receiver.arrived(first)
+    sent = sender.send(operation(Send, 0, 1), ("zero",))
+    assert first.wait() == ("zero",)
+    assert receiver.arrived(first)
+    assert not receiver.arrived(second)
+    assert sent.wait() == ()
+    assert sender.arrived(sent)
+    sender.send(operation(Send, 1, 1), ("one",))
+    assert second.wait() == ("one",)
+    sender.close()
+    receiver.close()
+
+
+def test_a_transfer_that_nobody_meets_ends_with_the_inner_transport_s_own_error_and_so_do_those_behind_it() -> None:
+    receiver = WatchedTransport(InlineHub(timeout_s=0.1).transport(1))
+    first, second = receiver.recv(operation(Recv, 0, 0)), receiver.recv(operation(Recv, 1, 0))
+    for pending in (second, first):
+        with pytest.raises(ExecutionError, match="waited for rank 0 to send the activation of micro-batch 0"):
+            pending.wait()
+        assert receiver.arrived(pending)
+    receiver.close()
+
+
+def test_only_its_own_transfers_can_be_asked_about() -> None:
+    hub = InlineHub(timeout_s=0.1)
+    watched = WatchedTransport(hub.transport(0))
+    other = hub.transport(1).recv(operation(Recv, 0, 0))
+    with pytest.raises(ExecutionError, match="give the executor the WatchedTransport"):
+        watched.arrived(other)

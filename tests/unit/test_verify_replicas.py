@@ -1,0 +1,151 @@
+"""No plan is published whose replicas would issue different collectives: what they issue follows from the costs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.fitted import Fit, FittedCosts
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import VerificationError
+from dynapipe_ext.executor.course import Place
+from dynapipe_ext.executor.instructions import Backward, BackwardWeight, Forward
+from dynapipe_ext.executor.plan_source import execution_plans
+from dynapipe_ext.executor.planner_process import publish_plans
+from dynapipe_ext.executor.store.keys import Keys
+from dynapipe_ext.executor.store.memory import MemoryStore
+from dynapipe_ext.executor.verify_collectives import Collective, crossing_collectives, with_collectives
+from dynapipe_ext.lengths import SampleLength, as_length_array
+from dynapipe_ext.schedules.gpipe import gpipe
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.topology import Topology
+
+SHAPE = ModelShape(2, 32, 4, 4, 64, False, 128, 128, True, num_experts=4, top_k=2)
+TOPOLOGY = Topology(pp=2, dp=2)
+SHARDED = AnalyticCosts(SHAPE, TOPOLOGY, zero_stage=2)
+LENGTHS = as_length_array([60, 60, 60])  # no two fit a micro-batch: one replica holds two, the other one
+KEYS = Keys("topic/1")
+
+
+def planner(costs: CostModel, **settings: Any) -> Planner:
+    options = {"schedule": "1f1b", "max_tokens": 96, "pad_multiple": 1, "format": ActivationFormat(32), **settings}
+    return Planner(TOPOLOGY, costs, 1e12, **options)
+
+
+def samples() -> list[SampleLength]:
+    return [SampleLength(i, int(n)) for i, (n, *_) in enumerate(LENGTHS)]
+
+
+def fitted(base: AnalyticCosts) -> FittedCosts:
+    kinds = [(stage, kind) for stage in range(2) for kind in "FB"]
+    fits = [
+        Fit(
+            stage=stage, kind=kind, recompute="none", overhead_ns=1.0, ns_per_token=1.0, ns_per_square=0.0,
+            num_observations=9, held_out_error=0.0,
+        )
+        for stage, kind in kinds
+    ]  # fmt: skip
+    return FittedCosts(base, tuple(fits), 90)
+
+
+@dataclass(frozen=True)
+class OneReplicaOtherwise:
+    """A planner whose last replica runs all its forwards first."""
+
+    inner: Planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def plan(self, lengths: Any, *, step: int) -> StepPlan:
+        plan = self.inner.plan(lengths, step=step)
+        count = len(plan.batch.replicas[-1].micro_batches)
+        assert count >= 2
+        return replace(plan, schedules=(*plan.schedules[:-1], gpipe(2, count)))
+
+
+def published(costs: CostModel) -> MemoryStore:
+    """What is in the store once the first step has been planned, or refused."""
+    store, steps = MemoryStore(), [(Place(), tuple(range(len(LENGTHS))))]
+    with suppress(VerificationError):
+        publish_plans(store, KEYS, b"k" * 32, planner(costs), LENGTHS, steps, worker=0, num_workers=1, ahead=2)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("costs", "is_proven"),
+    [
+        (replace(SHARDED, zero_stage=1), True),
+        (SHARDED, False),
+        (replace(SHARDED, zero_stage=3), False),
+        (replace(SHARDED, zero_stage=0, ep=2), False),
+        (fitted(SHARDED), False),
+    ],
+    ids=["zero1", "zero2", "zero3", "experts", "fitted-zero2"],
+)
+def test_unequal_counts_are_published_only_where_nothing_inside_micro_batches_crosses_replicas(
+    costs: CostModel, is_proven: bool
+) -> None:
+    counts = [len(replica[0].micro_batches) for replica in execution_plans(planner(TokenCosts(2)), samples(), step=0)]
+    assert sorted(counts) == [1, 2]
+    store = published(costs)
+    keys = [KEYS.plan(epoch=0, step=0, dp_rank=d, pp_rank=p) for d in range(2) for p in range(2)]
+    assert [store.try_get(key) is not None for key in keys] == [is_proven] * 4
+    assert (store.try_get(KEYS.failure(0)) is None) == is_proven
+    if not is_proven:
+        with pytest.raises(VerificationError, match=r'replica 0 and .* replica 1 disagree.*replica_counts = "equal"'):
+            execution_plans(planner(costs), samples(), step=0)
+
+
+def test_equal_counts_in_one_order_are_proven_with_all_collectives() -> None:
+    costs = replace(SHARDED, zero_stage=3, ep=2)
+    plans = execution_plans(planner(costs, equal_counts=True), [*samples(), SampleLength(3, 60)], step=0)
+    assert [len(replica[0].micro_batches) for replica in plans] == [2, 2]
+
+
+def test_equal_counts_in_two_orders_are_refused_where_collectives_cross() -> None:
+    settings: dict[str, Any] = {"equal_counts": True, "max_tokens": 24}
+    lengths = [SampleLength(i, 20) for i in range(6)]
+    execution_plans(OneReplicaOtherwise(planner(replace(SHARDED, zero_stage=1), **settings)), lengths, step=0)
+    with pytest.raises(
+        VerificationError, match=r"collective 2 of .*: weight gather in a backward of stage 0 meets .* in a forward"
+    ):
+        execution_plans(OneReplicaOtherwise(planner(replace(SHARDED, zero_stage=3), **settings)), lengths, step=0)
+
+
+def test_what_crosses_replicas_follows_from_the_cost_model() -> None:
+    gathers = ("weight gather",)
+    three = replace(SHARDED, zero_stage=3)
+    assert crossing_collectives(three) == {"inside": gathers, "with_gradients": ("gradient scatter",)}
+    assert crossing_collectives(replace(three, ep=2))["inside"] == (*gathers, "expert all-to-all")
+    assert crossing_collectives(SHARDED) == {"inside": (), "with_gradients": ("gradient scatter",)}
+    assert not any(crossing_collectives(replace(SHARDED, zero_stage=1)).values())
+    assert crossing_collectives(fitted(SHARDED)) == crossing_collectives(SHARDED)
+    assert crossing_collectives(TokenCosts(2)) == {}
+
+
+def test_a_split_backward_scatters_gradients_once_they_are_there() -> None:
+    """I gathers weights and exchanges tokens, W scatters; B does both."""
+    plans = execution_plans(planner(TokenCosts(2), schedule="zb-h1"), samples(), step=0)
+    whole = execution_plans(planner(TokenCosts(2)), samples(), step=0)
+    for made, last in ((plans, BackwardWeight), (whole, Backward)):
+        programs = [[plan.instructions for plan in replica] for replica in made]
+        events = with_collectives(programs, inside=["gather"], with_gradients=["scatter"], at_end=())[0][0]
+        issuers = {"gather": set(), "scatter": set()}
+        for before, event in pairwise(events):
+            if isinstance(event, Collective):
+                name = event.name.split()[0]
+                if not isinstance(before, Collective):
+                    issuer = type(before)
+                issuers[name].add(issuer)
+        assert issuers["scatter"] == {last}
+        assert Forward in issuers["gather"]
+        assert BackwardWeight not in issuers["gather"]
