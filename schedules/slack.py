@@ -22,7 +22,7 @@ from dynapipe_ext.schedules.filling import filling_makespan_ns, with_room_to_fil
 from dynapipe_ext.schedules.simulate import makespan_ns
 
 # A gradient before a forward before a W, and a W as soon as nothing else can run.
-READINESS_FIRST = Rule(extra=NO_CAP, alternate=False, patience=1 << 20, most_pending=NO_CAP)
+READINESS_FIRST = Rule(extra=NO_CAP, rhythm=0, patience=1 << 20, most_pending=NO_CAP)
 _UNIT = 1000
 
 
