@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.layers import COLUMNS, LayerKind
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.costs.table import COLUMNS, CostTable, LayerKind
+from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.plan import Recompute
 
 FloatArray = npt.NDArray[np.float64]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.core import native
+from dynapipe_ext.costs.a100 import read_grids, read_rows
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
+from dynapipe_ext.costs.layers import KINDS, LayerKind, layers_of_stages, stage_values
+from dynapipe_ext.costs.links import Links
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
@@ -23,9 +23,6 @@ from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 
 FORMAT = "dynapipe-costs/1"
-LayerKind = Literal["encoder", "decoder", "postprocess"]
-KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
-COLUMNS = ("forward_ms", "backward_ms", "stored_mb", "peak_mb")  # MB = 10^6 bytes; peak is while the layer runs
 A100_HIDDEN_SIZE = {"gpt_6.7b": 4096, "t5_11b": 1024}
 STATES_PER_PARAMETER_BYTE = (2, 6)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
 
@@ -37,6 +34,9 @@ class CostTable:
     `grids[recompute, kind]` has the columns `COLUMNS` (postprocess, the LM head: the two times only) over the axes rows
     and encoder_len (the head: rows and output length), for decoder layers rows, encoder_len and decoder_len. A decoder-
     only model has encoder layers only; an encoder-decoder has `num_layers` of each, encoder first.
+
+    A message takes `comm_latency_us` and its bytes at `comm_gbps` between any two ranks or, given `links`, what the
+    link of its boundary takes.
 
     Between grid points costs are multilinear. Below the grid a shape costs what the smallest point costs. Above it, or
     next to a point that was not measured, `evaluate` raises PlanError and `evaluate_shapes` answers INFEASIBLE.
@@ -57,6 +57,7 @@ class CostTable:
     split_w: float = 0.45
     comm_gbps: float = 4800.0
     comm_latency_us: float = 0.0
+    links: Links | None = None
     working_in: Literal["FBI", "F"] = "FBI"
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -102,7 +103,7 @@ class CostTable:
 
     def stage_layers(self) -> list[tuple[int, int]]:
         """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
-        return _stage_layers(self.num_layers, self.total_layers, self.num_stages, self.topology.layers_per_stage)
+        return layers_of_stages(self.num_layers, self.total_layers, self.num_stages, self.topology.layers_per_stage)
 
     def with_topology(self, topology: Topology, *, num_layers: int | None = None) -> CostTable:
         """The same measurements over other stages; the tensor-parallel degree is part of what was measured."""
@@ -156,42 +157,11 @@ class CostTable:
         rows = max(1.0, rows)
         return (rows, encoder / rows, decoder / rows)
 
-    def _stages(
-        self, recompute: Recompute, shapes: FloatArray, *, use_native: bool = True
-    ) -> tuple[FloatArray, BoolArray]:
-        """Forward and backward ms, MB stored and MB while the last layer runs: (4, stages, M); and what is known."""
-        layout, count = self.stage_layers(), shapes.shape[1]
-        axes = {"encoder": [0, 1], "decoder": [0, 1, 2], "postprocess": [0, 2] if self.has_decoder else [0, 1]}
-        total, known = np.zeros((len(COLUMNS), len(layout), count)), np.ones(count, bool)
+    def _stages(self, recompute: Recompute, shapes: FloatArray) -> tuple[FloatArray, BoolArray]:
         grids = [self.grids.get((recompute, kind)) for kind in KINDS]
-        if not grids[0] or (self.has_decoder and not grids[1]):
-            return total, np.zeros(count, bool)
-        if native is not None and use_native:
-            parts = [
-                [(list(map(np.ndarray.tolist, grid.axes)), _in_order(grid, grid.values), grid.known)] if grid else []
-                for grid in grids
-            ]
-            every = self.lm_head == "every"
-            places = np.ascontiguousarray(shapes)
-            native.stage_costs(parts, [axes[kind] for kind in KINDS], layout, every, places, total, known)
-            return total, known
-        layers = np.zeros((len(KINDS), len(COLUMNS), count))
-        for layer, kind, grid in zip(layers, KINDS, grids, strict=True):
-            if grid:
-                values, measured = grid.at(list(shapes[axes[kind]]))
-                known &= measured
-                layer[: len(values)] = _in_order(grid, values)
-        e, d, head = layers
-        for stage, (num_encoder, num_decoder) in enumerate(layout):
-            total[:3, stage] = num_encoder * e[:3] + num_decoder * d[:3]
-            if stage == len(layout) - 1 or self.lm_head == "every":
-                total[:3, stage] += head[:3]
-            if num_encoder:
-                total[3, stage] = (num_encoder - 1) * e[2] + e[3]
-            if num_decoder:
-                last = num_encoder * e[2] + (num_decoder - 1) * d[2] + d[3]
-                total[3, stage] = np.maximum(total[3, stage], last)
-        return total, known
+        return stage_values(
+            grids, self.stage_layers(), shapes, has_decoder=self.has_decoder, head_on_every=self.lm_head == "every"
+        )
 
     def _price(
         self,
@@ -222,7 +192,8 @@ class CostTable:
 
         forward, backward, stored, running = integers(ms_and_mb * factor * 1e6)
         weight, working = integers(self.split_w * backward), np.maximum(running - stored, 0)
-        transfer, sent = integers(sent_ns), integers(bytes_sent)
+        sent = integers(bytes_sent)
+        transfer = self.links.transfer_ns(self.topology, sent) if self.links else integers(sent_ns)
         if not known.all():
             for table in (forward, backward, weight, stored, working, transfer, sent):
                 table[:, ~known] = INFEASIBLE
@@ -285,6 +256,7 @@ class CostTable:
             "split_w": self.split_w,
             "comm_gbps": self.comm_gbps,
             "comm_latency_us": self.comm_latency_us,
+            **({"links": self.links.to_json()} if self.links else {}),
             "working_in": self.working_in,
             "parameter_bytes": dict(self.parameter_bytes),
             "provenance": dict(self.provenance),
@@ -311,6 +283,7 @@ class CostTable:
                 split_w=float(raw["split_w"]),
                 comm_gbps=float(raw["comm_gbps"]),
                 comm_latency_us=float(raw["comm_latency_us"]),
+                links=Links.from_json(raw["links"]) if "links" in raw else None,
                 working_in=raw.get("working_in", "FBI"),
                 provenance=dict(raw["provenance"]),
             )
@@ -355,9 +328,9 @@ class CostTable:
             raise ConfigError(
                 f"hidden size of model {model!r} is not known ({', '.join(A100_HIDDEN_SIZE)} are): give it"
             )
-        grids = _read_grids(Path(directory), model, topology.tp)
+        grids = read_grids(Path(directory), model, topology.tp)
         parameters: dict[str, float] = {}
-        for row in _read_csv(Path(directory) / f"{model}_parameters_mb.csv", topology.tp):
+        for row in read_rows(Path(directory) / f"{model}_parameters_mb.csv", topology.tp):
             parameters[row["layer"]] = max(parameters.get(row["layer"], 0.0), float(row["mb"]) * 1e6)
         return cls(
             grids=grids,
@@ -372,43 +345,3 @@ class CostTable:
             working_in="F",
             provenance={"device": "A100 40 GB", "source": "DynaPipe (arXiv 2311.10418) layer costs", "model": model},
         )
-
-
-def _read_csv(path: Path, tp: int) -> list[dict[str, str]]:
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-        chosen = [row for row in rows if int(row["tp"]) == tp]
-        if not chosen:
-            raise ConfigError(f"{path} was measured at tp {sorted({int(row['tp']) for row in rows})}, not at {tp}")
-    except (OSError, KeyError, ValueError) as error:
-        raise DataError(f"cost file {path} cannot be read: {type(error).__name__} {error}") from error
-    return chosen
-
-
-def _read_grids(directory: Path, model: str, tp: int) -> dict[tuple[Recompute, LayerKind], Grid]:
-    points: dict[tuple[Recompute, LayerKind], dict[str, dict[tuple[int, ...], float]]] = {}
-    for suffix, column, value, unit in (("time_ms", "pass", "ms", "_ms"), ("activation_mb", "kind", "mb", "_mb")):
-        for row in _read_csv(directory / f"{model}_{suffix}.csv", tp):
-            recompute, layer, name = row["recompute"], row["layer"], row[column] + unit
-            if recompute not in RECOMPUTES or layer not in KINDS or name not in COLUMNS:
-                raise DataError(f"{model}_{suffix}.csv has recompute {recompute!r}, layer {layer!r}, column {name!r}")
-            axes = ["micro_batch_size", "encoder_len", *(["decoder_len"] if layer == "decoder" else [])]
-            table = points.setdefault((recompute, layer), {}).setdefault(name, {})
-            table[tuple(int(row[axis]) for axis in axes)] = float(row[value])
-    return {key: Grid.from_points(columns) for key, columns in points.items()}
-
-
-def _in_order(grid: Grid, values: FloatArray) -> FloatArray:
-    """Rows of a grid's columns in the order of COLUMNS; the head has the first two only."""
-    return np.ascontiguousarray(values[[grid.columns.index(name) for name in COLUMNS if name in grid.columns]])
-
-
-@lru_cache(maxsize=64)
-def _stage_layers(num_layers: int, total_layers: int, num_stages: int, given: tuple[int, ...]) -> list[tuple[int, int]]:
-    stage_of = [s for s, n in enumerate(given) for _ in range(n)]
-    stage_of = stage_of or [i * num_stages // total_layers for i in range(total_layers)]
-    counts = [[0, 0] for _ in range(num_stages)]
-    for layer, stage in enumerate(stage_of):
-        counts[stage][layer >= num_layers] += 1
-    return [(encoder, decoder) for encoder, decoder in counts]

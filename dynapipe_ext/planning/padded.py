@@ -103,10 +103,11 @@ def split_padded(
 ) -> list[MicroBatch]:
     """The micro-batches that minimise sum(t) / dp + (pp - 1) max(t), t being a micro-batch's bottleneck time.
 
-    Up to 9 samples the optimum is that over all partitions, of encoder-decoders, too. Each is a contiguous run of the ordered samples (DynaPipe, arXiv 2311.10418, sec. 4: dynamic programming under a
+    Each is a contiguous run of the ordered samples (DynaPipe, arXiv 2311.10418, sec. 4: dynamic programming under a
     bound on t, which is scanned); the optimum over all such runs, and over the `orders` (see `ordered`), is exact with
-    `thinning_ns` 0, else only one bound in each interval of that width is tried. Given one `evaluate` for each of
-    several recomputation types, every micro-batch takes the fastest that the byte cap allows (the first of equals).
+    `thinning_ns` 0, else bounds are tried that far apart. Up to 9 samples of an encoder-decoder may be grouped in any
+    way, and the optimum is that over all partitions. Given one `evaluate` for each of several recomputation types,
+    every micro-batch takes the fastest that the byte cap allows (the first of equals).
     Caps are hard: bytes as `evaluate` counts them, rows, and padded tokens (encoder and decoder). If the optimum has
     fewer micro-batches than replicas (or, under `equal_counts`, a number that does not divide over them), its dearest
     are cut again. Assumes that runs too long to be worth their time at 64 successive row counts stay so at more.

@@ -137,11 +137,13 @@ def test_moves_of_single_items_find_the_cuts_that_balance_two_stages() -> None:
     start = Start(kind_costs=(costs,), shapes=shapes, runs=((0, 12, 0),), groups=((0,),))
     asked = Settings(memory_limit_bytes=10**6, split=False, effort=3000)
     _, found = optimize_best([start], asked)
-    best = min(
-        makespan_ns(optimize(costs.take([r - 1 for r in cut]), memory_limit_bytes=10**6, split=False, effort=200), costs.take([r - 1 for r in cut]))
-        for cut in compositions(12)
-        if cut == tuple(sorted(cut[: len(cut) // 2])) + tuple(sorted(cut[len(cut) // 2 :], reverse=True))
-    )  # fmt: skip
+    best = 1 << 62
+    for cut in compositions(12):
+        half = len(cut) // 2
+        if cut == (*sorted(cut[:half]), *sorted(cut[half:], reverse=True)):
+            parts = costs.take([rows - 1 for rows in cut])
+            schedule = optimize(parts, memory_limit_bytes=10**6, split=False, effort=200)
+            best = min(best, makespan_ns(schedule, parts))
     assert found.makespan_ns[0] <= best
 
 

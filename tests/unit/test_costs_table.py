@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
+from dynapipe_ext.costs.layers import KINDS, stage_values
+from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
@@ -166,6 +169,41 @@ def test_decoder_positions_cross_only_boundaries_after_the_first_decoder_layer(t
     assert table.stage_layers() == [(3, 0), (2, 0), (0, 3), (0, 2)]
     assert costs.transfer_bytes[:, 0].tolist() == [100 * HIDDEN * 2, 100 * HIDDEN * 2, 130 * HIDDEN * 2]
     assert costs.transfer_ns[:, 0].tolist() == [5000 + 100 * HIDDEN, 5000 + 100 * HIDDEN, 5000 + 130 * HIDDEN]
+
+
+def test_links_price_each_boundary_by_whether_it_crosses_nodes(tmp_path: Path) -> None:
+    links = Links(intra=Link(1000, 3e11), inter=Link(20_000, 1e9), ranks_per_node=4)
+    table = t5(tmp_path, comm_gbps=16.0)
+    costs = replace(table, links=links).evaluate([MicroBatch((SampleLength(0, 100, 30),), recompute="full")])
+    sent = costs.transfer_bytes[:, 0].tolist()
+    assert costs.transfer_ns[:, 0].tolist() == [
+        int(link.transfer_ns(num_bytes))
+        for link, num_bytes in zip((links.intra, links.inter, links.intra), sent, strict=True)
+    ]
+    again = CostTable.from_json(json.loads(json.dumps(replace(table, links=links).to_json())))
+    assert again.links == links
+    assert len({table.fingerprint(), again.fingerprint()}) == 2
+
+
+@pytest.mark.skipif(native is None, reason="a pure build was asked for")
+@pytest.mark.parametrize("make", [gpt, t5])
+def test_the_native_core_prices_shapes_to_the_bit_as_its_twin_does(tmp_path: Path, make: Any) -> None:
+    rng = np.random.default_rng(2)
+    shapes = np.stack([rng.uniform(0, 10, 4000), rng.uniform(0, 300, 4000), rng.uniform(0, 300, 4000)])
+    shapes[:, :1000] = np.round(shapes[:, :1000] / 8) * 8  # on the axes' points, too
+    for table in (make(tmp_path), make(tmp_path, lm_head="every")):
+        for recompute in RECOMPUTES:
+            grids = [table.grids.get((recompute, kind)) for kind in KINDS]
+            found = [
+                stage_values(
+                    grids, table.stage_layers(), shapes, has_decoder=table.has_decoder,
+                    head_on_every=table.lm_head == "every", use_native=use_native,
+                )
+                for use_native in (True, False)
+            ]  # fmt: skip
+            assert (found[0][1] == found[1][1]).all()
+            assert 0 < found[0][1].sum() < 4000
+            assert (found[0][0] == found[1][0]).all()
 
 
 def test_states_are_8_bytes_of_parameters_sharded_by_zero_1_with_two_embeddings_in_an_encoder_decoder(

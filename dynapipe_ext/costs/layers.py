@@ -1,0 +1,79 @@
+"""What one layer of each kind was measured to cost, and what the stages of a pipeline cost by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, get_args
+
+import numpy as np
+
+from dynapipe_ext.core import native
+from dynapipe_ext.costs.grid import BoolArray, FloatArray, Grid
+
+LayerKind = Literal["encoder", "decoder", "postprocess"]
+KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
+COLUMNS = ("forward_ms", "backward_ms", "stored_mb", "peak_mb")  # MB = 10^6 bytes; peak is while the layer runs
+
+
+def stage_values(
+    grids: Sequence[Grid | None],
+    layout: Sequence[tuple[int, int]],
+    shapes: FloatArray,
+    *,
+    has_decoder: bool,
+    head_on_every: bool = False,
+    use_native: bool = True,
+) -> tuple[FloatArray, BoolArray]:
+    """Forward and backward ms, MB stored and MB while the last layer runs: (4, stages, M); and what is known.
+
+    `grids`: one of each of KINDS, if there is one; `layout`: (encoder, decoder) layers of every stage; `shapes` (3, M).
+    """
+    count = shapes.shape[1]
+    axes = {"encoder": [0, 1], "decoder": [0, 1, 2], "postprocess": [0, 2] if has_decoder else [0, 1]}
+    total, known = np.zeros((len(COLUMNS), len(layout), count)), np.ones(count, bool)
+    if not grids[0] or (has_decoder and not grids[1]):
+        return total, np.zeros(count, bool)
+    if native is not None and use_native:
+        parts = [
+            [(list(map(np.ndarray.tolist, grid.axes)), _in_order(grid, grid.values), grid.known)] if grid else []
+            for grid in grids
+        ]
+        places = np.ascontiguousarray(shapes)
+        native.stage_costs(parts, [axes[kind] for kind in KINDS], list(layout), head_on_every, places, total, known)
+        return total, known
+    layers = np.zeros((len(KINDS), len(COLUMNS), count))
+    for layer, kind, grid in zip(layers, KINDS, grids, strict=True):
+        if grid:
+            values, measured = grid.at(list(shapes[axes[kind]]))
+            known &= measured
+            layer[: len(values)] = _in_order(grid, values)
+    e, d, head = layers
+    for stage, (num_encoder, num_decoder) in enumerate(layout):
+        total[:3, stage] = num_encoder * e[:3] + num_decoder * d[:3]
+        if stage == len(layout) - 1 or head_on_every:
+            total[:3, stage] += head[:3]
+        if num_encoder:
+            total[3, stage] = (num_encoder - 1) * e[2] + e[3]
+        if num_decoder:
+            last = num_encoder * e[2] + (num_decoder - 1) * d[2] + d[3]
+            total[3, stage] = np.maximum(total[3, stage], last)
+    return total, known
+
+
+def _in_order(grid: Grid, values: FloatArray) -> FloatArray:
+    """Rows of a grid's columns in the order of COLUMNS; the head has the first two only."""
+    return np.ascontiguousarray(values[[grid.columns.index(name) for name in COLUMNS if name in grid.columns]])
+
+
+@lru_cache(maxsize=64)
+def layers_of_stages(
+    num_layers: int, total_layers: int, num_stages: int, given: tuple[int, ...]
+) -> list[tuple[int, int]]:
+    """(encoder, decoder) layers of every stage: `given` of each, or layer i of T on stage i S // T."""
+    stage_of = [s for s, n in enumerate(given) for _ in range(n)]
+    stage_of = stage_of or [i * num_stages // total_layers for i in range(total_layers)]
+    counts = [[0, 0] for _ in range(num_stages)]
+    for layer, stage in enumerate(stage_of):
+        counts[stage][layer >= num_layers] += 1
+    return [(encoder, decoder) for encoder, decoder in counts]
