@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext import core
 from dynapipe_ext.config import Rule, TrainConfig
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -47,6 +49,27 @@ def test_a_batch_of_fewer_samples_than_replicas_leaves_replicas_empty(
     check_cover(plan.batch, sample_lengths(lengths))
     assert counts(plan)[-1] == 0
     assert len(plan.predictions) == 4
+
+
+@pytest.mark.skipif(core.native is None, reason="a pure build was asked for")
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("decoder", [False, True])
+def test_a_plan_is_the_same_with_either_core(monkeypatch: pytest.MonkeyPatch, split: bool, decoder: bool) -> None:
+    lengths = np.minimum(np.random.default_rng(1).lognormal(4, 1, (40, 2)), 600).astype(int) + 1
+    samples = [SampleLength(i, int(e), int(d) if decoder else 0) for i, (e, d) in enumerate(lengths)]
+    costs = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=9000, bytes_per_token=10)
+    planner = Planner(Topology(pp=3, dp=2), costs, 30_000, effort=300, split_backward=split)
+    plan = planner.plan(samples)
+    twins = [
+        module for name, module in sys.modules.items() if name.startswith("dynapipe_ext.") and "native" in vars(module)
+    ]
+    assert len(twins) > 2
+    for module in twins:
+        monkeypatch.setattr(module, "native", None)
+    again = planner.plan(samples)
+    assert (again.batch, again.schedules, again.certificate) == (plan.batch, plan.schedules, plan.certificate)
+    first = Planner(planner.topology, costs, 30_000, effort=0, split_backward=split).plan(samples)
+    assert plan.makespan_s <= first.makespan_s
 
 
 def test_a_batch_of_fewer_fixed_rows_than_replicas_leaves_replicas_empty() -> None:
