@@ -115,10 +115,10 @@ dynapipe::Grid grid_of(const GridParts& parts) {
     if (axis.empty()) throw std::invalid_argument("a grid axis has no points");
     points *= axis.size();
   }
-  if (axes.size() > dynapipe::Grid::kMost || values.shape(1) != points || known.shape(0) != points || values.shape(0) > 4) {
+  if (axes.size() > dynapipe::Grid::kMost || values.shape(0) != points || known.shape(0) != points || values.shape(1) > 4) {
     throw std::invalid_argument("a grid's axes, values and known points have sizes that do not match");
   }
-  return {axes, static_cast<int>(values.shape(0)), values.data(), known.data()};
+  return {axes, static_cast<int>(values.shape(1)), values.data(), known.data()};
 }
 
 // Forward, backward (ms), stored and running (MB) of every stage for every place, into `total` (4, stages, places), and

@@ -16,14 +16,13 @@ using i64 = std::int64_t;
 struct Grid {
   std::vector<std::vector<double>> axes;
   int columns = 0;
-  const double* values = nullptr;  // [column][point]
+  const double* values = nullptr;  // [point][column]
   const bool* known = nullptr;     // [point]
 
   // Multilinear values at one place: the smallest coordinate counts below the grid. Returns whether they are known.
   // `total` has a number for every column. Operations and their order are those of the twin.
   bool at(const double* place, double* total) const {
     const int dimensions = static_cast<int>(axes.size());
-    std::size_t points = 1;
     std::size_t low[kMost], high[kMost];
     double share[kMost];
     bool ok = true;
@@ -37,7 +36,6 @@ struct Grid {
       high[a] = std::min(low[a] + 1, static_cast<std::size_t>(last));
       const double width = axis[high[a]] - axis[low[a]];
       share[a] = std::min(std::max((x - axis[low[a]]) / (width > 0 ? width : 1.0), 0.0), 1.0);
-      points *= axis.size();
     }
     std::fill(total, total + columns, 0.0);
     for (int corner = 0; corner < (1 << dimensions); ++corner) {
@@ -49,7 +47,8 @@ struct Grid {
         weight = weight * (upper ? share[a] : 1.0 - share[a]);
       }
       ok &= known[flat] || weight == 0;
-      for (int c = 0; c < columns; ++c) total[c] += weight * values[c * points + flat];
+      const double* const row = values + flat * columns;
+      for (int c = 0; c < columns; ++c) total[c] += weight * row[c];
     }
     return ok;
   }

@@ -36,7 +36,7 @@ def stage_values(
         return total, np.zeros(count, bool)
     if native is not None and use_native:
         parts = [
-            [(list(map(np.ndarray.tolist, grid.axes)), _in_order(grid, grid.values), grid.known)] if grid else []
+            [(list(map(np.ndarray.tolist, grid.axes)), _by_point(grid), grid.known)] if grid else []
             for grid in grids
         ]
         places = np.ascontiguousarray(shapes)
@@ -47,7 +47,7 @@ def stage_values(
         if grid:
             values, measured = grid.at(list(shapes[axes[kind]]))
             known &= measured
-            layer[: len(values)] = _in_order(grid, values)
+            layer[: len(values)] = values[_columns(grid)]
     e, d, head = layers
     for stage, (num_encoder, num_decoder) in enumerate(layout):
         total[:3, stage] = num_encoder * e[:3] + num_decoder * d[:3]
@@ -61,9 +61,14 @@ def stage_values(
     return total, known
 
 
-def _in_order(grid: Grid, values: FloatArray) -> FloatArray:
-    """Rows of a grid's columns in the order of COLUMNS; the head has the first two only."""
-    return np.ascontiguousarray(values[[grid.columns.index(name) for name in COLUMNS if name in grid.columns]])
+def _columns(grid: Grid) -> list[int]:
+    """Places of the grid's columns in the order of COLUMNS; the head has the first two only."""
+    return [grid.columns.index(name) for name in COLUMNS if name in grid.columns]
+
+
+def _by_point(grid: Grid) -> FloatArray:
+    """Values (points, columns)."""
+    return np.ascontiguousarray(grid.values[_columns(grid)].T)
 
 
 @lru_cache(maxsize=64)

@@ -112,12 +112,11 @@ def price_runs(
         table.grow(most_ns)
         if table.even_cuts(most_ns, weight) >= table.even_cuts(most_ns // 2, weight):
             break
-    shapes, used = table.shapes(most_ns)
     return Runs(
         order=tuple(order),
         kinds=tuple(kinds),
-        kind_costs=tuple(MicroBatchCosts.join(pieces, like=pieces[0]).take(used) for pieces in table.priced),
-        shapes=shapes,
+        kind_costs=tuple(MicroBatchCosts.join(pieces, like=pieces[0]) for pieces in table.priced),
+        shapes=table.shapes(most_ns),
         caps=caps,
     )
 
@@ -187,18 +186,15 @@ class _Table:
         cells[late], times[late] = -1, INFEASIBLE
         return cells, times
 
-    def shapes(self, most_ns: int) -> tuple[ShapeIndex, IntArray]:
-        """(samples, rows): see `Runs`, numbered anew; and the old numbers."""
+    def shapes(self, most_ns: int) -> ShapeIndex:
+        """(samples, rows): see `Runs`."""
         cells, _ = self._cells(most_ns)
         cells = cells[: int(np.flatnonzero((cells >= 0).any(axis=1))[-1]) + 1]
-        used = np.sort(cells[cells >= 0]).astype(np.int64)
-        place = np.full(len(self.times) + 1, -1, np.int32)  # the last place is that of shape -1
-        place[used] = np.arange(len(used))
-        shapes = np.ascontiguousarray(place[cells].T[self.member])
+        shapes = np.ascontiguousarray(cells.T[self.member])
         for rows in range(2, min(shapes.shape) + 1):
             shapes[: rows - 1, rows - 1] = -1  # no run reaches back beyond the first sample
         shapes[:, len(shapes) :] = -1
-        return shapes, used
+        return shapes
 
     def even_cuts(self, most_ns: int, weight: int) -> int:
         """sum + weight x max where runs are cut from the end, each as long as `most_ns` lets it be."""
