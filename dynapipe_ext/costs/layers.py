@@ -36,8 +36,7 @@ def stage_values(
         return total, np.zeros(count, bool)
     if native is not None and use_native:
         parts = [
-            [(list(map(np.ndarray.tolist, grid.axes)), _by_point(grid), grid.known)] if grid else []
-            for grid in grids
+            [(list(map(np.ndarray.tolist, grid.axes)), _by_point(grid), grid.known)] if grid else [] for grid in grids
         ]
         places = np.ascontiguousarray(shapes)
         native.stage_costs(parts, [axes[kind] for kind in KINDS], list(layout), head_on_every, places, total, known)
