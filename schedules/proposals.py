@@ -61,7 +61,8 @@ class Proposals:
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Ordered samples that the search may cut anywhere."""
         proposed = []
-        for runs, cuts in self._first_cuts(samples):
+        runs, firsts = self._first_cuts(samples)
+        for cuts in firsts:
             start = Start(
                 kind_costs=runs.kind_costs,
                 shapes=runs.shapes,
@@ -76,7 +77,8 @@ class Proposals:
         if self.rule != "dynapipe-ext":
             return _possible(self._peer_rules(samples))
         if self.layout == "padded":
-            micro_batches = [[runs.micro_batch(cut) for cut in cuts] for runs, cuts in self._first_cuts(samples)]
+            runs, firsts = self._first_cuts(samples)
+            micro_batches = [[runs.micro_batch(cut) for cut in cuts] for cuts in firsts]
         else:
             stages = self.topology.num_stages
             held = dict.fromkeys((1, (stages + 1) // 2, stages))
@@ -111,25 +113,24 @@ class Proposals:
             raise ConfigError(f"{type(self.costs).__name__} cannot price padded shapes: it lacks evaluate_shapes")
         return cast(ShapeCosts, self.costs)
 
-    def _first_cuts(self, samples: list[SampleLength]) -> list[tuple[Runs, list[Cut]]]:
-        """Cuts for pipelines that hold many micro-batches in flight, and few, of each order of the samples."""
+    def _first_cuts(self, samples: list[SampleLength]) -> tuple[Runs, list[list[Cut]]]:
+        """Runs of the ordered samples, and cuts for pipelines that hold many micro-batches in flight, and few."""
         stages, dp = self.topology.num_stages, min(self.topology.dp, len(samples))
         caps = Caps(max_bytes=self.limit_bytes, max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple)
-        orders: tuple[Order, ...] = ("sorted", "classes") if any(s.decoder for s in samples) else ("sorted",)
-
-        def cut(runs: Runs, min_in_flight: int) -> tuple[Runs, list[Cut]]:
-            return runs, runs.cuts(pp=stages, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
+        order: Order = "classes" if any(s.decoder for s in samples) else "sorted"
 
         weight = self.topology.dp * (stages - 1)
-        priced = [
-            price_runs(ordered(samples, order), self._shape_costs, self.kinds, caps, weight=weight) for order in orders
-        ]
+        runs = price_runs(ordered(samples, order), self._shape_costs, self.kinds, caps, weight=weight)
+
+        def cut(min_in_flight: int) -> list[Cut]:
+            return runs.cuts(pp=stages, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
+
         many, few = stages, (stages + 1) // 2
         try:
-            found = _possible(partial(cut, runs, held) for runs in priced for held in dict.fromkeys((many, few)))
+            found = _possible(partial(cut, held) for held in dict.fromkeys((many, few)))
         except PlanError:  # only what fits by itself is left
-            found = _possible(partial(cut, runs, 1) for runs in priced)
-        return [one for i, one in enumerate(found) if not any(one[1] == other[1] for other in found[:i])]
+            found = [cut(1)]
+        return runs, [cuts for i, cuts in enumerate(found) if cuts not in found[:i]]
 
     def _assigned(self, times_ns: list[int], samples: Sequence[SampleLength], step: int) -> list[list[int]]:
         """Indices of the micro-batches of each replica; as many replicas as there are samples have some."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -23,6 +24,9 @@ from dynapipe_ext.planning.partition import best_partition, cut_again
 ShapeEvaluate = Callable[[IntArray, IntArray, IntArray], tuple[IntArray, IntArray]]
 
 Order = Literal["sorted", "classes"]
+
+# Decoder lengths at which classes begin. Powers of 3: of the factors 1.4 to 4 it gave the shortest plans on T5 batches.
+_CLASSES = tuple(3**k for k in range(1, 20))
 
 _ROWS_AT_ONCE = 64
 
@@ -178,13 +182,13 @@ def _exact(
 def ordered(samples: Sequence[SampleLength], order: Order) -> list[SampleLength]:
     """Samples in the order that runs are cut from.
 
-    sorted: by encoder length, then decoder length. classes, for encoder-decoder models: by class of decoder length
-    (each class up to twice as long as the one before), and within a class by encoder length, up and down in turns, so
-    that neighbours resemble each other on both sides.
+    sorted: by encoder length, then decoder length. classes, for encoder-decoder models: by class of decoder
+    length (each up to three times as long as the one before), and within a class by encoder length, up and down in
+    turns, so that neighbours resemble each other on both sides.
 
     >>> lengths = [(9, 1), (2, 1), (5, 2), (7, 3), (3, 4)]
     >>> [(s.encoder, s.decoder) for s in ordered([SampleLength(0, e, d) for e, d in lengths], "classes")]
-    [(2, 1), (9, 1), (5, 2), (3, 4), (7, 3)]
+    [(2, 1), (5, 2), (9, 1), (7, 3), (3, 4)]
     """
     match order:
         case "sorted":
@@ -192,7 +196,7 @@ def ordered(samples: Sequence[SampleLength], order: Order) -> list[SampleLength]
         case "classes":
 
             def place(s: SampleLength) -> tuple[int, int, int, int, int]:
-                decoder_class = max(0, s.decoder - 1).bit_length()
+                decoder_class = bisect_right(_CLASSES, s.decoder)
                 return (decoder_class, -s.encoder if decoder_class % 2 else s.encoder, s.decoder, s.index, s.start)
 
             return sorted(samples, key=place)
