@@ -120,7 +120,14 @@ class Proposals:
         order: Order = "classes" if any(s.decoder for s in samples) else "sorted"
 
         weight = self.topology.dp * (stages - 1)
-        runs = price_runs(ordered(samples, order), self._shape_costs, self.kinds, caps, weight=weight)
+        runs = price_runs(
+            ordered(samples, order),
+            self._shape_costs,
+            self.kinds,
+            caps,
+            weight=weight,
+            equal_counts=self.equal_counts,
+        )
 
         def cut(min_in_flight: int) -> list[Cut]:
             return runs.cuts(pp=stages, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)

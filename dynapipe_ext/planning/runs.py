@@ -91,9 +91,16 @@ class Runs:
 
 
 def price_runs(
-    order: Sequence[SampleLength], costs: ShapeCosts, kinds: Sequence[Recompute], caps: Caps, *, weight: int
+    order: Sequence[SampleLength],
+    costs: ShapeCosts,
+    kinds: Sequence[Recompute],
+    caps: Caps,
+    *,
+    weight: int,
+    equal_counts: bool = False,
 ) -> Runs:
-    """The runs within the caps that take no longer than twice the time around which cutting evenly is best.
+    """The runs within the caps that take at most half as long again as the time around which even cuts are best, or
+    twice as long under `equal_counts`, which may have to join two.
 
     Even cuts are judged by sum(t) + `weight` x max(t). Assumes that a run which breaks a cap or takes too long still
     does so with more samples. Raises PlanError, naming the sample, if one does not fit by itself.
@@ -106,12 +113,10 @@ def price_runs(
         i = int(bad[0])
         choices = {kind: shape_evaluate(costs, recompute=kind) for kind in kinds}
         raise PlanError(refusal(order[i], choices, int(encoder[i]), int(decoder[i]), caps))
-    most_ns = int(singles.max())
-    while True:
-        most_ns *= 2
+    least_ns, most_ns = 0, int(singles.max())
+    while not least_ns or table.even_cuts(most_ns, weight) < table.even_cuts(least_ns, weight):
+        least_ns, most_ns = most_ns, most_ns * (4 if equal_counts else 3) // 2
         table.grow(most_ns)
-        if table.even_cuts(most_ns, weight) >= table.even_cuts(most_ns // 2, weight):
-            break
     return Runs(
         order=tuple(order),
         kinds=tuple(kinds),
