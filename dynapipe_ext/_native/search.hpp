@@ -6,7 +6,6 @@
 
 #include <utility>
 
-
 #include "pipeline.hpp"
 
 namespace dynapipe {
