@@ -19,13 +19,19 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.dispatch import NEVER, Chosen, rules
 from dynapipe_ext.schedules.memory import peak_bytes
 from dynapipe_ext.schedules.order import start_orders
-from dynapipe_ext.schedules.search import Found, Problem, Run, records_of, search
+from dynapipe_ext.schedules.search import GONE, Found, Problem, Run, records_of, search
 from dynapipe_ext.schedules.validate import validate
+
+_TRIAL = 16  # of the moves, one part in so many for each of several starts
+_REPLICAS = 4  # that one measure of effort is for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is asked of the search; `seed` and `effort`, the number of random moves, make it a function."""
+    """What is asked of the search; `seed` and `effort` make it a function.
+
+    `effort` is the number of random moves for up to 7 replicas, twice as many for 8, three times for 12, and so on.
+    """
 
     memory_limit_bytes: int
     split: bool  # run backwards as I and W
@@ -102,14 +108,16 @@ def optimize(
 
 
 def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Optimized]:
-    """The best found from the start that is best before any move (the first of equals), and which that is.
+    """The best found from the best start (the first of equals), and which that is.
 
+    Of several starts each is tried with a small part of the moves, and the best goes on with all of them.
     Moves change the order, the rule, a run's kind, its replica and, where there is a choice, where the items are cut;
     `equal_counts` keeps the number of runs of each replica. Nothing is proven here: simulate and validate the result.
 
     Errors: PlanError where no start has an order that fits; ConfigError as optimize.
     """
-    tried: list[tuple[int, int, Problem, Found]] = []
+    moves = settings.effort * max(1, len(starts[0].groups) // _REPLICAS)
+    tried: list[tuple[tuple[int, int], int, Problem, Found]] = []
     records: dict[int, IntArray] = {}  # starts share costs
     refusal: PlanError | None = None
     for index, start in enumerate(starts):
@@ -122,20 +130,28 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
             refusal = refusal or error
             continue
         orders = [[[group[i] for i in o] for o in start_orders(_costs(start, runs, group))] for group in start.groups]
-        found = _found(problem, runs, orders, settings, 0)
+        found = _found(problem, runs, orders, settings, moves // _TRIAL if len(starts) > 1 else 0)
         if max(found.makespan_ns) < NEVER:
-            tried.append((found.energy, index, problem, found))
+            tried.append((found.value, index, problem, found))
     if not tried:
         limit = settings.memory_limit_bytes
         raise refusal or PlanError(f"no order of these micro-batches fits in {limit} B: raise the limit, tp or pp")
     _, index, problem, found = min(tried, key=lambda one: one[:2])
     if settings.effort:
-        found = _found(problem, found.runs, [[group] for group in found.groups], settings, settings.effort)
+        runs, orders = _in_turn(found)
+        found = _found(problem, runs, orders, settings, moves)
     return index, Optimized(
         tuple(tuple(found.runs[m] for m in group) for group in found.groups),
         tuple(_schedule(actions, problem) for actions in found.actions),
         tuple(found.makespan_ns),
     )
+
+
+def _in_turn(found: Found) -> tuple[list[Run], list[list[list[int]]]]:
+    """Runs that cover the items in turn, and each replica's one order of them."""
+    alive = sorted((m for m, run in enumerate(found.runs) if run != GONE), key=lambda m: found.runs[m])
+    place = {m: i for i, m in enumerate(alive)}
+    return [found.runs[m] for m in alive], [[[place[m] for m in group]] for group in found.groups]
 
 
 def _found(

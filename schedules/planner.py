@@ -44,7 +44,8 @@ class Planner:
     """Plans steps. A plan is a pure function of these settings, the samples' lengths and the step.
 
     `costs` price micro-batches on every stage of `topology`; no pipeline rank exceeds `memory_limit_bytes`. `effort`
-    counts the moves that the search tries (where the batch is cut, recomputation, replica, order, dispatch rule).
+    counts the moves that the search tries (where the batch is cut, recomputation, replica, order, dispatch rule), in
+    proportion more from 8 replicas on.
     `split_backward` runs backwards as I and W under the adaptive schedule. `max_tokens` caps the positions of
     one micro-batch (0: memory alone does). `rule` other than "dynapipe-ext" splits as a peer does, for comparisons.
     `recompute` None lets the planner choose per micro-batch. `activation_format` is needed to lower plans to
@@ -81,6 +82,11 @@ class Planner:
         if self.split_backward and self.schedule != "adaptive":
             raise ConfigError(
                 f"split_backward goes with the adaptive schedule, not with {self.schedule!r}: choose one of them"
+            )
+        if self.schedule != "adaptive" and self.topology.stage_ranks != tuple(range(self.topology.num_stages)):
+            raise ConfigError(
+                f"schedule {self.schedule!r} is for one stage a rank, but the placement is {self.topology.stage_ranks}:"
+                " use the adaptive schedule"
             )
         if self.max_tokens and self.max_tokens < self.pad_multiple:
             raise ConfigError(f"max_tokens {self.max_tokens} is below pad_multiple {self.pad_multiple}")

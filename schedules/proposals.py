@@ -17,8 +17,18 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.planning.balance import assign_replicas
+from dynapipe_ext.planning.exact import MOST_SAMPLES, good_partitions
 from dynapipe_ext.planning.packing import micro_batch_evaluate, split_packed
-from dynapipe_ext.planning.padded import Caps, Order, ShapeCosts, ShapeEvaluate, bottleneck, ordered, shape_evaluate
+from dynapipe_ext.planning.padded import (
+    Caps,
+    Order,
+    ShapeCosts,
+    ShapeEvaluate,
+    bottleneck,
+    ordered,
+    shape_evaluate,
+    subset_costs,
+)
 from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
 from dynapipe_ext.planning.runs import Cut, Runs, price_runs
 from dynapipe_ext.schedules.optimizer import Start
@@ -27,6 +37,8 @@ from dynapipe_ext.topology import Topology
 
 Replicas = list[list[MicroBatch]]
 Made = TypeVar("Made")
+
+_MOST_FEW = 8  # splits of a few samples by each of three objectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +73,8 @@ class Proposals:
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Ordered samples that the search may cut anywhere."""
         proposed = []
-        runs, firsts = self._first_cuts(samples)
+        stages = self.topology.num_stages
+        runs, firsts = self._first_cuts(samples, (stages, (stages + 1) // 2))
         for cuts in firsts:
             start = Start(
                 kind_costs=runs.kind_costs,
@@ -70,26 +83,48 @@ class Proposals:
                 groups=tuple(map(tuple, self._assigned(runs.times(cuts), samples, step))),
             )
             proposed.append(Proposal(start, runs.micro_batch))
+        if len(samples) <= MOST_SAMPLES and any(s.decoder for s in samples) and not self.equal_counts:
+            proposed += self.fixed(self._few(samples, step))
         return proposed
 
+    def _few(self, samples: list[SampleLength], step: int) -> list[Replicas]:
+        """Good splits of a few samples with decoder sides, which runs of one order may miss."""
+        stages = self.topology.num_stages
+        caps = Caps(max_bytes=self.limit_bytes, max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple)
+        order, costs = subset_costs(samples, self._shapes(self._shape_costs, 1), caps)
+        busy = min(self.topology.dp, len(samples))
+        splits = [
+            [[order[i] for i in range(len(order)) if mask >> i & 1] for mask in masks]
+            for masks in good_partitions(costs.tolist(), (0, busy, busy * (stages - 1)), _MOST_FEW)
+        ]
+        return [self._with_replicas([self._fitting(part) for part in parts], samples, step) for parts in splits]
+
+    def _fitting(self, part: Sequence[SampleLength]) -> MicroBatch:
+        """A micro-batch under its fastest kind of recomputation that fits."""
+        whole = MicroBatch(tuple(part), pad_multiple=self.pad_multiple)
+        shape = [np.array([size]) for size in (whole.rows, whole.encoder_len, whole.decoder_len)]
+        answers = [evaluate(*shape) for evaluate in self._shapes(self._shape_costs, 1).values()]
+        times = [int(t[0]) if int(b[0]) <= self.limit_bytes else INFEASIBLE for t, b in answers]
+        return replace(whole, recompute=self.kinds[times.index(min(times))])
+
     def splits(self, samples: list[SampleLength], step: int) -> list[Replicas]:
-        """Micro-batches of every replica that stay what they are."""
+        """Micro-batches of every replica that stay what they are, for schedules that hold few of them or many."""
+        stages = self.topology.num_stages
         if self.rule != "dynapipe-ext":
             return _possible(self._peer_rules(samples))
         if self.layout == "padded":
-            runs, firsts = self._first_cuts(samples)
+            runs, firsts = self._first_cuts(samples, (stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages))
             micro_batches = [[runs.micro_batch(cut) for cut in cuts] for cuts in firsts]
         else:
-            stages = self.topology.num_stages
             held = dict.fromkeys((1, (stages + 1) // 2, stages))
             dp = min(self.topology.dp, len(samples))
             micro_batches = _possible(partial(self._packed, samples, in_flight, dp) for in_flight in held)
-        made = []
-        for parts in micro_batches:
-            parts = _at_least(parts, min(self.topology.dp, len(samples)))
-            time_ns, _ = bottleneck(self.costs.evaluate(parts))
-            made.append([[parts[i] for i in group] for group in self._assigned(time_ns.tolist(), samples, step)])
-        return made
+        return [self._with_replicas(parts, samples, step) for parts in micro_batches]
+
+    def _with_replicas(self, parts: list[MicroBatch], samples: Sequence[SampleLength], step: int) -> Replicas:
+        parts = _at_least(parts, min(self.topology.dp, len(samples)))
+        time_ns, _ = bottleneck(self.costs.evaluate(parts))
+        return [[parts[i] for i in group] for group in self._assigned(time_ns.tolist(), samples, step)]
 
     def fixed(self, splits: Sequence[Replicas]) -> list[Proposal]:
         """Splits as starts of a search that leaves micro-batches whole; a peer's keep to its kinds of recomputation."""
@@ -113,8 +148,8 @@ class Proposals:
             raise ConfigError(f"{type(self.costs).__name__} cannot price padded shapes: it lacks evaluate_shapes")
         return cast(ShapeCosts, self.costs)
 
-    def _first_cuts(self, samples: list[SampleLength]) -> tuple[Runs, list[list[Cut]]]:
-        """Runs of the ordered samples, and cuts for pipelines that hold many micro-batches in flight, and few."""
+    def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[Runs, list[list[Cut]]]:
+        """Runs of the ordered samples, and cuts for pipelines that hold so many in flight (or one, if that is all)."""
         stages, dp = self.topology.num_stages, min(self.topology.dp, len(samples))
         caps = Caps(max_bytes=self.limit_bytes, max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple)
         order: Order = "classes" if any(s.decoder for s in samples) else "sorted"
@@ -132,9 +167,8 @@ class Proposals:
         def cut(min_in_flight: int) -> list[Cut]:
             return runs.cuts(pp=stages, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
 
-        many, few = stages, (stages + 1) // 2
         try:
-            found = _possible(partial(cut, held) for held in dict.fromkeys((many, few)))
+            found = _possible(partial(cut, held) for held in dict.fromkeys(in_flight))
         except PlanError:  # only what fits by itself is left
             found = [cut(1)]
         return runs, [cuts for i, cuts in enumerate(found) if cuts not in found[:i]]

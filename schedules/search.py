@@ -24,6 +24,7 @@ GONE: Run = (-1, -1, 0)  # a run that was merged away
 
 # How often each kind of move is tried, of the sum of what there is to move.
 _MOVES = {"swap": 3, "insert": 3, "rule": 2, "recompute": 6, "give": 1, "exchange": 1, "shift": 4, "cut": 2}
+_MOST_WEIGHT = 4
 _ALLOWANCE = 4096  # a move may cost up to one part in so many at first
 
 
@@ -80,9 +81,15 @@ class Found:
     actions: list[list[list[Chosen]]]
 
     @property
+    def value(self) -> tuple[int, int]:
+        """What is best: the smallest largest makespan, then the smallest sum."""
+        return max(self.makespan_ns), sum(self.makespan_ns)
+
+    @property
     def energy(self) -> int:
-        """What the search lowers: the largest makespan and the mean of all, in units of the number of replicas."""
-        return len(self.makespan_ns) * max(self.makespan_ns) + sum(self.makespan_ns)
+        """What moves may raise a little: mostly the largest makespan, and a little the mean, so that other replicas
+        make room."""
+        return _MOST_WEIGHT * len(self.makespan_ns) * max(self.makespan_ns) + sum(self.makespan_ns)
 
 
 def search(
@@ -210,15 +217,15 @@ class _Search:
         self.touched: list[int] = []  # replicas that the move changes
 
     def improve(self, effort: int) -> Found:
-        best = copy.deepcopy(self.state)
+        best, record = copy.deepcopy(self.state), self.state.energy
         for step in range(effort):
             before = copy.deepcopy(self.state)
             self.touched = []
-            if not self._move() or not self._within(
-                best.energy + best.energy // _ALLOWANCE * (effort - step) // effort
-            ):
+            if not self._move() or not self._within(record + record // _ALLOWANCE * (effort - step) // effort):
                 self.state = before
-            elif self.state.energy < best.energy:
+                continue
+            record = min(record, self.state.energy)
+            if self.state.value < best.value:
                 best = copy.deepcopy(self.state)
         return best
 
@@ -231,8 +238,8 @@ class _Search:
         for d in self.touched:
             most = max([0, *makespans[:d], *makespans[d + 1 :]])
             left = allowed - (sum(makespans) - makespans[d])
-            below = left - replicas * most
-            room = below if below <= most else left // (replicas + 1)
+            below = left - _MOST_WEIGHT * replicas * most
+            room = below if below <= most else left // (_MOST_WEIGHT * replicas + 1)
             makespans[d] = _run(self.problem, self.state, d, room + 1)
             if makespans[d] > room:
                 return False

@@ -42,6 +42,8 @@ struct State {
   std::vector<i64> makespan;             // [replica]
 };
 
+constexpr i64 kMostWeight = 4;
+
 enum Move { kSwap, kInsert, kRule, kRecompute, kGive, kExchange, kShift, kCut };
 constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2};  // how often each is tried, of the sum of what there is to move
 
@@ -130,24 +132,27 @@ class Search {
         continue;
       }
       for (const auto& saved : groups_before_) std::swap(tracks_[saved.first], trials_[saved.first]);
-      const i64 found = energy(state_);
-      if (found < record) {
-        record = found;
-        best = state_;
-      }
+      record = std::min(record, energy(state_));
+      if (value(state_) < value(best)) best = state_;
     }
     return best;
   }
 
  private:
-  // What moves may raise a little and the search lowers: the largest makespan and the mean of all, in replicas' units.
-  static i64 energy(const State& state) {
+  // What is best: the smallest largest makespan, then the smallest sum.
+  static std::pair<i64, i64> value(const State& state) {
     i64 most = 0, sum = 0;
     for (i64 one : state.makespan) {
       most = std::max(most, one);
       sum += one;
     }
-    return most * static_cast<i64>(state.makespan.size()) + sum;
+    return {most, sum};
+  }
+
+  // What moves may raise a little: mostly the largest makespan, and a little the mean, so that other replicas make room.
+  static i64 energy(const State& state) {
+    const auto [most, sum] = value(state);
+    return kMostWeight * most * static_cast<i64>(state.makespan.size()) + sum;
   }
 
   // The makespan that replica d may have, beside the others, under an energy.
@@ -158,9 +163,9 @@ class Search {
       most = std::max(most, state_.makespan[e]);
       left -= state_.makespan[e];
     }
-    const i64 replicas = static_cast<i64>(state_.makespan.size());
-    const i64 below = left - replicas * most;
-    return below <= most ? below : left / (replicas + 1);
+    const i64 weight = kMostWeight * static_cast<i64>(state_.makespan.size());
+    const i64 below = left - weight * most;
+    return below <= most ? below : left / (weight + 1);
   }
 
   // The costs of a run, or none where it may not be a micro-batch.

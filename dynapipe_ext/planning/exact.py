@@ -1,6 +1,9 @@
-"""The best split of a few samples into padded micro-batches of any members, by dynamic programming over subsets."""
+"""The best splits of a few samples into padded micro-batches of any members, by subsets and by enumeration."""
 
 from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -52,3 +55,43 @@ def best_subsets(costs: IntArray, weight: int) -> list[list[int]] | None:
         parts.append([i for i in range(count) if part >> i & 1])
         mask ^= part
     return parts
+
+
+def good_partitions(costs: Sequence[int], weights: Sequence[int], most: int) -> list[list[int]]:
+    """For each weight the `most` partitions of least sum + weight x max of their parts' costs, without repetition.
+
+    `costs[mask]` as in `best_subsets`; a partition is a list of masks. All partitions are looked at: 21,147 of 9
+    samples.
+    """
+    count = len(costs).bit_length() - 1
+
+    def partitions(rest: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """(sum, max, parts) of the partitions of the samples in `rest`."""
+        if not rest:
+            yield 0, 0, ()
+            return
+        lowest = rest & -rest
+        others = rest ^ lowest
+        part = others
+        while True:
+            cost = costs[part | lowest]
+            if cost < INFEASIBLE:
+                for total, largest, parts in found(others ^ part):
+                    yield total + cost, max(largest, cost), (part | lowest, *parts)
+            if not part:
+                break
+            part = (part - 1) & others
+
+    known: dict[int, list[tuple[int, int, tuple[int, ...]]]] = {}
+
+    def found(rest: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        if rest not in known:
+            known[rest] = list(partitions(rest))
+        return known[rest]
+
+    whole = found((1 << count) - 1)
+    chosen: dict[tuple[int, ...], None] = {}
+    for weight in weights:
+        for _, _, parts in heapq.nsmallest(most, whole, key=lambda one: (one[0] + weight * one[1], one[2])):
+            chosen[parts] = None
+    return [list(parts) for parts in chosen]

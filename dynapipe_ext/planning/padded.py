@@ -42,34 +42,16 @@ class ShapeCosts(Protocol):
     ) -> MicroBatchCosts: ...
 
 
-class RememberedShapes:
-    """A cost model that answers the same question once: splits under several limits ask for the same shapes."""
-
-    def __init__(self, costs: ShapeCosts) -> None:
-        self._costs = costs
-        self._answers: dict[tuple[str | bytes, ...], MicroBatchCosts] = {}
-
-    @property
-    def num_stages(self) -> int:
-        return self._costs.num_stages
-
-    def evaluate_shapes(
-        self, rows: npt.ArrayLike, encoder_len: npt.ArrayLike, decoder_len: npt.ArrayLike, recompute: Recompute = "none"
-    ) -> MicroBatchCosts:
-        key = (recompute, *(np.asarray(values, np.int64).tobytes() for values in (rows, encoder_len, decoder_len)))
-        if key not in self._answers:
-            self._answers[key] = self._costs.evaluate_shapes(rows, encoder_len, decoder_len, recompute)
-        return self._answers[key]
-
-
 def bottleneck(costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray, IntArray]:
     """The slowest stage's F + B of each micro-batch, and the bytes that the fullest stage needs for it.
 
     Bytes: states, and the working memory beside as many stored micro-batches of this shape as 1F1B holds on the stage
-    (num_stages - stage), but no more than `min_in_flight`.
+    (num_stages - stage), but no more than `min_in_flight`; on every stage as many as that if it is above num_stages.
     """
     slowest = _largest(costs.forward_ns + costs.backward_ns)
     held: IntArray = np.minimum(np.arange(costs.num_stages, 0, -1, dtype=np.int64), min_in_flight)[:, None]
+    if min_in_flight > costs.num_stages:
+        held = np.full_like(held, min_in_flight)
     bad = _largest(costs.stored_bytes) >= INFEASIBLE
     needed = _largest(costs.static_bytes[:, None] + held * costs.stored_bytes + costs.working_bytes)
     return np.where(bad, INFEASIBLE, np.minimum(slowest, INFEASIBLE)), np.where(bad, INFEASIBLE, needed)
@@ -162,6 +144,19 @@ def _exact(
     samples: Sequence[SampleLength], choices: Mapping[Recompute, ShapeEvaluate], weight: int, caps: Caps
 ) -> tuple[int, list[MicroBatch]] | None:
     """The best split into micro-batches of any members, and its objective."""
+    order, costs = subset_costs(samples, choices, caps)
+    parts = best_subsets(costs, weight)
+    if parts is None:
+        return None
+    each = [int(costs[sum(1 << i for i in part)]) for part in parts]
+    made = [MicroBatch(tuple(order[i] for i in part), pad_multiple=caps.pad_multiple) for part in parts]
+    return sum(each) + weight * max(each), made
+
+
+def subset_costs(
+    samples: Sequence[SampleLength], choices: Mapping[Recompute, ShapeEvaluate], caps: Caps
+) -> tuple[list[SampleLength], IntArray]:
+    """Few samples in order, and for every mask of them the time of their subset as one micro-batch (`best_subsets`)."""
     order = ordered(samples, "sorted")
     masks = np.arange(1, 1 << len(order))
     members = (masks[:, None] >> np.arange(len(order))) & 1
@@ -170,13 +165,7 @@ def _exact(
     decoder = (members * padded_lengths(np.array([s.decoder for s in order], np.int64), caps.pad_multiple)).max(axis=1)
     time_ns = _evaluate_distinct(choices, rows, encoder, decoder, caps.max_bytes)
     within = (rows <= (caps.max_rows or len(order))) & (rows * (encoder + decoder) <= (caps.max_tokens or INFEASIBLE))
-    costs = np.concatenate([[0], np.where(within, time_ns, INFEASIBLE)])
-    parts = best_subsets(costs, weight)
-    if parts is None:
-        return None
-    each = [int(costs[sum(1 << i for i in part)]) for part in parts]
-    made = [MicroBatch(tuple(order[i] for i in part), pad_multiple=caps.pad_multiple) for part in parts]
-    return sum(each) + weight * max(each), made
+    return order, np.concatenate([[0], np.where(within, time_ns, INFEASIBLE)])
 
 
 def ordered(samples: Sequence[SampleLength], order: Order) -> list[SampleLength]:

@@ -171,13 +171,20 @@ class _Table:
     def _price(self, sizes: IntArray, places: list[tuple[int, IntArray]]) -> None:
         if not sizes.shape[1]:
             return
+        back = None
+        if sizes[2].any():  # equal shapes are many where samples resemble each other
+            key = (sizes[0] * (int(sizes[1].max()) + 1) + sizes[1]) * (int(sizes[2].max()) + 1) + sizes[2]
+            _, first, back = np.unique(key, return_index=True, return_inverse=True)
+            sizes = sizes[:, first]
         priced = [self.costs.evaluate_shapes(sizes[0], sizes[1], sizes[2], kind) for kind in self.kinds]
         time_ns, _ = fastest(priced, self.caps, 1)
         time_ns[sizes[0] * (sizes[1] + sizes[2]) > (self.caps.max_tokens or INFEASIBLE)] = INFEASIBLE
         known = len(self.times)
+        shapes = known + (np.arange(len(time_ns)) if back is None else back.reshape(-1))
+        at = 0
         for row, classes in places:
-            self.cells[row][classes] = np.arange(known, known + len(classes))
-            known += len(classes)
+            self.cells[row][classes] = shapes[at : at + len(classes)]
+            at += len(classes)
         self.times = np.concatenate([self.times, time_ns])
         for pieces, piece in zip(self.priced, priced, strict=True):
             pieces.append(piece)
