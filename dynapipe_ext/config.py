@@ -13,6 +13,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.plan import Layout, LossNorm
 
 ScheduleName = Literal["adaptive", "1f1b", "gpipe", "zb-h1", "zb-h2"]
+SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2")  # every backward as I and W, asked for or not
 Rule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 
 
@@ -69,7 +70,8 @@ class DataSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
     """`costs` names a cost file; empty means: measure this machine before the run. `max_tokens` caps the positions of
-    one micro-batch (0: only memory does)."""
+    one micro-batch (0: only memory does). `fill_waits` lets ranks run weight gradients of split backwards while they
+    wait for a transfer."""
 
     layout: Layout = "packed"
     schedule: ScheduleName = "adaptive"
@@ -80,6 +82,7 @@ class PlanSettings:
     max_tokens: int = 0
     effort: int = 9000
     split_backward: bool = False
+    fill_waits: bool = False
     loss_norm: LossNorm = "tokens"
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     replica_counts: Literal["free", "equal"] = "free"
@@ -175,6 +178,7 @@ class TrainConfig:
                 f"{where}: [optimizer] min_lr is {optimizer.min_lr:g} but must be at most lr, which is"
                 f" {optimizer.lr:g}: lower min_lr too"
             )
+        check_fill_waits(self.plan.fill_waits, self.plan.schedule, self.plan.split_backward, f"{where}: [plan] ")
         self._check_heads(where)
 
     def _check_heads(self, where: str) -> None:
@@ -220,6 +224,16 @@ _AT_LEAST = {
     "optimizer": {"min_lr": 0, "warmup_steps": 0, "weight_decay": 0, "clip_grad": 0},
 }
 _ABOVE_ZERO = {"plan": ("memory_limit_gb",), "optimizer": ("lr",), "job": ("timeout_s",)}
+
+
+def check_fill_waits(fill_waits: bool, schedule: ScheduleName, split_backward: bool, where: str = "") -> None:
+    """Refuse to fill waits where there is nothing to fill them with. Errors: ConfigError."""
+    if fill_waits and not (split_backward if schedule == "adaptive" else schedule in SPLIT_SCHEDULES):
+        raise ConfigError(
+            f"{where}fill_waits needs weight gradients (W) of their own, but schedule {schedule!r} with split_backward"
+            f" {split_backward} has none: take the adaptive schedule with split_backward, or one of"
+            f" {', '.join(SPLIT_SCHEDULES)}"
+        )
 
 
 def _refuse_out_of_bounds(config: TrainConfig, where: str) -> None:

@@ -81,7 +81,6 @@ def all_checks(redis_server: str | None = None) -> tuple[Check, ...]:
         ("redis-py", lambda: _distribution("redis", "", required=True)),
         ("hiredis", _hiredis),
         ("Redis server", lambda: _server(redis_server)),
-        ("planner core", lambda: Check("planner core", True, "python")),
         ("CPU cores", _cores),
         ("memory", _memory),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.config import Rule, ScheduleName, TrainConfig
+from dynapipe_ext.config import SPLIT_SCHEDULES, Rule, ScheduleName, TrainConfig
 from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
 from dynapipe_ext.costs.fitted import FittedCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json
@@ -30,7 +30,6 @@ from dynapipe_ext.topology import Topology
 # One multiple for all topologies: the padded vocabulary, and with it the weights, must not depend on tp.
 _VOCAB_MULTIPLE = 128
 _OURS = "dynapipe-ext"
-SPLIT_SCHEDULES = ("zb-h1", "zb-h2")  # these run every backward as I and W, asked for or not
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +41,13 @@ class Variant:
     schedule: ScheduleName
     rule: Rule
     max_tokens: int
+    fill_waits: bool = False
 
 
 def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
     """The configured run, and with `compare` the three usual ways beside it."""
     plan, row_len = config.plan, config.model.max_seq_len
-    ours = Variant(_OURS, plan.layout, plan.schedule, plan.rule, plan.max_tokens)
+    ours = Variant(_OURS, plan.layout, plan.schedule, plan.rule, plan.max_tokens, plan.fill_waits)
     if not compare:
         return [ours]
     return [
@@ -276,6 +276,7 @@ def make_planner(config: TrainConfig, costs: CostModel, variant: Variant) -> Pla
         max_tokens=variant.max_tokens,
         effort=plan.effort,
         split_backward=plan.split_backward and variant.name == _OURS,
+        fill_waits=variant.fill_waits,
         loss_norm=plan.loss_norm,
         recompute=None if plan.recompute == "auto" else plan.recompute,
         equal_counts=plan.replica_counts == "equal",

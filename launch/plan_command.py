@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from dynapipe_ext.config import ScheduleName, TrainConfig
 from dynapipe_ext.core import active_core
+from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.launch.plan_inputs import (
     add_cost_arguments,
     add_length_arguments,
@@ -19,10 +22,12 @@ from dynapipe_ext.launch.plan_inputs import (
     memory_limit_bytes,
     priced_costs,
 )
+from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import Layout
 from dynapipe_ext.schedules.certificate import certify, with_bounds
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.plan_file import read_plan_file
 from dynapipe_ext.tools.show_certificate import certificate_of_file, certificate_table
@@ -33,6 +38,7 @@ _PIPE_COLUMNS = 140  # no terminal to fit into: room for the timeline's labels
 _EPILOG = """examples:
   dynapipe plan --lengths lengths.npy --tokens-per-batch 65536 --tp 1 --pp 4 --dp 2
   dynapipe plan --lengths runs/latest/data/lengths.npy --step 3 --layout packed --json plan.json
+  dynapipe plan --lengths lengths.npy --pp 4 --time-limit 60 --json best.json
   dynapipe plan --show plan.json
 
 A lengths file is .npy of shape (N,), (N, 2) = encoder, decoder or (N, 3) = encoder, decoder, targets; or text with one
@@ -60,6 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pad-multiple", type=int, metavar="N", help="rows are rounded up to it (CSV folder: 1)")
     parser.add_argument("--effort", type=int, metavar="N", help="moves tried by the search")
     parser.add_argument("--seed", type=int, metavar="N", help="of the data order and the search")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="search again with the next seeds until the time is over and keep the best: not reproducible",
+    )
     parser.add_argument("--split-backward", action="store_true", default=None, help="run B as I and W")
     parser.add_argument(
         "--replica-counts", choices=("free", "equal"), help="equal: as many micro-batches on every replica (free)"
@@ -98,7 +110,10 @@ def run(args: argparse.Namespace) -> int:
         split_backward=config.plan.split_backward,
     )
     start_s = time.perf_counter()
-    plan = planner.plan(samples, step=args.step or 0)
+    if args.time_limit is None:
+        plan, num_tried = planner.plan(samples, step=args.step or 0), 0
+    else:
+        plan, num_tried = best_in_time(planner, samples, args.step or 0, args.time_limit)
     planning_s = time.perf_counter() - start_s
     certificate = plan.certificate or certify(plan, planner.costs, samples, memory_limit_bytes=limit_bytes)
     console.print(f"batch: {chosen}, {len(samples):,} samples, {sum(s.tokens for s in samples):,} tokens")
@@ -107,6 +122,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"costs: {priced.provenance}")
     console.print(f"limits: {limit_bytes / 1e9:g} GB a rank, rows rounded up to a multiple of {multiple}")
     console.print(f"search: {planner.effort:,} moves on the {active_core()} core")
+    if num_tried:
+        tried = f"{num_tried:,} {'search' if num_tried == 1 else 'searches'} from seed {planner.seed} on"
+        console.print(f"tried: {tried} in {args.time_limit:g} s; how many fit is not reproducible")
     console.print(rendered(of_step_plan(plan, planner.topology, planning_s=planning_s), width=console.width))
     console.print(certificate_table(certificate))
     if planner.equal_counts:
@@ -118,9 +136,45 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.json:
         raw = with_bounds(plan_json(plan, planner.topology), certificate)
+        if num_tried:
+            raw |= {"reproducible": False, "time_limit_s": args.time_limit}
         write_atomic(args.json, json.dumps(raw, indent=1, allow_nan=False) + "\n")
         console.print(f"the plan is in {args.json}")
     return 0
+
+
+def best_in_time(
+    planner: Planner,
+    samples: Sequence[SampleLength],
+    step: int,
+    limit_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[StepPlan, int]:
+    """The plan that ends first (of equals the first found) and how many were tried: one a seed, from the planner's on.
+
+    The first search always ends, and the one that runs when the time is over; so the plan is never worse than without
+    a limit. Errors: ConfigError for a limit of no use; PlanError where the first search finds no plan.
+    """
+    if not (math.isfinite(limit_s) and limit_s > 0):
+        raise ConfigError(f"--time-limit is {limit_s:g} s but must be above 0 and finite: leave it out for one search")
+    if planner.schedule != "adaptive" or not planner.effort:
+        found = f"schedule {planner.schedule!r} and effort {planner.effort}"
+        raise ConfigError(
+            f"--time-limit searches again with other seeds, but {found} search nothing: leave it out, or take the"
+            " adaptive schedule with effort above 0"
+        )
+    end_s = clock() + limit_s
+    best, num_tried = planner.plan(samples, step=step), 1
+    while clock() < end_s:
+        again = replace(planner, seed=planner.seed + num_tried)
+        num_tried += 1
+        try:
+            plan = again.plan(samples, step=step)
+        except PlanError:  # another seed found nothing that fits; there is a plan already
+            continue
+        if plan.makespan_s < best.makespan_s:
+            best = replace(plan, batch=replace(plan.batch, seed=planner.seed))  # the batch's seed is dropout's
+    return best, num_tried
 
 
 def _config(args: argparse.Namespace) -> TrainConfig:

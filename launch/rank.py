@@ -28,6 +28,7 @@ from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.transport.groups import Groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
+from dynapipe_ext.executor.transport.watched import WatchedTransport
 from dynapipe_ext.launch.job import Variant, make_planner, model_shape, topology_of
 from dynapipe_ext.timeline import Span
 from dynapipe_ext.tools.progress import StepProgress
@@ -122,11 +123,14 @@ def train(context: RankContext, variant: Variant, index: int) -> tuple[list[Step
     stage = MegatronStage(ddp, dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
     recorder = _SpanRecorder()
     with ExitStack() as stack:
-        transport = _transport(context)
+        transport = _transport(context, variant)
         stack.callback(transport.close)
-        recording = PipelineExecutor(stage, transport, recorder=recorder, rank=context.rank, clock=_clock(device))
+        arrived = transport.arrived if isinstance(transport, WatchedTransport) else None
+        recording = PipelineExecutor(
+            stage, transport, recorder=recorder, rank=context.rank, clock=_clock(device), arrived=arrived
+        )
         # Spans on an accelerator need synchronisation, which takes overlap away: there only traced steps record them.
-        plain = recording if device.type == "cpu" else PipelineExecutor(stage, transport)
+        plain = recording if device.type == "cpu" else PipelineExecutor(stage, transport, arrived=arrived)
         loader = stack.enter_context(
             DynaPipeDataLoader(
                 context.dataset,
@@ -280,11 +284,18 @@ def _clock(device: torch.device) -> Callable[[], float]:
     return synchronised
 
 
-def _transport(context: RankContext) -> Transport:
-    topology, job = topology_of(context.config), context.config.job
+def _transport(context: RankContext, variant: Variant) -> Transport:
+    topology, job, device = topology_of(context.config), context.config.job, context.device
+    inner: Transport
     if job.strict:
-        return StrictTransport(topology, context.rank, context.groups, timeout_s=job.timeout_s)
-    return TorchP2PTransport(topology, context.rank, context.groups, device=context.device, timeout_s=job.timeout_s)
+        inner = StrictTransport(topology, context.rank, context.groups, timeout_s=job.timeout_s)
+    else:
+        inner = TorchP2PTransport(topology, context.rank, context.groups, device=device, timeout_s=job.timeout_s)
+    if not variant.fill_waits:
+        return inner
+    if device.type == "cpu":
+        return WatchedTransport(inner)
+    return WatchedTransport(inner, drain=lambda: torch.cuda.current_stream(device).synchronize())
 
 
 def broadcast_bytes(data: bytes, device: torch.device) -> bytes:

@@ -49,6 +49,7 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--layout": ("plan", "layout", {"choices": get_args(Layout), "help": "of micro-batches"}),
     "--schedule": ("plan", "schedule", {"choices": get_args(ScheduleName), "help": "of the pipeline"}),
     "--split-backward": ("plan", "split_backward", {"action": "store_true", "help": "B as I and W"}),
+    "--fill-waits": ("plan", "fill_waits", {"action": "store_true", "help": "run W while a transfer is waited for"}),
     "--costs": ("plan", "costs", {"metavar": "FILE", "help": "cost table; default: measure this machine"}),
     "--memory-limit-gb": ("plan", "memory_limit_gb", {"type": float, "metavar": "GB", "help": "per rank"}),
     "--loss-norm": ("plan", "loss_norm", {"choices": get_args(LossNorm), "help": "divide by target tokens or samples"}),

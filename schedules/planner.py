@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.config import Rule, ScheduleName
+from dynapipe_ext.config import Rule, ScheduleName, check_fill_waits
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -45,8 +45,9 @@ class Planner:
 
     `costs` price micro-batches on every stage of `topology`; no pipeline rank exceeds `memory_limit_bytes`. `effort`
     counts the moves that the search tries (where the batch is cut, recomputation, replica, order, dispatch rule), in
-    proportion more from 8 replicas on.
-    `split_backward` runs backwards as I and W under the adaptive schedule. `max_tokens` caps the positions of
+    proportion more from 8 replicas on. `split_backward` runs backwards as I and W under the adaptive schedule.
+    `fill_waits` does not change a plan: its instructions are then for executors that run W while they wait (see
+    `filling`). `max_tokens` caps the positions (of padded rows: of both sides; of packed ones: of either) of
     one micro-batch (0: memory alone does). `rule` other than "dynapipe-ext" splits as a peer does, for comparisons.
     `recompute` None lets the planner choose per micro-batch. `activation_format` is needed to lower plans to
     instructions, not to make them.
@@ -63,6 +64,7 @@ class Planner:
     max_tokens: int = field(default=0, kw_only=True)
     effort: int = field(default=9000, kw_only=True)
     split_backward: bool = field(default=False, kw_only=True)
+    fill_waits: bool = field(default=False, kw_only=True)
     loss_norm: LossNorm = field(default="tokens", kw_only=True)
     recompute: Recompute | None = field(default=None, kw_only=True)
     equal_counts: bool = field(default=False, kw_only=True)
@@ -88,6 +90,7 @@ class Planner:
                 f"schedule {self.schedule!r} is for one stage a rank, but the placement is {self.topology.stage_ranks}:"
                 " use the adaptive schedule"
             )
+        check_fill_waits(self.fill_waits, self.schedule, self.split_backward)
         if self.max_tokens and self.max_tokens < self.pad_multiple:
             raise ConfigError(f"max_tokens {self.max_tokens} is below pad_multiple {self.pad_multiple}")
 
@@ -247,6 +250,7 @@ _PLAIN_FIELDS = (
     "recompute",
     "equal_counts",
     "split_backward",
+    "fill_waits",
 )
 
 

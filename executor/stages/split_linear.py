@@ -78,6 +78,9 @@ class _SplitLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
+        # Under saved-tensor hooks the weight that comes back from the saved tensors is another object, without the
+        # attribute that says where its gradient goes.
+        ctx.weight = weight
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
@@ -87,8 +90,8 @@ class _SplitLinear(torch.autograd.Function):
         flat_grad, flat_x = y_grad.reshape(-1, y_grad.shape[-1]), x.reshape(-1, x.shape[-1])
         x_grad = y_grad.matmul(weight) if ctx.needs_input_grad[0] else None
         bias_grad = flat_grad.sum(dim=0) if ctx.has_bias else None
-        if (queue := deferred_of(weight)) is not None:
-            queue.put_off(weight, flat_x, flat_grad)
+        if (queue := deferred_of(ctx.weight)) is not None:
+            queue.put_off(ctx.weight, flat_x, flat_grad)
             return x_grad, None, bias_grad
         return x_grad, flat_grad.t().matmul(flat_x), bias_grad
 

@@ -1,12 +1,17 @@
-"""Shows whether a transfer has ended without blocking, over transports whose wait blocks the host (gloo, in memory).
+"""Shows whether a transfer has ended without waiting for it.
 
-gloo's operations do not know that they have ended until somebody waits for them, so a thread a queue does.
+gloo's operations do not know that they have ended until somebody waits for them, so a thread a queue does. NCCL's know
+it, and their wait does not block the host but puts the wait into the caller's stream: they are asked, by no other
+thread. There the host runs ahead of the device, so a transfer counts as late only if it has not ended once the
+work that is queued before the question is done. (The NCCL way was tested over stand-ins, not run on accelerators.)
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import Recv, Send
@@ -19,12 +24,14 @@ _Lane = queue.SimpleQueue["_Watched | None"]
 class WatchedTransport:
     """The Transport it is given, with `arrived`. Close it at the end; the inner transport is closed as well.
 
-    A time limit of the inner transport counts from when all transfers before it on its queue have ended, not from when
-    the rank waits. After a failure every later transfer of its queue fails at once, with the same error.
+    `drain` is for accelerators, over a TorchP2PTransport: it blocks until the device has done what this thread queued.
+    Without it transfers are waited for by threads: a time limit of the inner transport then counts from when all
+    transfers before it on its queue have ended, not from when the rank waits, and after a failure every later transfer
+    of its queue fails at once, with the same error.
     """
 
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
+    def __init__(self, inner: Transport, *, drain: Callable[[], None] | None = None) -> None:
+        self._inner, self._drain = inner, drain
         self._lanes: dict[tuple[int, int, bool], _Lane] = {}
         self._threads: list[threading.Thread] = []
 
@@ -36,11 +43,18 @@ class WatchedTransport:
 
     def arrived(self, pending: Pending) -> bool:
         """Whether a transfer that this transport started has ended, or failed: then its wait returns at once."""
-        if not isinstance(pending, _Watched):
-            raise ExecutionError(
-                f"{type(pending).__name__} was not started by this transport: give the executor the WatchedTransport"
-            )
-        return pending.ended.is_set()
+        match pending:
+            case _Watched():
+                return pending.ended.is_set()
+            case _Queued() if self._drain is not None:
+                if not pending.has_ended():
+                    self._drain()
+                return pending.has_ended()
+            case _:
+                raise ExecutionError(
+                    f"{type(pending).__name__} was not started by this transport: give the executor the"
+                    " WatchedTransport"
+                )
 
     def close(self) -> None:
         """Within a second: a thread that still waits for a transfer is left to end with its process."""
@@ -52,6 +66,8 @@ class WatchedTransport:
         self._inner.close()
 
     def _watch(self, instruction: Send | Recv, pending: Pending) -> Pending:
+        if self._drain is not None:
+            return _Queued(pending)
         key = (instruction.peer, instruction.channel, isinstance(instruction, Send))
         lane = self._lanes.get(key)
         if lane is None:
@@ -88,3 +104,22 @@ class _Watched:
             raise self.error
         tensors, self.tensors = self.tensors, ()
         return tensors
+
+
+class _Queued:
+    """A transfer in a device's queue; its works say whether the device has done them."""
+
+    def __init__(self, pending: Pending) -> None:
+        works: list[Any] | None = getattr(pending, "_works", None)  # of TorchP2PTransport, in this package
+        if works is None:
+            raise ExecutionError(
+                f"{type(pending).__name__} cannot be asked whether a device has done it: give drain with a"
+                " TorchP2PTransport only"
+            )
+        self._pending, self._works = pending, works
+
+    def has_ended(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> Tensors:
+        return self._pending.wait()

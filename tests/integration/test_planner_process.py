@@ -363,8 +363,8 @@ def test_the_first_failure_stays() -> None:
 def test_plans_are_verified_before_they_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
     real = plan_source_module.lower
 
-    def without_waits(*arguments: object) -> object:
-        plans = real(*arguments)
+    def without_waits(*arguments: object, **named: object) -> object:
+        plans = real(*arguments, **named)
         return tuple(tuple(replace(plan, instructions=plan.instructions[:-1]) for plan in replica) for replica in plans)
 
     monkeypatch.setattr(plan_source_module, "lower", without_waits)

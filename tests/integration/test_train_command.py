@@ -235,6 +235,22 @@ def test_no_rank_holds_more_than_was_predicted_where_backwards_are_split(train: 
         assert 0.6 * predicted <= measured <= predicted
 
 
+@pytest.mark.parametrize("split", [["--split-backward"], ["--schedule", "zb-h1"]], ids=" ".join)
+def test_a_run_that_fills_its_waits_trains_to_the_bits_of_one_that_does_not(
+    train: Train, tiny: Path, tmp_path: Path, split: list[str]
+) -> None:
+    (tmp_path / "small.toml").write_text(f"{tiny.read_text()}max_tokens = 512\n")  # of [plan]: several micro-batches
+
+    def trained(*arguments: str) -> dict[str, Any]:
+        flags = ["--steps", "3", "--layout", "padded", "--tokens-per-batch", "2048", *split]
+        return train(*flags, *arguments, config=tmp_path / "small.toml")
+
+    plain, filled = trained(), trained("--fill-waits")
+    assert max(count for step in plain["num_micro_batches"] for count in step) >= 3
+    for name in ("losses", "num_micro_batches"):
+        assert filled[name] == plain[name]
+
+
 def test_torchrun_trains_as_the_launcher_does(train: Train, tiny: Path, tmp_path: Path) -> None:
     """The user's own server over TCP, and the embedded one; the losses are bit for bit those of `dynapipe train`."""
     wanted = train("--dp", "2")["losses"]

@@ -101,6 +101,14 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ("[optimizer]\nclip_grad = -1", r"\[optimizer\] clip_grad is -1\.0 but must be at least 0"),
         ("[job]\ntimeout_s = 0", r"\[job\] timeout_s is 0\.0 but must be above 0"),
         ("[job]\ntimeout_s = inf", r"\[job\] timeout_s is inf but must be a finite number"),
+        (
+            "[plan]\nfill_waits = true",
+            r"\[plan\] fill_waits needs weight gradients .* 'adaptive' with split_backward False",
+        ),
+        (
+            '[plan]\nfill_waits = true\nschedule = "1f1b"',
+            r"\[plan\] fill_waits needs weight gradients .*'1f1b' .*zb-h1, zb-h2",
+        ),
         ("[model]\nhidden_size = 126", r"\[model\] hidden_size is 126 but must be a multiple of num_heads, which is 4"),
         ("[model]\nnum_query_groups = 3", r"\[model\] num_heads is 4 but must be a multiple of num_query_groups.* 3"),
         ("[model]\nhidden_size = 60", r"\[model\] hidden_size / num_heads is 60 / 4 = 15 but must be even with .*rope"),
@@ -120,6 +128,8 @@ def test_a_wrong_setting_is_named_with_file_table_and_bound(tmp_path: Path, text
         "[data]\nprefetch_steps = 1\nnum_workers = 0",
         "[optimizer]\nlr = 1e-4\nmin_lr = 1e-4\nwarmup_steps = 0\nweight_decay = 0\nclip_grad = 0",
         "[run]\ntraced_steps = 0\n[plan]\neffort = 0\nmax_tokens = 0",
+        "[plan]\nfill_waits = true\nsplit_backward = true",
+        '[plan]\nfill_waits = true\nschedule = "zb-h2"',
     ],
 )
 def test_the_bounds_themselves_are_allowed(tmp_path: Path, text: str) -> None:
@@ -166,6 +176,7 @@ def test_flags_replace_single_settings_and_are_checked() -> None:
         (["--batch-size", "8"], {"data": {"batch_size": 8, "tokens_per_batch": 0}}),
         (["--tokens-per-batch", "99"], {"data": {"tokens_per_batch": 99}}),
         (["--layers-per-stage", "1, 3"], {"topology": {"layers_per_stage": (1, 3)}}),
+        (["--split-backward", "--fill-waits"], {"plan": {"split_backward": True, "fill_waits": True}}),
         (["--truncate", "--strict"], {"data": {"truncate": True}, "job": {"strict": True}}),
     ],
 )
@@ -179,11 +190,19 @@ def test_the_flags_of_train_override_the_file(arguments: list[str], changed: dic
         (["--layers-per-stage", "1,x"], "--layers-per-stage is '1,x' but must be integers"),
         (["--tokens-per-batch", "9", "--batch-size", "9"], "set exactly one"),
         (["--batch-size", "0"], "set exactly one"),
+        (["--fill-waits"], r"command line: \[plan\] fill_waits needs weight gradients"),
+        (["--fill-waits", "--schedule", "1f1b"], "fill_waits needs weight gradients .*'1f1b'"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(arguments: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_train(arguments)
+
+
+def test_a_run_has_no_limit_on_planning_time() -> None:
+    """Its plans are a function of settings alone."""
+    with pytest.raises(SystemExit):
+        parse_train(["--time-limit", "5"])
 
 
 def parse_train(arguments: list[str]) -> TrainConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +28,15 @@ from dynapipe_ext.topology import Topology
 HIDDEN, VOCAB = 8, 17
 LENGTHS = (3, 11, 4, 5, 9, 2, 7)
 SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate(LENGTHS)]
+
+
+class WithoutBatch(torch.nn.Module):
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x, batch):
+        return self.part(x)
 
 
 def make_parts(num_stages: int) -> list[torch.nn.Module]:
@@ -254,3 +264,30 @@ def test_the_emulated_stage_holds_bytes_from_forward_to_backward_and_from_input_
     assert stage.held_bytes() == 64
     stage.backward_weight(0, 0)
     assert stage.held_bytes() == 0
+
+
+@pytest.mark.parametrize("is_hooked", [False, True], ids=["plain", "saved-tensor hooks"])
+def test_the_input_gradient_leaves_weight_gradients_to_w_also_under_saved_tensor_hooks(is_hooked):
+    """Tensors may be counted or offloaded by hooks: a weight that comes back from them is another object."""
+    plan = execution_plans(planner_for(1), SAMPLES[:1], step=0)[0][0]
+    part = torch.nn.Sequential(torch.nn.Embedding(VOCAB, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB))
+    stage, weight = TorchStage({0: WithoutBatch(part)}, loss_sum), part[1].weight
+    batch = batch_of(plan.micro_batches[0])
+
+    def gradient(*halves: str) -> list[torch.Tensor | None]:
+        """The linear layer's, after each of these."""
+        stage.start_step(plan)
+        stage.load(0, batch)
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) if is_hooked else nullcontext()
+        with hooks:
+            stage.forward(0, 0, ())
+        found = []
+        for half in halves:
+            getattr(stage, half)(0, 0, *([()] if half != "backward_weight" else []))
+            found.append(weight.grad)
+        return found
+
+    (whole,) = gradient("backward")
+    after_input, after_weight = gradient("backward_input", "backward_weight")
+    assert after_input is None
+    assert torch.equal(after_weight, whole)

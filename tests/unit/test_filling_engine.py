@@ -18,6 +18,7 @@ from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.executor.transport.torch_p2p import _TorchPending
 from dynapipe_ext.executor.transport.watched import WatchedTransport
 from dynapipe_ext.executor.verify import verify
 from dynapipe_ext.lengths import SampleLength
@@ -193,3 +194,75 @@ def test_only_its_own_transfers_can_be_asked_about() -> None:
     other = hub.transport(1).recv(operation(Recv, 0, 0))
     with pytest.raises(ExecutionError, match="give the executor the WatchedTransport"):
         watched.arrived(other)
+
+
+class DeviceWork:
+    """A transfer on a device: done once the work before it and `late` rounds of draining are."""
+
+    def __init__(self, late: int) -> None:
+        self.late = late
+
+    def is_completed(self) -> bool:
+        return self.late <= 0
+
+    def wait(self, limit: object) -> None:
+        pass
+
+
+class DeviceTransport:
+    """Hands out transfers as TorchP2PTransport does over NCCL, where waiting is queued and blocks nobody."""
+
+    def __init__(self, *late: int) -> None:
+        self.works = [DeviceWork(n) for n in late]
+        self.num_drained = 0
+
+    def recv(self, instruction: Recv) -> Pending:
+        return _TorchPending(self.works, (), ("it",), "rank 0 waited", 1.0)
+
+    def send(self, instruction: Send, tensors: Any) -> Pending:
+        return self.recv(Recv(instruction.buffer, instruction.peer, instruction.channel, instruction.specs))
+
+    def close(self) -> None: ...
+
+    def drain(self) -> None:
+        """All that this rank has queued is done, and with it one step of what it waits for."""
+        self.num_drained += 1
+        for work in self.works:
+            work.late -= 1
+
+
+@pytest.mark.parametrize(("late", "asks"), [((0, 0), 0), ((1, 0), 1), ((1, 1), 1)])
+def test_on_a_device_a_transfer_is_late_only_if_it_has_not_ended_when_the_work_before_the_question_has(
+    late: tuple[int, int], asks: int
+) -> None:
+    inner = DeviceTransport(*late)
+    watched = WatchedTransport(inner, drain=inner.drain)
+    pending = watched.recv(operation(Recv, 0, 0))
+    assert watched.arrived(pending)
+    assert inner.num_drained == asks
+    assert pending.wait() == ("it",)
+
+
+def test_on_a_device_a_transfer_of_which_a_part_is_missing_has_not_arrived_after_draining() -> None:
+    inner = DeviceTransport(0, 2)
+    watched = WatchedTransport(inner, drain=inner.drain)
+    pending = watched.send(operation(Send, 0, 1), ())
+    assert not watched.arrived(pending)
+    assert watched.arrived(pending)
+    assert inner.num_drained == 2
+
+
+def test_a_device_s_transfers_are_asked_for_by_the_rank_s_own_thread() -> None:
+    """A wait of NCCL's puts itself into the queue of the thread that calls it: no other thread may."""
+    before = threading.active_count()
+    watched = WatchedTransport(DeviceTransport(1, 1), drain=lambda: None)
+    pending = watched.recv(operation(Recv, 0, 0))
+    assert not watched.arrived(pending)
+    assert threading.active_count() == before
+    watched.close()
+
+
+def test_draining_goes_with_transfers_that_a_device_can_be_asked_about() -> None:
+    watched = WatchedTransport(InlineHub(timeout_s=0.1).transport(1), drain=lambda: None)
+    with pytest.raises(ExecutionError, match="give drain with a TorchP2PTransport only"):
+        watched.recv(operation(Recv, 0, 0))

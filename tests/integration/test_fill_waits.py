@@ -1,0 +1,163 @@
+"""`fill_waits` on real ranks: every wait of a training run may be filled, and weights and losses keep their bits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.executor.protocols import Pending
+from dynapipe_ext.executor.stages import megatron_cpu
+from dynapipe_ext.executor.transport.watched import WatchedTransport
+from dynapipe_ext.launch import rank
+from dynapipe_ext.launch.env import RankEnv
+from dynapipe_ext.launch.job import Variant, analytic_costs, make_planner, model_shape, variants
+from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.launch.train import Job, run_rank
+
+megatron_cpu.install()
+
+VOCABULARY = 258
+BASE = TrainConfig.from_json(
+    {
+        "run": {"steps": 3, "traced_steps": 3},
+        "topology": {"tp": 1, "pp": 2, "dp": 1},
+        "model": {
+            "num_layers": 3,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 64,
+            "max_seq_len": 256,
+        },
+        "data": {"num_samples": 60, "tokenizer": "bytes", "truncate": True, "tokens_per_batch": 2048},
+        # max_tokens makes several micro-batches. Under a tight memory limit the two runs could split differently: other
+        # buffers are in flight.
+        "plan": {"layout": "padded", "max_tokens": 512, "split_backward": True},
+        "job": {"timeout_s": 60},
+    }
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    num_asked: int  # how often the executor asked whether a transfer has arrived
+    labels: list[str]  # of all steps, in the order in which they ran
+    weights: dict[str, np.ndarray]
+
+
+def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]):
+    """Returns this rank's Outcome of the program that `dynapipe train` and torchrun run.
+
+    On late ranks no transfer looks as if it had arrived.
+    """
+    costs = analytic_costs(config, model_shape(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+
+    def main(env: RankEnv) -> Outcome:
+        asked: list[bool] = []
+        models: list[torch.nn.Module] = []
+        labels: list[str] = []
+
+        class Noted(WatchedTransport):
+            def arrived(self, pending: Pending) -> bool:
+                asked.append(super().arrived(pending))
+                return asked[-1] and env.rank not in late_ranks
+
+        build, recorder = rank.build_model, rank._SpanRecorder.record
+
+        def noted_build(*arguments, **named):
+            models.append(build(*arguments, **named))
+            return models[-1]
+
+        def noted_record(self, span) -> None:
+            labels.append(span.label)
+            recorder(self, span)
+
+        rank.WatchedTransport = Noted  # this process is a fork: the test's own modules stay as they are
+        rank.build_model = noted_build
+        rank._SpanRecorder.record = noted_record
+        assert run_rank(env, Job(config, compare=False, address=server.address, costs=costs)) == 0
+        (model,) = models
+        return Outcome(len(asked), labels, {n: p.detach().numpy().copy() for n, p in model.named_parameters()})
+
+    return main
+
+
+SHARDED = {"tp": 2, "pp": 2, "dp": 1, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("topology", "strict", "late"),
+    [
+        ({}, False, []),
+        ({}, True, []),
+        ({}, True, [0, 1]),
+        (SHARDED, True, [1, 3]),  # ranks of one stage then run their weight gradients at different places
+        ({"dp": 2}, True, [2, 3]),
+    ],
+    ids=["as transfers end", "strict", "everything late", "one of tp2 late", "one of dp2 late"],
+)
+def test_a_training_run_that_fills_its_waits_has_the_bits_of_one_that_does_not(
+    run_ranks, redis_server: RedisServer, tmp_path: Path, topology: dict[str, Any], strict: bool, late: list[int]
+) -> None:
+    runs, losses = [], []
+    for fill_waits in (False, True):
+        config = BASE.with_values(
+            run={"run_dir": str(tmp_path / f"run-{fill_waits}")},
+            topology=topology,
+            plan={"fill_waits": fill_waits},
+            job={"strict": strict},
+        )
+        size = config.topology.tp * config.topology.pp * config.topology.dp
+        runs.append(run_ranks(size, trained(config, redis_server, frozenset(late))))
+        report = json.loads((tmp_path / f"run-{fill_waits}" / "report.json").read_text())
+        assert max(count for step in report["num_micro_batches"] for count in step) >= 3
+        losses.append(report["losses"])
+    assert len(losses[0]) == 3
+    assert losses[0] == losses[1]
+    for plain, filled in zip(*runs, strict=True):
+        assert plain.num_asked == 0
+        assert filled.num_asked > 0
+        assert any("W" in label for label in filled.labels)
+        assert sorted(filled.labels) == sorted(plain.labels)
+        assert filled.weights.keys() == plain.weights.keys()
+        assert all(np.array_equal(values, plain.weights[name]) for name, values in filled.weights.items())
+    assert not late or any(runs[0][one].labels != runs[1][one].labels for one in late)
+
+
+def test_only_the_configured_run_fills_waits_where_others_are_compared_with_it() -> None:
+    config = BASE.with_values(plan={"fill_waits": True})
+    costs = analytic_costs(config, model_shape(config, VOCABULARY), flops_per_s=50e9, overhead_ns=0)
+    planners = [make_planner(config, costs, variant) for variant in variants(config, compare=True)]
+    assert [planner.fill_waits for planner in planners] == [True, False, False, False]
+    assert [replace(planner, fill_waits=False) for planner in planners[1:]] == planners[1:]
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.num_synchronised = 0
+
+    def synchronize(self) -> None:
+        self.num_synchronised += 1
+
+
+def test_on_an_accelerator_a_transfer_is_late_only_once_the_rank_s_own_stream_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream, works = Stream(), [SimpleNamespace(is_completed=lambda: stream.num_synchronised > 0)]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(rank.TorchP2PTransport, "recv", lambda self, _: SimpleNamespace(_works=works))
+    context: Any = SimpleNamespace(config=BASE, rank=0, groups={}, device=torch.device("cuda", 0))
+    variant = Variant("here", "padded", "adaptive", "dynapipe-ext", 0)
+    assert isinstance(rank._transport(context, variant), rank.TorchP2PTransport)
+    transport: Any = rank._transport(context, replace(variant, fill_waits=True))
+    assert isinstance(transport, WatchedTransport)
+    assert transport.arrived(transport.recv(SimpleNamespace(peer=1, channel=0)))
+    assert stream.num_synchronised == 1

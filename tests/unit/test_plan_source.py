@@ -1,0 +1,158 @@
+"""Plans of all ranks for a step: how room is left for buffers in flight, and whose waits may be filled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.plan_source import execution_plans
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.topology import Topology
+
+FORMAT = ActivationFormat(8)
+SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((9, 3, 11, 4, 5, 9, 2, 7, 12, 6, 8, 10))]
+
+
+def planner(costs: CostModel | None = None, **settings: Any) -> Planner:
+    costs = costs or TokenCosts(3, overhead_ns=2000, bytes_per_token=100)
+    options: dict[str, Any] = {"memory_limit_bytes": 4000, "pad_multiple": 1, "format": FORMAT, **settings}
+    topology = costs.topology if isinstance(costs, AnalyticCosts) else Topology(pp=costs.num_stages)
+    return Planner(topology, costs, **options)
+
+
+WHOLE = planner(schedule="1f1b", memory_limit_bytes=10**6)
+LARGE = replace(WHOLE, costs=TokenCosts(3, overhead_ns=10**7, bytes_per_token=100))
+
+
+def in_flight(of: Planner) -> int:
+    """The most bytes of buffers that a rank has in flight beside what the planner has counted."""
+    peaks = execution_plans(of, SAMPLES, step=0)[0][0].certificate.peak_bytes
+    counted = of.plan(SAMPLES).predictions[0].peak_bytes
+    return max(peak - one for peak, one in zip(peaks, counted, strict=True))
+
+
+@dataclass
+class Filling:
+    """A planner whose plans claim the first of `claims` that its limit allows; the plan itself is `plans`' of it."""
+
+    memory_limit_bytes: float
+    claims: Mapping[int, Planner]
+    fill_waits: bool = False
+    asked: list[int] = field(default_factory=list)
+
+    topology, costs, activation_format = WHOLE.topology, WHOLE.costs, FORMAT
+
+    def plan(self, samples: Sequence[SampleLength], *, step: int) -> StepPlan:
+        self.asked.append(int(self.memory_limit_bytes))
+        for claim, of in self.claims.items():
+            if claim <= self.memory_limit_bytes:
+                plan = of.plan(samples, step=step)
+                peaks = (claim,) * self.topology.pp
+                return replace(plan, predictions=tuple(replace(p, peak_bytes=peaks) for p in plan.predictions))
+        raise PlanError(f"nothing fits {self.memory_limit_bytes} B")
+
+    def with_memory_limit(self, limit_bytes: int) -> Filling:
+        return replace(self, memory_limit_bytes=limit_bytes)
+
+    def to_json(self) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+
+def test_a_plan_that_is_too_large_by_what_is_in_flight_is_planned_again_with_that_much_less() -> None:
+    limit, buffers = 10_000, in_flight(WHOLE)
+    full = Filling(limit, {limit - buffers + size: WHOLE for size in (600, -20, -90)})
+    plans = execution_plans(full, SAMPLES, step=0)
+    assert max(plans[0][0].certificate.peak_bytes) == limit - 20
+    assert full.asked == [limit, limit - 600]
+
+
+def test_where_a_little_less_changes_nothing_the_third_plan_leaves_room_for_all_that_is_in_flight() -> None:
+    """Less room by the 5 B that are too many, again and again, would end in the same plan more than 200 times."""
+    limit, buffers = 10_000, in_flight(WHOLE)
+    tight = Filling(limit, {limit - buffers + 5: WHOLE, limit - buffers - 100: WHOLE})
+    plans = execution_plans(tight, SAMPLES, step=0)
+    assert max(plans[0][0].certificate.peak_bytes) == limit - 100
+    assert tight.asked == [limit, limit - 5, limit - buffers]
+
+
+def test_where_nothing_fits_beside_the_most_in_flight_a_plan_with_less_in_flight_is_still_found() -> None:
+    limit, large, small = 10_000, in_flight(LARGE), in_flight(WHOLE)
+    too_many = large * 2 // 5  # so that the large one fits once more, and then no longer
+    assert small <= too_many
+    tight = Filling(limit, {limit - large + too_many: LARGE, limit - 2 * too_many: WHOLE})
+    plans = execution_plans(tight, SAMPLES, step=0)
+    assert max(plans[0][0].certificate.peak_bytes) == limit - 2 * too_many + small
+    assert tight.asked == [limit, limit - too_many, limit - large, limit - 2 * too_many]
+
+
+def test_where_nothing_fits_with_its_buffers_the_planner_says_why() -> None:
+    with pytest.raises(PlanError, match="nothing fits"):
+        execution_plans(Filling(10_000, {10_000: WHOLE}), SAMPLES, step=0)
+
+
+def instructions(plans: Any) -> list[list[tuple[Any, ...]]]:
+    return [[plan.instructions for plan in replica] for replica in plans]
+
+
+def test_a_planner_that_fills_waits_gives_plans_with_room_to_fill_and_the_same_peaks() -> None:
+    plain = planner(split_backward=True)
+    filling = replace(plain, fill_waits=True)
+    found = execution_plans(filling, SAMPLES, step=0)
+    limit = int(filling.memory_limit_bytes)
+    assert max(found[0][0].certificate.peak_bytes) <= limit
+    roomy = replace(filling, memory_limit_bytes=10**9)
+    step_plan = roomy.plan(SAMPLES)
+    costs = [roomy.costs.evaluate(replica.micro_batches) for replica in step_plan.batch.replicas]
+    found, plans = execution_plans(roomy, SAMPLES, step=0), lower(step_plan, costs, FORMAT, fill_waits=True)
+    assert instructions(found) == instructions(plans)
+    assert found[0][0].certificate.makespan_ns == plans[0][0].certificate.makespan_ns
+    unfilled = execution_plans(replace(roomy, fill_waits=False), SAMPLES, step=0)
+    assert instructions(unfilled) == instructions(lower(step_plan, costs, FORMAT))
+    assert instructions(unfilled) != instructions(found)
+
+
+SHARDED = AnalyticCosts(
+    ModelShape(2, 32, 4, 4, 64, False, 128, 128, True, num_experts=4, top_k=2), Topology(pp=2, dp=2)
+)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_waits_are_not_filled_where_weight_gradients_meet_over_replicas(zero_stage: int) -> None:
+    costs = replace(SHARDED, zero_stage=zero_stage, split_backward=True)
+    sharded = planner(costs, memory_limit_bytes=1e12, schedule="zb-h1", equal_counts=True)
+    execution_plans(sharded, SAMPLES, step=0)
+    with pytest.raises(ConfigError, match=r"joins a gradient scatter over replicas .*leave fill_waits out"):
+        execution_plans(replace(sharded, fill_waits=True), SAMPLES, step=0)
+
+
+@pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"ep": 2}], ids=str)
+def test_waits_are_filled_where_no_weight_gradient_meets_another_replica_s(settings: dict[str, int]) -> None:
+    costs = replace(SHARDED, split_backward=True, **settings)
+    filling = planner(costs, memory_limit_bytes=1e12, schedule="zb-h1", equal_counts=True, fill_waits=True)
+    assert execution_plans(filling, SAMPLES, step=0)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"schedule": "1f1b"}, {"schedule": "gpipe"}], ids=["whole backwards", "1f1b", "gpipe"]
+)
+def test_waits_are_not_filled_where_there_are_no_weight_gradients_to_fill_them(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"fill_waits needs weight gradients .* has none: take the adaptive schedule"):
+        planner(fill_waits=True, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"split_backward": True}, {"schedule": "zb-h1"}, {"schedule": "zb-h2"}], ids=str)
+def test_a_planner_in_another_process_fills_waits_too(settings: dict[str, Any]) -> None:
+    filling = planner(fill_waits=True, **settings)
+    assert Planner.from_json(filling.to_json()) == filling
+    assert Planner.from_json(filling.to_json()).fill_waits
