@@ -99,7 +99,7 @@ def price_runs(
     weight: int,
     equal_counts: bool = False,
 ) -> Runs:
-    """The runs within the caps that take at most half as long again as the time around which even cuts are best, or
+    """The runs within the caps that take at most a quarter longer than the time around which even cuts are best, or
     twice as long under `equal_counts`, which may have to join two.
 
     Even cuts are judged by sum(t) + `weight` x max(t). Assumes that a run which breaks a cap or takes too long still
@@ -115,7 +115,7 @@ def price_runs(
         raise PlanError(refusal(order[i], choices, int(encoder[i]), int(decoder[i]), caps))
     least_ns, most_ns = 0, int(singles.max())
     while not least_ns or table.even_cuts(most_ns, weight) < table.even_cuts(least_ns, weight):
-        least_ns, most_ns = most_ns, most_ns * (4 if equal_counts else 3) // 2
+        least_ns, most_ns = most_ns, most_ns * (8 if equal_counts else 5) // 4
         table.grow(most_ns)
     return Runs(
         order=tuple(order),
