@@ -18,6 +18,8 @@ FACADES = {"dynapipe_ext/__init__.py", "dynapipe_ext/megatron.py"}
 # Which files (patterns) may import each of these, at the top or inside a function.
 RIM = {
     "torch": (
+        "dynapipe_ext/data/inference.py",  # a DataLoader, and the driver of generate(); planning needs neither
+        "dynapipe_ext/data/packing_collator.py",  # tensors and attention of transformers models; packing is numpy
         "dynapipe_ext/megatron.py",
         "executor/accumulator.py",
         "executor/device.py",
@@ -40,7 +42,10 @@ RIM = {
     "redis": ("executor/store/redis.py", "launch/doctor.py"),
     "megatron": ("dynapipe_ext/megatron.py", "executor/stages/megatron*.py"),
     "deepspeed": ("executor/stages/deepspeed*.py",),
-    "transformers": ("executor/stages/transformers*.py",),
+    "transformers": (
+        "dynapipe_ext/data/packing_collator.py",  # registers an attention that keeps documents apart
+        "executor/stages/transformers*.py",
+    ),
     "flash_attn": ("executor/stages/attention*.py",),
 }
 ENVIRONMENT = "launch/env.py"

@@ -1,0 +1,180 @@
+"""How many texts a batch of inference may hold, from lengths and a count of bytes.
+
+Texts go longest first, so that the first batch, of a size that is known to fit, has the highest peak. What a text costs
+whatever its length (the cache of the tokens to come, logits) decides how far later batches may grow: counting prompt
+tokens alone would overrun the first peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.errors import ConfigError, DataError
+
+IntArray = npt.NDArray[np.int64]
+
+_SCORE_COPIES_BYTES = 32  # a vocabulary entry while a token is chosen: float32 copies, softmax, sorted with indices
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationMemory:
+    """Bytes of a batch above the weights: texts x (bytes_per_text + bytes_per_token x padded prompt length).
+
+    For a peak that grows with the number of texts times a convex function h of the prompt length, the batches planned
+    stay under the first peak if bytes_per_text is at least h(0) and bytes_per_token at most the mean slope of h: the
+    chord lies above a convex curve. So `from_config` rounds the one up and the other down, and `calibrated` takes the
+    slope from a measured peak. `observed` holds measured / predicted peaks of earlier runs, if there are any.
+    """
+
+    bytes_per_text: int
+    bytes_per_token: int
+    observed: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_text < 0 or self.bytes_per_token < 0 or self.bytes_per_text + self.bytes_per_token < 1:
+            raise ConfigError(
+                f"a text of {self.bytes_per_text} B and {self.bytes_per_token} B a token costs nothing or less: give"
+                " positive bytes"
+            )
+
+    @classmethod
+    def from_config(
+        cls, config: Any, *, max_new_tokens: int, dtype_bytes: int, num_sequences: int = 1
+    ) -> GenerationMemory:
+        """Counted from a transformers config, for `max_new_tokens` with a KV cache and `num_sequences` beams a text.
+
+        A text: the cache of its new tokens (and a copy of one layer's while it grows), logits and the copies that
+        choosing a token makes, one layer's activations. A prompt token: its keys and values in every layer (of the
+        cross-attention in an encoder-decoder, with the encoder's output).
+        """
+        if max_new_tokens < 0 or dtype_bytes < 1 or num_sequences < 1:
+            raise ConfigError(
+                f"max_new_tokens {max_new_tokens}, dtype_bytes {dtype_bytes} and num_sequences {num_sequences} must be"
+                " at least 0, 1 and 1"
+            )
+        text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        hidden = _setting(text, "hidden_size", "d_model", "n_embd")
+        heads = _setting(text, "num_attention_heads", "num_heads", "decoder_attention_heads", "n_head")
+        layers = _setting(text, "num_decoder_layers", "decoder_layers", "num_hidden_layers", "n_layer")
+        head_dim = _setting(text, "head_dim", "d_kv", default=hidden // heads)
+        kv_heads = _setting(text, "num_key_value_heads", default=heads)
+        inner = _setting(text, "intermediate_size", "d_ff", "decoder_ffn_dim", "n_inner", default=4 * hidden)
+        vocabulary = _setting(text, "vocab_size")
+        layer_token = 2 * kv_heads * head_dim * dtype_bytes
+        per_text = (layers + 1) * layer_token * max_new_tokens + vocabulary * (dtype_bytes + _SCORE_COPIES_BYTES)
+        per_text += (8 * hidden + 4 * inner) * dtype_bytes + 8 * 4 * max_new_tokens
+        per_token = layers * layer_token
+        if getattr(config, "is_encoder_decoder", False):
+            per_token += hidden * dtype_bytes
+        return cls(num_sequences * per_text, num_sequences * per_token)
+
+    def text_bytes(self, prompt_len: int) -> int:
+        """Bytes of one text in a batch padded to `prompt_len` tokens."""
+        return max(1, self.bytes_per_text + self.bytes_per_token * prompt_len)
+
+    def calibrated(self, num_texts: int, prompt_len: int, peak_bytes: int) -> GenerationMemory:
+        """With the slope that explains a measured peak (above the weights) of one batch."""
+        if num_texts < 1 or prompt_len < 1 or peak_bytes < 1:
+            raise ConfigError(
+                f"a peak of {peak_bytes} B for {num_texts} texts of {prompt_len} tokens cannot calibrate: measure a"
+                " batch that allocates"
+            )
+        slope = (peak_bytes // num_texts - self.bytes_per_text) // prompt_len
+        fewest = 0 if self.bytes_per_text else 1
+        return replace(self, bytes_per_token=max(fewest, slope))
+
+    def margin(self, threshold: float) -> float:
+        """Factor on predicted peaks that at most a share `threshold` of the `observed` ones exceed, at least 1.
+
+        The split-conformal quantile; the largest observed ratio where there are fewer than 1 / threshold of them.
+        """
+        if not self.observed:
+            return 1.0
+        rank = math.ceil((len(self.observed) + 1) * (1.0 - threshold))
+        return max(1.0, sorted(self.observed)[min(rank, len(self.observed)) - 1])
+
+
+PROMPT_TOKENS = GenerationMemory(0, 1)  # counts padded prompt tokens alone: encoders, scoring
+
+
+def _setting(config: Any, *names: str, default: int | None = None) -> int:
+    for name in names:
+        if getattr(config, name, None) is not None:
+            return int(getattr(config, name))
+    if default is None:
+        raise ConfigError(
+            f"{type(config).__name__} has none of {', '.join(names)}: give memory=GenerationMemory(bytes_per_text,"
+            " bytes_per_token)"
+        )
+    return default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRule:
+    """How large a batch may be, beside the first one's `batch_size`.
+
+    A batch's predicted peak is at most `peak_fraction` of the first one's, with probability 1 - `threshold` as far as
+    the memory model's observed errors tell. `batch_size` itself is always allowed: it fitted longer texts. `growth` is
+    the most texts a batch may have, in multiples of `batch_size`.
+    """
+
+    batch_size: int
+    threshold: float = 0.025
+    peak_fraction: float = 0.9
+    growth: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ConfigError(f"batch_size is {self.batch_size}: the first batch needs 1 text or more")
+        if not 0.0 <= self.threshold < 1.0:
+            raise ConfigError(f"threshold is {self.threshold}: a probability from 0 up to, not including, 1 is needed")
+        if not 0.0 < self.peak_fraction <= 1.0:
+            raise ConfigError(f"peak_fraction is {self.peak_fraction}: above 0 and up to 1 of the first batch's peak")
+        if not self.growth >= 1.0:
+            raise ConfigError(f"batches may grow to {self.growth} x batch_size: give 1 or more (inf for no bound)")
+
+    def num_texts(self, memory: GenerationMemory, longest: int, prompt_len: int) -> int:
+        """Texts of a batch padded to `prompt_len`, when the longest text of all has `longest` tokens."""
+        limit = self.peak_fraction * self.batch_size * memory.text_bytes(longest) / memory.margin(self.threshold)
+        fitting = int(limit / memory.text_bytes(prompt_len))
+        most = math.inf if math.isinf(self.growth) else int(self.growth * self.batch_size)
+        return int(max(self.batch_size, min(fitting, most)))
+
+
+def plan_batches(lengths: npt.ArrayLike, rule: BatchRule, memory: GenerationMemory = PROMPT_TOKENS) -> list[IntArray]:
+    """Indices of the texts of each batch, longest first: the fewest batches that the rule and the model allow.
+
+    >>> rule = BatchRule(batch_size=2, peak_fraction=1.0)
+    >>> [batch.tolist() for batch in plan_batches([3, 9, 1, 4, 8, 2, 4], rule)]
+    [[1, 4], [3, 6, 0, 5], [2]]
+    """
+    table, order = longest_first(lengths)
+    return list(batches_of(table, order, 0, lambda: memory, rule))
+
+
+def longest_first(lengths: npt.ArrayLike) -> tuple[IntArray, IntArray]:
+    """Lengths as an array, and the indices of texts by falling length (by index where equal)."""
+    table = np.asarray(lengths)
+    if table.ndim != 1 or (table.size and table.dtype.kind not in "iu"):
+        raise DataError(f"lengths have shape {table.shape} and type {table.dtype}: a flat list of integers is needed")
+    if table.size and table.min() < 1:
+        raise DataError(f"text {int(table.argmin())} has {int(table.min())} tokens: leave empty texts out")
+    table = table.astype(np.int64)
+    return table, np.argsort(-table, kind="stable")
+
+
+def batches_of(
+    lengths: IntArray, order: IntArray, start: int, memory: Callable[[], GenerationMemory], rule: BatchRule
+) -> Iterator[IntArray]:
+    """Batches from place `start` in `order` on; `memory` is asked before each, and may change its answer."""
+    while start < len(order):
+        longest, prompt_len = int(lengths[order[0]]), int(lengths[order[start]])
+        size = rule.num_texts(memory(), longest, prompt_len) if start else rule.batch_size
+        yield order[start : start + size]
+        start += size
