@@ -7,7 +7,7 @@ import math
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.launch.job import Variant, make_planner, topology_of
@@ -23,12 +23,19 @@ from dynapipe_ext.launch.rank import RankFigures, StepFigures
 from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.filling import simulate_filling, with_room_to_fill
+from dynapipe_ext.schedules.memory import held_bytes
 from dynapipe_ext.schedules.simulate import simulate
-from dynapipe_ext.timeline import Trace, merge
+from dynapipe_ext.timeline import Span, Trace, merge
 from dynapipe_ext.tools.loss_curve import write_loss_png
 from dynapipe_ext.tools.report import RunReport, RunResult, StoreInfo, compare_table, shared_cores_note, summary_table
 from dynapipe_ext.tools.show_trace import TraceRecord, write_chrome_trace, write_trace_file, write_trace_html
 from dynapipe_ext.topology import Topology
+
+_STRICT_NOTE = (
+    "Ranks filled their waits with weight gradients (fill_waits). The simulated timeline does not: of ranks that share"
+    " cores it has the schedule's own order."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +126,7 @@ def _write_traces(
     for rank in range(topology.world_size):
         me = topology.coordinates(rank)
         names[rank] = f"dp{me.dp_rank} pp{me.pp_rank} tp{me.tp_rank}"
-    notes = () if shared_cores is None else (shared_cores_note(topology.world_size, shared_cores),)
+    notes = page_notes(topology.world_size, shared_cores, fill_waits=run.variant.fill_waits)
     record = TraceRecord(
         measured=measured,
         simulated=simulated,
@@ -139,6 +146,13 @@ def _write_traces(
         rank_names=names,
     )
     write_chrome_trace(run_dir / "trace.chrome.json", [*measured, *simulated])
+
+
+def page_notes(world_size: int, shared_cores: int | None, *, fill_waits: bool) -> tuple[str, ...]:
+    """What readers of the timeline must know; `shared_cores` is None where every rank has a core of its own."""
+    if shared_cores is None:
+        return ()
+    return (shared_cores_note(world_size, shared_cores), *([_STRICT_NOTE] if fill_waits else []))
 
 
 def _simulated(
@@ -166,12 +180,35 @@ def _simulated(
     plan = make_planner(config, costs, variant).plan(samples, step=step.step)
     traces = []
     for replica, schedule in zip(plan.batch.replicas, plan.schedules, strict=True):
-        trace = _shared_simulation(schedule, costs, replica.micro_batches, topology, shared_cores)
+        if variant.fill_waits and shared_cores is None:
+            trace = filled_trace(schedule, costs.evaluate(replica.micro_batches))
+        else:
+            trace = _shared_simulation(schedule, costs, replica.micro_batches, topology, shared_cores)
         shapes = [(m.rows, m.encoder_len, m.decoder_len) for m in replica.micro_batches]
         for tp_rank in range(topology.tp):
             ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=replica.dp_rank) for p in range(topology.pp)]
             traces.append(trace.with_shapes(shapes).shifted(ranks))
     return merge(traces, f"step {step.step + 1}")
+
+
+def filled_trace(schedule: PipelineSchedule, costs: MicroBatchCosts) -> Trace:
+    """The step on ranks that fill their waits, from the order they are given; bytes as `simulate` has them."""
+    order = with_room_to_fill(schedule, costs)
+    ran = simulate_filling(order, costs)
+    held = held_bytes(replace(order, ranks=tuple(tuple(action for action, _, _ in rank) for rank in ran)), costs)
+    spans = [
+        Span(
+            rank=rank,
+            label=str(action),
+            start_s=start / 1e9,
+            end_s=end / 1e9,
+            cpu_s=(end - start) / 1e9,
+            num_bytes=num_bytes,
+        )
+        for rank, (actions, sizes) in enumerate(zip(ran, held, strict=True))
+        for (action, start, end), num_bytes in zip(actions, sizes, strict=True)
+    ]
+    return Trace(tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s, span.rank))), schedule.name)
 
 
 def _shared_simulation(

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dynapipe_ext.config import ScheduleName, TrainConfig
 from dynapipe_ext.core import active_core
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.plan_inputs import (
     add_cost_arguments,
     add_length_arguments,
@@ -29,10 +29,11 @@ from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.tools.json_file import write_atomic
-from dynapipe_ext.tools.plan_file import read_plan_file
+from dynapipe_ext.tools.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.show_certificate import certificate_of_file, certificate_table
 from dynapipe_ext.tools.show_plan import of_step_plan, read_plan, rendered
 
+_MOST_TP, _MOST_DP = 1 << 20, 1 << 16
 _PIPE_COLUMNS = 140  # no terminal to fit into: room for the timeline's labels
 
 _EPILOG = """examples:
@@ -84,11 +85,14 @@ def run(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPE_COLUMNS)
     if args.show:
-        console.print(rendered(read_plan(args.show), width=console.width))
-        if claimed := certificate_of_file(read_plan_file(args.show)):
+        view, file = read_plan(args.show), read_plan_file(args.show)
+        _refuse_no_numbers(file, args.show)
+        console.print(rendered(view, width=console.width))
+        if claimed := certificate_of_file(file):
             console.print(certificate_table(claimed))
         return 0
     config = _config(args)
+    _refuse_too_many_ranks(config)
     priced = priced_costs(args, config)
     limit_bytes = memory_limit_bytes(args, config)
     samples, chosen, notes = batch_samples(args, config, priced.has_decoder)
@@ -141,6 +145,22 @@ def run(args: argparse.Namespace) -> int:
         write_atomic(args.json, json.dumps(raw, indent=1, allow_nan=False) + "\n")
         console.print(f"the plan is in {args.json}")
     return 0
+
+
+def _refuse_no_numbers(file: PlanFile, path: str) -> None:
+    """Errors: DataError where a second or a bound is not a number."""
+    for replica in file.replicas:
+        claimed = {"makespan_s": replica.makespan_s, "lower_bound_s": replica.lower_bound_s, **replica.bounds_s}
+        claimed["batch_bound_s"] = file.batch_bound_s or 0.0
+        for name, value in claimed.items():
+            if math.isnan(value):
+                raise DataError(f"{path}: {name} is not a number: write the plan again, or ask check-plan what it is")
+
+
+def _refuse_too_many_ranks(config: TrainConfig) -> None:
+    for name, most in (("tp", _MOST_TP), ("dp", _MOST_DP)):
+        if (value := getattr(config.topology, name)) > most:
+            raise ConfigError(f"{name} is {value} but a plan has at most {most:,}: lower it")
 
 
 def best_in_time(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,18 @@ import numpy as np
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import A100_HIDDEN_SIZE, CostTable
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.job import analytic_costs, model_shape, read_costs, topology_of
 from dynapipe_ext.lengths import LengthArray, SampleLength, as_length_array, sample_lengths
+from dynapipe_ext.tools.json_file import parse_json, short
 from dynapipe_ext.topology import Topology
+
+MOST_POSITIONS = 1 << 31  # of a sample's side
+MOST_BYTES = 1 << 60  # of a rank
+_MOST_DIGITS = 18
 
 # Of one CPU core, where nothing was measured: orders of magnitude, so that shapes of plans make sense.
 DEFAULT_FLOPS_PER_S = 50e9
@@ -84,7 +88,10 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
     if path:
         if topology is None and (args.config or any(getattr(args, name) is not None for name in ("tp", "pp", "dp"))):
             topology = Topology(tp=t.tp, pp=t.pp, dp=t.dp)
-        costs, topology = read_costs(path, topology)  # over its own, where none is asked for
+        try:
+            costs, topology = read_costs(path, topology)  # over its own, where none is asked for
+        except RecursionError as error:
+            raise DataError(f"cost file {path} nests too deep to be read: give a cost model written as JSON") from error
         return Priced(costs, topology, f"{type(costs).__name__} from {path}")
     topology = topology_of(config)
     layers = -(-config.model.num_layers // topology.num_stages)
@@ -103,10 +110,16 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
 
 
 def memory_limit_bytes(args: argparse.Namespace, config: TrainConfig) -> int:
-    """Of a rank. Errors: ConfigError where costs are given without it."""
+    """Of a rank. Errors: ConfigError where costs are given without it, or it is out of bounds."""
     if args.costs and not args.config and args.memory_limit_gb is None and args.memory_mb is None:
         raise ConfigError("costs do not say how much memory a rank has: give --memory-limit-gb or --memory-mb")
-    return round(config.plan.memory_limit_gb * 1e9)
+    limit_gb = config.plan.memory_limit_gb
+    if not 1 <= limit_gb * 1e9 <= MOST_BYTES:
+        name, given = ("--memory-mb", args.memory_mb) if args.memory_mb is not None else ("the memory limit", limit_gb)
+        raise ConfigError(
+            f"{name} is {given:g} but must make 1 B to 2^60 B a rank: give the memory of one rank's device"
+        )
+    return round(limit_gb * 1e9)
 
 
 def batch_samples(
@@ -165,19 +178,18 @@ def read_lengths(path: str | Path) -> LengthArray:
 
 def _parse_line(line: str, where: str) -> list[int]:
     words = line.split()
-    if len(words) > 2 or not all(word.isascii() and word.isdigit() for word in words):
-        raise DataError(f"{where} is {line.strip()[:80]!r} but must be one length, or encoder and decoder")
+    if len(words) > 2 or not all(word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS for word in words):
+        raise DataError(f"{where} is {short(line.strip())} but must be one length, or encoder and decoder")
     return [int(word) for word in words]
 
 
 def read_batch(path: str, index: int) -> LengthArray:
     """The lengths of object `index` in a JSON list of batches. Errors: DataError naming the file and what is wrong."""
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error}): give a JSON list of batches") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path} is not JSON (line {error.lineno}: {error.msg}): give a list of batches") from error
+    raw = parse_json(text, path, "a list of batches")
     if not isinstance(raw, list) or not 0 <= index < len(raw):
         held = f"{len(raw)} batches" if isinstance(raw, list) else type(raw).__name__
         raise DataError(f"{path} holds {held} but --index is {index}: it must be a list with that many objects")
@@ -197,7 +209,15 @@ def read_batch(path: str, index: int) -> LengthArray:
 def fitted(
     table: LengthArray, extra: tuple[int, int], truncate: int | None, has_decoder: bool | None
 ) -> tuple[LengthArray, list[str]]:
-    """Lengths as the model takes them: cut, joined where it is decoder-only, and with `extra` added (at least 1)."""
+    """Lengths as the model takes them: cut, joined where it is decoder-only, and with `extra` added (at least 1).
+
+    Errors: ConfigError for a `truncate` or an `extra` out of bounds; DataError for lengths that are above 2^31, before
+    or after.
+    """
+    for name, added in zip(("ENC", "DEC"), extra, strict=True):
+        if abs(added) > MOST_POSITIONS:
+            raise ConfigError(f"--extra {name} is {short(added)} but must lie within -2^31 to 2^31: give a smaller one")
+    _refuse_too_long(table[:, 0], table[:, 1], "correct the file")
     encoder, decoder, target = table.T.copy()
     notes = []
     if has_decoder is False and decoder.any():
@@ -205,13 +225,25 @@ def fitted(
         notes.append("encoder and decoder side joined to one row, as the model is decoder-only")
     if truncate is not None:
         if truncate < 1:
-            raise ConfigError(f"--truncate is {truncate} but must be at least 1")
+            raise ConfigError(f"--truncate is {short(truncate)} but must be at least 1")
+        if truncate > MOST_POSITIONS:
+            raise ConfigError(f"--truncate is {short(truncate)} but must be at most 2^31: leave it out to cut nothing")
         cut = int(((encoder > truncate) | (decoder > truncate)).sum())
         encoder, decoder = np.minimum(encoder, truncate), np.minimum(decoder, truncate)
         notes.append(f"{cut:,} of {len(table):,} cut at {truncate:,}")
     encoder = np.maximum(1, encoder + extra[0])
     if has_decoder or (has_decoder is None and decoder.any()):
         decoder = np.maximum(1, decoder + extra[1])
+    _refuse_too_long(encoder, decoder, "lower --extra, or cut with --truncate")
     if any(extra):
         notes.append(f"{extra[0]:+d} encoder and {extra[1]:+d} decoder positions added, at least 1 left")
     return np.stack([encoder, decoder, np.minimum(target, encoder + decoder)], axis=1), notes
+
+
+def _refuse_too_long(encoder: IntArray, decoder: IntArray, next_move: str) -> None:
+    over = np.flatnonzero(np.maximum(encoder, decoder) > MOST_POSITIONS)
+    if over.size:
+        i = int(over[0])
+        raise DataError(
+            f"sample {i} has {encoder[i]} and {decoder[i]} positions but a side has at most 2^31: {next_move}"
+        )

@@ -14,6 +14,8 @@ from dynapipe_ext.timeline import Trace
 from dynapipe_ext.topology import Topology
 
 PLAN_FORMAT = "dynapipe-plan/1"
+_MOST_SHOWN = 40  # characters of a wrong value
+_MOST_COUNT = 1 << 31
 _MARKS = {Kind.FORWARD: "", Kind.BACKWARD: "'", Kind.BACKWARD_INPUT: "i", Kind.BACKWARD_WEIGHT: "w"}
 _FILL = {Kind.FORWARD: "-", Kind.BACKWARD: "=", Kind.BACKWARD_INPUT: "=", Kind.BACKWARD_WEIGHT: "~"}
 
@@ -99,7 +101,11 @@ def _label(action: Action, *, with_stage: bool) -> str:
 
 
 def plan_json(step_plan: StepPlan, topology: Topology) -> dict[str, Any]:
-    """A step's plan for people and tools: format dynapipe-plan/1 (see README), ready for json.dump."""
+    """A step's plan for people and tools: format dynapipe-plan/1 (see README), ready for json.dump.
+
+    Errors: PlanError for a plan that cuts samples: the format names samples, not pieces of them.
+    """
+    _refuse_cut_samples(step_plan)
     shape: dict[str, Any] = {"tp": topology.tp, "pp": topology.pp, "dp": topology.dp}
     if topology.layers_per_stage:
         shape["layers_per_stage"] = list(topology.layers_per_stage)
@@ -125,6 +131,18 @@ def plan_json(step_plan: StepPlan, topology: Topology) -> dict[str, Any]:
     return {"format": PLAN_FORMAT, "topology": shape, "replicas": replicas}
 
 
+def _refuse_cut_samples(step_plan: StepPlan) -> None:
+    seen: set[int] = set()
+    for micro_batch in step_plan.batch.micro_batches:
+        for sample in micro_batch.samples:
+            if sample.start or sample.index in seen:
+                raise PlanError(
+                    f"the plan cuts sample {sample.index} into pieces, which {PLAN_FORMAT} cannot hold: write plans of"
+                    " another rule than fixed-rows, or of longer rows"
+                )
+            seen.add(sample.index)
+
+
 def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], list[PipelineSchedule]]:
     """Topology, and per data-parallel rank the micro-batches (as in the JSON) and the schedule, each proven to run.
 
@@ -132,14 +150,15 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
     """
     root = _mapping(data, "plan")
     if root.get("format") != PLAN_FORMAT:
-        raise PlanError(f"the plan's format is {root.get('format')!r} but this version reads {PLAN_FORMAT!r}")
+        raise PlanError(f"the plan's format is {_short(root.get('format'))} but this version reads {PLAN_FORMAT!r}")
     shape = _mapping(_field(root, "topology", "plan"), "topology")
     replicas = [_mapping(raw, f"replicas[{i}]") for i, raw in enumerate(_list(root, "replicas", "plan"))]
     numbers = [_field(raw, "dp_rank", f"replicas[{i}]") for i, raw in enumerate(replicas)]
     dp = _field(shape, "dp", "topology")
     if not replicas or dp != len(replicas) or sorted(numbers, key=str) != sorted(range(len(replicas)), key=str):
         raise PlanError(
-            f"the replicas have dp_rank {numbers} but the topology needs each of 0..dp-1 with dp {dp!r} once"
+            f"the replicas have dp_rank {_short(numbers)} but the topology needs each of 0..dp-1 with dp {_short(dp)}"
+            " once"
         )
     replicas = [raw for _, raw in sorted(zip(numbers, replicas, strict=True), key=lambda pair: int(pair[0]))]
     micro_batches, schedules = [], []
@@ -160,18 +179,21 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
         raise PlanError(f"the replicas place stages differently: {sorted(placements)}")
     (placement,) = placements
     identity = placement == tuple(range(len(placement)))
+    tp, pp = _field(shape, "tp", "topology"), _field(shape, "pp", "topology")
+    if type(tp) is not int:
+        raise PlanError(f"topology: tp is {_short(tp)} but must be an integer of at least 1")
+    if pp != len(schedules[0].ranks):
+        raise PlanError(f"the schedules have {len(schedules[0].ranks)} ranks but the topology has pp {_short(pp)}")
     try:
         topology = Topology(
-            tp=_field(shape, "tp", "topology"),
-            pp=_field(shape, "pp", "topology"),
+            tp=tp,
+            pp=pp,
             dp=dp,
             layers_per_stage=tuple(shape.get("layers_per_stage", ())),
             placement=() if identity else placement,
         )
     except (DynaPipeError, TypeError) as error:
-        raise PlanError(f"the plan's topology {shape}: {error}") from error
-    if topology.stage_ranks != placement:
-        raise PlanError(f"the schedules have {len(schedules[0].ranks)} ranks but the topology has pp {topology.pp}")
+        raise PlanError(f"the plan's topology {_short(shape)}: {error}") from error
     return topology, micro_batches, schedules
 
 
@@ -191,16 +213,18 @@ def _check_micro_batch(raw: Any, where: str) -> dict[str, Any]:
     samples = _list(shape, "samples", where)
     counts = {key: _field(shape, key, where) for key in ("rows", "encoder_len", "decoder_len")}
     for key, value in [*counts.items(), *(("samples", index) for index in samples)]:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise PlanError(f"{where}: {key} has {value!r}, which is not a count or an index")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_COUNT:
+            raise PlanError(f"{where}: {key} has {_short(value)}, which is not a count or an index of 0 to 2^31")
     layout = _field(shape, "layout", where)
     if layout not in ("padded", "packed") or counts["rows"] != (len(samples) if layout == "padded" else 1):
         raise PlanError(
-            f"{where}: layout {layout!r} with {len(samples)} samples in {counts['rows']} rows: padded has a row"
+            f"{where}: layout {_short(layout)} with {len(samples)} samples in {counts['rows']} rows: padded has a row"
             " a sample, packed has one"
         )
     if shape.get("recompute") not in RECOMPUTES:
-        raise PlanError(f"{where}: recompute is {shape.get('recompute')!r} but must be one of {', '.join(RECOMPUTES)}")
+        raise PlanError(
+            f"{where}: recompute is {_short(shape.get('recompute'))} but must be one of {', '.join(RECOMPUTES)}"
+        )
     return shape
 
 
@@ -208,11 +232,22 @@ def _read_schedule(raw: Mapping[str, Any], where: str) -> PipelineSchedule:
     lists = _list(raw, "stages", f"{where} schedule")
     if not all(isinstance(texts, list) and all(isinstance(text, str) for text in texts) for texts in lists):
         raise PlanError(f"{where}: schedule.stages must hold one list of actions such as '2F0' per pipeline rank")
-    ranks = tuple(tuple(Action.parse(text) for text in texts) for texts in lists)
+    ranks = tuple(tuple(_action(text, where) for text in texts) for texts in lists)
     placement = raw.get("placement", list(range(len(ranks))))
     if not isinstance(placement, list) or not all(type(rank) is int for rank in placement):
-        raise PlanError(f"{where}: schedule.placement {placement!r} must list the pipeline rank of each stage")
+        raise PlanError(f"{where}: schedule.placement {_short(placement)} must list the pipeline rank of each stage")
     return PipelineSchedule(str(raw.get("name", "")), ranks, tuple(placement))
+
+
+def _action(text: str, where: str) -> Action:
+    if len(text) > _MOST_SHOWN:
+        raise PlanError(f"{where}: action {_short(text)} is not of the form 2F0 (stage, one of F B I W, micro-batch)")
+    return Action.parse(text)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
 def stage_ranks_of(ranks: Sequence[Sequence[Action]]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -76,11 +76,7 @@ class Planner:
                 f"the cost model has {self.costs.num_stages} stages but the topology has {self.topology.num_stages}:"
                 " make both from the same topology"
             )
-        if self.memory_limit_bytes <= 0 or self.pad_multiple < 1 or self.max_tokens < 0 or self.effort < 0:
-            raise ConfigError(
-                f"memory_limit_bytes {self.memory_limit_bytes}, pad_multiple {self.pad_multiple}, max_tokens"
-                f" {self.max_tokens} and effort {self.effort} must be positive (the last two may be 0)"
-            )
+        _check_settings(self)
         if self.split_backward and self.schedule != "adaptive":
             raise ConfigError(
                 f"split_backward goes with the adaptive schedule, not with {self.schedule!r}: choose one of them"
@@ -235,6 +231,51 @@ class Planner:
             format=None if raw["format"] is None else ActivationFormat(**raw["format"]),
             **{name: raw[name] for name in _PLAIN_FIELDS},
         )
+
+
+_MOST = {"pad_multiple": 1 << 24, "max_tokens": 1 << 40, "effort": 10**9}
+_LEAST = {"pad_multiple": 1, "max_tokens": 0, "effort": 0}
+_MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integers of both cores
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "layout": get_args(Layout),
+    "schedule": get_args(ScheduleName),
+    "rule": get_args(Rule),
+    "loss_norm": get_args(LossNorm),
+    "recompute": (*RECOMPUTES, None),
+}
+
+
+def _check_settings(planner: Planner) -> None:
+    """Refuse values of another type or out of bounds. Errors: ConfigError naming value, bound and next move."""
+    limit = planner.memory_limit_bytes
+    if not isinstance(limit, int | float | np.integer) or isinstance(limit, bool) or not 1 <= limit <= _MOST_BYTES:
+        raise ConfigError(
+            f"memory_limit_bytes is {_short(limit)} but must be a number of 1 to 2^60: give the bytes of one rank's"
+            " device"
+        )
+    if type(planner.seed) is not int:
+        raise ConfigError(f"seed is {_short(planner.seed)} but must be an integer: give one such as 0")
+    for name, most in _MOST.items():
+        value, least = getattr(planner, name), _LEAST[name]
+        if type(value) is not int or not least <= value <= most:
+            raise ConfigError(
+                f"{name} is {_short(value)} but must be an integer of {least} to {most:,}: give one within these bounds"
+            )
+    for name, choices in _CHOICES.items():
+        value = getattr(planner, name)
+        if not isinstance(value, str | None) or value not in choices:
+            raise ConfigError(f"{name} is {_short(value)}: choose from {', '.join(map(str, choices))}")
+
+
+def _short(value: object) -> str:
+    """
+    >>> _short("zzz"), _short(9 * 10**60), _short(10**5000)
+    ("'zzz'", '9000000000000000000000000000000000000...', 'an integer of 16610 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 10_000:  # more digits than Python prints
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 _PLAIN_FIELDS = (

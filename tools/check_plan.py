@@ -9,6 +9,7 @@ these must be what comes out. Packed rows are priced with attention that restart
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.tools.json_file import short
 from dynapipe_ext.tools.plan_file import BOUNDS, PlanFile, ReplicaFile, ShapeFile
 from dynapipe_ext.tools.recomputed_bounds import Need, batch_bound_ns, replica_bounds_ns
 from dynapipe_ext.topology import Topology
@@ -171,8 +173,8 @@ def _shape_faults(replica: ReplicaFile, lengths: Lengths | None) -> list[str]:
             or min(m.encoder_len, m.decoder_len + 1) < 1
         ):
             faults.append(
-                f"micro-batch {i}: {m.rows} x ({m.encoder_len} + {m.decoder_len}), layout {m.layout!r} and recompute"
-                f" {m.recompute!r} cannot be for {len(m.samples)} samples"
+                f"micro-batch {i}: {m.rows} x ({m.encoder_len} + {m.decoder_len}), layout {short(m.layout)} and"
+                f" recompute {short(m.recompute)} cannot be for {len(m.samples)} samples"
             )
             continue
         known = [(s, lengths[s]) for s in m.samples if lengths is not None and s in lengths]
@@ -212,10 +214,20 @@ def _packed(m: ShapeFile, lengths: Lengths) -> MicroBatch | None:
         return None
     if not m.decoder_len:
         return MicroBatch(samples, "packed", cast(Recompute, m.recompute), min_len=m.encoder_len)
-    for multiple in range(1, max(m.encoder_len, m.decoder_len) + 1):
+    for multiple in _divisors(math.gcd(m.encoder_len, m.decoder_len)):
         if [-(-side // multiple) * multiple for side in sides] == [m.encoder_len, m.decoder_len]:
             return MicroBatch(samples, "packed", cast(Recompute, m.recompute), pad_multiple=multiple)
     return None
+
+
+def _divisors(number: int) -> list[int]:
+    """Ascending.
+
+    >>> _divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def _ordered_actions(replica: ReplicaFile, topology: Topology) -> tuple[list[list[Action]], list[str]]:
@@ -232,7 +244,7 @@ def _ordered_actions(replica: ReplicaFile, topology: Topology) -> tuple[list[lis
             stage, m = (int(match[1]), int(match[3])) if match else (-1, -1)
             at_home = 0 <= stage < topology.num_stages and topology.stage_ranks[stage] == rank
             if not match or not at_home or m >= len(replica.micro_batches):
-                faults.append(f"rank {rank}: {text!r} is no action of this rank's stages and micro-batches")
+                faults.append(f"rank {rank}: {short(text)} is no action of this rank's stages and micro-batches")
                 continue
             ranks[rank].append((stage, match[2], m))
             kinds[stage, m] = kinds.get((stage, m), "") + match[2]

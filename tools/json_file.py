@@ -5,30 +5,52 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dynapipe_ext.errors import DataError
 
 _T = TypeVar("_T")
+_N = TypeVar("_N", int, float)
+_MOST_SHOWN = 40
+_MOST_INT = 1 << 63  # what other programs and float() take
 
 
 def read_json(path: str | Path, wanted: str, what: str) -> dict[str, Any]:
     """The object in a JSON file whose "format" is `wanted`; DataError otherwise, naming the line where JSON breaks."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = parse_json(Path(path).read_text(encoding="utf-8"), str(path), f"{what} that a run wrote")
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): give {what} that a run wrote") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text (byte {error.start}): give {what} that a run wrote") from error
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{path} is not JSON (line {error.lineno}: {error.msg}): give {what} that a run wrote"
-        ) from error
     found = data.get("format") if isinstance(data, dict) else None
     if found != wanted:
-        raise DataError(f"{path} has format {found!r} but {wanted!r} is needed: give {what}, or write it again")
+        raise DataError(f"{path} has format {short(found)} but {wanted!r} is needed: give {what}, or write it again")
     return dict(data)
+
+
+def parse_json(text: str, where: str, wanted: str) -> Any:
+    """The value in a JSON text. Errors: DataError naming `where` and what is wrong, and asking to give `wanted`."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON (line {error.lineno}: {error.msg}): give {wanted}") from error
+    except RecursionError as error:
+        raise DataError(f"{where} nests lists or objects too deep to be read: give {wanted}") from error
+    except ValueError as error:  # an integer of more digits than Python converts
+        raise DataError(f"{where} has a number too long to be read: give {wanted}") from error
+
+
+def short(value: object) -> str:
+    """`value` as messages show it, in at most 40 characters.
+
+    >>> short("0F0"), short("7" * 5000)
+    ("'0F0'", "'777777777777777777777777777777777777...")
+    """
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
 def write_atomic(path: str | Path, text: str) -> None:
@@ -54,6 +76,13 @@ class Fields:
             raise DataError(f"{where} is {type(data).__name__}: expected an object")
         self._data, self._where = data, where
 
+    def only(self, names: Iterable[str]) -> None:
+        """Errors: DataError naming the fields that are none of `names`."""
+        known = sorted(names)
+        if unknown := sorted(self._data.keys() - set(known)):
+            shown = ", ".join(map(short, unknown[:5])) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+            raise DataError(f"{self._where} has unknown {shown}: known are {', '.join(known)}; take the others out")
+
     def raw(self, name: str) -> Any:
         if name not in self._data:
             raise DataError(f"{self._where} has no field {name!r}: it was cut or written by another version; run again")
@@ -68,10 +97,23 @@ class Fields:
     def sub(self, name: str) -> Fields:
         return Fields(self.raw(name), f"{self._where}: {name}")
 
+    def within(self, name: str, value: _N, least: _N, most: _N) -> _N:
+        """`value`; not a number passes. Errors: DataError where it lies outside `least` to `most`."""
+        if value < least or value > most:
+            bounds = f"{least:,} to {most:,}"
+            raise DataError(f"{self._where}: {name} is {short(value)} but must lie within {bounds}: correct it")
+        return value
+
     def check(self, name: str, value: Any, kind: type[_T]) -> _T:
+        if type(value) is int and not -_MOST_INT <= value < _MOST_INT:
+            raise DataError(
+                f"{self._where}: {name} is {short(value)} but integers here have at most 64 bits: correct it"
+            )
         if kind is float and type(value) is int:
             value = float(value)
         # bool is a subclass of int, but true is not a count.
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise DataError(f"{self._where}: {name} is {value!r}, expected {kind.__name__}; run again to rewrite it")
+            raise DataError(
+                f"{self._where}: {name} is {short(value)}, expected {kind.__name__}; run again to rewrite it"
+            )
         return value

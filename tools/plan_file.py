@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.tools.json_file import Fields, read_json
+from dynapipe_ext.tools.json_file import Fields, read_json, short
 from dynapipe_ext.topology import Topology
 
 FORMAT = "dynapipe-plan/1"
 BOUNDS = ("stage", "chain", "heads_tails", "byte_time")  # of a replica, in the order in which they are shown
+
+_FIELDS = ("format", "topology", "replicas", "batch_bound_s", "reproducible", "time_limit_s")
+_MOST_TP = 1 << 20
+_MOST_POSITIONS = 1 << 31  # of a row; and rows
+_MOST_SECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,32 +57,58 @@ class PlanFile:
 def read_plan_file(path: str | Path) -> PlanFile:
     """The file's content.
 
-    Errors: DataError naming the field that is absent or of another type; ConfigError for degrees that cannot be.
+    Errors: DataError naming the field that is absent, unknown, out of bounds or of another type; ConfigError for
+    degrees that cannot be.
     """
     data = read_json(path, FORMAT, "a plan")
     root = Fields(data, str(path))
+    root.only(_FIELDS)
     shape = root.sub("topology")
+    shape.only(("tp", "pp", "dp", "layers_per_stage"))
     replicas = [(raw, f"{path}: replicas[{i}]") for i, raw in enumerate(root.many("replicas", dict))]
     numbers = [Fields(*replica).one("dp_rank", int) for replica in replicas]
     tp, pp, dp = (shape.one(name, int) for name in ("tp", "pp", "dp"))
-    if sorted(numbers) != list(range(dp)) or not numbers:
-        raise ConfigError(f"{path}: the replicas have dp_rank {numbers} but dp {dp} needs each of 0..dp-1 once")
+    if dp != len(numbers) or sorted(numbers) != list(range(dp)) or not numbers:
+        shown = short(numbers)
+        raise ConfigError(f"{path}: the replicas have dp_rank {shown} but dp {dp} needs each of 0..dp-1 once")
+    if tp > _MOST_TP:
+        raise ConfigError(f"{path}: tp is {tp} but must be at most {_MOST_TP:,}: correct the topology")
     read = [_read_replica(*replicas[numbers.index(dp_rank)]) for dp_rank in range(dp)]
+    for dp_rank, replica in enumerate(read):
+        if len(replica.ranks) != pp and pp > 0:
+            raise ConfigError(
+                f"{path}: topology pp is {pp} but replica {dp_rank} has lists of {len(replica.ranks)} pipeline ranks:"
+                " give one list a rank"
+            )
     placements = sorted({replica.placement for replica in read})
     if len(placements) > 1:
-        raise ConfigError(f"{path}: the replicas place stages differently, {placements}: plan them as one step")
+        raise ConfigError(f"{path}: the replicas place stages differently, {short(placements)}: plan them as one step")
     layers = shape.many("layers_per_stage", int) if "layers_per_stage" in data["topology"] else ()
     placement = () if placements[0] == tuple(range(pp)) else placements[0]
     return PlanFile(
         topology=Topology(tp, pp, dp, layers, placement),
         replicas=tuple(read),
-        batch_bound_s=root.one("batch_bound_s", float) if "batch_bound_s" in data else None,
+        batch_bound_s=_seconds(root, "batch_bound_s") if "batch_bound_s" in data else None,
     )
+
+
+def _seconds(fields: Fields, name: str) -> float:
+    """Not a number passes, for the check to refuse with what it found instead."""
+    value = fields.one(name, float)
+    return fields.within(name, value, -_MOST_SECONDS, _MOST_SECONDS)
+
+
+def _count(fields: Fields, name: str, most: int = _MOST_POSITIONS) -> int:
+    """Negative ones pass, for the check to refuse."""
+    return fields.within(name, fields.one(name, int), -most, most)
 
 
 def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
     replica = Fields(raw, where)
+    replica.only(("dp_rank", "micro_batches", "schedule", "predicted"))
     schedule, predicted = replica.sub("schedule"), replica.sub("predicted")
+    schedule.only(("name", "stages", "placement"))
+    predicted.only(("makespan_s", "lower_bound_s", "peak_bytes", "bounds"))
     ranks = tuple(schedule.many("stages", list))
     for i, rank in enumerate(ranks):
         for action in rank:
@@ -85,7 +116,8 @@ def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
     micro_batches = []
     for i, shape in enumerate(replica.many("micro_batches", dict)):
         one = Fields(shape, f"{where}: micro_batches[{i}]")
-        rows, encoder_len, decoder_len = (one.one(name, int) for name in ("rows", "encoder_len", "decoder_len"))
+        one.only(("samples", "layout", "rows", "encoder_len", "decoder_len", "recompute"))
+        rows, encoder_len, decoder_len = (_count(one, name) for name in ("rows", "encoder_len", "decoder_len"))
         micro_batches.append(
             ShapeFile(
                 samples=one.many("samples", int),
@@ -99,14 +131,15 @@ def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
     claimed: dict[str, float] = {}
     if "bounds" in raw["predicted"]:
         bounds = predicted.sub("bounds")
+        bounds.only(f"{name}_s" for name in BOUNDS)
         names = [name for name in BOUNDS if f"{name}_s" in raw["predicted"]["bounds"]]
-        claimed = {name: bounds.one(f"{name}_s", float) for name in names}
+        claimed = {name: _seconds(bounds, f"{name}_s") for name in names}
     return ReplicaFile(
         micro_batches=tuple(micro_batches),
         ranks=tuple(tuple(rank) for rank in ranks),
         placement=schedule.many("placement", int) if "placement" in raw["schedule"] else tuple(range(len(ranks))),
-        makespan_s=predicted.one("makespan_s", float),
-        lower_bound_s=predicted.one("lower_bound_s", float),
+        makespan_s=_seconds(predicted, "makespan_s"),
+        lower_bound_s=_seconds(predicted, "lower_bound_s"),
         peak_bytes=predicted.many("peak_bytes", int),
         bounds_s=claimed,
     )

@@ -16,6 +16,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dynapipe_ext.errors import DataError
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, draw, format_lines, plan_json, read_plan_json
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -139,6 +140,12 @@ def read_plan(path: str | Path) -> PlanView:
     replicas = []
     for dp_rank, (shapes, schedule) in enumerate(zip(micro_batches, schedules, strict=True)):
         predicted = Fields(by_rank[dp_rank], f"{path}: replica {dp_rank}").sub("predicted")
+        peaks = predicted.many("peak_bytes", int)
+        if len(peaks) != topology.pp:
+            raise DataError(
+                f"{path}: replica {dp_rank} has peak_bytes of {len(peaks)} ranks but pp is {topology.pp}: give one"
+                " a rank"
+            )
         replicas.append(
             ReplicaView(
                 dp_rank=dp_rank,
@@ -147,7 +154,7 @@ def read_plan(path: str | Path) -> PlanView:
                 schedule=schedule,
                 makespan_s=predicted.one("makespan_s", float),
                 lower_bound_s=predicted.one("lower_bound_s", float),
-                peak_bytes=predicted.many("peak_bytes", int),
+                peak_bytes=peaks,
             )
         )
     return PlanView(topology=topology, replicas=tuple(replicas))

@@ -80,6 +80,10 @@ class _TorchPending:
     def __init__(self, works: list[Any], kept: Tensors, tensors: Tensors, who: str, timeout_s: float) -> None:
         self._works, self._kept, self._tensors, self._who, self._timeout_s = works, kept, tensors, who, timeout_s
 
+    def is_completed(self) -> bool:
+        """Whether every part has ended, without waiting; gloo's do not know it before somebody waits."""
+        return all(work.is_completed() for work in self._works)
+
     def wait(self) -> Tensors:
         try:
             for work in self._works:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import Recv, Send
@@ -106,20 +106,28 @@ class _Watched:
         return tensors
 
 
+@runtime_checkable
+class _Asked(Protocol):
+    """A Pending that can be asked whether it has ended, as those of TorchP2PTransport."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> Tensors: ...
+
+
 class _Queued:
-    """A transfer in a device's queue; its works say whether the device has done them."""
+    """A transfer in a device's queue, which says whether the device has done it."""
 
     def __init__(self, pending: Pending) -> None:
-        works: list[Any] | None = getattr(pending, "_works", None)  # of TorchP2PTransport, in this package
-        if works is None:
+        if not isinstance(pending, _Asked):
             raise ExecutionError(
                 f"{type(pending).__name__} cannot be asked whether a device has done it: give drain with a"
                 " TorchP2PTransport only"
             )
-        self._pending, self._works = pending, works
+        self._pending = pending
 
     def has_ended(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return self._pending.is_completed()
 
     def wait(self) -> Tensors:
         return self._pending.wait()

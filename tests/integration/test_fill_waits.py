@@ -151,9 +151,10 @@ class Stream:
 def test_on_an_accelerator_a_transfer_is_late_only_once_the_rank_s_own_stream_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream, works = Stream(), [SimpleNamespace(is_completed=lambda: stream.num_synchronised > 0)]
+    stream = Stream()
+    pending = SimpleNamespace(is_completed=lambda: stream.num_synchronised > 0, wait=tuple)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(rank.TorchP2PTransport, "recv", lambda self, _: SimpleNamespace(_works=works))
+    monkeypatch.setattr(rank.TorchP2PTransport, "recv", lambda self, _: pending)
     context: Any = SimpleNamespace(config=BASE, rank=0, groups={}, device=torch.device("cuda", 0))
     variant = Variant("here", "padded", "adaptive", "dynapipe-ext", 0)
     assert isinstance(rank._transport(context, variant), rank.TorchP2PTransport)

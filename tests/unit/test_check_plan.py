@@ -303,7 +303,28 @@ def test_the_verdict_is_a_plain_table_in_a_pipe(sound: tuple[Path, Raw], capsys:
         (lambda raw: raw.__setitem__("format", "dynapipe-plan/9"), "'dynapipe-plan/1' is needed"),
         (lambda raw: raw["topology"].__setitem__("dp", 3), "needs each of 0..dp-1 once"),
         (lambda raw: raw["topology"].__setitem__("pp", 0), "pp is 0"),
-        (lambda raw: raw["topology"].__setitem__("pp", 3), "placement (0, 1) must use every pipeline rank"),
+        (
+            lambda raw: raw["topology"].__setitem__("pp", 3),
+            "topology pp is 3 but replica 0 has lists of 2 pipeline ranks",
+        ),
+        *(
+            (lambda raw, name=name, value=value: raw["topology"].__setitem__(name, value), says)
+            for value in (10**9, 10**12)
+            for name, says in (("dp", "each of 0..dp-1 once"), ("pp", "has lists of 2"), ("tp", "at most 1,048,576"))
+        ),
+        (lambda raw: _first(raw)["predicted"].__setitem__("peak_bytes", [1, 10**400]), "peak_bytes[1] is 1000000000"),
+        (lambda raw: _first(raw)["predicted"].__setitem__("makespan_s", 10**400), "makespan_s is 1000000000"),
+        (lambda raw: _first(raw)["predicted"].__setitem__("makespan_s", 1e300), "makespan_s is 1e+300 but must lie"),
+        (lambda raw: _first(raw)["predicted"].__setitem__("lower_bound_s", float("inf")), "lower_bound_s is inf but"),
+        (lambda raw: _first(raw)["micro_batches"][0].__setitem__("encoder_len", 10**30), "encoder_len is 1000000000"),
+        (lambda raw: _first(raw)["micro_batches"][0].__setitem__("encoder_len", 2**40), "must lie within"),
+        (lambda raw: raw.__setitem__("sead", 1), "has unknown 'sead': known are batch_bound_s, format,"),
+        (lambda raw: raw["topology"].__setitem__("placement", [0, 1]), "topology has unknown 'placement'"),
+        (lambda raw: _first(raw).__setitem__("microbatches", []), "replicas[0] has unknown 'microbatches'"),
+        (lambda raw: _first(raw)["schedule"].__setitem__("placment", []), "schedule has unknown 'placment'"),
+        (lambda raw: _first(raw)["predicted"].__setitem__("bubble", 0), "predicted has unknown 'bubble'"),
+        (lambda raw: _first(raw)["predicted"]["bounds"].__setitem__("any_s", 0), "bounds has unknown 'any_s'"),
+        (lambda raw: _first(raw)["micro_batches"][0].__setitem__("attention", "row"), "has unknown 'attention'"),
         (lambda raw: raw["replicas"][1].__setitem__("dp_rank", 0), "the replicas have dp_rank [0, 0]"),
         (lambda raw: raw["replicas"][0]["predicted"].pop("makespan_s"), "has no field 'makespan_s'"),
         (lambda raw: raw["replicas"][0]["schedule"].__setitem__("stages", [["0F0"], [7]]), "stages[1] is 7"),
@@ -324,6 +345,7 @@ def test_what_cannot_be_checked_is_one_line_and_status_2(
     text = capsys.readouterr().err
     assert says in text
     assert text.count("\n") == 1
+    assert len(text) < 600
 
 
 def test_packed_plans_of_a_lengths_file_are_checked_with_its_lengths(

@@ -262,6 +262,12 @@ def test_a_device_s_transfers_are_asked_for_by_the_rank_s_own_thread() -> None:
     watched.close()
 
 
+@pytest.mark.parametrize("late", [(0, 0), (0, 1), (1, 0)])
+def test_a_transfer_over_torch_is_completed_when_all_its_parts_are(late: tuple[int, ...]) -> None:
+    pending = _TorchPending([DeviceWork(n) for n in late], (), ("it",), "rank 0 waited", 1.0)
+    assert pending.is_completed() == (not any(late))
+
+
 def test_draining_goes_with_transfers_that_a_device_can_be_asked_about() -> None:
     watched = WatchedTransport(InlineHub(timeout_s=0.1).transport(1), drain=lambda: None)
     with pytest.raises(ExecutionError, match="give drain with a TorchP2PTransport only"):

@@ -1,8 +1,7 @@
 """`dynapipe plan`: lengths of every form in, a plan on the screen and in a file out; no torch, no ranks."""
 
-import csv
-import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from dynapipe_ext.errors import DataError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.plan_inputs import read_lengths
 from dynapipe_ext.schedules.notation import read_plan_json
+from tests.support.measured import measured_csv
 
 LENGTHS = [40, 300, 17, 90, 120, 64, 33, 250]
 SMALL = ["--tp", "1", "--pp", "2", "--dp", "2"]
@@ -181,6 +181,7 @@ def test_arrays_of_one_two_and_three_columns_are_read(tmp_path: Path, columns: i
     [
         ("a.txt", "5\nfive\n", "line 2 is 'five'"),
         ("a.txt", "5\n-5\n", "line 2 is '-5'"),
+        ("a.txt", "9" * 5000, "line 1 is '9{36}... but must be one length"),
         ("a.txt", "1 2 3\n", "line 1 is '1 2 3'"),
         ("a.txt", "5\n5 2\n", "one and of two lengths"),
         ("a.txt", "\n", "has no lengths"),
@@ -214,28 +215,6 @@ def test_two_lengths_become_one_row_of_a_decoder_only_model(tmp_path: Path, caps
     assert f"{40 + 60 + 52} tokens" in text
     raw = planned(tmp_path / "plan.json")
     assert {m["decoder_len"] for replica in raw["replicas"] for m in replica["micro_batches"]} == {0}
-
-
-def measured_csv(folder: Path, model: str, *, decoder: bool) -> None:
-    """A small grid in the measured tables' form: time and bytes in proportion to positions."""
-    time: list[list[object]] = [
-        ["tp", "recompute", "layer", "pass", "micro_batch_size", "encoder_len", "decoder_len", "ms"]
-    ]
-    memory: list[list[object]] = [[*time[0][:3], "kind", *time[0][4:7], "mb"]]
-    for layer in ("encoder", *(["decoder"] if decoder else []), "postprocess"):
-        for rows, enc, dec in itertools.product((1, 16), (16, 512), (16, 512) if layer == "decoder" else (0,)):
-            tokens = rows * (enc + dec)
-            for name, factor in (("forward", 1e-3), ("backward", 2e-3)):
-                time.append([1, "none", layer, name, rows, enc, dec, 0.1 + factor * tokens])
-            if layer != "postprocess":
-                memory += [[1, "none", layer, name, rows, enc, dec, 1e-3 * tokens] for name in ("stored", "peak")]
-    sizes = [
-        ["tp", "recompute", "layer", "mb"],
-        *([1, "none", name, 1] for name in ("embedding", "encoder", "decoder")),
-    ]
-    for suffix, table in (("time_ms", time), ("activation_mb", memory), ("parameters_mb", sizes)):
-        with (folder / f"{model}_{suffix}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows(table)
 
 
 @pytest.mark.parametrize(
@@ -278,64 +257,6 @@ def test_a_cost_file_brings_its_own_topology(lengths: str, tmp_path: Path, capsy
     assert "kind None" in refused(capsys, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (
-            ["--split-backward", "--schedule", "gpipe"],
-            "split_backward goes with the adaptive schedule, not with 'gpipe'",
-        ),
-        (["--step", "99"], "--step is 99 but"),
-        (["--index", "1"], "use --step with --lengths"),
-        (["--tokens-per-batch", "299"], "sample 1 has 300 tokens but tokens_per_batch is 299"),
-        (["--model", "gpt_6.7b"], "name it with --costs DIR"),
-        (["--costs", "/nowhere.json", "--memory-mb", "1"], "/nowhere.json cannot be read"),
-        (["--costs", "."], "say which --model NAME"),
-        (["--truncate", "0"], "--truncate is 0"),
-        (["--pp", "9"], "4 layers cannot fill 9 stages"),
-        (["--tp", "3"], "tp is 3 but does not divide"),
-        (["--memory-mb", "0.001"], "B"),
-        (["--config", "/nowhere.toml"], "/nowhere.toml"),
-        (["--json", "/proc/plan.json"], "/proc/plan.json cannot be written"),
-    ],
-)
-def test_what_cannot_be_planned_is_one_line_and_status_2(
-    lengths: str, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
-    assert says in refused(capsys, "--lengths", lengths, *arguments)
-
-
-def test_a_batch_file_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "batches.json"
-    for content, says in (
-        ("[", "is not JSON (line 1"),
-        ("{}", "holds dict"),
-        ("[]", "holds 0 batches but --index is 0"),
-        ('[{"length": []}]', 'needs "lengths"'),
-        ('[{"lengths": [[1, -1]]}]', 'needs "lengths"'),
-        ('[{"lengths": [[0, 1]]}]', "sample 0"),
-    ):
-        path.write_text(content)
-        text = refused(capsys, "--batch", str(path))
-        assert says in text
-        assert str(path) in text
-    assert "not by step or size" in refused(capsys, "--batch", str(path), "--step", "1")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [[], ["--lengths", "a", "--batch", "b"], ["--lengths", "a", "--tokens-per-batch", "1", "--batch-size", "1"]],
-    ids=["no source", "two sources", "two sizes"],
-)
-def test_choices_that_exclude_one_another_are_refused_with_the_usage(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        plan(*arguments)
-    assert caught.value.code == 2
-    assert "usage: dynapipe plan" in capsys.readouterr().err
-
-
 def test_planning_needs_no_torch(lengths: str) -> None:
     script = (
         "import sys\nfrom dynapipe_ext.launch import cli\n"
@@ -344,3 +265,43 @@ def test_planning_needs_no_torch(lengths: str) -> None:
     )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert output.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.timeout(60)
+def test_a_plan_has_the_same_bytes_under_other_hash_seeds_and_numbers_of_threads(tmp_path: Path) -> None:
+    measured_csv(tmp_path, "gpt_6.7b", decoder=False)
+    sizes = [[1 + 37 * i % 311, 0] for i in range(24)]
+    (tmp_path / "batches.json").write_text(json.dumps([{"lengths": sizes}]))
+    shape = [
+        "--model",
+        "gpt_6.7b",
+        "--layers",
+        "4",
+        "--tp",
+        "1",
+        "--pp",
+        "2",
+        "--dp",
+        "2",
+        "--memory-mb",
+        "36000",
+        "--layout",
+        "padded",
+        "--effort",
+        "300",
+    ]
+    files = ["--costs", str(tmp_path), "--batch", str(tmp_path / "batches.json")]
+    runs = []
+    for number in ("1", "2"):
+        command = [sys.executable, "-m", "dynapipe_ext.launch.cli", "plan", *shape, *files]
+        runs.append(
+            subprocess.Popen(
+                [*command, "--json", str(tmp_path / f"{number}.json")],
+                env={**os.environ, "PYTHONHASHSEED": number, "OMP_NUM_THREADS": number},
+                stdout=subprocess.DEVNULL,
+            )
+        )
+    assert [run.wait(timeout=50) for run in runs] == [0, 0]
+    one, other = ((tmp_path / f"{number}.json").read_bytes() for number in ("1", "2"))
+    assert one == other
+    assert samples(json.loads(one)) == list(range(len(sizes)))

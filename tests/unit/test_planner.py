@@ -256,3 +256,35 @@ def test_split_backwards_are_planned_with_their_own_bound(settings: Any) -> None
         assert prediction.lower_bound_ns <= prediction.makespan_ns
     if "split_backward" in settings:
         assert plan.makespan_s < planned(lengths, effort=50).makespan_s
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        *(("memory_limit_bytes", value, "1 to 2.60") for value in (float("inf"), float("nan"), 2.0**61, 0, 0.5, -1e9)),
+        *(("memory_limit_bytes", value, "1 to 2.60") for value in ("1e9", None, True)),
+        *(("effort", value, "0 to 1,000,000,000") for value in (1.5, True, "9", -1, 10**9 + 1, 10**23)),
+        *(("pad_multiple", value, "integer of 1 to") for value in (0, 8.0, True, 1 << 41)),
+        *(("max_tokens", value, "integer of 0 to") for value in (-1, 64.0, False, (1 << 40) + 1)),
+        *(("seed", value, "must be an integer") for value in (0.0, "0", None, True)),
+        ("layout", "zzz", "choose from padded, packed"),
+        ("rule", "fixed_rows", "choose from dynapipe-ext, batch-max, fixed-rows"),
+        ("recompute", "auto", "choose from none, selective, full, None"),
+        ("schedule", "1F1B", "choose from adaptive, 1f1b"),
+        ("loss_norm", ["tokens"], "choose from tokens, samples"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_value_and_bound(name: str, value: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        Planner(Topology(pp=2), COSTS, **{"memory_limit_bytes": 1e9, name: value})
+    assert str(caught.value).startswith(f"{name} is {value!r}")
+
+
+def test_a_setting_with_more_digits_than_python_prints_is_refused() -> None:
+    with pytest.raises(ConfigError, match="memory_limit_bytes is an integer of 16610 bits but must be"):
+        Planner(Topology(pp=2), COSTS, 10**5000)
+
+
+def test_settings_at_their_bounds_are_taken() -> None:
+    Planner(Topology(pp=2), COSTS, 2.0**60, -5, effort=10**9, max_tokens=1 << 40, pad_multiple=1 << 24)
+    Planner(Topology(pp=2), COSTS, np.int64(1), 1 << 70, effort=0, max_tokens=0, pad_multiple=1)

@@ -1,0 +1,179 @@
+"""Samplers over random lengths, ranks and settings: complete, within the cap, alike on all ranks, resumable."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynapipe_ext.data.samplers import DistributedTokenBatchSampler
+from dynapipe_ext.data.streaming import StreamingTokenBatches
+from dynapipe_ext.errors import PlanError
+
+OBJECTIVES = st.sampled_from(["tokens", "quadratic", "padded"])
+LASTS = st.sampled_from(["spread", "pad", "carry"])
+
+
+@st.composite
+def lengths_and_cap(draw: Any) -> tuple[list[int], int]:
+    """Few or many samples, of like lengths or with a tail up to the cap; enough for three steps of three ranks."""
+    longest = draw(st.sampled_from([1, 7, 60, 400]))
+    cap = max(draw(st.sampled_from([longest, longest * 3 // 2, longest * 5])), 2)
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    tail = draw(st.sampled_from([0.0, 0.5, 1.5]))
+    count = draw(st.integers(20, 300)) + 9 * cap
+    lengths = np.minimum(np.maximum(longest * np.exp(-tail * np.abs(rng.normal(size=count))), 1), longest)
+    kept = int(np.searchsorted(np.cumsum(lengths.astype(int)), 9 * cap)) + draw(st.integers(0, 200)) + 1
+    return lengths.astype(int)[:kept].tolist(), cap
+
+
+def every_rank(lengths: Any, num_replicas: int, **settings_: Any) -> list[DistributedTokenBatchSampler]:
+    return [
+        DistributedTokenBatchSampler(lengths, num_replicas=num_replicas, rank=rank, **settings_)
+        for rank in range(num_replicas)
+    ]
+
+
+@settings(max_examples=120, deadline=None)
+@given(lengths_and_cap(), st.integers(1, 3), OBJECTIVES, LASTS, st.integers(0, 99))
+def test_an_epoch_trains_every_sample_once_within_the_cap_in_equally_many_steps_of_all_ranks(
+    data: tuple[list[int], int], num_replicas: int, objective: Any, last: Any, seed: int
+) -> None:
+    lengths, cap = data
+    try:
+        samplers = every_rank(lengths, num_replicas, max_tokens=cap, objective=objective, last=last, seed=seed)
+    except PlanError:
+        # Only where lengths force so many steps that there are fewer samples than bins.
+        assert last == "spread"
+        assert len(lengths) < 2 * sum(2 * n > cap for n in lengths) + 2 * num_replicas or objective == "padded"
+        return
+    batches = [list(sampler) for sampler in samplers]
+    assert {len(found) for found in batches} == {len(samplers[0])} == {samplers[0].plan.num_steps}
+    for batch in (batch for found in batches for batch in found):
+        assert batch
+        used = [lengths[i] for i in batch]
+        assert (len(used) * max(used) if objective == "padded" else sum(used)) <= cap
+    times = Counter(i for found in batches for batch in found for i in batch)
+    plan = samplers[0].plan
+    if last == "spread":
+        assert times == Counter(range(len(lengths)))
+    elif last == "carry":
+        assert times + Counter(plan.rest.tolist()) == Counter(range(len(lengths)))
+    else:
+        assert set(times) == set(range(len(lengths)))
+        assert sum(times.values()) == len(lengths) + plan.num_repeated
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths_and_cap(), st.integers(1, 3), OBJECTIVES, st.integers(0, 99))
+def test_what_is_carried_comes_first_and_epochs_together_train_all_samples_equally_often(
+    data: tuple[list[int], int], num_replicas: int, objective: Any, seed: int
+) -> None:
+    lengths, cap = data
+    sampler = DistributedTokenBatchSampler(
+        lengths, max_tokens=cap, num_replicas=num_replicas, rank=0, objective=objective, last="carry", seed=seed
+    )
+    times: Counter[int] = Counter()
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        times += Counter(sampler.plan.samples.tolist())
+    assert times + Counter(sampler.plan.rest.tolist()) == Counter(list(range(len(lengths))) * 3)
+    again = DistributedTokenBatchSampler(
+        lengths, max_tokens=cap, num_replicas=num_replicas, rank=0, objective=objective, last="carry", seed=seed
+    )
+    again.set_epoch(2)
+    assert again.plan.samples.tolist() == sampler.plan.samples.tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths_and_cap(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), OBJECTIVES, LASTS, st.data())
+def test_a_state_resumes_bit_for_bit_also_under_other_numbers_of_ranks(
+    data: tuple[list[int], int], first: int, second: int, third: int, objective: Any, last: Any, draw: Any
+) -> None:
+    lengths, cap = data
+    options = {"max_tokens": cap, "objective": objective, "last": last, "seed": 3}
+
+    def at(num_replicas: int, state: dict[str, Any] | None) -> DistributedTokenBatchSampler:
+        sampler = DistributedTokenBatchSampler(lengths, num_replicas=num_replicas, rank=num_replicas - 1, **options)
+        if state is None:
+            sampler.set_epoch(1)
+        else:
+            sampler.load_state_dict(json.loads(json.dumps(state)))
+            sampler.set_epoch(1)  # as training loops do after a resume: no change
+        return sampler
+
+    state, trained = None, Counter[int]()
+    try:
+        _ = at(second, None), at(third, None)  # lengths may need more bins than there are samples
+        whole = at(first, None)
+        expected = Counter(whole.plan.samples.tolist()) + Counter(whole.plan.rest.tolist())
+    except PlanError:
+        return
+    for num_replicas in (first, second, third):
+        sampler = at(num_replicas, state)
+        start = sampler.plan.num_steps - len(sampler)
+        steps = draw.draw(st.integers(0, len(sampler)))
+        batches = iter(sampler)
+        before = [next(batches) for _ in range(steps)]
+        state = sampler.state_dict()
+        same = at(num_replicas, state)
+        after = list(batches)
+        assert len(same) == len(after)
+        assert list(same) == after
+        done = sampler.plan
+        assert [done.batch(start + k, num_replicas - 1) for k in range(steps)] == before
+        gone = done.starts[start * num_replicas], done.starts[(start + steps) * num_replicas]
+        trained += Counter(done.samples[gone[0] : gone[1]].tolist())
+    rest = same.plan
+    trained += Counter(rest.samples[rest.starts[(start + steps) * third] :].tolist()) + Counter(rest.rest.tolist())
+    if last == "pad" or rest.num_repeated:
+        assert set(trained) == set(expected)
+    else:
+        assert trained == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths_and_cap(), st.integers(1, 3), st.integers(1, 3), OBJECTIVES, st.data())
+def test_a_stream_is_trained_whole_alike_on_all_ranks_and_resumes_where_it_was(
+    data: tuple[list[int], int], num_replicas: int, later: int, objective: Any, draw: Any
+) -> None:
+    lengths, cap = data
+    samples = list(enumerate(lengths))
+
+    def stream(ranks: int, rank: int) -> StreamingTokenBatches[tuple[int, int]]:
+        return StreamingTokenBatches(
+            lambda: samples,
+            lambda sample: sample[1],
+            max_tokens=cap,
+            num_replicas=ranks,
+            rank=rank,
+            objective=objective,
+            window_steps=2,
+        )
+
+    batches = [list(stream(num_replicas, rank)) for rank in range(num_replicas)]
+    assert len({len(found) for found in batches}) == 1
+    times = Counter(number for found in batches for batch in found for number, _ in batch)
+    assert set(times) == set(range(len(lengths)))
+    for batch in (batch for found in batches for batch in found):
+        used = [length for _, length in batch]
+        assert 0 < (len(used) * max(used) if objective == "padded" else sum(used)) <= cap
+
+    stop = draw.draw(st.integers(0, len(batches[0])))
+    reading = stream(num_replicas, 0)
+    iterator = iter(reading)
+    for _ in range(stop):
+        next(iterator)
+    state = json.loads(json.dumps(reading.state_dict()))
+    same = stream(num_replicas, 0)
+    same.load_state_dict(state)
+    assert list(same) == batches[0][stop:]
+
+    done = Counter(number for found in batches for batch in found[:stop] for number, _ in batch)
+    for rank in range(later):
+        other = stream(later, rank)
+        other.load_state_dict(state)
+        done += Counter(number for batch in other for number, _ in batch)
+    assert set(done) == set(range(len(lengths)))
