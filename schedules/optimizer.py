@@ -6,12 +6,15 @@ the simulated makespan, for any placement of stages on ranks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -110,14 +113,15 @@ def optimize(
 def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Optimized]:
     """The best found from the best start (the first of equals), and which that is.
 
-    Of several starts each is tried with a small part of the moves, and the best goes on with all of them.
+    Of several starts each is tried with a small part of the moves, in threads where there are cores, and the best goes
+    on with all of them; how many cores there are changes nothing else.
     Moves change the order, the rule, a run's kind, its replica and, where there is a choice, where the items are cut;
     `equal_counts` keeps the number of runs of each replica. Nothing is proven here: simulate and validate the result.
 
     Errors: PlanError where no start has an order that fits; ConfigError as optimize.
     """
     moves = settings.effort * max(1, len(starts[0].groups) // _REPLICAS)
-    tried: list[tuple[tuple[int, int], int, Problem, Found]] = []
+    possible: list[tuple[int, Problem, list[Run], list[list[list[int]]]]] = []
     records: dict[int, IntArray] = {}  # starts share costs
     refusal: PlanError | None = None
     for index, start in enumerate(starts):
@@ -130,13 +134,23 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
             refusal = refusal or error
             continue
         orders = [[[group[i] for i in o] for o in start_orders(_costs(start, runs, group))] for group in start.groups]
-        found = _found(problem, runs, orders, settings, moves // _TRIAL if len(starts) > 1 else 0)
-        if max(found.makespan_ns) < NEVER:
-            tried.append((found.value, index, problem, found))
+        possible.append((index, problem, runs, orders))
+
+    def trial(one: tuple[int, Problem, list[Run], list[list[list[int]]]]) -> Found:
+        _, problem, runs, orders = one
+        return _found(problem, runs, orders, settings, moves // _TRIAL if len(starts) > 1 else 0)
+
+    cores = len(os.sched_getaffinity(0))
+    if min(cores, len(possible)) > 1 and settings.use_native and native is not None:  # the core runs without the lock
+        with ThreadPoolExecutor(min(cores, len(possible))) as pool:
+            founds = list(pool.map(trial, possible))
+    else:
+        founds = [trial(one) for one in possible]
+    tried = [(*one[:2], found) for one, found in zip(possible, founds, strict=True) if max(found.makespan_ns) < NEVER]
     if not tried:
         limit = settings.memory_limit_bytes
         raise refusal or PlanError(f"no order of these micro-batches fits in {limit} B: raise the limit, tp or pp")
-    _, index, problem, found = min(tried, key=lambda one: one[:2])
+    index, problem, found = min(tried, key=lambda one: (one[2].value, one[0]))
     if settings.effort:
         runs, orders = _in_turn(found)
         found = _found(problem, runs, orders, settings, moves)

@@ -21,6 +21,7 @@ from dynapipe_ext.plan import check_cover, round_up
 from dynapipe_ext.planning.equal import split_padded_equal
 from dynapipe_ext.planning.padded import shape_evaluate
 from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
+from dynapipe_ext.schedules import optimizer
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.topology import Topology
@@ -70,6 +71,26 @@ def test_a_plan_is_the_same_with_either_core(monkeypatch: pytest.MonkeyPatch, sp
     assert (again.batch, again.schedules, again.certificate) == (plan.batch, plan.schedules, plan.certificate)
     first = Planner(planner.topology, costs, 30_000, effort=0, split_backward=split).plan(samples)
     assert plan.makespan_s <= first.makespan_s
+
+
+@pytest.mark.skipif(core.native is None, reason="a pure build was asked for")
+def test_starts_are_tried_in_threads_where_there_are_cores_with_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = [SampleLength(i, 100 + 37 * i % 90, 5 + 53 * i % 70) for i in range(9)]
+    planner = Planner(Topology(pp=2, dp=2), COSTS, 1e9, effort=400)
+    plans, pools = [], []
+    made = optimizer.ThreadPoolExecutor
+
+    def counted(workers: int) -> Any:
+        pools.append(workers)
+        return made(workers)
+
+    monkeypatch.setattr(optimizer, "ThreadPoolExecutor", counted)
+    for cores in (1, 2, 8):
+        monkeypatch.setattr(optimizer.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        plans.append(planner.plan(samples))
+    assert len(pools) == 2
+    assert min(pools) == 2 < max(pools)
+    assert all((plan.batch, plan.schedules) == (plans[0].batch, plans[0].schedules) for plan in plans)
 
 
 def test_a_batch_of_fewer_fixed_rows_than_replicas_leaves_replicas_empty() -> None:
