@@ -317,7 +317,7 @@ def test_every_dispatch_rule_makes_a_whole_order_within_the_limit(
         validate(found, costs.num_micro_batches)
         assert max(peak_bytes(found, costs)) <= limit
         assert makespan_ns(found, costs) <= makespan < NEVER  # a rule may wait where the order alone would not
-        assert split or makespan_ns(found, costs) == makespan
+        assert split or rule.rhythm == 2 or makespan_ns(found, costs) == makespan
 
 
 @settings(deadline=None)
