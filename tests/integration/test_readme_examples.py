@@ -19,7 +19,7 @@ from dynapipe_ext.topology import Topology
 @pytest.fixture(scope="module")
 def blocks(root):
     found = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.S)
-    assert len(found) == 3
+    assert len(found) == 4
     return found
 
 
@@ -48,6 +48,12 @@ def test_the_training_example_is_about_twenty_lines_and_the_stage_at_most_forty(
     code = [line for line in blocks[1].splitlines() if line.strip()]
     assert len(code) <= 27
     assert len([line for line in blocks[2].splitlines() if line.strip()]) <= 40
+
+
+def test_the_samplers_example_prints_batches_within_their_cap(blocks):
+    printed = [tuple(map(int, line.split())) for line in run(blocks[3], {}).splitlines()]
+    assert printed
+    assert all(count > 0 and tokens <= 2048 for count, tokens in printed)
 
 
 def test_the_readmes_stage_gives_the_gradients_of_the_built_in_one_on_a_pipeline(blocks):
