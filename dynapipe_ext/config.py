@@ -80,7 +80,7 @@ class PlanSettings:
     memory_limit_gb: float = 1.0
     pad_multiple: int = 8
     max_tokens: int = 0
-    effort: int = 9000
+    effort: int = 8000
     split_backward: bool = False
     fill_waits: bool = False
     loss_norm: LossNorm = "tokens"

@@ -62,7 +62,7 @@ class Planner:
     rule: Rule = field(default="dynapipe-ext", kw_only=True)
     pad_multiple: int = field(default=8, kw_only=True)
     max_tokens: int = field(default=0, kw_only=True)
-    effort: int = field(default=9000, kw_only=True)
+    effort: int = field(default=8000, kw_only=True)
     split_backward: bool = field(default=False, kw_only=True)
     fill_waits: bool = field(default=False, kw_only=True)
     loss_norm: LossNorm = field(default="tokens", kw_only=True)
