@@ -13,6 +13,20 @@ Messages name the value, the bound and the next move. A command line turns these
 
 from __future__ import annotations
 
+_MOST_SHOWN = 40
+
+
+def short(value: object) -> str:
+    """`value` as messages show it, in at most 40 characters.
+
+    >>> short("0F0"), short("7" * 5000), short(10**5000)
+    ("'0F0'", "'777777777777777777777777777777777777...", 'an integer of 16610 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 10_000:  # more digits than Python prints
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
+
 
 class DynaPipeError(Exception):
     """Base of all errors raised for reasons outside this package's own code."""

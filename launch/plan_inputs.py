@@ -14,10 +14,10 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import A100_HIDDEN_SIZE, CostTable
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.launch.job import analytic_costs, model_shape, read_costs, topology_of
 from dynapipe_ext.lengths import LengthArray, SampleLength, as_length_array, sample_lengths
-from dynapipe_ext.tools.json_file import parse_json, short
+from dynapipe_ext.tools.json_file import parse_json
 from dynapipe_ext.topology import Topology
 
 MOST_POSITIONS = 1 << 31  # of a sample's side

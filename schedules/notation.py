@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dynapipe_ext.errors import DynaPipeError, PlanError
+from dynapipe_ext.errors import DynaPipeError, PlanError, short
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -150,14 +150,14 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
     """
     root = _mapping(data, "plan")
     if root.get("format") != PLAN_FORMAT:
-        raise PlanError(f"the plan's format is {_short(root.get('format'))} but this version reads {PLAN_FORMAT!r}")
+        raise PlanError(f"the plan's format is {short(root.get('format'))} but this version reads {PLAN_FORMAT!r}")
     shape = _mapping(_field(root, "topology", "plan"), "topology")
     replicas = [_mapping(raw, f"replicas[{i}]") for i, raw in enumerate(_list(root, "replicas", "plan"))]
     numbers = [_field(raw, "dp_rank", f"replicas[{i}]") for i, raw in enumerate(replicas)]
     dp = _field(shape, "dp", "topology")
     if not replicas or dp != len(replicas) or sorted(numbers, key=str) != sorted(range(len(replicas)), key=str):
         raise PlanError(
-            f"the replicas have dp_rank {_short(numbers)} but the topology needs each of 0..dp-1 with dp {_short(dp)}"
+            f"the replicas have dp_rank {short(numbers)} but the topology needs each of 0..dp-1 with dp {short(dp)}"
             " once"
         )
     replicas = [raw for _, raw in sorted(zip(numbers, replicas, strict=True), key=lambda pair: int(pair[0]))]
@@ -181,9 +181,9 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
     identity = placement == tuple(range(len(placement)))
     tp, pp = _field(shape, "tp", "topology"), _field(shape, "pp", "topology")
     if type(tp) is not int:
-        raise PlanError(f"topology: tp is {_short(tp)} but must be an integer of at least 1")
+        raise PlanError(f"topology: tp is {short(tp)} but must be an integer of at least 1")
     if pp != len(schedules[0].ranks):
-        raise PlanError(f"the schedules have {len(schedules[0].ranks)} ranks but the topology has pp {_short(pp)}")
+        raise PlanError(f"the schedules have {len(schedules[0].ranks)} ranks but the topology has pp {short(pp)}")
     try:
         topology = Topology(
             tp=tp,
@@ -193,7 +193,7 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
             placement=() if identity else placement,
         )
     except (DynaPipeError, TypeError) as error:
-        raise PlanError(f"the plan's topology {_short(shape)}: {error}") from error
+        raise PlanError(f"the plan's topology {short(shape)}: {error}") from error
     return topology, micro_batches, schedules
 
 
@@ -214,16 +214,16 @@ def _check_micro_batch(raw: Any, where: str) -> dict[str, Any]:
     counts = {key: _field(shape, key, where) for key in ("rows", "encoder_len", "decoder_len")}
     for key, value in [*counts.items(), *(("samples", index) for index in samples)]:
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_COUNT:
-            raise PlanError(f"{where}: {key} has {_short(value)}, which is not a count or an index of 0 to 2^31")
+            raise PlanError(f"{where}: {key} has {short(value)}, which is not a count or an index of 0 to 2^31")
     layout = _field(shape, "layout", where)
     if layout not in ("padded", "packed") or counts["rows"] != (len(samples) if layout == "padded" else 1):
         raise PlanError(
-            f"{where}: layout {_short(layout)} with {len(samples)} samples in {counts['rows']} rows: padded has a row"
+            f"{where}: layout {short(layout)} with {len(samples)} samples in {counts['rows']} rows: padded has a row"
             " a sample, packed has one"
         )
     if shape.get("recompute") not in RECOMPUTES:
         raise PlanError(
-            f"{where}: recompute is {_short(shape.get('recompute'))} but must be one of {', '.join(RECOMPUTES)}"
+            f"{where}: recompute is {short(shape.get('recompute'))} but must be one of {', '.join(RECOMPUTES)}"
         )
     return shape
 
@@ -235,19 +235,14 @@ def _read_schedule(raw: Mapping[str, Any], where: str) -> PipelineSchedule:
     ranks = tuple(tuple(_action(text, where) for text in texts) for texts in lists)
     placement = raw.get("placement", list(range(len(ranks))))
     if not isinstance(placement, list) or not all(type(rank) is int for rank in placement):
-        raise PlanError(f"{where}: schedule.placement {_short(placement)} must list the pipeline rank of each stage")
+        raise PlanError(f"{where}: schedule.placement {short(placement)} must list the pipeline rank of each stage")
     return PipelineSchedule(str(raw.get("name", "")), ranks, tuple(placement))
 
 
 def _action(text: str, where: str) -> Action:
     if len(text) > _MOST_SHOWN:
-        raise PlanError(f"{where}: action {_short(text)} is not of the form 2F0 (stage, one of F B I W, micro-batch)")
+        raise PlanError(f"{where}: action {short(text)} is not of the form 2F0 (stage, one of F B I W, micro-batch)")
     return Action.parse(text)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
 def stage_ranks_of(ranks: Sequence[Sequence[Action]]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.config import Rule, ScheduleName, check_fill_waits
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
 from dynapipe_ext.plan import (
     RECOMPUTES,
@@ -233,8 +233,7 @@ class Planner:
         )
 
 
-_MOST = {"pad_multiple": 1 << 24, "max_tokens": 1 << 40, "effort": 10**9}
-_LEAST = {"pad_multiple": 1, "max_tokens": 0, "effort": 0}
+_BOUNDS = {"pad_multiple": (1, 1 << 24), "max_tokens": (0, 1 << 40), "effort": (0, 10**9)}
 _MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integers of both cores
 _CHOICES: dict[str, tuple[object, ...]] = {
     "layout": get_args(Layout),
@@ -250,32 +249,21 @@ def _check_settings(planner: Planner) -> None:
     limit = planner.memory_limit_bytes
     if not isinstance(limit, int | float | np.integer) or isinstance(limit, bool) or not 1 <= limit <= _MOST_BYTES:
         raise ConfigError(
-            f"memory_limit_bytes is {_short(limit)} but must be a number of 1 to 2^60: give the bytes of one rank's"
+            f"memory_limit_bytes is {short(limit)} but must be a number of 1 to 2^60: give the bytes of one rank's"
             " device"
         )
     if type(planner.seed) is not int:
-        raise ConfigError(f"seed is {_short(planner.seed)} but must be an integer: give one such as 0")
-    for name, most in _MOST.items():
-        value, least = getattr(planner, name), _LEAST[name]
+        raise ConfigError(f"seed is {short(planner.seed)} but must be an integer: give one such as 0")
+    for name, (least, most) in _BOUNDS.items():
+        value = getattr(planner, name)
         if type(value) is not int or not least <= value <= most:
             raise ConfigError(
-                f"{name} is {_short(value)} but must be an integer of {least} to {most:,}: give one within these bounds"
+                f"{name} is {short(value)} but must be an integer of {least} to {most:,}: give one within these bounds"
             )
     for name, choices in _CHOICES.items():
         value = getattr(planner, name)
         if not isinstance(value, str | None) or value not in choices:
-            raise ConfigError(f"{name} is {_short(value)}: choose from {', '.join(map(str, choices))}")
-
-
-def _short(value: object) -> str:
-    """
-    >>> _short("zzz"), _short(9 * 10**60), _short(10**5000)
-    ("'zzz'", '9000000000000000000000000000000000000...', 'an integer of 16610 bits')
-    """
-    if isinstance(value, int) and value.bit_length() > 10_000:  # more digits than Python prints
-        return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+            raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(map(str, choices))}")
 
 
 _PLAIN_FIELDS = (

@@ -19,10 +19,9 @@ from typing import Any, cast
 from rich.table import Table
 
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
-from dynapipe_ext.tools.json_file import short
 from dynapipe_ext.tools.plan_file import BOUNDS, PlanFile, ReplicaFile, ShapeFile
 from dynapipe_ext.tools.recomputed_bounds import Need, batch_bound_ns, replica_bounds_ns
 from dynapipe_ext.topology import Topology

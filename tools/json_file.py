@@ -9,11 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import DataError, short
 
 _T = TypeVar("_T")
 _N = TypeVar("_N", int, float)
-_MOST_SHOWN = 40
 _MOST_INT = 1 << 63  # what other programs and float() take
 
 
@@ -41,16 +40,6 @@ def parse_json(text: str, where: str, wanted: str) -> Any:
         raise DataError(f"{where} nests lists or objects too deep to be read: give {wanted}") from error
     except ValueError as error:  # an integer of more digits than Python converts
         raise DataError(f"{where} has a number too long to be read: give {wanted}") from error
-
-
-def short(value: object) -> str:
-    """`value` as messages show it, in at most 40 characters.
-
-    >>> short("0F0"), short("7" * 5000)
-    ("'0F0'", "'777777777777777777777777777777777777...")
-    """
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
 def write_atomic(path: str | Path, text: str) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.tools.json_file import Fields, read_json, short
+from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.tools.json_file import Fields, read_json
 from dynapipe_ext.topology import Topology
 
 FORMAT = "dynapipe-plan/1"
