@@ -108,18 +108,17 @@ class Planner:
             check_enough(len(samples), self.topology.dp)
         proposals = self._proposals
         if self.schedule != "adaptive":
-            replicas, schedules = self._natural_best(proposals.splits(samples, step))
+            plan, priced = self._natural_best(proposals.splits(samples, step), step)
         elif self.rule == "dynapipe-ext" and self.layout == "padded":
-            replicas, schedules = self._searched(proposals.cuts(samples, step))
+            plan, priced = self._predicted(*self._searched(proposals.cuts(samples, step)), step)
         else:
-            replicas, schedules = self._searched(proposals.fixed(proposals.splits(samples, step)))
-        limit = int(self.memory_limit_bytes)
-        priced = [self.costs.evaluate(micro_batches) for micro_batches in replicas]
-        plan = self._predicted(replicas, schedules, priced, step)
+            fixed = proposals.fixed(proposals.splits(samples, step))
+            plan, priced = self._predicted(*self._searched(fixed), step)
         check_cover(plan.batch, samples)
+        limit = int(self.memory_limit_bytes)
         bounds = [
             replica_bounds(schedule, one, split=schedule.is_split, memory_limit_bytes=limit)
-            for schedule, one in zip(schedules, priced, strict=True)
+            for schedule, one in zip(plan.schedules, priced, strict=True)
         ]
         predictions = tuple(replace(p, lower_bound_ns=b.best_ns) for p, b in zip(plan.predictions, bounds, strict=True))
         certificate = certify(plan, self.costs, samples, memory_limit_bytes=limit, bounds=bounds)
@@ -151,29 +150,25 @@ class Planner:
         index, found = optimize_best([proposal.start for proposal in proposed], settings)
         return proposed[index].replicas(found.replicas), found.schedules
 
-    def _natural_best(self, splits: Sequence[Replicas]) -> tuple[Replicas, Schedules]:
+    def _natural_best(self, splits: Sequence[Replicas], step: int) -> tuple[StepPlan, list[MicroBatchCosts]]:
         """Of several splits under a published schedule, the first to end."""
-        best: tuple[int, Replicas, Schedules] | None = None
+        found: list[tuple[StepPlan, list[MicroBatchCosts]]] = []
         refusal: PlanError | None = None
         for replicas in splits:
             schedules = tuple(self._natural(len(replica)) for replica in replicas)
             try:
-                plan = self._predicted(replicas, schedules, [self.costs.evaluate(r) for r in replicas], 0)
+                found.append(self._predicted(replicas, schedules, step))
             except PlanError as error:  # this split holds too much at once; others may fit
                 refusal = refusal or error
-                continue
-            makespan_ns = max(prediction.makespan_ns for prediction in plan.predictions)
-            if best is None or makespan_ns < best[0]:
-                best = (makespan_ns, replicas, schedules)
-        if best is None:
+        if not found:
             assert refusal is not None
             raise refusal
-        return best[1:]
+        return min(found, key=lambda one: max(prediction.makespan_ns for prediction in one[0].predictions))
 
-    def _predicted(
-        self, replicas: Replicas, schedules: Schedules, priced: Sequence[MicroBatchCosts], step: int
-    ) -> StepPlan:
-        """The plan, validated and simulated apart from what made it; its lower bounds are to come."""
+    def _predicted(self, replicas: Replicas, schedules: Schedules, step: int) -> tuple[StepPlan, list[MicroBatchCosts]]:
+        """The plan, validated and simulated apart from what made it, and each replica's costs; its lower bounds are to
+        come."""
+        priced = [self.costs.evaluate(micro_batches) for micro_batches in replicas]
         limit = int(self.memory_limit_bytes)
         plans, predictions = [], []
         for dp_rank, (micro_batches, schedule, costs) in enumerate(zip(replicas, schedules, priced, strict=True)):
@@ -197,7 +192,7 @@ class Planner:
                 )
             )
         batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
-        return StepPlan(batch, tuple(schedules), tuple(predictions))
+        return StepPlan(batch, tuple(schedules), tuple(predictions)), priced
 
     def _natural(self, num_micro_batches: int) -> PipelineSchedule:
         if not num_micro_batches:

@@ -25,9 +25,11 @@ from dynapipe_ext.planning.padded import (
     ShapeCosts,
     ShapeEvaluate,
     bottleneck,
+    members_of,
     ordered,
     shape_evaluate,
     subset_costs,
+    under_fastest,
 )
 from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
 from dynapipe_ext.planning.runs import Cut, Runs, price_runs
@@ -89,23 +91,14 @@ class Proposals:
 
     def _few(self, samples: list[SampleLength], step: int) -> list[Replicas]:
         """Good splits of a few samples with decoder sides, which runs of one order may miss."""
-        stages = self.topology.num_stages
-        caps = Caps(max_bytes=self.limit_bytes, max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple)
-        order, costs = subset_costs(samples, self._shapes(self._shape_costs, 1), caps)
-        busy = min(self.topology.dp, len(samples))
-        splits = [
-            [[order[i] for i in range(len(order)) if mask >> i & 1] for mask in masks]
-            for masks in good_partitions(costs.tolist(), (0, busy, busy * (stages - 1)), _MOST_FEW)
-        ]
-        return [self._with_replicas([self._fitting(part) for part in parts], samples, step) for parts in splits]
-
-    def _fitting(self, part: Sequence[SampleLength]) -> MicroBatch:
-        """A micro-batch under its fastest kind of recomputation that fits."""
-        whole = MicroBatch(tuple(part), pad_multiple=self.pad_multiple)
-        shape = [np.array([size]) for size in (whole.rows, whole.encoder_len, whole.decoder_len)]
-        answers = [evaluate(*shape) for evaluate in self._shapes(self._shape_costs, 1).values()]
-        times = [int(t[0]) if int(b[0]) <= self.limit_bytes else INFEASIBLE for t, b in answers]
-        return replace(whole, recompute=self.kinds[times.index(min(times))])
+        choices, busy = self._shapes(self._shape_costs, 1), min(self.topology.dp, len(samples))
+        order, costs = subset_costs(samples, choices, self._caps)
+        splits = good_partitions(costs.tolist(), (0, busy, busy * (self.topology.num_stages - 1)), _MOST_FEW)
+        made = []
+        for masks in splits:
+            parts = [MicroBatch(members_of(order, mask), pad_multiple=self.pad_multiple) for mask in masks]
+            made.append(self._with_replicas(under_fastest(parts, choices, self.limit_bytes), samples, step))
+        return made
 
     def splits(self, samples: list[SampleLength], step: int) -> list[Replicas]:
         """Micro-batches of every replica that stay what they are, for schedules that hold few of them or many."""
@@ -143,6 +136,10 @@ class Proposals:
         return proposed
 
     @property
+    def _caps(self) -> Caps:
+        return Caps(max_bytes=self.limit_bytes, max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple)
+
+    @property
     def _shape_costs(self) -> ShapeCosts:
         if not hasattr(self.costs, "evaluate_shapes"):
             raise ConfigError(f"{type(self.costs).__name__} cannot price padded shapes: it lacks evaluate_shapes")
@@ -151,7 +148,6 @@ class Proposals:
     def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[Runs, list[list[Cut]]]:
         """Runs of the ordered samples, and cuts for pipelines that hold so many in flight (or one, if that is all)."""
         stages, dp = self.topology.num_stages, min(self.topology.dp, len(samples))
-        caps = Caps(max_bytes=self.limit_bytes, max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple)
         order: Order = "classes" if any(s.decoder for s in samples) else "sorted"
 
         weight = self.topology.dp * (stages - 1)
@@ -159,7 +155,7 @@ class Proposals:
             ordered(samples, order),
             self._shape_costs,
             self.kinds,
-            caps,
+            self._caps,
             weight=weight,
             equal_counts=self.equal_counts,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Literal, Protocol, assert_never
@@ -16,7 +16,7 @@ from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch, Recompute
-from dynapipe_ext.planning.exact import MOST_SAMPLES, best_subsets
+from dynapipe_ext.planning.exact import MOST_SAMPLES, good_partitions
 from dynapipe_ext.planning.partition import best_partition, cut_again
 
 # (rows, encoder_len, decoder_len) of padded shapes, one array each -> (bottleneck ns, bytes) of each shape; INFEASIBLE
@@ -134,10 +134,17 @@ def split_padded(
         few = _exact(samples, choices, weight, caps)
         if few and len(few[1]) >= dp and few[0] < best[0]:
             runs = few[1]
-    shapes = np.array([(m.rows, m.encoder_len, m.decoder_len) for m in runs], np.int64).T
-    _, chosen = _fastest(choices, shapes[0], shapes[1], shapes[2], max_bytes)
+    return under_fastest(runs, choices, max_bytes)
+
+
+def under_fastest(
+    micro_batches: Sequence[MicroBatch], choices: Mapping[Recompute, ShapeEvaluate], max_bytes: int | None
+) -> list[MicroBatch]:
+    """Padded micro-batches, each under its fastest kind of recomputation within the byte cap."""
+    shapes = np.array([(m.rows, m.encoder_len, m.decoder_len) for m in micro_batches], np.int64).T
+    _, chosen = fastest((evaluate(shapes[0], shapes[1], shapes[2]) for evaluate in choices.values()), max_bytes)
     kinds = list(choices)
-    return [replace(m, recompute=kinds[k]) for m, k in zip(runs, chosen, strict=True)]
+    return [replace(m, recompute=kinds[k]) for m, k in zip(micro_batches, chosen, strict=True)]
 
 
 def _exact(
@@ -145,18 +152,22 @@ def _exact(
 ) -> tuple[int, list[MicroBatch]] | None:
     """The best split into micro-batches of any members, and its objective."""
     order, costs = subset_costs(samples, choices, caps)
-    parts = best_subsets(costs, weight)
-    if parts is None:
-        return None
-    each = [int(costs[sum(1 << i for i in part)]) for part in parts]
-    made = [MicroBatch(tuple(order[i] for i in part), pad_multiple=caps.pad_multiple) for part in parts]
-    return sum(each) + weight * max(each), made
+    for masks in good_partitions(costs.tolist(), (weight,), 1):
+        each = [int(costs[mask]) for mask in masks]
+        made = [MicroBatch(members_of(order, mask), pad_multiple=caps.pad_multiple) for mask in masks]
+        return sum(each) + weight * max(each), made
+    return None
+
+
+def members_of(order: Sequence[SampleLength], mask: int) -> tuple[SampleLength, ...]:
+    """The samples of the bits of a mask."""
+    return tuple(sample for i, sample in enumerate(order) if mask >> i & 1)
 
 
 def subset_costs(
     samples: Sequence[SampleLength], choices: Mapping[Recompute, ShapeEvaluate], caps: Caps
 ) -> tuple[list[SampleLength], IntArray]:
-    """Few samples in order, and for every mask of them the time of their subset as one micro-batch (`best_subsets`)."""
+    """Few samples in order, and for every mask of them the time of their subset as one micro-batch."""
     order = ordered(samples, "sorted")
     masks = np.arange(1, 1 << len(order))
     members = (masks[:, None] >> np.arange(len(order))) & 1
@@ -269,24 +280,20 @@ def _evaluate_distinct(
         return rows
     key = (rows * (int(encoder_len.max()) + 1) + encoder_len) * (int(decoder_len.max()) + 1) + decoder_len
     _, first, back = np.unique(key, return_index=True, return_inverse=True)
-    time_ns, _ = _fastest(choices, rows[first], encoder_len[first], decoder_len[first], max_bytes)
+    shapes = (rows[first], encoder_len[first], decoder_len[first])
+    time_ns, _ = fastest((evaluate(*shapes) for evaluate in choices.values()), max_bytes)
     spread: IntArray = time_ns[back.reshape(-1)]
     return spread
 
 
-def _fastest(
-    choices: Mapping[Recompute, ShapeEvaluate],
-    rows: IntArray,
-    encoder_len: IntArray,
-    decoder_len: IntArray,
-    max_bytes: int | None,
-) -> tuple[IntArray, IntArray]:
-    """Time of each shape under its fastest choice within the byte cap (INFEASIBLE for none), and which that is."""
+def fastest(answers: Iterable[tuple[IntArray, IntArray]], max_bytes: int | None) -> tuple[IntArray, IntArray]:
+    """Of (times, bytes) of the same shapes under several kinds of recomputation: each shape's least time within the
+    byte cap (INFEASIBLE for none), and which kind has it (the first of equals)."""
     cap = INFEASIBLE - 1 if max_bytes is None else min(max_bytes, INFEASIBLE - 1)
-    times = []
-    for evaluate in choices.values():
-        time_ns, num_bytes = evaluate(rows, encoder_len, decoder_len)
-        times.append(np.where((num_bytes > cap) | (time_ns >= INFEASIBLE), INFEASIBLE, time_ns).astype(np.int64))
+    times = [
+        np.where((num_bytes > cap) | (time_ns >= INFEASIBLE), INFEASIBLE, time_ns).astype(np.int64, copy=False)
+        for time_ns, num_bytes in answers
+    ]
     table = np.stack(times)
     return table.min(axis=0), table.argmin(axis=0)
 

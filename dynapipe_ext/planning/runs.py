@@ -14,7 +14,7 @@ from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch, Recompute
-from dynapipe_ext.planning.padded import Caps, ShapeCosts, bottleneck, padded_lengths, refusal, shape_evaluate
+from dynapipe_ext.planning.padded import Caps, ShapeCosts, bottleneck, fastest, padded_lengths, refusal, shape_evaluate
 from dynapipe_ext.planning.partition import best_partition, cut_again
 
 ShapeIndex = npt.NDArray[np.int32]
@@ -49,7 +49,7 @@ class Runs:
 
         Errors: PlanError where a sample does not fit so often, or counts cannot be made equal.
         """
-        times, kinds = fastest(self.kind_costs, self.caps, min_in_flight)
+        times, kinds = fastest((bottleneck(costs, min_in_flight) for costs in self.kind_costs), self.caps.max_bytes)
         costs = np.where(self.shapes >= 0, times[self.shapes], INFEASIBLE)
         if (costs[:, 0] >= INFEASIBLE).any():
             worst = int(np.flatnonzero(costs[:, 0] >= INFEASIBLE)[0])
@@ -177,7 +177,7 @@ class _Table:
             _, first, back = np.unique(key, return_index=True, return_inverse=True)
             sizes = sizes[:, first]
         priced = [self.costs.evaluate_shapes(sizes[0], sizes[1], sizes[2], kind) for kind in self.kinds]
-        time_ns, _ = fastest(priced, self.caps, 1)
+        time_ns, _ = fastest(map(bottleneck, priced), self.caps.max_bytes)
         time_ns[sizes[0] * (sizes[1] + sizes[2]) > (self.caps.max_tokens or INFEASIBLE)] = INFEASIBLE
         known = len(self.times)
         shapes = known + (np.arange(len(time_ns)) if back is None else back.reshape(-1))
@@ -220,14 +220,3 @@ class _Table:
             cost = int(times[rows - 1, self.member[end - 1]])
             total, most, end = total + cost, max(most, cost), end - rows
         return total + weight * most
-
-
-def fastest(kind_costs: Sequence[MicroBatchCosts], caps: Caps, min_in_flight: int) -> tuple[IntArray, IntArray]:
-    """Bottleneck time of each shape under its fastest kind within the byte cap (INFEASIBLE for none), and the kind."""
-    cap = INFEASIBLE - 1 if caps.max_bytes is None else min(caps.max_bytes, INFEASIBLE - 1)
-    times = []
-    for costs in kind_costs:
-        time_ns, num_bytes = bottleneck(costs, min_in_flight)
-        times.append(np.where((num_bytes > cap) | (time_ns >= INFEASIBLE), INFEASIBLE, time_ns))
-    table = np.stack(times)
-    return table.min(axis=0), table.argmin(axis=0)

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +69,9 @@ class Row:
         return self.value <= self.bar if self.best == "low" else self.value >= self.bar
 
 
-def planner_of(case: Case, costs: CostTable, *, split: bool) -> Planner | None:
-    """Ours, as `dynapipe plan` sets it up for measured tables; None where it cannot split backwards."""
-    options: dict[str, Any] = {"pad_multiple": 1}
-    if "split_backward" in {f.name for f in fields(Planner)}:
-        options["split_backward"] = split
-    elif split:
-        return None
-    return Planner(case.topology, costs, MEMORY_MB * 10**6, **options)
+def planner_of(case: Case, costs: CostTable, *, split: bool) -> Planner:
+    """Ours, as `dynapipe plan` sets it up for measured tables."""
+    return Planner(case.topology, costs, MEMORY_MB * 10**6, pad_multiple=1, split_backward=split)
 
 
 def timed(plan: Callable[[], StepPlan], topology: Topology, runs: int) -> tuple[StepPlan, float, bool | None]:
@@ -103,8 +98,6 @@ def plans_of(bench: Bench, case: Case, *, with_peers: bool) -> Iterator[Callable
         plain: StepPlan | None = None
         for column in ("ours", "ours, split"):
             planner = planner_of(case, costs, split=column == "ours, split")
-            if planner is None:
-                continue
             plan, cpu_s, same = timed(lambda p=planner, s=samples: p.plan(s), case.topology, bench.runs)  # type: ignore[misc]
             plain = plain or plan
             yield _to_judge(bench, case, index, column, plan, cpu_s, same)
@@ -150,8 +143,6 @@ def case_rows(case: Case, column: str, found: Sequence[Measured], batches: Seque
     """The bars of one setting of ours on one file: means over its batches."""
     split = column == "ours, split"
     name = f"{case.name}, {'split' if split else 'whole'} backward"
-    if not found:
-        return [Row(what=name, value=None, note="this planner cannot split backwards yet")]
     rows = []
     if "makespan_ms" in batches[0]:
         reference = [max(batches[m.index]["makespan_ms"]) / 1e3 for m in found]
