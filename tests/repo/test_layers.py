@@ -38,6 +38,7 @@ RIM = {
         "launch/doctor.py",
         "launch/rank.py",
         "launch/train.py",
+        "tools/checkpoint/*.py",
     ),
     "redis": ("executor/store/redis.py", "launch/doctor.py"),
     "megatron": ("dynapipe_ext/megatron.py", "executor/stages/megatron*.py"),

@@ -1,0 +1,145 @@
+"""What a published transformer is made of, whatever framework holds it: sizes, families and their differences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dynapipe_ext.costs.analytic import ModelShape
+from dynapipe_ext.errors import ConfigError
+
+Family = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2", "t5"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Position = Literal["rope", "learned", "relative"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
+_DTYPES = ("float32", "bfloat16", "float16")
+_AT_LEAST_ONE = (
+    "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
+    "max_seq_len",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained length: "linear", or Llama 3.1's "llama3"."""
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Sizes of one model of a family. Widths are in values, lengths in tokens; `vocab_size` is unpadded.
+
+    `num_layers` of an encoder-decoder counts its encoder, `num_decoder_layers` its decoder (0: decoder only). With
+    `num_experts` every MLP is a mixture of MLPs of `ffn_hidden_size`. `max_seq_len` counts position embeddings where
+    they are learned. `scaled_output`: T5 1.0 divides what enters its head by sqrt(hidden_size). `dtype` is that of the
+    weights as published (torch's name). Errors: ConfigError.
+    """
+
+    family: Family
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_seq_len: int
+    tied_embeddings: bool
+    num_decoder_layers: int = 0
+    gated_mlp: bool = True
+    activation: Activation = "silu"
+    position: Position = "rope"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    top_k: int = 0
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int = 0
+    relative_buckets: int = 32
+    relative_max_distance: int = 128
+    scaled_output: bool = False
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ConfigError(f"family {self.family!r} is not known: give one of {', '.join(FAMILIES)}")
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r} but must be an integer of at least 1")
+        if self.num_heads % self.num_query_groups:
+            raise ConfigError(
+                f"num_heads {self.num_heads} must be a multiple of num_query_groups {self.num_query_groups}"
+            )
+        if self.dtype not in _DTYPES:
+            raise ConfigError(f"dtype {self.dtype!r} is not known: give one of {', '.join(_DTYPES)}")
+        if (self.num_decoder_layers > 0) != (self.family == "t5"):
+            raise ConfigError(
+                f"num_decoder_layers {self.num_decoder_layers} of family {self.family}: t5 alone has both"
+            )
+        if self.num_experts and not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(f"top_k is {self.top_k} but must be 1 to num_experts {self.num_experts}")
+        if self.norm_eps <= 0 or not math.isfinite(self.norm_eps):
+            raise ConfigError(f"norm_eps is {self.norm_eps} but must be above 0")
+
+    @property
+    def query_size(self) -> int:
+        """Width of all heads together; differs from `hidden_size` where `head_dim` is given on its own."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.num_query_groups * self.head_dim
+
+    @property
+    def total_layers(self) -> int:
+        return self.num_layers + self.num_decoder_layers
+
+    def padded_vocab_size(self, divisible_by: int = 128, tp: int = 1) -> int:
+        """Rows of Megatron's embedding: the vocabulary rounded up to a multiple of `divisible_by` x `tp`."""
+        multiple = divisible_by * tp
+        return -(-self.vocab_size // multiple) * multiple
+
+    def model_shape(self, vocab_size: int = 0) -> ModelShape:
+        """The shape that planning, costs and training take; `vocab_size` 0 is the unpadded one.
+
+        Errors: ConfigError naming what that shape cannot say.
+        """
+        said = f"a {self.family} model"
+        if self.family == "t5":
+            raise ConfigError(f"{said} has an encoder and a decoder: this needs a decoder-only model")
+        if self.head_dim * self.num_heads != self.hidden_size:
+            raise ConfigError(
+                f"{said} with {self.num_heads} heads of {self.head_dim} and hidden_size {self.hidden_size}: this needs"
+                " heads that fill the hidden size"
+            )
+        if self.qk_norm or len({self.qkv_bias, self.attention_output_bias, self.mlp_bias}) > 1:
+            raise ConfigError(f"{said} has norms or biases in some projections only: this needs all or none")
+        return ModelShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            num_query_groups=self.num_query_groups,
+            ffn_hidden_size=self.ffn_hidden_size,
+            gated_mlp=self.gated_mlp,
+            vocab_size=vocab_size or self.vocab_size,
+            max_seq_len=self.max_seq_len,
+            tied_embeddings=self.tied_embeddings,
+            position="learned" if self.position == "learned" else "rope",
+            norm=self.norm,
+            bias=self.mlp_bias,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+        )

@@ -1,0 +1,322 @@
+"""Hugging Face's config.json to an `Architecture` and back. What a field cannot say here is refused, never ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.models.architecture import FAMILIES, Activation, Architecture, RopeScaling
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "t5": "T5ForConditionalGeneration",
+}
+# What transformers takes for a field that config.json leaves out: (rms_norm_eps, max positions, rope_theta).
+_DEFAULTS = {
+    "llama": (1e-6, 2048, 1e4),
+    "mistral": (1e-6, 131_072, 1e4),
+    "mixtral": (1e-5, 131_072, 1e6),
+    "qwen2": (1e-6, 32_768, 1e4),
+    "qwen3": (1e-6, 32_768, 1e4),
+}
+
+
+class _Fields:
+    """A raw config with checked reading; `where` names it in errors."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw, self.where = raw, where
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.raw.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"{self.where}: {name} is missing: give it as an integer of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{self.where}: {name} is {short(value)} but must be an integer of at least 1")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.raw.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ConfigError(f"{self.where}: {name} is {short(value)} but must be a number above 0")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.raw.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: {name} is {short(value)} but must be true or false")
+        return value
+
+    def activation(self, name: str, default: str) -> Activation:
+        value = self.raw.get(name) or default
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
+            raise ConfigError(f"{self.where}: {name} is {short(value)}: known are {', '.join(sorted(_ACTIVATIONS))}")
+        return _ACTIVATIONS[value]
+
+    def refuse(self, name: str, *fine: Any) -> None:
+        """Errors: ConfigError where the field is there and none of `fine`."""
+        value = self.raw.get(name)
+        if value is not None and value not in fine:
+            raise ConfigError(
+                f"{self.where}: {name} is {short(value)}: only {fine[0] if fine else None!r} is supported"
+            )
+
+
+def read_config_file(path: str | Path) -> Architecture:
+    """From a config.json, or the folder that holds one. Errors: DataError, ConfigError."""
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read as a model's configuration: {error}") from error
+    return read_config(raw, str(path))
+
+
+def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architecture:
+    """Errors: ConfigError naming the field, its value and what is possible."""
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where}: must be an object with model_type, hidden_size and so on, but is {short(raw)}")
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(f"{where}: model_type is {short(family)}: known are {', '.join(FAMILIES)}")
+    fields = _Fields(raw, where)
+    fields.refuse("quantization_config")
+    reader = {"gpt2": _read_gpt2, "t5": _read_t5}.get(family, _read_llama)
+    values = reader(fields, family)
+    values["dtype"] = _dtype(fields)
+    try:
+        return Architecture(family=family, **values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _dtype(fields: _Fields) -> str:
+    dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
+    return str(dtype).removeprefix("torch.")
+
+
+def _read_llama(fields: _Fields, family: str) -> dict[str, Any]:
+    norm_eps, max_positions, rope_theta = _DEFAULTS[family]
+    fields.refuse("partial_rotary_factor", 1.0)
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if not fields.raw.get("head_dim") and family != "qwen3" and hidden % heads:
+        raise ConfigError(f"{fields.where}: hidden_size {hidden} must be a multiple of num_attention_heads {heads}")
+    theta, scaling = _rope(fields, rope_theta)
+    attention_bias = fields.flag("attention_bias") and family in ("llama", "qwen3")
+    mlp_bias = fields.flag("mlp_bias") and family == "llama"
+    mixture = family == "mixtral"
+    return {
+        "num_layers": fields.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_query_groups": fields.integer("num_key_value_heads", heads if family == "llama" else None),
+        "head_dim": fields.integer("head_dim", 128 if family == "qwen3" else hidden // heads),
+        "ffn_hidden_size": fields.integer("intermediate_size"),
+        "vocab_size": fields.integer("vocab_size"),
+        "max_seq_len": fields.integer("max_position_embeddings", max_positions),
+        "tied_embeddings": fields.flag("tie_word_embeddings"),
+        "activation": fields.activation("hidden_act", "silu"),
+        "norm_eps": fields.number("rms_norm_eps", norm_eps),
+        "qkv_bias": attention_bias or family == "qwen2",
+        "attention_output_bias": attention_bias,
+        "mlp_bias": mlp_bias,
+        "qk_norm": family == "qwen3",
+        "num_experts": fields.integer("num_local_experts", 8) if mixture else 0,
+        "top_k": fields.integer("num_experts_per_tok", 2) if mixture else 0,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "sliding_window": _window(fields, family),
+    }
+
+
+def _window(fields: _Fields, family: str) -> int:
+    if family == "llama" or fields.raw.get("sliding_window") is None:
+        return 0
+    if family in ("qwen2", "qwen3"):
+        if fields.flag("use_sliding_window"):
+            raise ConfigError(
+                f"{fields.where}: use_sliding_window is true: windows in some layers only are not supported; set it"
+                " to false"
+            )
+        return 0
+    return fields.integer("sliding_window")
+
+
+def _rope(fields: _Fields, default: float) -> tuple[float, RopeScaling | None]:
+    """Frequencies' base and stretching, from `rope_parameters` (transformers 5) or the two fields before it."""
+    rope = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError(f"{fields.where}: rope_parameters is {short(rope)} but must be an object")
+    inner = _Fields(rope, f"{fields.where}: rope")
+    theta = inner.number("rope_theta", fields.number("rope_theta", default))
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling("linear", inner.number("factor", 1.0))
+    if kind == "llama3":
+        return theta, RopeScaling(
+            "llama3",
+            inner.number("factor", 8.0),
+            inner.number("low_freq_factor", 1.0),
+            inner.number("high_freq_factor", 4.0),
+            inner.integer("original_max_position_embeddings", 8192),
+        )
+    raise ConfigError(f"{fields.where}: rope_type is {short(kind)}: known are default, linear, llama3")
+
+
+def _read_gpt2(fields: _Fields, _: str) -> dict[str, Any]:
+    fields.refuse("scale_attn_weights", True)
+    fields.refuse("scale_attn_by_inverse_layer_idx", False)
+    fields.refuse("add_cross_attention", False)
+    hidden, heads = fields.integer("n_embd", 768), fields.integer("n_head", 12)
+    if hidden % heads:
+        raise ConfigError(f"{fields.where}: n_embd {hidden} must be a multiple of n_head {heads}")
+    return {
+        "num_layers": fields.integer("n_layer", 12),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_query_groups": heads,
+        "head_dim": hidden // heads,
+        "ffn_hidden_size": fields.integer("n_inner", 4 * hidden),
+        "vocab_size": fields.integer("vocab_size", 50_257),
+        "max_seq_len": fields.integer("n_positions", 1024),
+        "tied_embeddings": fields.flag("tie_word_embeddings", True),
+        "gated_mlp": False,
+        "activation": fields.activation("activation_function", "gelu_new"),
+        "position": "learned",
+        "norm": "layernorm",
+        "norm_eps": fields.number("layer_norm_epsilon", 1e-5),
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+    }
+
+
+def _read_t5(fields: _Fields, _: str) -> dict[str, Any]:
+    """transformers 5 writes tie_word_embeddings true for every T5: whether a head is its own, its files alone tell."""
+    kind = fields.raw.get("feed_forward_proj") or "relu"
+    gated, _dash, name = str(kind).rpartition("-")
+    if gated not in ("", "gated") or name not in _ACTIVATIONS:
+        raise ConfigError(f"{fields.where}: feed_forward_proj is {short(kind)}: give relu, gated-gelu or gated-silu")
+    tied = fields.flag("tie_word_embeddings", True)
+    layers, heads = fields.integer("num_layers", 6), fields.integer("num_heads", 8)
+    return {
+        "num_layers": layers,
+        "num_decoder_layers": fields.integer("num_decoder_layers", layers),
+        "hidden_size": fields.integer("d_model", 512),
+        "num_heads": heads,
+        "num_query_groups": heads,
+        "head_dim": fields.integer("d_kv", 64),
+        "ffn_hidden_size": fields.integer("d_ff", 2048),
+        "vocab_size": fields.integer("vocab_size", 32_128),
+        "max_seq_len": fields.integer("n_positions", 512),
+        "tied_embeddings": tied,
+        "gated_mlp": bool(gated),
+        "activation": "gelu_tanh" if kind == "gated-gelu" else _ACTIVATIONS[name],
+        "position": "relative",
+        "norm_eps": fields.number("layer_norm_epsilon", 1e-6),
+        "relative_buckets": fields.integer("relative_attention_num_buckets", 32),
+        "relative_max_distance": fields.integer("relative_attention_max_distance", 128),
+        "scaled_output": fields.flag("scale_decoder_outputs", tied),
+    }
+
+
+def write_config(architecture: Architecture) -> dict[str, Any]:
+    """A config.json that transformers builds the same model from; `read_config` gives the architecture back."""
+    a = architecture
+    common: dict[str, Any] = {
+        "architectures": [_CLASSES[a.family]],
+        "model_type": a.family,
+        "dtype": a.dtype,
+        "torch_dtype": a.dtype,
+        "tie_word_embeddings": a.tied_embeddings,
+        "vocab_size": a.vocab_size,
+    }
+    if a.family == "gpt2":
+        return common | {
+            "n_layer": a.num_layers,
+            "n_embd": a.hidden_size,
+            "n_head": a.num_heads,
+            "n_inner": a.ffn_hidden_size,
+            "n_positions": a.max_seq_len,
+            "layer_norm_epsilon": a.norm_eps,
+            "activation_function": "gelu_new" if a.activation == "gelu_tanh" else a.activation,
+        }
+    if a.family == "t5":
+        activation = "gelu" if a.gated_mlp and a.activation == "gelu_tanh" else a.activation
+        return common | {
+            "num_layers": a.num_layers,
+            "num_decoder_layers": a.num_decoder_layers,
+            "d_model": a.hidden_size,
+            "d_kv": a.head_dim,
+            "d_ff": a.ffn_hidden_size,
+            "num_heads": a.num_heads,
+            "n_positions": a.max_seq_len,
+            "layer_norm_epsilon": a.norm_eps,
+            "feed_forward_proj": f"gated-{activation}" if a.gated_mlp else activation,
+            "relative_attention_num_buckets": a.relative_buckets,
+            "relative_attention_max_distance": a.relative_max_distance,
+            "is_encoder_decoder": True,
+            "scale_decoder_outputs": a.scaled_output,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        }
+    return common | _llama_config(a)
+
+
+def _llama_config(a: Architecture) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if a.rope_scaling:
+        rope = {"rope_type": a.rope_scaling.kind, "factor": a.rope_scaling.factor}
+        if a.rope_scaling.kind == "llama3":
+            rope |= {
+                "low_freq_factor": a.rope_scaling.low_freq_factor,
+                "high_freq_factor": a.rope_scaling.high_freq_factor,
+                "original_max_position_embeddings": a.rope_scaling.original_max_seq_len,
+            }
+    config: dict[str, Any] = {
+        "num_hidden_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "num_attention_heads": a.num_heads,
+        "num_key_value_heads": a.num_query_groups,
+        "head_dim": a.head_dim,
+        "intermediate_size": a.ffn_hidden_size,
+        "max_position_embeddings": a.max_seq_len,
+        "hidden_act": a.activation if a.activation != "gelu_tanh" else "gelu_pytorch_tanh",
+        "rms_norm_eps": a.norm_eps,
+        "rope_theta": a.rope_theta,
+        "rope_parameters": rope | {"rope_theta": a.rope_theta},
+    }
+    if a.rope_scaling:
+        config["rope_scaling"] = rope
+    if a.family in ("llama", "qwen3"):
+        config["attention_bias"] = a.attention_output_bias
+    if a.family == "llama":
+        config["mlp_bias"] = a.mlp_bias
+    if a.family in ("mistral", "mixtral"):
+        config["sliding_window"] = a.sliding_window or None
+    if a.num_experts:
+        config |= {"num_local_experts": a.num_experts, "num_experts_per_tok": a.top_k}
+    return config

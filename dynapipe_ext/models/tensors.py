@@ -1,0 +1,188 @@
+"""Every tensor of a published model by its Hugging Face name and shape, in groups that formats keep together.
+
+These names and shapes are the common tongue of checkpoint conversion, and their sizes the exact parameter count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from dynapipe_ext.models.architecture import Architecture
+
+Side = Literal["", "encoder", "decoder"]
+GroupKind = Literal[
+    "embedding", "position", "final_norm", "head", "relative_bias",
+    "attention_norm", "attention_in", "attention_in_bias", "attention_out", "attention_out_bias", "q_norm", "k_norm",
+    "cross_norm", "cross_q", "cross_kv", "cross_out",
+    "mlp_norm", "mlp_in", "mlp_in_bias", "mlp_out", "mlp_out_bias", "router",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Name on the Hub and shape of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Tensors that some format holds as one, in a fixed order: query, key, value; gate, up; weight, bias of a norm.
+
+    `side` is empty for decoder-only models. `layer` counts from 0 on each side, -1 outside layers; `expert` -1 for
+    none. Groups outside layers are "embedding", "position", "final_norm" (one a side) and "head".
+    """
+
+    kind: GroupKind
+    tensors: tuple[TensorInfo, ...]
+    side: Side = ""
+    layer: int = -1
+    expert: int = -1
+
+    @property
+    def name(self) -> str:
+        """Unique within a model, like "decoder.layers.3.experts.0.mlp_in"."""
+        parts: list[str] = [self.side] if self.side else []
+        parts += ["layers", str(self.layer)] if self.layer >= 0 else []
+        parts += ["experts", str(self.expert)] if self.expert >= 0 else []
+        return ".".join([*parts, self.kind])
+
+    @property
+    def size(self) -> int:
+        return sum(tensor.size for tensor in self.tensors)
+
+
+def tensor_groups(architecture: Architecture) -> tuple[TensorGroup, ...]:
+    """All groups in the order of the forward pass. A tied head has none of its own: it is the embedding."""
+    writer = {"gpt2": _gpt2, "t5": _t5}.get(architecture.family, _llama)
+    return tuple(writer(architecture))
+
+
+def num_parameters(architecture: Architecture) -> int:
+    """Exactly the number of parameters of the model that transformers builds, tied weights counted once."""
+    return sum(group.size for group in tensor_groups(architecture))
+
+
+def _group(kind: GroupKind, *tensors: tuple[str, tuple[int, ...]], layer: int = -1, expert: int = -1) -> TensorGroup:
+    return TensorGroup(kind, tuple(TensorInfo(*tensor) for tensor in tensors), layer=layer, expert=expert)
+
+
+def _llama(a: Architecture) -> Iterator[TensorGroup]:
+    """Llama and its relatives: Mistral, Mixtral, Qwen2, Qwen3."""
+    h, q, kv = a.hidden_size, a.query_size, a.kv_size
+    yield _group("embedding", ("model.embed_tokens.weight", (a.vocab_size, h)))
+    for i in range(a.num_layers):
+        layer = f"model.layers.{i}"
+        attention = f"{layer}.self_attn"
+        yield _group("attention_norm", (f"{layer}.input_layernorm.weight", (h,)), layer=i)
+        projections = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
+        weights = [(f"{attention}.{name}.weight", (width, h)) for name, width in projections]
+        yield _group("attention_in", *weights, layer=i)
+        if a.qkv_bias:
+            biases = [(f"{attention}.{name}.bias", (width,)) for name, width in projections]
+            yield _group("attention_in_bias", *biases, layer=i)
+        if a.qk_norm:
+            yield _group("q_norm", (f"{attention}.q_norm.weight", (a.head_dim,)), layer=i)
+            yield _group("k_norm", (f"{attention}.k_norm.weight", (a.head_dim,)), layer=i)
+        yield _group("attention_out", (f"{attention}.o_proj.weight", (h, q)), layer=i)
+        if a.attention_output_bias:
+            yield _group("attention_out_bias", (f"{attention}.o_proj.bias", (h,)), layer=i)
+        yield _group("mlp_norm", (f"{layer}.post_attention_layernorm.weight", (h,)), layer=i)
+        yield from _mixture(a, i) if a.num_experts else _gated_mlp(a, i)
+    yield _group("final_norm", ("model.norm.weight", (h,)))
+    if not a.tied_embeddings:
+        yield _group("head", ("lm_head.weight", (a.vocab_size, h)))
+
+
+def _gated_mlp(a: Architecture, i: int) -> Iterator[TensorGroup]:
+    h, f, mlp = a.hidden_size, a.ffn_hidden_size, f"model.layers.{i}.mlp"
+    yield _group("mlp_in", (f"{mlp}.gate_proj.weight", (f, h)), (f"{mlp}.up_proj.weight", (f, h)), layer=i)
+    if a.mlp_bias:
+        yield _group("mlp_in_bias", (f"{mlp}.gate_proj.bias", (f,)), (f"{mlp}.up_proj.bias", (f,)), layer=i)
+    yield _group("mlp_out", (f"{mlp}.down_proj.weight", (h, f)), layer=i)
+    if a.mlp_bias:
+        yield _group("mlp_out_bias", (f"{mlp}.down_proj.bias", (h,)), layer=i)
+
+
+def _mixture(a: Architecture, i: int) -> Iterator[TensorGroup]:
+    h, f, moe = a.hidden_size, a.ffn_hidden_size, f"model.layers.{i}.block_sparse_moe"
+    yield _group("router", (f"{moe}.gate.weight", (a.num_experts, h)), layer=i)
+    for e in range(a.num_experts):
+        expert = f"{moe}.experts.{e}"
+        gate_and_up = (f"{expert}.w1.weight", (f, h)), (f"{expert}.w3.weight", (f, h))
+        yield _group("mlp_in", *gate_and_up, layer=i, expert=e)
+        yield _group("mlp_out", (f"{expert}.w2.weight", (h, f)), layer=i, expert=e)
+
+
+def _gpt2(a: Architecture) -> Iterator[TensorGroup]:
+    """GPT-2 keeps its weights as (inputs, outputs), and query, key and value as one."""
+    h, f = a.hidden_size, a.ffn_hidden_size
+
+    def norm(name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return (f"{name}.weight", (h,)), (f"{name}.bias", (h,))
+
+    yield _group("embedding", ("transformer.wte.weight", (a.vocab_size, h)))
+    yield _group("position", ("transformer.wpe.weight", (a.max_seq_len, h)))
+    for i in range(a.num_layers):
+        layer = f"transformer.h.{i}"
+        yield _group("attention_norm", *norm(f"{layer}.ln_1"), layer=i)
+        yield _group("attention_in", (f"{layer}.attn.c_attn.weight", (h, 3 * h)), layer=i)
+        yield _group("attention_in_bias", (f"{layer}.attn.c_attn.bias", (3 * h,)), layer=i)
+        yield _group("attention_out", (f"{layer}.attn.c_proj.weight", (h, h)), layer=i)
+        yield _group("attention_out_bias", (f"{layer}.attn.c_proj.bias", (h,)), layer=i)
+        yield _group("mlp_norm", *norm(f"{layer}.ln_2"), layer=i)
+        yield _group("mlp_in", (f"{layer}.mlp.c_fc.weight", (h, f)), layer=i)
+        yield _group("mlp_in_bias", (f"{layer}.mlp.c_fc.bias", (f,)), layer=i)
+        yield _group("mlp_out", (f"{layer}.mlp.c_proj.weight", (f, h)), layer=i)
+        yield _group("mlp_out_bias", (f"{layer}.mlp.c_proj.bias", (h,)), layer=i)
+    yield _group("final_norm", *norm("transformer.ln_f"))
+    if not a.tied_embeddings:
+        yield _group("head", ("lm_head.weight", (a.vocab_size, h)))
+
+
+def _t5(a: Architecture) -> Iterator[TensorGroup]:
+    """T5: both sides share the embedding; each side's first layer holds the relative position biases of all."""
+    h = a.hidden_size
+    yield _group("embedding", ("shared.weight", (a.vocab_size, h)))
+    sides: tuple[tuple[Side, int], ...] = (("encoder", a.num_layers), ("decoder", a.num_decoder_layers))
+    for side, num_layers in sides:
+        for i in range(num_layers):
+            for group in _t5_layer(a, side, i):
+                yield TensorGroup(group.kind, group.tensors, side, i)
+        norm = _group("final_norm", (f"{side}.final_layer_norm.weight", (h,)))
+        yield TensorGroup(norm.kind, norm.tensors, side)
+    if not a.tied_embeddings:
+        yield _group("head", ("lm_head.weight", (a.vocab_size, h)))
+
+
+def _t5_layer(a: Architecture, side: str, i: int) -> Iterator[TensorGroup]:
+    h, q, f = a.hidden_size, a.query_size, a.ffn_hidden_size
+    block = f"{side}.block.{i}.layer"
+    attention = f"{block}.0.SelfAttention"
+    yield _group("attention_norm", (f"{block}.0.layer_norm.weight", (h,)))
+    yield _group("attention_in", *[(f"{attention}.{name}.weight", (q, h)) for name in "qkv"])
+    yield _group("attention_out", (f"{attention}.o.weight", (h, q)))
+    if i == 0:
+        yield _group(
+            "relative_bias", (f"{attention}.relative_attention_bias.weight", (a.relative_buckets, a.num_heads))
+        )
+    if side == "decoder":
+        cross = f"{block}.1.EncDecAttention"
+        yield _group("cross_norm", (f"{block}.1.layer_norm.weight", (h,)))
+        yield _group("cross_q", (f"{cross}.q.weight", (q, h)))
+        yield _group("cross_kv", *[(f"{cross}.{name}.weight", (q, h)) for name in "kv"])
+        yield _group("cross_out", (f"{cross}.o.weight", (h, q)))
+    place = 2 if side == "decoder" else 1
+    mlp = f"{block}.{place}.DenseReluDense"
+    yield _group("mlp_norm", (f"{block}.{place}.layer_norm.weight", (h,)))
+    inputs = ("wi_0", "wi_1") if a.gated_mlp else ("wi",)
+    yield _group("mlp_in", *[(f"{mlp}.{name}.weight", (f, h)) for name in inputs])
+    yield _group("mlp_out", (f"{mlp}.wo.weight", (h, f)))

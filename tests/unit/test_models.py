@@ -1,0 +1,190 @@
+"""Architectures, their tensors and their configurations against the models that transformers builds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.models.architecture import FAMILIES, Architecture, RopeScaling
+from dynapipe_ext.models.huggingface import read_config, write_config
+from dynapipe_ext.models.megatron_arguments import read_arguments, write_arguments
+from dynapipe_ext.models.tensors import num_parameters, tensor_groups
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+_SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 131, "max_position_embeddings": 64,
+}  # fmt: skip
+_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _SMALL),
+    "llama, tied": ("llama", _SMALL | {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", _SMALL | {"attention_bias": True, "mlp_bias": True}),
+    "llama, own head size": ("llama", _SMALL | {"head_dim": 32}),
+    "mistral": ("mistral", _SMALL | {"sliding_window": 16}),
+    "qwen2": ("qwen2", _SMALL | {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", _SMALL | {"head_dim": 32}),
+    "mixtral": ("mixtral", _SMALL | {"num_local_experts": 4}),
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 131}),
+    "t5": ("t5", {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 131}),
+    "t5 1.1": (
+        "t5",
+        {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 1, "num_decoder_layers": 3, "num_heads": 4,
+         "vocab_size": 131, "feed_forward_proj": "gated-gelu", "scale_decoder_outputs": False},
+    ),
+}  # fmt: skip
+
+
+def _built(family: str, values: dict[str, Any]) -> tuple[Any, Any]:
+    config = transformers.AutoConfig.for_model(family, **values)
+    with torch.device("meta"):
+        seq2seq = family == "t5"
+        auto = transformers.AutoModelForSeq2SeqLM if seq2seq else transformers.AutoModelForCausalLM
+        return config, auto.from_config(config)
+
+
+def _published_parameters(model: Any, family: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as files have them: transformers 5 fuses experts in memory only."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        if family == "mixtral" and ".mlp." in name:
+            moe = name.replace(".mlp.", ".block_sparse_moe.")
+            if name.endswith("experts.gate_up_proj"):
+                for e in range(shape[0]):
+                    found[moe.replace("gate_up_proj", f"{e}.w1.weight")] = (shape[1] // 2, shape[2])
+                    found[moe.replace("gate_up_proj", f"{e}.w3.weight")] = (shape[1] // 2, shape[2])
+            elif name.endswith("experts.down_proj"):
+                for e in range(shape[0]):
+                    found[moe.replace("down_proj", f"{e}.w2.weight")] = shape[1:]
+            else:
+                found[moe] = shape
+        else:
+            found[name] = shape
+    return found
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_tensors_are_those_of_the_model_that_transformers_builds(case: str) -> None:
+    family, values = _CASES[case]
+    config, model = _built(family, values)
+    architecture = read_config(config.to_dict())
+    groups = tensor_groups(architecture)
+    ours = {tensor.name: tensor.shape for group in groups for tensor in group.tensors}
+    assert ours == _published_parameters(model, family)
+    assert num_parameters(architecture) == sum(p.numel() for p in model.parameters())
+    assert len({group.name for group in groups}) == len(groups)
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_a_config_comes_back_and_builds_the_same_model(case: str) -> None:
+    family, values = _CASES[case]
+    config, model = _built(family, values)
+    architecture = read_config(config.to_dict())
+    written = write_config(architecture)
+    assert read_config(written) == architecture
+    again, rebuilt = _built(family, {k: v for k, v in written.items() if k not in ("model_type", "architectures")})
+    assert {n: p.shape for n, p in rebuilt.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    assert read_config(again.to_dict()) == architecture
+
+
+def test_every_family_is_tried() -> None:
+    assert {family for family, _ in _CASES.values()} == set(FAMILIES)
+
+
+# Parameter counts as their publishers give them, from the sizes in their papers or configurations.
+_PUBLISHED = {
+    "llama 2 7b": ({"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+                    "intermediate_size": 11008, "vocab_size": 32000, "model_type": "llama"}, 6_738_415_616),
+    "llama 2 70b": ({"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+                     "intermediate_size": 28672, "vocab_size": 32000, "model_type": "llama"}, 68_976_648_192),
+    "mixtral 8x7b": ({"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+                      "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000,
+                      "model_type": "mixtral"}, 46_702_792_704),
+    "gpt-2": ({"model_type": "gpt2"}, 124_439_808),
+    "t5 small": ({"model_type": "t5"}, 60_506_624),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _PUBLISHED)
+def test_published_models_have_their_published_sizes(name: str) -> None:
+    raw, parameters = _PUBLISHED[name]
+    assert num_parameters(read_config(raw)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": "falcon"}, "model_type is 'falcon'"),
+        ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"num_key_value_heads": 3}, "num_heads 4 must be a multiple of num_query_groups 3"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type is 'yarn'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf"),
+        ({"torch_dtype": "int8"}, "dtype 'int8'"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_name(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_config({"model_type": "llama"} | _SMALL | change, "here.json")
+
+
+def test_a_window_in_some_layers_only_is_refused() -> None:
+    raw = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16} | _SMALL
+    with pytest.raises(ConfigError, match="use_sliding_window"):
+        read_config(raw)
+
+
+def test_t5_of_version_1_1_has_a_head_of_its_own_and_no_scale() -> None:
+    raw = {"model_type": "t5", "tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}
+    architecture = read_config(raw)
+    assert not architecture.scaled_output
+    assert tensor_groups(architecture)[-1].kind == "head"
+    assert read_config(write_config(architecture)) == architecture
+
+
+def test_rope_is_read_from_new_and_old_fields() -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 4096}  # fmt: skip
+    old = read_config({"model_type": "llama", "rope_theta": 5e5, "rope_scaling": scaling} | _SMALL)
+    new = read_config({"model_type": "llama", "rope_parameters": scaling | {"rope_theta": 5e5}} | _SMALL)
+    assert old == new
+    assert old.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 4096)
+    assert old.rope_theta == 5e5
+
+
+def test_what_a_training_shape_cannot_say_is_refused() -> None:
+    with pytest.raises(ConfigError, match="heads of 32"):
+        read_config({"model_type": "llama", "head_dim": 32} | _SMALL).model_shape()
+    shape = read_config({"model_type": "llama"} | _SMALL).model_shape(256)
+    assert (shape.vocab_size, shape.num_query_groups, shape.gated_mlp, shape.bias) == (256, 2, True, False)
+
+
+def test_sizes_that_cannot_be_are_refused() -> None:
+    sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "ffn_hidden_size", "vocab_size", "max_seq_len"), 8)
+    sizes |= {"num_layers": 1, "num_heads": 2, "num_query_groups": 2, "head_dim": 4, "tied_embeddings": False}
+    with pytest.raises(ConfigError, match="top_k is 3"):
+        Architecture(family="mixtral", num_experts=2, top_k=3, **sizes)
+    with pytest.raises(ConfigError, match="num_decoder_layers"):
+        Architecture(family="t5", **sizes)
+
+
+@pytest.mark.parametrize("case", [case for case in _CASES if case not in ("llama, biases", "t5")])
+def test_megatrons_arguments_give_the_architecture_back(case: str) -> None:
+    family, values = _CASES[case]
+    architecture = read_config({"model_type": family} | values)
+    assert read_arguments(write_arguments(architecture)) == architecture
+
+
+def test_arguments_of_no_family_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"of no family known here: put the model's config\.json"):
+        read_arguments({"num_layers": 2, "position_embedding_type": "rope", "normalization": "LayerNorm"})
+    with pytest.raises(ConfigError, match="num_attention_heads is None"):
+        read_arguments({"num_layers": 2, "position_embedding_type": "rope", "normalization": "RMSNorm"})

@@ -1,0 +1,82 @@
+"""What every checkpoint format offers, so that any one converts to any other.
+
+A reader gives tensors by group under their Hugging Face names and shapes, whatever its files hold. A writer says which
+pieces it consists of and writes each from a source of groups, so one group is in memory at a time.
+
+    reader.read(group, kind) ──► {name: tensor} ──► writer.write(piece, source) ──► record ──► writer.finish(records)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.tensors import TensorGroup
+
+StateKind = Literal["weight", "master", "exp_avg", "exp_avg_sq"]  # Adam's fp32 copy of the weight and its moments
+STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
+Tensors = Mapping[str, torch.Tensor]
+Source = Callable[[TensorGroup, StateKind], Tensors]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """Where training stood: what the optimizer and the schedules hold besides tensors. Plain values only."""
+
+    iteration: int = 0
+    optimizer_step: int = 0
+    consumed_samples: int = 0
+    param_groups: tuple[Mapping[str, Any], ...] = ()
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterOptions:
+    """How a checkpoint is laid out over ranks; formats without ranks refuse what they cannot heed."""
+
+    tp: int = 1
+    pp: int = 1
+    layers_per_stage: tuple[int, ...] = ()
+    vocab_divisible_by: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Files that are written together and are whole or absent. `groups` are those that writing it will ask for."""
+
+    name: str
+    groups: tuple[tuple[TensorGroup, StateKind], ...]
+
+
+class CheckpointReader(Protocol):
+    """A checkpoint on disk. Opening it reads no tensors; errors are DataErrors that name the file and the tensor."""
+
+    architecture: Architecture
+    kinds: tuple[StateKind, ...]
+    state: TrainingState | None
+    files: tuple[Path, ...]  # tokenizer, generation config, config.json: carried along
+
+    def check(self) -> None:
+        """Refuse missing, extra and misshapen tensors, all of them named, before anything is written."""
+
+    def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype: ...
+
+    def read(self, group: TensorGroup, kind: StateKind) -> Tensors:
+        """The group's tensors, contiguous, on the CPU, by name; memory of about one group."""
+
+
+class CheckpointWriter(Protocol):
+    """Writes into a directory that does not count as a checkpoint until the converter has renamed it."""
+
+    def pieces(self) -> Sequence[Piece]: ...
+
+    def write(self, piece: Piece, source: Source) -> Mapping[str, Any]:
+        """Write the piece's files, each through a temporary name; what `finish` must know of it, as JSON values."""
+
+    def finish(self, records: Mapping[str, Mapping[str, Any]]) -> None:
+        """Write what makes the directory whole: index, configuration, markers; `records` by name of piece."""
