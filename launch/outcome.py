@@ -21,6 +21,7 @@ from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.launch.job import Variant, make_planner, topology_of
 from dynapipe_ext.launch.rank import RankFigures, StepFigures
 from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.models.flops import Work
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.filling import simulate_filling, with_room_to_fill
@@ -72,7 +73,7 @@ def write_outcome(
         oversubscribed=oversubscribed,
         store=store,
         versions=_versions(),
-        model=asdict(config.model),
+        model=asdict(config.model) | {"vocab_size": dataset.vocab_size},
         compare=tuple(results[1:]) or None,
     )
     report.write(run_dir / "report.json")
@@ -100,6 +101,7 @@ def _result(run: VariantFigures) -> RunResult:
         losses=tuple(s.loss for s in steps),
         real_tokens_per_step=tuple(s.real_tokens for s in steps),
         padded_tokens=sum(s.padded_tokens for s in steps),
+        work=sum((s.work for s in steps), Work()),
         step_s=tuple(s.step_s for s in steps),
         cpu_s=sum(s.cpu_s for s in steps),
         num_micro_batches=tuple(s.num_micro_batches for s in steps),

@@ -30,6 +30,7 @@ from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
 from dynapipe_ext.executor.transport.watched import WatchedTransport
 from dynapipe_ext.launch.job import Variant, make_planner, model_shape, topology_of
+from dynapipe_ext.models.flops import Work, work_of
 from dynapipe_ext.timeline import Span
 from dynapipe_ext.tools.progress import StepProgress
 
@@ -66,6 +67,7 @@ class StepFigures:
     predicted_bubble_ratio: float
     real_tokens: int
     padded_tokens: int
+    work: Work
     num_micro_batches: tuple[int, ...]
 
 
@@ -167,6 +169,8 @@ def _steps(
     progress: StepProgress,
 ) -> tuple[list[StepFigures], RankFigures]:
     config, figures, traced = context.config, [], {}
+    me = topology_of(config).coordinates(context.rank)
+    first_of_replica = me.pp_rank == me.tp_rank == 0
     predicted_peak = activation_peak = 0
     step_start_s, cpu_start_s = time.perf_counter(), time.process_time()
     for step, (epoch, epoch_step, micro_batches, plan) in enumerate(_endless(loader)):
@@ -183,7 +187,7 @@ def _steps(
         activation_peak = max([activation_peak, *(span.num_bytes for span in spans)])
         end_s, cpu_end_s = time.perf_counter(), time.process_time()
         worked = (start_s - context.clock_offset_s, executed_s - context.clock_offset_s)
-        shared = _share(spans, worked, cpu_end_s - cpu_start_s, plan, context.device)
+        shared = _share(spans, worked, cpu_end_s - cpu_start_s, plan, context.device, counts_work=first_of_replica)
         if is_traced:
             origin_s = min(rank[1] for rank in shared)
             traced[step] = [_moved(span, origin_s) for span in spans]
@@ -227,9 +231,16 @@ def clock_offset_s(one_machine: bool, device: torch.device) -> float:
 
 
 def _share(
-    spans: list[Span], worked: tuple[float, float], cpu_s: float, plan: ExecutionPlan, device: torch.device
+    spans: list[Span],
+    worked: tuple[float, float],
+    cpu_s: float,
+    plan: ExecutionPlan,
+    device: torch.device,
+    *,
+    counts_work: bool,
 ) -> list[list[float]]:
-    """Every rank's (busy, first start, last end, CPU seconds, predicted makespan, predicted bubble) of this step.
+    """Every rank's (busy, first start, last end, CPU seconds, predicted makespan, predicted bubble, its replica's work
+    as `Work.numbers`, once a replica) of this step.
 
     Times are on rank 0's clock. A step without spans counts as `worked` says; how much of that was work is then unknown
     (not a number). A rank whose replica has nothing to do has neither start nor end (infinities).
@@ -238,8 +249,9 @@ def _share(
     first_s, last_s = worked if plan.micro_batches else (math.inf, -math.inf)
     first_s = min((s.start_s for s in spans), default=first_s)
     last_s = max((s.end_s for s in spans), default=last_s)
+    work = work_of(plan.micro_batches) if counts_work else Work()
     mine = torch.tensor(
-        [busy_s, first_s, last_s, cpu_s, plan.makespan_s, plan.certificate.bubble_ratio],
+        [busy_s, first_s, last_s, cpu_s, plan.makespan_s, plan.certificate.bubble_ratio, *work.numbers()],
         dtype=torch.float64,
         device=device,
     )
@@ -268,6 +280,7 @@ def _figures(
         predicted_bubble_ratio=1 - predicted_busy_s / (len(ranks) * predicted_s) if predicted_s > 0 else 0.0,
         real_tokens=plan.real_tokens,
         padded_tokens=plan.padded_tokens,
+        work=sum((Work.from_numbers([int(n) for n in r[6:]]) for r in ranks), Work()),
         num_micro_batches=plan.num_micro_batches,
     )
 

@@ -18,6 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dynapipe_ext.errors import DataError
+from dynapipe_ext.models.flops import Positions, Work
+from dynapipe_ext.plan import RECOMPUTES
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
 from dynapipe_ext.topology import Topology
 
@@ -39,7 +41,8 @@ class RunResult:
     Per step (length S): `losses`, `real_tokens_per_step`, `step_s` (wall seconds), `num_micro_batches` (one count a
     replica), `measured_makespan_s` and, where a prediction was made, `predicted_makespan_s` and both bubble ratios
     (empty otherwise). Over the run: `cpu_s` of all ranks together, `padded_tokens`, `exposed_planning_s` (time ranks
-    waited for plans). Per rank, in rank order: `predicted_peak_bytes` and `measured_peak_bytes` (None where unknown).
+    waited for plans), `work` (what FLOPs are counted from). Per rank, in rank order: `predicted_peak_bytes` and
+    `measured_peak_bytes` (None where unknown).
     """
 
     name: str
@@ -58,6 +61,7 @@ class RunResult:
     exposed_planning_s: float = 0.0
     predicted_peak_bytes: tuple[int, ...] | None = None
     measured_peak_bytes: tuple[int, ...] | None = None
+    work: Work = field(default_factory=Work)
 
     def __post_init__(self) -> None:
         steps = len(self.losses)
@@ -120,6 +124,7 @@ class RunResult:
                 "measured_per_step": list(self.measured_bubble_ratio),
             },
             "exposed_planning_s": self.exposed_planning_s,
+            "work": self.work.to_json(),
             "peak_bytes": {
                 "predicted": None if self.predicted_peak_bytes is None else list(self.predicted_peak_bytes),
                 "measured": None if self.measured_peak_bytes is None else list(self.measured_peak_bytes),
@@ -234,9 +239,21 @@ def _result(fields: Fields) -> RunResult:
         predicted_bubble_ratio=bubble.many("predicted_per_step", float),
         measured_bubble_ratio=bubble.many("measured_per_step", float),
         exposed_planning_s=fields.one("exposed_planning_s", float),
+        work=_work(fields.sub("work")),
         predicted_peak_bytes=None if peaks.raw("predicted") is None else peaks.many("predicted", int),
         measured_peak_bytes=None if peaks.raw("measured") is None else peaks.many("measured", int),
     )
+
+
+def _work(fields: Fields) -> Work:
+    executed = fields.sub("executed")
+    executed.only(RECOMPUTES)
+    by_kind = {kind: _positions(executed.sub(kind)) for kind in RECOMPUTES}
+    return Work(_positions(fields.sub("real")), {kind: p for kind, p in by_kind.items() if p != Positions()})
+
+
+def _positions(fields: Fields) -> Positions:
+    return Positions(**{name: fields.one(name, int) for name in Positions.__slots__})
 
 
 def shared_cores_note(num_ranks: int, num_cores: int) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import FAMILIES, Activation, Architecture, RopeScaling
 
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -79,17 +77,6 @@ class _Fields:
             raise ConfigError(
                 f"{self.where}: {name} is {short(value)}: only {fine[0] if fine else None!r} is supported"
             )
-
-
-def read_config_file(path: str | Path) -> Architecture:
-    """From a config.json, or the folder that holds one. Errors: DataError, ConfigError."""
-    path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read as a model's configuration: {error}") from error
-    return read_config(raw, str(path))
 
 
 def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architecture:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dynapipe_ext.errors import DataError
+from dynapipe_ext.models.flops import Positions, Work
 from dynapipe_ext.tools.report import RunReport, RunResult, StoreInfo, compare_table, summary_table
 from dynapipe_ext.topology import Topology
 
@@ -35,6 +36,7 @@ def result(name: str = "dynapipe", step_s: float = 0.5, cpu_s: float = 3.0, last
         exposed_planning_s=0.05,
         predicted_peak_bytes=(100, 3 << 20),
         measured_peak_bytes=None,
+        work=Work(Positions(2000, 0, 90_000), {"none": Positions(2400, 0, 99_000), "full": Positions(100, 0, 1000)}),
     )
 
 

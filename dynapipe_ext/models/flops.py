@@ -1,0 +1,162 @@
+"""FLOPs of a training step: what the model needs for its real tokens, and what devices execute for them.
+
+One multiplication with its addition is 2 FLOPs; norms, activation functions, softmax and embeddings count nothing, as
+in Narayanan et al. 2021 (arXiv 2104.04473, appendix) whose equation 3 these sums equal for uniform lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Positions and what attention makes of them. Squares are sums of length^2 over what attends to itself, `cross` of
+    decoder x encoder length. Decoder-only models have their positions under `encoder`, as samples do.
+    """
+
+    encoder: int = 0
+    decoder: int = 0
+    encoder_squares: int = 0
+    decoder_squares: int = 0
+    cross: int = 0
+
+    def __add__(self, other: Positions) -> Positions:
+        return Positions(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Positions)))
+
+    @property
+    def total(self) -> int:
+        return self.encoder + self.decoder
+
+    @classmethod
+    def of_rows(cls, encoder: int, decoder: int = 0, rows: int = 1) -> Positions:
+        """`rows` rows of one length."""
+        return cls(rows * encoder, rows * decoder, rows * encoder**2, rows * decoder**2, rows * encoder * decoder)
+
+    @classmethod
+    def of_samples(cls, lengths: Iterable[tuple[int, int]]) -> Positions:
+        """Of (encoder, decoder) lengths, each attending to itself alone."""
+        return sum((cls.of_rows(encoder, decoder) for encoder, decoder in lengths), cls())
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step did: `real` positions by document, and all `executed` ones, padding included, by recomputation."""
+
+    real: Positions = field(default_factory=Positions)
+    executed: Mapping[Recompute, Positions] = field(default_factory=dict)
+
+    def __add__(self, other: Work) -> Work:
+        executed = {
+            kind: self.executed.get(kind, Positions()) + other.executed.get(kind, Positions())
+            for kind in RECOMPUTES
+            if kind in self.executed or kind in other.executed
+        }
+        return Work(self.real + other.real, executed)
+
+    @property
+    def all_executed(self) -> Positions:
+        return sum(self.executed.values(), Positions())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "real": asdict(self.real),
+            "executed": {kind: asdict(self.executed.get(kind, Positions())) for kind in RECOMPUTES},
+        }
+
+    def numbers(self) -> list[int]:
+        """As many integers for every step, so that ranks can gather them."""
+        parts = [self.real, *(self.executed.get(kind, Positions()) for kind in RECOMPUTES)]
+        return [getattr(part, f.name) for part in parts for f in fields(Positions)]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> Work:
+        width = len(fields(Positions))
+        real, *executed = (Positions(*numbers[i : i + width]) for i in range(0, len(numbers), width))
+        return cls(real, {kind: p for kind, p in zip(RECOMPUTES, executed, strict=True) if p != Positions()})
+
+
+def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
+    """A padded row attends over all of its positions; a packed one document by document, its padding as one more."""
+    total = Work()
+    for m in micro_batches:
+        real = Positions.of_samples((s.encoder, s.decoder) for s in m.samples)
+        if m.layout == "packed" and m.attention == "document":
+            executed = real + Positions.of_rows(m.encoder_len - real.encoder, m.decoder_len - real.decoder)
+        else:
+            executed = Positions.of_rows(m.encoder_len, m.decoder_len, m.rows)
+        total = total + Work(real, {m.recompute: executed})
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardFlops:
+    """Of one forward: matrix products of the layers, attention's two products, and the LM head."""
+
+    layers: int
+    attention: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.attention + self.head
+
+
+def forward_flops(architecture: Architecture, positions: Positions, *, causal: bool = False) -> ForwardFlops:
+    """With `causal`, attention counts half where a mask hides the other half (not in an encoder, not across).
+
+    Experts count as often as a token takes one, and their router.
+    """
+    a, half = architecture, 2 if causal else 1
+    queries, keys, output = a.hidden_size * a.query_size, a.hidden_size * 2 * a.kv_size, a.query_size * a.hidden_size
+    mlp = a.hidden_size * a.ffn_hidden_size * (3 if a.gated_mlp else 2)
+    if a.num_experts:
+        mlp = a.top_k * mlp + a.hidden_size * a.num_experts
+    layer = queries + keys + output + mlp
+    per_square = 4 * a.query_size
+    head = 2 * a.hidden_size * a.vocab_size
+    p = positions
+    if a.family != "t5":
+        return ForwardFlops(
+            layers=2 * a.num_layers * layer * p.encoder,
+            attention=a.num_layers * per_square * p.encoder_squares // half,
+            head=head * p.encoder,
+        )
+    cross = 2 * (queries + output) * p.decoder + 2 * keys * p.encoder
+    return ForwardFlops(
+        layers=a.num_layers * 2 * layer * p.encoder + a.num_decoder_layers * (2 * layer * p.decoder + cross),
+        attention=a.num_layers * per_square * p.encoder_squares
+        + a.num_decoder_layers * per_square * (p.decoder_squares // half + p.cross),
+        head=head * p.decoder,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """Forward and backward of a step. `model`: real tokens, by document. `padding`: what padded positions add.
+    `recompute`: forwards done again.
+    """
+
+    model: int
+    padding: int
+    recompute: int
+
+    @property
+    def executed(self) -> int:
+        return self.model + self.padding + self.recompute
+
+
+def step_flops(architecture: Architecture, work: Work, *, causal: bool = False) -> StepFlops:
+    """A backward is two forwards. Full recomputation does the layers' forward again, the selective kind attention's."""
+    model = 3 * forward_flops(architecture, work.real, causal=causal).total
+    executed = 3 * forward_flops(architecture, work.all_executed, causal=causal).total
+    again = 0
+    for kind, positions in work.executed.items():
+        forward = forward_flops(architecture, positions, causal=causal)
+        again += {"none": 0, "selective": forward.attention, "full": forward.layers + forward.attention}[kind]
+    return StepFlops(model, executed - model, again)

@@ -1,0 +1,216 @@
+"""What a run computed and how well its devices were used: model FLOPs, MFU and HFU, with padding and recomputation."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.flops import StepFlops, Work, step_flops
+from dynapipe_ext.tools.report import RunReport
+
+_ITERATION = re.compile(r"elapsed time per iteration \(ms\):\s*([0-9.]+)")
+_BATCH = re.compile(r"global batch size:\s*([0-9]+)")
+_WORLD = re.compile(r"using world size:\s*([0-9]+)")
+_SEQUENCE = re.compile(r"^\s*(?:\[.*?\]:)?\s*seq_length\s*\.+\s*([0-9]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """FLOPs of `steps` steps that took `seconds` on `gpus` devices, whose peak is known or 0."""
+
+    name: str
+    flops: StepFlops
+    seconds: float
+    gpus: int
+    steps: int
+    real_tokens: int
+    padded_tokens: int
+    peak_flops_per_s: float = 0.0
+
+    @property
+    def model_tflops_per_gpu(self) -> float:
+        """Achieved, of what the model needs for its real tokens."""
+        return self.flops.model / self.seconds / self.gpus / 1e12
+
+    @property
+    def executed_tflops_per_gpu(self) -> float:
+        """Achieved, padding and recomputation included."""
+        return self.flops.executed / self.seconds / self.gpus / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over what the devices could do (Chowdhery et al. 2022, appendix B)."""
+        return self.model_tflops_per_gpu * 1e12 / self.peak_flops_per_s if self.peak_flops_per_s else None
+
+    @property
+    def hfu(self) -> float | None:
+        """Executed FLOPs over what the devices could do."""
+        return self.executed_tflops_per_gpu * 1e12 / self.peak_flops_per_s if self.peak_flops_per_s else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "gpus": self.gpus,
+            "model_flops": self.flops.model,
+            "padding_flops": self.flops.padding,
+            "recompute_flops": self.flops.recompute,
+            "executed_flops": self.flops.executed,
+            "real_tokens": self.real_tokens,
+            "padded_tokens": self.padded_tokens,
+            "model_tflops_per_gpu": self.model_tflops_per_gpu,
+            "executed_tflops_per_gpu": self.executed_tflops_per_gpu,
+            "peak_tflops": self.peak_flops_per_s / 1e12 or None,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+        }
+
+
+def account(
+    name: str,
+    architecture: Architecture,
+    work: Work,
+    *,
+    seconds: float,
+    gpus: int,
+    steps: int = 1,
+    peak_flops_per_s: float = 0.0,
+    causal: bool = False,
+) -> Account:
+    """Errors: ConfigError for a time or a number of devices that cannot be."""
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"{name}: took {seconds} s, but FLOPs a second need a time above 0")
+    if gpus < 1:
+        raise ConfigError(f"{name}: gpus is {gpus} but must be at least 1")
+    return Account(
+        name=name,
+        flops=step_flops(architecture, work, causal=causal),
+        seconds=seconds,
+        gpus=gpus,
+        steps=steps,
+        real_tokens=work.real.total,
+        padded_tokens=work.all_executed.total,
+        peak_flops_per_s=peak_flops_per_s,
+    )
+
+
+def accounts_of_report(path: Path, *, peak_flops_per_s: float = 0.0, causal: bool = False) -> list[Account]:
+    """One account for the run and for each run that it was compared with. Errors: DataError, ConfigError."""
+    report = RunReport.read(path)
+    architecture = architecture_of_run(report.model, str(path))
+    found = []
+    for result in (report.result, *(report.compare or ())):
+        found.append(
+            account(
+                result.name,
+                architecture,
+                result.work,
+                seconds=result.elapsed_s,
+                gpus=report.topology.world_size,
+                steps=len(result.losses),
+                peak_flops_per_s=peak_flops_per_s,
+                causal=causal,
+            )
+        )
+    return found
+
+
+def architecture_of_run(model: Mapping[str, Any], where: str) -> Architecture:
+    """Of the settings that a report keeps under "model". Errors: DataError."""
+    try:
+        heads, hidden, learned = model["num_heads"], model["hidden_size"], model["position"] == "learned"
+        return Architecture(
+            family="gpt2" if learned else "llama",
+            num_layers=model["num_layers"],
+            hidden_size=hidden,
+            num_heads=heads,
+            num_query_groups=model["num_query_groups"],
+            head_dim=hidden // heads,
+            ffn_hidden_size=model["ffn_hidden_size"],
+            vocab_size=model["vocab_size"],
+            max_seq_len=model["max_seq_len"],
+            tied_embeddings=model["tied_embeddings"],
+            gated_mlp=model["gated_mlp"],
+            position="learned" if learned else "rope",
+        )
+    except (KeyError, TypeError, ZeroDivisionError, ConfigError) as error:
+        raise DataError(f"{where}: its model cannot be read ({error!r}): it was written by another version") from error
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRun:
+    """What a log of Megatron-LM tells; 0 where it does not. `seconds_per_step`: the median over its iterations."""
+
+    seconds_per_step: float
+    batch_size: int
+    gpus: int
+    seq_len: int
+
+
+def read_log(path: Path) -> LoggedRun:
+    """Errors: DataError where no iteration was logged."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    times = [float(found) for found in _ITERATION.findall(text)]
+    if not times:
+        raise DataError(f'{path}: has no "elapsed time per iteration (ms): ..." of Megatron-LM: give its training log')
+    return LoggedRun(statistics.median(times) / 1e3, _last(_BATCH, text), _last(_WORLD, text), _last(_SEQUENCE, text))
+
+
+def _last(pattern: re.Pattern[str], text: str) -> int:
+    found = pattern.findall(text)
+    return int(found[-1]) if found else 0
+
+
+def flops_table(accounts: Sequence[Account]) -> Table:
+    """A column an account; model FLOPs, then what is executed beyond them."""
+    table = Table(title="FLOPs")
+    table.add_column("")
+    for one in accounts:
+        table.add_column(one.name, justify="right")
+
+    def row(label: str, values: Sequence[str]) -> None:
+        table.add_row(label, *values)
+
+    row("model FLOPs a step", [_flops(a.flops.model / a.steps) for a in accounts])
+    row("padding adds", [_share(a.flops.padding, a.flops.model) for a in accounts])
+    row("recomputation adds", [_share(a.flops.recompute, a.flops.model) for a in accounts])
+    row("real ÷ padded tokens", [f"{a.real_tokens / max(1, a.padded_tokens):.3f}" for a in accounts])
+    row("seconds a step", [f"{a.seconds / a.steps:.4g}" for a in accounts])
+    row("real tokens a second", [f"{a.real_tokens / a.seconds:,.0f}" for a in accounts])
+    row("model TFLOP/s a device", [f"{a.model_tflops_per_gpu:.4g}" for a in accounts])
+    row("executed TFLOP/s a device", [f"{a.executed_tflops_per_gpu:.4g}" for a in accounts])
+    if any(a.peak_flops_per_s for a in accounts):
+        row("MFU", [_percent(a.mfu) for a in accounts])
+        row("HFU", [_percent(a.hfu) for a in accounts])
+    return table
+
+
+def _flops(value: float) -> str:
+    """
+    >>> _flops(2.5e15)
+    '2.5 PFLOP'
+    """
+    for factor, unit in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+        if value >= factor:
+            return f"{value / factor:.4g} {unit}"
+    return f"{value / 1e6:.4g} MFLOP"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
