@@ -34,6 +34,7 @@ SUBCOMMANDS = (
     Subcommand(
         "show-schedule", "dynapipe_ext.launch.schedule_command", "draw a published schedule, or one from a file or plan"
     ),
+    Subcommand("profile", "dynapipe_ext.launch.profile_command", "measure a model here and write a cost table"),
     Subcommand("flops", "dynapipe_ext.launch.flops_command", "count FLOPs, MFU and HFU of a run, a log or a step"),
     Subcommand("doctor", "dynapipe_ext.launch.doctor", "show what is installed and whether a run can start here"),
 )

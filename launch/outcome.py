@@ -72,7 +72,7 @@ def write_outcome(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         oversubscribed=oversubscribed,
         store=store,
-        versions=_versions(),
+        versions=versions(),
         model=asdict(config.model) | {"vocab_size": dataset.vocab_size},
         compare=tuple(results[1:]) or None,
     )
@@ -229,7 +229,7 @@ def _shared_simulation(
     return simulate(schedule, evaluated, num_cores=max(1, int(share))).stretched(slower)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     versions = {"python": sys.version.split()[0]}
     for name in ("dynapipe-ext", "torch", "megatron-core", "numpy", "redis"):
         try:

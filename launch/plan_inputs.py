@@ -86,9 +86,12 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
         table = CostTable.read_a100(path, args.model, topology=topology, num_layers=args.layers)
         return Priced(table, topology, f"measured table of {args.model}, {args.layers} layers, from {path}", True)
     if path:
-        if topology is None and (args.config or any(getattr(args, name) is not None for name in ("tp", "pp", "dp"))):
-            topology = Topology(tp=t.tp, pp=t.pp, dp=t.dp)
         try:
+            if topology is None and (
+                args.config or any(getattr(args, name) is not None for name in ("tp", "pp", "dp"))
+            ):
+                measured_at = t.tp if args.config or args.tp is not None else read_costs(path, None)[1].tp
+                topology = Topology(tp=measured_at, pp=t.pp, dp=t.dp)
             costs, topology = read_costs(path, topology)  # over its own, where none is asked for
         except RecursionError as error:
             raise DataError(f"cost file {path} nests too deep to be read: give a cost model written as JSON") from error

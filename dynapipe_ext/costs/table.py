@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,16 +25,21 @@ from dynapipe_ext.topology import Topology
 
 FORMAT = "dynapipe-costs/1"
 A100_HIDDEN_SIZE = {"gpt_6.7b": 4096, "t5_11b": 1024}
-STATES_PER_PARAMETER_BYTE = (2, 6)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
+STATES_PER_PARAMETER_BYTE = (2.0, 6.0)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
+_VALUE_BYTES = 2
+WEIGHT, HEAD_PEAK = "weight_ms", "peak_mb"  # columns that not every measurement has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CostTable:
     """Measured costs of one layer of each kind, laid out over the stages of a topology.
 
-    `grids[recompute, kind]` has the columns `COLUMNS` (postprocess, the LM head: the two times only) over the axes rows
-    and encoder_len (the head: rows and output length), for decoder layers rows, encoder_len and decoder_len. A decoder-
-    only model has encoder layers only; an encoder-decoder has `num_layers` of each, encoder first.
+    `grids[recompute, kind]` has the columns `COLUMNS` (postprocess, the LM head: the two times at least) over the axes
+    rows and encoder_len (the head: rows and output length), for decoder layers rows, encoder_len and decoder_len. A
+    decoder-only model has encoder layers only; an encoder-decoder has `num_layers` of each, encoder first. With a
+    column "weight_ms" in the grids of layers, W of a split backward is as measured, else `split_w` of the backward.
+
+    `state_parts`: bytes of states for each byte of parameters, on every replica and divided over replicas.
 
     A message takes `comm_latency_us` and its bytes at `comm_gbps` between any two ranks or, given `links`, what the
     link of its boundary takes.
@@ -49,7 +55,9 @@ class CostTable:
     """
 
     grids: Mapping[tuple[Recompute, LayerKind], Grid]
-    parameter_bytes: Mapping[str, float]  # 16-bit weights of one layer, and of "embedding", on one tensor-parallel rank
+    # Weights on one tensor-parallel rank: of one layer of each kind and of "embedding"; if known, of the "head" on the
+    # last stage, and the "tied_head" that it has unless it is the first too.
+    parameter_bytes: Mapping[str, float]
     hidden_size: int
     num_layers: int
     topology: Topology
@@ -59,6 +67,8 @@ class CostTable:
     comm_latency_us: float = 0.0
     links: Links | None = None
     working_in: Literal["FBI", "F"] = "FBI"
+    state_parts: tuple[float, float] = STATES_PER_PARAMETER_BYTE
+    value_bytes: int = _VALUE_BYTES  # of what crosses stage boundaries
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,6 +101,11 @@ class CostTable:
     @property
     def has_decoder(self) -> bool:
         return any(kind == "decoder" for _, kind in self.grids)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether W was measured apart from the backward."""
+        return any(WEIGHT in grid.columns for grid in self.grids.values())
 
     @property
     def total_layers(self) -> int:
@@ -158,10 +173,25 @@ class CostTable:
         return (rows, encoder / rows, decoder / rows)
 
     def _stages(self, recompute: Recompute, shapes: FloatArray) -> tuple[FloatArray, BoolArray]:
+        """Forward, backward and W in ms, MB stored and MB while the last layer or the head runs: (5, stages, M)."""
         grids = [self.grids.get((recompute, kind)) for kind in KINDS]
-        return stage_values(
-            grids, self.stage_layers(), shapes, has_decoder=self.has_decoder, head_on_every=self.lm_head == "every"
-        )
+        on_every = self.lm_head == "every"
+
+        def valued(of_kind: Sequence[Grid | None]) -> tuple[FloatArray, BoolArray]:
+            layout, decoder = self.stage_layers(), self.has_decoder
+            return stage_values(of_kind, layout, shapes, has_decoder=decoder, head_on_every=on_every)
+
+        (forward, backward, stored, running), known = valued(grids)
+        weight = np.zeros_like(backward)
+        if self.has_weights:
+            (_, weight, *_), _ = valued([grid and _as_backward(grid) for grid in grids])
+        head = grids[-1]
+        if head and HEAD_PEAK in head.columns:
+            at, _ = head.at(list(shapes[[0, 2] if self.has_decoder else [0, 1]]))
+            while_head = stored + at[head.columns.index(HEAD_PEAK)] - at[head.columns.index("stored_mb")]
+            stages = slice(None) if on_every else slice(-1, None)
+            running[stages] = np.maximum(running[stages], while_head[stages])
+        return np.stack([forward, backward, weight, stored, running]), known
 
     def _price(
         self,
@@ -176,12 +206,12 @@ class CostTable:
         if isinstance(recompute, str):
             ms_and_mb, known = self._stages(recompute, shapes)
         else:
-            ms_and_mb, known = np.zeros((4, len(layout), count)), np.zeros(count, bool)
+            ms_and_mb, known = np.zeros((5, len(layout), count)), np.zeros(count, bool)
             for kind in RECOMPUTES:
                 if (chosen := recompute == kind).any():
                     ms_and_mb[:, :, chosen], known[chosen] = self._stages(kind, shapes[:, chosen])
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
-        bytes_sent = (tokens[0] + decoded[:, None] * tokens[1]) * (2 * self.hidden_size)
+        bytes_sent = (tokens[0] + decoded[:, None] * tokens[1]) * (self.value_bytes * self.hidden_size)
         ranks = self.topology.stage_ranks
         apart = np.array([a != b for a, b in itertools.pairwise(ranks)], np.float64)[:, None]
         sent_ns = apart * (self.comm_latency_us * 1e3 + bytes_sent * 8 / self.comm_gbps)
@@ -190,8 +220,9 @@ class CostTable:
             whole: npt.NDArray[np.int64] = np.rint(values).astype(np.int64)
             return whole
 
-        forward, backward, stored, running = integers(ms_and_mb * factor * 1e6)
-        weight, working = integers(self.split_w * backward), np.maximum(running - stored, 0)
+        forward, backward, weight, stored, running = integers(ms_and_mb * factor * 1e6)
+        weight = np.minimum(weight, backward) if self.has_weights else integers(self.split_w * backward)
+        working = np.maximum(running - stored, 0)
         sent = integers(bytes_sent)
         transfer = self.links.transfer_ns(self.topology, sent) if self.links else integers(sent_ns)
         if not known.all():
@@ -211,17 +242,20 @@ class CostTable:
         return costs, known
 
     def static_bytes(self) -> npt.NDArray[np.int64]:
-        """Weights, gradients and Adam states of every stage: parameter bytes x (2 + 6 / dp), 16-bit, ZeRO stage 1.
+        """Weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes x
+        (2 + 6 / dp): 16-bit weights and gradients, ZeRO stage 1.
 
         One embedding is on stage 0 and one on the first decoder stage.
         """
         layout, parameters = self.stage_layers(), self.parameter_bytes
         first_decoder = next((s for s, (_, num_decoder) in enumerate(layout) if num_decoder), None)
-        here, sharded = STATES_PER_PARAMETER_BYTE
+        here, sharded, last = *self.state_parts, len(layout) - 1
         total = [
             num_encoder * parameters["encoder"]
             + (num_decoder * parameters["decoder"] if num_decoder else 0.0)
             + parameters["embedding"] * ((stage == 0) + (stage == first_decoder))
+            + (parameters.get("head", 0.0) if stage == last else 0.0)
+            + (parameters.get("tied_head", 0.0) if 0 < stage == last else 0.0)
             for stage, (num_encoder, num_decoder) in enumerate(layout)
         ]
         return np.rint(np.array(total) * (here + sharded / self.topology.dp)).astype(np.int64)
@@ -258,6 +292,8 @@ class CostTable:
             "comm_latency_us": self.comm_latency_us,
             **({"links": self.links.to_json()} if self.links else {}),
             "working_in": self.working_in,
+            **({"state_parts": list(self.state_parts)} if self.state_parts != STATES_PER_PARAMETER_BYTE else {}),
+            **({"value_bytes": self.value_bytes} if self.value_bytes != _VALUE_BYTES else {}),
             "parameter_bytes": dict(self.parameter_bytes),
             "provenance": dict(self.provenance),
             "grids": [
@@ -285,6 +321,8 @@ class CostTable:
                 comm_latency_us=float(raw["comm_latency_us"]),
                 links=Links.from_json(raw["links"]) if "links" in raw else None,
                 working_in=raw.get("working_in", "FBI"),
+                state_parts=_pair(raw.get("state_parts", STATES_PER_PARAMETER_BYTE)),
+                value_bytes=int(raw.get("value_bytes", _VALUE_BYTES)),
                 provenance=dict(raw["provenance"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -345,3 +383,15 @@ class CostTable:
             working_in="F",
             provenance={"device": "A100 40 GB", "source": "DynaPipe (arXiv 2311.10418) layer costs", "model": model},
         )
+
+
+@lru_cache(maxsize=32)
+def _as_backward(grid: Grid) -> Grid:
+    """The grid's W where `stage_values` looks for the backward; zero where it has none."""
+    row = grid.values[grid.columns.index(WEIGHT)] if WEIGHT in grid.columns else np.zeros(len(grid.known))
+    return Grid(("forward_ms", "backward_ms"), grid.axes, np.stack([row, row]), grid.known)
+
+
+def _pair(values: Sequence[float]) -> tuple[float, float]:
+    here, sharded = values
+    return float(here), float(sharded)

@@ -25,6 +25,7 @@ RIM = {
         "executor/device.py",
         "executor/loader.py",
         "executor/measure.py",  # it times the user's model
+        "executor/profiling.py",  # so does this one
         "executor/stages/attention*.py",
         "executor/stages/deepspeed*.py",
         "executor/stages/megatron*.py",
@@ -36,6 +37,7 @@ RIM = {
         "executor/transport/strict.py",
         "executor/transport/torch_p2p.py",
         "launch/doctor.py",
+        "launch/profile_command.py",  # the name of the device
         "launch/rank.py",
         "launch/train.py",
         "tools/checkpoint/*.py",

@@ -1,0 +1,230 @@
+"""`dynapipe profile`: measure the user's model on this device, and write what planning asks for."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.analytic import ModelShape
+from dynapipe_ext.costs.profiled import Measure, Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.tokens import fingerprint
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.job import model_shape
+from dynapipe_ext.launch.outcome import versions
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.sources import read_model
+from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute, round_up
+from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
+from dynapipe_ext.tools.profile_errors import errors_table, held_out_errors
+from dynapipe_ext.tools.progress import WorkProgress
+
+_FORMAT = "dynapipe-profile-part/1"
+_VOCAB_MULTIPLE = 128
+_MOST_LEN = 4096  # unless asked for more: longer rows take minutes each on a CPU
+_EPILOG = """examples:
+  dynapipe profile --config mine.toml --out costs.json
+  dynapipe profile --model config.json --dtype bfloat16 --max-tokens 32768 --out costs.json
+  dynapipe plan --costs costs.json --memory-limit-gb 72 --pp 4 --dp 2 --lengths lengths.npy
+
+Give the table to `dynapipe plan --costs`, or as `costs` under [plan] to `dynapipe train --config`. Measurements are
+kept in OUT.part as they are made: the same command goes on after an interruption.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--config", metavar="FILE", help="settings of a training run in TOML: its model")
+    model.add_argument("--model", metavar="MODEL", help="config.json, Megatron's arguments as JSON, or a preset's name")
+    parser.add_argument("--out", metavar="FILE", required=True, help="the cost table to write (JSON)")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel degree (1 is measured)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights (the model's)")
+    parser.add_argument("--min-len", type=int, default=16, metavar="N", help="shortest row (16)")
+    parser.add_argument("--max-len", type=int, metavar="N", help=f"longest row (the model's, up to {_MOST_LEN})")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most rows x length (8 x the longest row)")
+    parser.add_argument("--recompute", choices=RECOMPUTES, nargs="+", default=RECOMPUTES, help="kinds to measure (all)")
+    parser.add_argument("--error-target", type=float, default=0.05, metavar="E", help="mean error of times (0.05)")
+    parser.add_argument("--max-shapes", type=int, default=24, metavar="N", help="most shapes to measure (24)")
+    parser.add_argument("--max-seconds", type=float, default=600.0, metavar="S", help="stop choosing shapes then (600)")
+    parser.add_argument("--held-out", type=int, default=6, metavar="N", help="shapes that tell the error (6)")
+    parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer states divided over replicas")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the held-out shapes")
+
+
+def run(args: argparse.Namespace) -> int:
+    shape, dtype = _model(args)
+    within = _range(args, shape)
+    for name, value, least in (("--error-target", args.error_target, 0), ("--max-seconds", args.max_seconds, 0)):
+        if not value > least:
+            raise ConfigError(f"{name} is {value} but must be above {least}")
+    for name, value in (("--max-shapes", args.max_shapes), ("--held-out", args.held_out)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value} but must be at least 1")
+    warnings.filterwarnings("ignore", module="megatron")
+    from dynapipe_ext.executor.device import rank_device
+    from dynapipe_ext.executor.profiling import LayerProfiler
+
+    device = rank_device(0)
+    name = _device_name(device)
+    made_of = {"shape": asdict(shape), "dtype": dtype, "device": name, "recomputes": list(within.recomputes)}
+    kept = _Kept(Path(args.out), made_of)
+    profile = kept.read()
+    start_s = time.monotonic()
+    with LayerProfiler(shape, dtype=dtype, device=device) as profiler:
+        _measure_shapes(args, profile, profiler.measure, within, kept, start_s)
+        value_bytes = 4 if dtype == "float32" else 2
+        provenance = {
+            "device": name,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "dtype": dtype,
+            "tp": args.tp,
+            "clock": "CPU seconds" if device.type == "cpu" else "seconds",
+            "versions": versions(),
+            "model": asdict(shape),
+            "measured": profile.to_json(),
+        }
+        table = cost_table(
+            profile,
+            within,
+            shape,
+            value_bytes=value_bytes,
+            distributed_optimizer=args.distributed_optimizer,
+            provenance=provenance,
+        )
+        groups = _held_out(within, args.held_out, args.seed)
+        errors = {group: held_out_errors(table, profiler.measure, batches) for group, batches in groups.items()}
+    provenance["held_out_error"] = {group: one.mean for group, one in errors.items()}
+    write_atomic(args.out, json.dumps(table.to_json() | {"provenance": provenance}, separators=(",", ":")) + "\n")
+    kept.remove()
+    console = Console(highlight=False)
+    console.print(errors_table(errors))
+    took_s = time.monotonic() - start_s
+    console.print(f"{args.out}: {len(profile.shapes())} shapes measured in {took_s:.0f} s on {name}")
+    return 0
+
+
+def _model(args: argparse.Namespace) -> tuple[ModelShape, str]:
+    if args.tp != 1:
+        raise ConfigError(f"--tp is {args.tp}: one process measures a layer that is not divided, so give 1")
+    if args.config:
+        config = TrainConfig.read(args.config)
+        return model_shape(config, config.data.vocab_size), args.dtype or config.model.dtype
+    architecture = read_model(args.model)
+    shape = architecture.model_shape(round_up(architecture.vocab_size, _VOCAB_MULTIPLE))
+    if shape.num_experts:
+        raise ConfigError(f"the model has {shape.num_experts} experts: only dense layers are measured")
+    dtype = args.dtype or architecture.dtype
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"the model's weights are {dtype}: give --dtype float32 or bfloat16")
+    return shape, dtype
+
+
+def _range(args: argparse.Namespace, shape: ModelShape) -> ProfileRange:
+    longest = args.max_len or min(shape.max_seq_len, _MOST_LEN)
+    if longest > shape.max_seq_len and shape.position == "learned":
+        raise ConfigError(f"--max-len is {longest} but the model has {shape.max_seq_len} positions")
+    return ProfileRange(
+        min_len=args.min_len,
+        max_len=longest,
+        max_tokens=8 * longest if args.max_tokens is None else args.max_tokens,
+        recomputes=tuple(r for r in RECOMPUTES if r in args.recompute),
+    )
+
+
+def _measure_shapes(
+    args: argparse.Namespace,
+    profile: Profile,
+    measure: Measure,
+    within: ProfileRange,
+    kept: _Kept,
+    start_s: float,
+) -> None:
+    done = len(profile.shapes())
+    with WorkProgress("measuring shapes", args.max_shapes) as progress:
+        progress.advance(done)
+
+        def go_on(profile: Profile, error: float | None) -> bool:
+            nonlocal done
+            progress.advance(len(profile.shapes()) - done)
+            done = len(profile.shapes())
+            kept.write(profile)
+            spent_s = time.monotonic() - start_s
+            return bool(spent_s < args.max_seconds)
+
+        choose_and_measure(
+            profile,
+            measure,
+            within,
+            error_target=args.error_target,
+            most_shapes=args.max_shapes,
+            go_on=go_on,
+        )
+
+
+def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence[MicroBatch]]:
+    """Padded shapes, and packed rows of documents of very different lengths, within what the table knows."""
+    smaller = ProfileRange(
+        min_len=within.min_len, max_len=within.max_len, max_tokens=max(within.max_len, within.max_tokens // 2)
+    )
+    shapes = smaller.held_out(count, seed)
+    kinds: list[Recompute] = [within.recomputes[i % len(within.recomputes)] for i in range(count)]
+    padded = [
+        MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), recompute=kind)
+        for (rows, length), kind in zip(shapes, kinds, strict=True)
+    ]
+    random, packed = np.random.default_rng(seed + 1), []
+    for kind in kinds:
+        lengths, room = [], smaller.max_tokens
+        for exponent in random.uniform(np.log(within.min_len), np.log(within.max_len), size=16):
+            if (length := round(float(np.exp(exponent)))) <= room:
+                lengths.append(length)
+                room -= length
+        packed.append(MicroBatch(tuple(SampleLength(i, n) for i, n in enumerate(lengths)), "packed", kind))
+    return {"padded": padded, "packed": packed}
+
+
+def _device_name(device: Any) -> str:
+    if device.type == "cpu":
+        return f"cpu ({platform.machine()})"
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+class _Kept:
+    """Measurements on disk while they are made, beside the table that they will be in."""
+
+    def __init__(self, out: Path, made_of: dict[str, Any]) -> None:
+        self._path, self._key, self._out = out.with_name(f"{out.name}.part"), fingerprint(made_of), out
+
+    def read(self) -> Profile:
+        if not self._path.exists():
+            return Profile()
+        fields = Fields(read_json(self._path, _FORMAT, "measurements"), str(self._path))
+        if fields.one("key", str) != self._key:
+            raise ConfigError(
+                f"{self._path} holds measurements of another model, device or precision: remove it, or write to another"
+                f" file than {self._out}"
+            )
+        return Profile.from_json(fields.one("points", list))
+
+    def write(self, profile: Profile) -> None:
+        write_atomic(self._path, json.dumps({"format": _FORMAT, "key": self._key, "points": profile.to_json()}))
+
+    def remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()

@@ -1,0 +1,220 @@
+"""Cost tables from few measurements: surfaces between points, the choice of points, what is written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynapipe_ext.costs.analytic import ModelShape, parameters_per_stage
+from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.surface import Measured, Part, Surface, left_out_errors, next_shape
+from dynapipe_ext.costs.table import CostTable
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import MicroBatch, Recompute
+from dynapipe_ext.tools.profile_errors import held_out_errors
+from dynapipe_ext.topology import Topology
+
+_SHAPE = ModelShape(4, 64, 4, 2, 96, True, 256, 512, True, "rope", "rmsnorm", False)
+_RANGE = ProfileRange(min_len=16, max_len=512, max_tokens=4096)
+
+
+def truth(part: Part, rows: int, length: int, recompute: Recompute, *, bend: float = 0.25) -> Measured:
+    """Overhead, tokens and squares, slower by `bend` where the working set leaves a cache."""
+    tokens, squares = rows * length, rows * length**2
+    slow = 1 + bend / (1 + np.exp(-(np.log2(tokens) - 9)))
+    forward = (2e-4 + 1e-6 * tokens + 2e-9 * squares) * slow * (1.0 if part == "layer" else 0.5)
+    again = {"none": 0.0, "selective": 2e-9 * squares, "full": forward}[recompute] if part == "layer" else 0.0
+    stored = 1000 * tokens * (0.1 if recompute == "full" else 1) if part == "layer" else 700 * tokens
+    weight = 0.0 if recompute == "full" else 0.8 * forward
+    return Measured(
+        forward_s=forward,
+        backward_s=2 * forward + again,
+        input_s=2 * forward + again - weight,
+        weight_s=weight,
+        stored_bytes=int(stored),
+        peak_bytes=int(stored) + 300 * tokens,
+    )
+
+
+class Device:
+    """Measures by `truth`; what needs more than `room` tokens does not fit."""
+
+    def __init__(self, room: int = 1 << 40) -> None:
+        self.room, self.asked = room, 0
+
+    def __call__(self, part: Part, m: MicroBatch) -> Measured | None:
+        self.asked += 1
+        if m.padded_tokens > self.room:
+            return None
+        return truth(part, m.rows, m.encoder_len, m.recompute)
+
+
+def measured(device: Device, within: ProfileRange = _RANGE, **given: Any) -> Profile:
+    profile = Profile()
+    options = {"error_target": 0.03, "most_shapes": 24, "go_on": lambda _profile, _error: True} | given
+    choose_and_measure(profile, device, within, **options)
+    return profile
+
+
+def padded(rows: int, length: int, recompute: Recompute = "none") -> MicroBatch:
+    return MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), recompute=recompute)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(1e-6, 1e-3), st.floats(1e-9, 1e-6), st.floats(1e-12, 1e-9), st.integers(0, 99))
+def test_a_surface_is_exact_where_costs_are_a_polynomial(a: float, b: float, c: float, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    shapes = {(int(r), int(n)) for r, n in zip(random.integers(1, 64, 12), random.integers(8, 999, 12), strict=True)}
+    surface = Surface.fit({(r, n): a + b * r * n + c * r * n**2 for r, n in shapes})
+    places = np.array([(3, 77), (17, 500), (50, 20)], np.float64)
+    rows, length = places.T
+    assert surface(places) == pytest.approx(a + b * rows * length + c * rows * length**2, rel=1e-6)
+
+
+def test_a_surface_follows_points_that_no_polynomial_passes_through() -> None:
+    points = {(r, n): truth("layer", r, n, "none", bend=0.6).forward_s for r, n in _RANGE.candidates()[::2]}
+    found = Surface.fit(points)(np.array(list(points), np.float64))
+    assert found == pytest.approx(list(points.values()), rel=0.03)
+
+
+def test_a_quantity_that_is_zero_stays_zero() -> None:
+    surface = Surface.fit(dict.fromkeys([(1, 16), (4, 64), (8, 32)], 0.0))
+    assert surface(np.array([(2, 20)], np.float64)).tolist() == [0.0]
+    with pytest.raises(DataError, match="at least 2"):
+        Surface.fit({(1, 1): 1.0})
+
+
+def test_the_next_shape_is_far_from_the_known_and_near_the_badly_predicted() -> None:
+    known = [(1, 16), (1, 512), (64, 16)]
+    assert next_shape(known, {}, [(1, 17), (8, 512), (60, 16)]) == (8, 512)
+    errors = {(1, 16): 0.0, (1, 512): 0.5, (64, 16): 0.0}
+    assert next_shape(known, errors, [(2, 128), (16, 32)]) == (2, 128)
+    assert next_shape(known, {}, known) is None
+
+
+def test_left_out_errors_see_what_a_fit_hides() -> None:
+    points = {(r, n): 1e-6 * r * n for r, n in [(1, 16), (1, 128), (8, 16), (8, 128), (4, 64)]}
+    assert max(left_out_errors(points).values()) < 1e-6
+    points[4, 64] *= 1.5
+    errors = left_out_errors(points)
+    assert errors[4, 64] == pytest.approx(1 / 3, rel=0.1)
+    fitted = Surface.fit(points)(np.array([(4, 64)], np.float64))[0]
+    assert abs(fitted / points[4, 64] - 1) < 0.05
+
+
+def test_few_shapes_are_enough_for_the_target() -> None:
+    device = Device()
+    profile = measured(device)
+    assert len(profile.shapes()) <= 24
+    table = cost_table(profile, _RANGE, _SHAPE, value_bytes=4)
+    within = ProfileRange(min_len=16, max_len=512, max_tokens=2048)
+    shapes = within.held_out(40, seed=3)
+    kinds: list[Recompute] = ["none", "selective", "full"]
+    batches = [padded(*shape, kinds[i % 3]) for i, shape in enumerate(shapes)]
+    errors = held_out_errors(table, device, batches)
+    assert all(mean <= 0.03 for name, mean in errors.mean.items() if name.endswith("_s")), errors.mean
+    assert errors.worst["stored_bytes"] <= 0.01
+    assert errors.worst["peak_bytes"] <= 0.01
+
+
+def test_a_bent_device_is_measured_more_often_than_a_straight_one() -> None:
+    straight = Profile()
+    choose_and_measure(
+        straight,
+        lambda part, m: truth(part, m.rows, m.encoder_len, m.recompute, bend=0.0),
+        _RANGE,
+        error_target=0.01,
+        most_shapes=24,
+        go_on=lambda _profile, _error: True,
+    )
+    assert len(straight.shapes()) < len(measured(Device(), error_target=0.01).shapes())
+
+
+def test_what_does_not_fit_is_neither_asked_again_nor_priced() -> None:
+    device = Device(room=1000)
+    profile = measured(device)
+    refused = [s for s, m in profile.points["layer", "none"].items() if m is None]
+    assert refused
+    table = cost_table(profile, _RANGE, _SHAPE, value_bytes=4)
+    table.evaluate([padded(1, 100), padded(8, 64)])
+    for rows, length in refused:
+        with pytest.raises(PlanError):
+            table.evaluate([padded(rows, length)])
+    with pytest.raises(DataError, match="fewer than 3 shapes fit"):
+        measured(Device(room=10))
+
+
+def test_a_shape_that_was_measured_is_not_measured_again() -> None:
+    profile, first = Profile(), Device()
+    choose_and_measure(
+        profile, first, _RANGE, error_target=0.01, most_shapes=24, go_on=lambda p, _: len(p.shapes()) < 4
+    )
+    kept = Profile.from_json(json.loads(json.dumps(profile.to_json())))
+    assert kept.points == profile.points
+    second = Device()
+    choose_and_measure(kept, second, _RANGE, error_target=0.01, most_shapes=24, go_on=lambda _p, _e: True)
+    at_once = Device()
+    whole = measured(at_once, error_target=0.01)
+    assert kept.points == whole.points
+    assert first.asked + second.asked == at_once.asked
+
+
+def test_measurements_of_another_kind_are_refused() -> None:
+    with pytest.raises(DataError, match="cannot be read"):
+        Profile.from_json([{"part": "layer"}])
+
+
+@pytest.mark.parametrize("value_bytes", [2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_states_are_those_of_every_stage(value_bytes: int, tied: bool) -> None:
+    """fp32: weight, gradient, two moments (16 bytes); bf16: 2, an fp32 gradient, master and moments (18)."""
+    shape = ModelShape(4, 64, 4, 2, 96, True, 256, 512, tied, "learned", "layernorm", True)
+    table = cost_table(measured(Device()), _RANGE, shape, value_bytes=value_bytes)
+    for pp in (1, 2, 4):
+        topology = Topology(pp=pp)
+        expected = np.array(parameters_per_stage(shape, topology)) * (18 if value_bytes == 2 else 16)
+        assert table.with_topology(topology).static_bytes().tolist() == expected.tolist()
+
+
+def test_a_distributed_optimizer_divides_its_states_over_replicas() -> None:
+    table = cost_table(measured(Device()), _RANGE, _SHAPE, value_bytes=2, distributed_optimizer=True)
+    parameters = parameters_per_stage(_SHAPE, Topology())[0]
+    assert table.with_topology(Topology(dp=4)).static_bytes().tolist() == [parameters * (6 + 12 // 4)]
+
+
+def test_the_table_says_w_the_heads_peak_and_wide_values() -> None:
+    table = cost_table(measured(Device()), _RANGE, _SHAPE, value_bytes=4).with_topology(Topology(pp=2))
+    again = CostTable.from_json(json.loads(json.dumps(table.to_json())))
+    assert again.fingerprint() == table.fingerprint()
+    for recompute in ("none", "selective", "full"):
+        costs = again.evaluate([padded(4, 64, recompute)])
+        layer, head = (truth(part, 4, 64, recompute) for part in ("layer", "head"))
+        head = truth("head", 4, 64, "none")
+        weights = np.array([2 * layer.weight_s, 2 * layer.weight_s + head.weight_s]) * 1e9
+        assert costs.weight_ns[:, 0] == pytest.approx(weights, rel=0.04)
+        backwards = np.array([2 * layer.backward_s, 2 * layer.backward_s + head.backward_s]) * 1e9
+        assert costs.backward_ns[:, 0] == pytest.approx(backwards, rel=0.04)
+        stored = 2 * layer.stored_bytes + head.stored_bytes
+        assert costs.stored_bytes[1, 0] == pytest.approx(stored, rel=0.01)
+        layers_run = layer.stored_bytes + layer.peak_bytes
+        head_runs = 2 * layer.stored_bytes + head.peak_bytes
+        assert costs.stored_bytes[1, 0] + costs.working_bytes[1, 0] == pytest.approx(
+            max(stored, layers_run, head_runs), rel=0.01
+        )
+        assert costs.transfer_bytes[0, 0] == 4 * 64 * 64 * 4
+
+
+def test_ranges_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="must ascend"):
+        ProfileRange(min_len=32, max_len=16, max_tokens=64)
+    tiny = ProfileRange(min_len=8, max_len=8, max_tokens=8)
+    assert tiny.first() == [(1, 8)]
+    assert all(_RANGE.holds(shape) for shape in itertools.chain(_RANGE.first(), _RANGE.candidates()))
+    assert all(_RANGE.holds(shape) for shape in _RANGE.held_out(50, seed=1))

@@ -1,0 +1,88 @@
+"""How well a measured cost table tells shapes that it has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.table import Table
+
+from dynapipe_ext.costs.profiled import Measure
+from dynapipe_ext.costs.table import CostTable
+from dynapipe_ext.plan import MicroBatch
+
+_LABELS = {
+    "forward_s": "F seconds",
+    "backward_s": "B seconds",
+    "input_s": "I seconds",
+    "weight_s": "W seconds",
+    "stored_bytes": "stored bytes",
+    "peak_bytes": "peak bytes",
+}
+_SMALL = 0.02  # of a forward: a W that has nothing to do, whose ratio to the prediction says nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutErrors:
+    """|predicted - measured| / measured, by quantity, over micro-batches that the table was not made of."""
+
+    by_quantity: Mapping[str, tuple[float, ...]]
+
+    @property
+    def mean(self) -> dict[str, float]:
+        return {name: float(np.mean(errors)) for name, errors in self.by_quantity.items() if errors}
+
+    @property
+    def worst(self) -> dict[str, float]:
+        return {name: max(errors) for name, errors in self.by_quantity.items() if errors}
+
+
+def held_out_errors(table: CostTable, measure: Measure, micro_batches: Sequence[MicroBatch]) -> HeldOutErrors:
+    """Measures every micro-batch and asks the table for one layer with the head on it."""
+    one = table.with_topology(table.topology, num_layers=1)
+    found: dict[str, list[float]] = {name: [] for name in _LABELS}
+    for m in micro_batches:
+        layer, head = measure("layer", m), measure("head", _plain(m))
+        if layer is None or head is None:
+            continue
+        costs = one.evaluate([m])
+        forward, backward, weight, stored = (
+            int(values[0, 0]) for values in (costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.stored_bytes)
+        )
+        measured = {name: getattr(layer, name) + getattr(head, name) for name in _LABELS}
+        measured["peak_bytes"] = max(layer.peak_bytes, layer.stored_bytes + head.peak_bytes)
+        predicted = {
+            "forward_s": forward / 1e9,
+            "backward_s": backward / 1e9,
+            "input_s": (backward - weight) / 1e9,
+            "weight_s": weight / 1e9,
+            "stored_bytes": stored,
+            "peak_bytes": stored + int(costs.working_bytes[0, 0]),
+        }
+        for name, value in measured.items():
+            if name.endswith("bytes") or value > _SMALL * measured["forward_s"]:
+                found[name].append(abs(predicted[name] - value) / value)
+    return HeldOutErrors(by_quantity={name: tuple(errors) for name, errors in found.items()})
+
+
+def _plain(m: MicroBatch) -> MicroBatch:
+    return MicroBatch(m.samples, m.layout, pad_multiple=m.pad_multiple)
+
+
+def errors_table(errors: Mapping[str, HeldOutErrors]) -> Table:
+    """A row a quantity, mean and worst for every group of micro-batches."""
+    table = Table(title="held-out error")
+    table.add_column("")
+    for group, one in errors.items():
+        count = max((len(values) for values in one.by_quantity.values()), default=0)
+        table.add_column(f"{group} ({count}), mean", justify="right")
+        table.add_column("worst", justify="right")
+    for name, label in _LABELS.items():
+        cells = [
+            f"{100 * found[name]:.1f} %" if name in found else "-"
+            for one in errors.values()
+            for found in (one.mean, one.worst)
+        ]
+        table.add_row(label, *cells)
+    return table
