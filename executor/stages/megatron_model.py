@@ -53,14 +53,10 @@ def transformer_config(
     _refuse_experts(shape)
     from megatron.core.transformer import TransformerConfig
 
-    layers = topology.with_layers(shape.num_layers).layers_per_stage
-    layout = None
-    if topology.pp > 1:
-        layout = [["decoder"] * n for n in layers]
-        layout[0].insert(0, "embedding")
-        layout[-1].append("loss")
-    torch_dtype = getattr(torch, dtype)
     return TransformerConfig(
+        **parallel_arguments(
+            shape.num_layers, topology, dtype=dtype, sequence_parallel=sequence_parallel, dropout=dropout
+        ),
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
@@ -70,23 +66,37 @@ def transformer_config(
         activation_func=torch.nn.functional.silu if shape.gated_mlp else torch.nn.functional.gelu,
         normalization="RMSNorm" if shape.norm == "rmsnorm" else "LayerNorm",
         add_bias_linear=shape.bias,
-        attention_dropout=dropout,
-        hidden_dropout=dropout,
-        tensor_model_parallel_size=topology.tp,
-        pipeline_model_parallel_size=topology.pp,
-        pipeline_model_parallel_layout=layout,
-        sequence_parallel=sequence_parallel and topology.tp > 1,
-        pipeline_dtype=torch_dtype,
-        params_dtype=torch_dtype,
-        bf16=dtype == "bfloat16",
-        calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
     )
+
+
+def parallel_arguments(
+    num_layers: int, topology: Topology, *, dtype: str, sequence_parallel: bool, dropout: float
+) -> dict[str, Any]:
+    """TransformerConfig's arguments that do not depend on the model's sizes: ranks, precision, sums, no fusion."""
+    layout = None
+    if topology.pp > 1:
+        layout = [["decoder"] * n for n in topology.with_layers(num_layers).layers_per_stage]
+        layout[0].insert(0, "embedding")
+        layout[-1].append("loss")
+    torch_dtype = getattr(torch, dtype)
+    return {
+        "attention_dropout": dropout,
+        "hidden_dropout": dropout,
+        "tensor_model_parallel_size": topology.tp,
+        "pipeline_model_parallel_size": topology.pp,
+        "pipeline_model_parallel_layout": layout,
+        "sequence_parallel": sequence_parallel and topology.tp > 1,
+        "pipeline_dtype": torch_dtype,
+        "params_dtype": torch_dtype,
+        "bf16": dtype == "bfloat16",
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+    }
 
 
 def _refuse_experts(shape: ModelShape) -> None:
@@ -97,7 +107,7 @@ def _refuse_experts(shape: ModelShape) -> None:
         )
 
 
-class _Norm:
+class Norm:
     """torch's norm, marked for the reduction that sequence parallelism needs, which Megatron's wrapper refuses."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
@@ -108,7 +118,7 @@ class _Norm:
         return norm
 
 
-class _CoreAttention(DocumentAttention):
+class CoreAttention(DocumentAttention):
     """Draws dropout from Megatron's generator of this tensor parallel rank: heads on two ranks must not share masks."""
 
     def dropout_generator(self) -> AbstractContextManager[Any]:
@@ -131,12 +141,12 @@ def build_model(
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     layer = get_gpt_layer_local_spec(normalization=config.normalization)
-    layer.submodules.self_attention.submodules.core_attention = _CoreAttention
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _Norm
+    layer.submodules.self_attention.submodules.core_attention = CoreAttention
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     layers = topology.with_layers(shape.num_layers).layers_per_stage
     model: torch.nn.Module = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * layers[pp_rank], layer_norm=_Norm),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * layers[pp_rank], layer_norm=Norm),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_seq_len,
         pre_process=pp_rank == 0,

@@ -1,0 +1,171 @@
+"""Tiny models of every published family, with weights that no default hides, and their files.
+
+Import this at the top of a test module: transformers is imported once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+
+HIDDEN, HEADS, GROUPS, LAYERS, VOCAB, FFN = 64, 8, 4, 4, 131, 96  # TP 4 and PP 4 divide them; 128 not the vocabulary
+
+_LLAMA_LIKE: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": GROUPS,
+    "num_hidden_layers": LAYERS,
+    "intermediate_size": FFN,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_GPT2: dict[str, Any] = {
+    "n_embd": HIDDEN,
+    "n_head": HEADS,
+    "n_layer": LAYERS,
+    "n_positions": 64,
+    "vocab_size": VOCAB,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+_T5: dict[str, Any] = {
+    "d_model": HIDDEN,
+    "d_kv": 8,
+    "num_heads": HEADS,
+    "num_layers": LAYERS,
+    "num_decoder_layers": LAYERS,
+    "d_ff": FFN,
+    "vocab_size": VOCAB,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+_MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, _LLAMA_LIKE),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, _LLAMA_LIKE),
+    "mixtral": (
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, _LLAMA_LIKE),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**_LLAMA_LIKE, "head_dim": 16}),
+    "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, _GPT2),
+    "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration, _T5),
+}
+
+# Every family, and what changes its set of tensors: a name for the test, the family, changes of its configuration.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "gpt2": ("gpt2", {}),
+    "t5": ("t5", {}),
+    "t5-v1.1": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+}
+
+
+def tiny(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A transformers model of `family` in evaluation mode; `changes` are fields of its configuration.
+
+    All weights are random and different: norms are not 1, biases not 0, and the vocabulary is no multiple of 128.
+    """
+    config_class, model_class, defaults = _MODELS[family]
+    model = model_class(config_class(**{**defaults, **changes}, attn_implementation="eager"))
+    if family == "t5" and not changes.get("tie_word_embeddings", True):
+        # T5Config ties whatever it is told; published untied ones have a head of their own, and say false.
+        model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+        model.config.tie_word_embeddings = False
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            is_norm = parameter.ndim == 1 and name.endswith("weight")
+            parameter.copy_(1 + noise if is_norm else noise)
+    return model.to(dtype).eval()
+
+
+def tiny_variant(name: str, **changes: Any) -> Any:
+    """The model of a name in VARIANTS."""
+    family, own = VARIANTS[name]
+    return tiny(family, **{**own, **changes})
+
+
+def saved(model: Any, folder: Path, *, shard_size: str = "100KB", tokenizer: bool = False) -> Path:
+    """`folder` with what `save_pretrained` writes, in several shards; `tokenizer` adds files as tokenizers have them."""
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    if tokenizer:
+        write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> dict[str, bytes]:
+    """A whole word tokenizer's files in `folder`; their names and bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    before = set(folder.iterdir())
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+    return {file.name: file.read_bytes() for file in sorted(set(folder.iterdir()) - before)}
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder's safetensors, read by the safetensors library."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a mapping)
+                assert name not in found, f"{name} is in two shards"
+                found[name] = shard.get_tensor(name)
+    return found
+
+
+def differences(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that are absent on one side or differ in shape, dtype or any bit."""
+    found = sorted(left.keys() ^ right.keys())
+    for name in sorted(left.keys() & right.keys()):
+        one, two = left[name], right[name]
+        if one.dtype != two.dtype or one.shape != two.shape or not torch.equal(bits(one), bits(two)):
+            found.append(name)
+    return found
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes: NaN equals itself, and -0 is not 0."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def logits(model: Any, *, length: int = 24, rows: int = 2) -> torch.Tensor:
+    """What `model` says of fixed tokens, in evaluation mode; shape (rows, length, vocabulary)."""
+    vocabulary = model.config.vocab_size
+    tokens = torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(1))
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens.flip(1)
+    with torch.no_grad():
+        result: torch.Tensor = model(**inputs, use_cache=False).logits
+    return result
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Replace fields of a JSON object in a file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}, indent=2))
