@@ -63,7 +63,7 @@ class Surface:
         deviation = np.log(values / (_terms(shapes) @ coefficients))
         spread = max(float(np.mean(deviation**2)), 1e-12)
         kernel = spread * _likeness(points, points) + noise**2 * np.eye(len(points))
-        weights: FloatArray = spread * np.linalg.solve(kernel, deviation)
+        weights = np.asarray(spread * np.linalg.solve(kernel, deviation), np.float64)
         return cls(coefficients, points, weights)
 
     def __call__(self, shapes: FloatArray) -> FloatArray:
