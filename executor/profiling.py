@@ -1,19 +1,18 @@
 """Seconds and bytes of a model's layers and head, action by action, on this device and as the executor runs them.
 
-A Megatron stage of two layers (one for bytes), and one of the head alone, stand by themselves in one process: F, B, I
-and W are those of training, without transfers.
+A Megatron stage of two layers (one for bytes), and one of the head alone, stand by themselves in one process, or in as
+many as share tensor-parallel layers: F, B, I and W are those of training, without transfers.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -40,24 +39,46 @@ _LAYERS_STAGE, _HEAD_STAGE = 1, 2  # of a pipeline of three, whose first holds t
 _MOST_REPEATS, _LEAST_REPEATS = 9, 3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The tensor-parallel ranks that measure together, and this one of them."""
+
+    rank: int
+    tp: int
+    init_method: str
+    sequence_parallel: bool
+
+
 class LayerProfiler:
     """Measures micro-batches one by one. torch.distributed must not be initialised before, and is not afterwards.
 
+    All ranks call the same methods and get the same answers: of times and bytes the largest over ranks.
     `seconds_each`: how long one measurement of an action may take altogether; short actions are repeated in it.
     """
 
-    def __init__(self, shape: ModelShape, *, dtype: str, device: torch.device, seconds_each: float = 0.5) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        dtype: str,
+        device: torch.device,
+        ranks: Ranks,
+        seconds_each: float = 0.5,
+    ) -> None:
         self._shape, self._dtype, self._device, self._seconds_each = shape, dtype, device, seconds_each
+        self._ranks, self._topology = ranks, Topology(tp=ranks.tp)
         self._measure = measure_on(device)
         self._exit = ExitStack()
 
     def __enter__(self) -> LayerProfiler:
-        scratch = self._exit.enter_context(tempfile.TemporaryDirectory())
         dist.init_process_group(
-            process_group_backend(self._device), init_method=f"file://{Path(scratch) / 'alone'}", rank=0, world_size=1
+            process_group_backend(self._device),
+            init_method=self._ranks.init_method,
+            rank=self._ranks.rank,
+            world_size=self._ranks.tp,
         )
         self._exit.callback(dist.destroy_process_group)
-        initialize_parallel(Topology(), seed=0)
+        initialize_parallel(self._topology, seed=0)
         self._exit.callback(destroy_parallel)
         self._stages = {
             "layers": self._stage(_LAYERS_STAGE, _NUM_LAYERS),
@@ -70,7 +91,27 @@ class LayerProfiler:
         self._exit.close()
 
     def measure(self, part: Part, micro_batch: MicroBatch) -> Measured | None:
-        """Of one layer, or of the head; None where it does not fit on the device."""
+        """Of one layer, or of the head; None where it does not fit on a device."""
+        mine = self._alone(part, micro_batch)
+        if self._ranks.tp == 1:
+            return mine
+        numbers = [math.inf] * len(fields(Measured)) if mine is None else [float(x) for x in astuple(mine)]
+        largest = self._agreed(numbers)
+        if math.isinf(largest[0]):
+            return None
+        forward_s, backward_s, input_s, weight_s, stored, peak = largest
+        return Measured(forward_s, backward_s, input_s, weight_s, int(stored), int(peak))
+
+    def agree(self, answer: bool) -> bool:
+        """True where all ranks say so."""
+        return self._ranks.tp == 1 or not self._agreed([float(not answer)])[0]
+
+    def _agreed(self, numbers: list[float]) -> list[float]:
+        shared = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX)
+        return [float(x) for x in shared.tolist()]
+
+    def _alone(self, part: Part, micro_batch: MicroBatch) -> Measured | None:
         try:
             return self._measured(part, micro_batch)
         except (RuntimeError, MemoryError) as error:
@@ -104,9 +145,12 @@ class LayerProfiler:
     def _stage(self, pp_rank: int, num_layers: int) -> MegatronStage:
         layers = max(1, num_layers)
         shape = replace(self._shape, num_layers=layers + 2)
-        topology = Topology(pp=3, layers_per_stage=(1, layers, 1))
+        topology = Topology(tp=self._ranks.tp, pp=3, layers_per_stage=(1, layers, 1))
         config = transformer_config(
-            replace(shape, num_layers=layers), Topology(), dtype=self._dtype, sequence_parallel=False
+            replace(shape, num_layers=layers),
+            self._topology,
+            dtype=self._dtype,
+            sequence_parallel=self._ranks.sequence_parallel,
         )
         model = build_model(shape, topology, pp_rank, config, seed=0, device=self._device)
         if not num_layers:
@@ -117,7 +161,8 @@ class LayerProfiler:
         """A random hidden state (sequence, rows, hidden), and the batch that goes with it."""
         rows, length = micro_batch.rows, micro_batch.encoder_len
         dtype = getattr(torch, self._dtype)
-        x_SBH = torch.randn((length, rows, self._shape.hidden_size), dtype=dtype, device=self._device)
+        shards = self._ranks.tp if self._ranks.sequence_parallel else 1
+        x_SBH = torch.randn((length // shards, rows, self._shape.hidden_size), dtype=dtype, device=self._device)
         tokens = torch.zeros((rows, length), dtype=torch.long, device=self._device)
         batch: dict[str, Any] = {
             "tokens": tokens,
@@ -176,7 +221,9 @@ class LayerProfiler:
         """Medians over repetitions, as many as fit into the time for one; the first is a warm-up."""
         runs: list[tuple[float, ...]] = []
         spent_s = 0.0
-        while len(runs) < 1 + _LEAST_REPEATS or (len(runs) <= _MOST_REPEATS and spent_s < self._seconds_each):
+        while len(runs) < 1 + _LEAST_REPEATS or (
+            len(runs) <= _MOST_REPEATS and self.agree(spent_s < self._seconds_each)
+        ):
             number, x_SBH = self._start(stage, micro_batch, count_bytes=False)
             runs.append(self._forward_backward(stage, number, x_SBH, split=split))
             spent_s += sum(runs[-1])

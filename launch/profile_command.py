@@ -9,8 +9,9 @@ import platform
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import numpy as np
 from rich.console import Console
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.analytic import ModelShape
-from dynapipe_ext.costs.profiled import Measure, Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.analytic import ModelShape, parameters_per_stage
+from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.launch.env import RankEnv, limit_threads
 from dynapipe_ext.launch.job import model_shape
 from dynapipe_ext.launch.outcome import versions
 from dynapipe_ext.lengths import SampleLength
@@ -30,6 +33,7 @@ from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute, round_up
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
 from dynapipe_ext.tools.profile_errors import errors_table, held_out_errors
 from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.topology import Topology
 
 _FORMAT = "dynapipe-profile-part/1"
 _VOCAB_MULTIPLE = 128
@@ -51,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--config", metavar="FILE", help="settings of a training run in TOML: its model")
     model.add_argument("--model", metavar="MODEL", help="config.json, Megatron's arguments as JSON, or a preset's name")
     parser.add_argument("--out", metavar="FILE", required=True, help="the cost table to write (JSON)")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel degree (1 is measured)")
+    parser.add_argument("--tp", type=int, metavar="N", help="ranks that share a layer (the settings', or 1)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights (the model's)")
-    parser.add_argument("--min-len", type=int, default=16, metavar="N", help="shortest row (16)")
+    parser.add_argument("--min-len", type=int, metavar="N", help="shortest row (16)")
     parser.add_argument("--max-len", type=int, metavar="N", help=f"longest row (the model's, up to {_MOST_LEN})")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most rows x length (8 x the longest row)")
     parser.add_argument("--recompute", choices=RECOMPUTES, nargs="+", default=RECOMPUTES, help="kinds to measure (all)")
@@ -65,33 +69,73 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the held-out shapes")
 
 
-def run(args: argparse.Namespace) -> int:
-    shape, dtype = _model(args)
-    within = _range(args, shape)
-    for name, value, least in (("--error-target", args.error_target, 0), ("--max-seconds", args.max_seconds, 0)):
-        if not value > least:
-            raise ConfigError(f"{name} is {value} but must be above {least}")
-    for name, value in (("--max-shapes", args.max_shapes), ("--held-out", args.held_out)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value} but must be at least 1")
-    warnings.filterwarnings("ignore", module="megatron")
-    from dynapipe_ext.executor.device import rank_device
-    from dynapipe_ext.executor.profiling import LayerProfiler
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is measured, and where it goes."""
 
-    device = rank_device(0)
+    args: argparse.Namespace
+    shape: ModelShape
+    dtype: str
+    tp: int
+    sequence_parallel: bool
+    within: ProfileRange
+
+
+def run(args: argparse.Namespace) -> int:
+    job = _job(args)
+    out = Path(args.out)
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out is {out} but {out.parent} is no folder: make it first")
+    warnings.filterwarnings("ignore", module="megatron")
+    import dynapipe_ext.executor.profiling  # noqa: F401  # once, before ranks are forked
+
+    limit_threads()
+    run_local(partial(_measure, job), job.tp)
+    return 0
+
+
+def _measure(job: _Job, env: RankEnv) -> int:
+    """On this rank of those that share layers; the first shows and writes."""
+    from dynapipe_ext.executor.device import rank_device
+    from dynapipe_ext.executor.profiling import LayerProfiler, Ranks
+
+    args, shape, within = job.args, job.shape, job.within
+    device = rank_device(env.local_rank)
     name = _device_name(device)
-    made_of = {"shape": asdict(shape), "dtype": dtype, "device": name, "recomputes": list(within.recomputes)}
+    made_of = {"shape": asdict(shape), "dtype": job.dtype, "device": name, "tp": job.tp}
+    made_of |= {"recomputes": list(within.recomputes), "sequence_parallel": job.sequence_parallel}
     kept = _Kept(Path(args.out), made_of)
     profile = kept.read()
+    first = env.rank == 0
+    ranks = Ranks(rank=env.rank, tp=job.tp, init_method=env.init_method, sequence_parallel=job.sequence_parallel)
     start_s = time.monotonic()
-    with LayerProfiler(shape, dtype=dtype, device=device) as profiler:
-        _measure_shapes(args, profile, profiler.measure, within, kept, start_s)
-        value_bytes = 4 if dtype == "float32" else 2
+    with LayerProfiler(shape, dtype=job.dtype, device=device, ranks=ranks) as profiler:
+        deadline_s = start_s + args.max_seconds
+        with WorkProgress("measuring shapes", args.max_shapes, enabled=first) as progress:
+            progress.advance(done := len(profile.shapes()))
+
+            def go_on(profile: Profile, error: float | None) -> bool:
+                nonlocal done
+                progress.advance(len(profile.shapes()) - done)
+                done = len(profile.shapes())
+                if first:
+                    kept.write(profile)
+                return profiler.agree(time.monotonic() < deadline_s)
+
+            choose_and_measure(
+                profile,
+                profiler.measure,
+                within,
+                error_target=args.error_target,
+                most_shapes=args.max_shapes,
+                go_on=go_on,
+            )
         provenance = {
             "device": name,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "dtype": dtype,
-            "tp": args.tp,
+            "dtype": job.dtype,
+            "tp": job.tp,
+            "sequence_parallel": job.sequence_parallel,
             "clock": "CPU seconds" if device.type == "cpu" else "seconds",
             "versions": versions(),
             "model": asdict(shape),
@@ -101,12 +145,15 @@ def run(args: argparse.Namespace) -> int:
             profile,
             within,
             shape,
-            value_bytes=value_bytes,
+            value_bytes=4 if job.dtype == "float32" else 2,
+            tp=job.tp,
             distributed_optimizer=args.distributed_optimizer,
             provenance=provenance,
         )
         groups = _held_out(within, args.held_out, args.seed)
         errors = {group: held_out_errors(table, profiler.measure, batches) for group, batches in groups.items()}
+    if not first:
+        return 0
     provenance["held_out_error"] = {group: one.mean for group, one in errors.items()}
     write_atomic(args.out, json.dumps(table.to_json() | {"provenance": provenance}, separators=(",", ":")) + "\n")
     kept.remove()
@@ -117,68 +164,53 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(args: argparse.Namespace) -> tuple[ModelShape, str]:
-    if args.tp != 1:
-        raise ConfigError(f"--tp is {args.tp}: one process measures a layer that is not divided, so give 1")
+def _job(args: argparse.Namespace) -> _Job:
+    for name, number in (("--error-target", args.error_target), ("--max-seconds", args.max_seconds)):
+        if not number > 0:
+            raise ConfigError(f"{name} is {number} but must be above 0")
+    for name, count in (("--max-shapes", args.max_shapes), ("--held-out", args.held_out)):
+        if count < 1:
+            raise ConfigError(f"{name} is {count} but must be at least 1")
+    tp, sequence_parallel = args.tp, False
     if args.config:
         config = TrainConfig.read(args.config)
-        return model_shape(config, config.data.vocab_size), args.dtype or config.model.dtype
-    architecture = read_model(args.model)
-    shape = architecture.model_shape(round_up(architecture.vocab_size, _VOCAB_MULTIPLE))
+        shape = model_shape(config, config.data.vocab_size)
+        dtype: str = config.model.dtype
+        tp, sequence_parallel = args.tp or config.topology.tp, config.topology.sequence_parallel
+    else:
+        architecture = read_model(args.model)
+        shape = architecture.model_shape(round_up(architecture.vocab_size, _VOCAB_MULTIPLE))
+        dtype, tp = architecture.dtype, args.tp or 1
     if shape.num_experts:
         raise ConfigError(f"the model has {shape.num_experts} experts: only dense layers are measured")
-    dtype = args.dtype or architecture.dtype
+    dtype = args.dtype or dtype
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"the model's weights are {dtype}: give --dtype float32 or bfloat16")
-    return shape, dtype
+    sequence_parallel = sequence_parallel and tp > 1
+    parameters_per_stage(shape, Topology(tp=tp))  # refuses what does not divide
+    return _Job(args, shape, dtype, tp, sequence_parallel, _range(args, shape, tp if sequence_parallel else 1))
 
 
-def _range(args: argparse.Namespace, shape: ModelShape) -> ProfileRange:
+def _range(args: argparse.Namespace, shape: ModelShape, multiple: int) -> ProfileRange:
     longest = args.max_len or min(shape.max_seq_len, _MOST_LEN)
     if longest > shape.max_seq_len and shape.position == "learned":
         raise ConfigError(f"--max-len is {longest} but the model has {shape.max_seq_len} positions")
     return ProfileRange(
-        min_len=args.min_len,
+        min_len=min(16, longest) if args.min_len is None else args.min_len,
         max_len=longest,
         max_tokens=8 * longest if args.max_tokens is None else args.max_tokens,
+        multiple=multiple,
         recomputes=tuple(r for r in RECOMPUTES if r in args.recompute),
     )
-
-
-def _measure_shapes(
-    args: argparse.Namespace,
-    profile: Profile,
-    measure: Measure,
-    within: ProfileRange,
-    kept: _Kept,
-    start_s: float,
-) -> None:
-    done = len(profile.shapes())
-    with WorkProgress("measuring shapes", args.max_shapes) as progress:
-        progress.advance(done)
-
-        def go_on(profile: Profile, error: float | None) -> bool:
-            nonlocal done
-            progress.advance(len(profile.shapes()) - done)
-            done = len(profile.shapes())
-            kept.write(profile)
-            spent_s = time.monotonic() - start_s
-            return bool(spent_s < args.max_seconds)
-
-        choose_and_measure(
-            profile,
-            measure,
-            within,
-            error_target=args.error_target,
-            most_shapes=args.max_shapes,
-            go_on=go_on,
-        )
 
 
 def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence[MicroBatch]]:
     """Padded shapes, and packed rows of documents of very different lengths, within what the table knows."""
     smaller = ProfileRange(
-        min_len=within.min_len, max_len=within.max_len, max_tokens=max(within.max_len, within.max_tokens // 2)
+        min_len=within.min_len,
+        max_len=within.max_len,
+        max_tokens=max(within.max_len, within.max_tokens // 2),
+        multiple=within.multiple,
     )
     shapes = smaller.held_out(count, seed)
     kinds: list[Recompute] = [within.recomputes[i % len(within.recomputes)] for i in range(count)]
@@ -193,7 +225,8 @@ def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence
             if (length := round(float(np.exp(exponent)))) <= room:
                 lengths.append(length)
                 room -= length
-        packed.append(MicroBatch(tuple(SampleLength(i, n) for i, n in enumerate(lengths)), "packed", kind))
+        samples = tuple(SampleLength(i, n) for i, n in enumerate(lengths))
+        packed.append(MicroBatch(samples, "packed", kind, pad_multiple=within.multiple))
     return {"padded": padded, "packed": packed}
 
 

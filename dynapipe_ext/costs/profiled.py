@@ -16,7 +16,7 @@ from dynapipe_ext.costs.surface import PARTS, QUANTITIES, Measured, Part, Shape,
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, Recompute
+from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.topology import Topology
 
 Measure = Callable[[Part, MicroBatch], Measured | None]
@@ -27,11 +27,14 @@ _PER_DOUBLING = 4  # points of the written table: a multilinear cell then misses
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRange:
-    """Which shapes are measured: lengths from `min_len` to `max_len`, rows x length up to `max_tokens`."""
+    """Which shapes are measured: lengths from `min_len` to `max_len`, rows x length up to `max_tokens`. Lengths are
+    multiples of `multiple`, the ranks that share a sequence.
+    """
 
     max_len: int
     max_tokens: int
     min_len: int = 16
+    multiple: int = 1
     recomputes: tuple[Recompute, ...] = RECOMPUTES
 
     def __post_init__(self) -> None:
@@ -39,13 +42,18 @@ class ProfileRange:
             raise ConfigError(
                 f"lengths {self.min_len} to {self.max_len} and {self.max_tokens} tokens a micro-batch: they must ascend"
             )
+        if self.min_len % self.multiple or self.max_len % self.multiple:
+            raise ConfigError(
+                f"lengths {self.min_len} to {self.max_len} must be multiples of {self.multiple}, the ranks that share a"
+                " sequence"
+            )
 
     def holds(self, shape: Shape) -> bool:
         return self.min_len <= shape[1] <= self.max_len and shape[0] * shape[1] <= self.max_tokens
 
     def first(self) -> list[Shape]:
         """The corners, the middle of the longest side, and the middle."""
-        middle = round((self.min_len * self.max_len) ** 0.5)
+        middle = round_up(round((self.min_len * self.max_len) ** 0.5), self.multiple)
         corners = [(1, self.min_len), (1, self.max_len), (self.max_tokens // self.min_len, self.min_len)]
         rest = [self.max_tokens // self.max_len, self.max_tokens // middle, round((self.max_tokens / middle) ** 0.5)]
         shapes = [*corners, (rest[0], self.max_len), (rest[1], middle), (max(1, rest[2]), middle)]
@@ -55,18 +63,19 @@ class ProfileRange:
         return [s for s in itertools.product(self.rows(1), self.lengths(2)) if self.holds(s)]
 
     def rows(self, per_doubling: int) -> list[int]:
-        return _spread(1, self.max_tokens // self.min_len, per_doubling)
+        return _spread(1, self.max_tokens // self.min_len, per_doubling, 1)
 
     def lengths(self, per_doubling: int) -> list[int]:
-        return _spread(self.min_len, self.max_len, per_doubling)
+        return _spread(self.min_len, self.max_len, per_doubling, self.multiple)
 
     def held_out(self, count: int, seed: int) -> list[Shape]:
         """Shapes spread evenly over doublings, that nobody chose."""
         random = np.random.default_rng(seed)
         found: list[Shape] = []
         while len(found) < count:
-            length = round(float(np.exp(random.uniform(np.log(self.min_len), np.log(self.max_len)))))
-            rows = round(float(np.exp(random.uniform(0.0, np.log(self.max_tokens / length)))))
+            exponent = random.uniform(np.log(self.min_len), np.log(self.max_len))
+            length = round_up(round(float(np.exp(exponent))), self.multiple)
+            rows = round(float(np.exp(random.uniform(0.0, np.log(max(1.0, self.max_tokens / length))))))
             if self.holds((rows, length)):
                 found.append((rows, length))
         return found
@@ -164,18 +173,21 @@ def cost_table(
     shape: ModelShape,
     *,
     value_bytes: int,
+    tp: int = 1,
     distributed_optimizer: bool = False,
     provenance: Mapping[str, Any] | None = None,
 ) -> CostTable:
-    """The measurements on a dense grid, for a pipeline of one stage until it is laid out over a topology."""
+    """The measurements on a dense grid, for a pipeline of one stage until it is laid out over a topology; `tp` is the
+    tensor-parallel degree that was measured.
+    """
     grids: dict[tuple[Recompute, LayerKind], Grid] = {}
     head_grid = _grid(profile, ("head", "none"), within)
     for recompute in within.recomputes:
         grids[recompute, "encoder"] = _grid(profile, ("layer", recompute), within)
         grids[recompute, "postprocess"] = head_grid
-    one, two = (parameters_per_stage(replace(shape, num_layers=n), Topology())[0] for n in (1, 2))
-    embedding = shape.hidden_size * (shape.vocab_size + (shape.max_seq_len if shape.position == "learned" else 0))
-    head = shape.hidden_size * shape.vocab_size
+    one, two = (parameters_per_stage(replace(shape, num_layers=n), Topology(tp=tp))[0] for n in (1, 2))
+    head = shape.hidden_size * shape.vocab_size // tp
+    embedding = head + (shape.hidden_size * shape.max_seq_len if shape.position == "learned" else 0)
     norm = one - (two - one) - embedding - (0 if shape.tied_embeddings else head)
     whole, optimizer = 1 + 4 / value_bytes, 8 / value_bytes  # gradients and Adam's moments are fp32
     optimizer += 4 / value_bytes if value_bytes < 4 else 0  # and a master copy of 16-bit weights
@@ -189,7 +201,7 @@ def cost_table(
         },
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
-        topology=Topology(),
+        topology=Topology(tp=tp),
         state_parts=(whole, optimizer) if distributed_optimizer else (whole + optimizer, 0.0),
         value_bytes=value_bytes,
         provenance=dict(provenance or {}),
@@ -223,8 +235,8 @@ def _padded(shape: Shape, recompute: Recompute, layout: Layout = "padded") -> Mi
     return MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), layout, recompute)
 
 
-def _spread(least: int, most: int, per_doubling: int) -> list[int]:
-    """Integers from `least` to `most` at even ratios."""
+def _spread(least: int, most: int, per_doubling: int, multiple: int) -> list[int]:
+    """Multiples from `least` to `most` at even ratios."""
     doublings = np.log2(most / least)
     steps = np.linspace(0.0, doublings, int(np.ceil(doublings * per_doubling)) + 1)
-    return sorted({round(float(n)) for n in least * 2.0**steps})
+    return sorted({round_up(round(float(n)), multiple) for n in least * 2.0**steps})

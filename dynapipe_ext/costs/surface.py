@@ -20,7 +20,7 @@ _REACH = 1.5  # doublings over which two points' deviations from the fit still r
 _NOISE = 0.02  # relative, of one measured time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Of one layer or of the head, for one micro-batch. `backward_s` is B, `input_s` and `weight_s` I and W of a split
     one. `stored_bytes`: from F to B; `peak_bytes`: the most that one layer alone needs at any time.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,14 @@ _CONFIG = """
 num_layers = 3
 hidden_size = 32
 num_heads = 2
-num_query_groups = 1
+num_query_groups = 2
 ffn_hidden_size = 64
 gated_mlp = true
 norm = "rmsnorm"
 bias = false
 max_seq_len = 64
+[topology]
+tp = 1
 [data]
 vocab_size = 200
 """
@@ -42,15 +47,18 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a table of the model on one rank."""
+    folder = tmp_path_factory.mktemp("measured")
+    (folder / "model.toml").write_text(_CONFIG)
+    assert main(["profile", "--config", str(folder / "model.toml"), "--out", str(folder / "costs.json"), *_FEW]) == 0
+    return folder
+
+
 @pytest.mark.timeout(120)
-def test_a_model_is_measured_and_its_table_plans(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "costs.json"
-    assert main(["profile", "--config", config, "--out", str(out), *_FEW]) == 0
-    shown = capsys.readouterr().out
-    assert "held-out error" in shown
-    assert "shapes measured" in shown
+def test_a_model_is_measured_and_its_table_plans(measured: Path) -> None:
+    out = measured / "costs.json"
     table = CostTable.read(out)
     assert {kind for kind, _ in table.grids} == {"none", "full"}
     assert set(table.provenance) >= {"device", "date", "versions", "dtype", "measured", "held_out_error", "model"}
@@ -64,16 +72,35 @@ def test_a_model_is_measured_and_its_table_plans(
     assert full.stored_bytes[0, 0] < none.stored_bytes[0, 0]
     assert full.backward_ns[0, 0] > none.backward_ns[0, 0]
     assert 0 < none.weight_ns[0, 0] < none.backward_ns[0, 0]
-    assert not list(tmp_path.glob("*.part"))
-    np.save(tmp_path / "lengths.npy", np.array([9, 60, 33, 12, 17, 40]))
+    assert not list(measured.glob("*.part"))
+    np.save(measured / "lengths.npy", np.array([9, 60, 33, 12, 17, 40]))
     arguments = ["--costs", str(out), "--pp", "3", "--dp", "1", "--memory-limit-gb", "1", "--split-backward"]
-    assert main(["plan", *arguments, "--lengths", str(tmp_path / "lengths.npy")]) == 0
+    assert main(["plan", *arguments, "--lengths", str(measured / "lengths.npy")]) == 0
+
+
+@pytest.mark.timeout(120)
+def test_tensor_parallel_layers_are_measured_on_as_many_ranks(
+    measured: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config, together = tmp_path / "model.toml", tmp_path / "costs.json"
+    config.write_text(_CONFIG.replace("tp = 1", "tp = 2\nsequence_parallel = true"))
+    arguments = ["--config", str(config), *_FEW, "--max-tokens", "128", "--max-shapes", "4", "--recompute", "none"]
+    assert main(["profile", *arguments, "--out", str(together)]) == 0
+    shown = capfd.readouterr().out
+    assert shown.count("held-out error") == 1  # the first rank alone shows
+    assert "shapes measured" in shown
+    one, two = CostTable.read(measured / "costs.json"), CostTable.read(together)
+    assert (two.topology.tp, two.provenance["sequence_parallel"]) == (2, True)
+    m = MicroBatch((SampleLength(0, 64), SampleLength(1, 64)))
+    stored = [table.evaluate([m]).stored_bytes[0, 0] for table in (one, two)]
+    assert 0.4 < stored[1] / stored[0] < 0.75  # the sequence, heads and widths are divided; gathered inputs are not
+    assert 0.5 < two.parameter_bytes["encoder"] / one.parameter_bytes["encoder"] < 0.6
 
 
 class _Stub:
-    """Counts what it is asked, and ends after `fuel` measurements as Ctrl-C does."""
+    """Notes what it is asked; after `fuel` measurements somebody presses Ctrl-C."""
 
-    asked, fuel = 0, 10**9
+    notes, fuel = Path(), 10**9
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -82,60 +109,65 @@ class _Stub:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def agree(self, answer: bool) -> bool:
+        return answer
+
     def measure(self, part: str, m: MicroBatch) -> Measured:
-        if _Stub.asked == _Stub.fuel:
-            raise KeyboardInterrupt
-        _Stub.asked += 1
+        if len(_Stub.notes.read_text().split()) == _Stub.fuel:
+            os.kill(os.getppid(), signal.SIGINT)
+            signal.pause()
+        with _Stub.notes.open("a") as notes:
+            notes.write(f"{part}\n")
         seconds = 1e-4 + 1e-6 * m.padded_tokens
-        return Measured(
-            forward_s=seconds, backward_s=2 * seconds, input_s=seconds, weight_s=seconds,
-            stored_bytes=100 * m.padded_tokens, peak_bytes=150 * m.padded_tokens,
-        )  # fmt: skip
+        return Measured(seconds, 2 * seconds, seconds, seconds, 100 * m.padded_tokens, 150 * m.padded_tokens)
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str], int], tuple[int, int]]:
+    """Runs the command over the stub: its status, and how much it measured."""
+    monkeypatch.setattr(profiling, "LayerProfiler", _Stub)
+    monkeypatch.setattr(_Stub, "notes", tmp_path / "notes")
+
+    def profile(arguments: list[str], fuel: int = 10**9) -> tuple[int, int]:
+        _Stub.notes.write_text("")
+        monkeypatch.setattr(_Stub, "fuel", fuel)
+        return main(["profile", *arguments]), len(_Stub.notes.read_text().split())
+
+    return profile
 
 
 def test_an_interrupted_profile_goes_on_where_it_was(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: str, tmp_path: Path, stub: Callable[..., tuple[int, int]]
 ) -> None:
-    monkeypatch.setattr(profiling, "LayerProfiler", _Stub)
     out = tmp_path / "costs.json"
-    arguments = ["profile", "--config", config, "--out", str(out), "--min-len", "8", "--held-out", "2"]
-    monkeypatch.setattr(_Stub, "asked", 0)
-    monkeypatch.setattr(_Stub, "fuel", 10)
-    assert main(arguments) == 130
+    arguments = ["--config", config, "--out", str(out), "--min-len", "8", "--held-out", "2"]
+    assert stub(arguments, 10) == (130, 10)
     assert not out.exists()
     part = json.loads((tmp_path / "costs.json.part").read_text())
     assert len(part["points"]) == 8  # two shapes, each in four ways; the third was cut
-    monkeypatch.setattr(_Stub, "asked", 0)
-    monkeypatch.setattr(_Stub, "fuel", 10**9)
-    assert main(arguments) == 0
-    resumed, table = _Stub.asked, out.read_text()
+    status, resumed = stub(arguments)
+    first = json.loads(out.read_text())
     out.unlink()
-    monkeypatch.setattr(_Stub, "asked", 0)
-    assert main(arguments) == 0
-    assert _Stub.asked == resumed + 8
-    again, first = json.loads(out.read_text()), json.loads(table)
-    assert again["grids"] == first["grids"]
-    capsys.readouterr()
+    assert (status, stub(arguments)) == (0, (0, resumed + 8))
+    assert json.loads(out.read_text())["grids"] == first["grids"]
 
 
 def test_measurements_of_another_model_are_not_mixed_in(
-    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: str, tmp_path: Path, stub: Callable[..., tuple[int, int]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(profiling, "LayerProfiler", _Stub)
-    monkeypatch.setattr(_Stub, "asked", 0)
-    monkeypatch.setattr(_Stub, "fuel", 10)
     arguments = ["--out", str(tmp_path / "costs.json"), "--min-len", "8"]
-    assert main(["profile", "--config", config, *arguments]) == 130
+    assert stub(["--config", config, *arguments], 10)[0] == 130
     other = tmp_path / "other.toml"
     other.write_text(_CONFIG.replace("hidden_size = 32", "hidden_size = 48"))
-    assert main(["profile", "--config", str(other), *arguments]) == 2
-    assert "measurements of another model" in capsys.readouterr().err
+    assert stub(["--config", str(other), *arguments]) == (2, 0)
+    assert "measurements of another model" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tp", "2"], "--tp is 2"),
+        (["--tp", "3"], "does not divide over tp 3"),
+        (["--out", "no/such/folder/costs.json"], "no/such/folder is no folder"),
         (["--min-len", "100"], "must ascend"),
         (["--error-target", "0"], "--error-target is 0.0"),
         (["--max-shapes", "0"], "--max-shapes is 0"),
