@@ -24,13 +24,14 @@ from dynapipe_ext.data.memory_profiling import is_out_of_memory, measure_on
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.instructions import Certificate, ExecutionPlan
 from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
+from dynapipe_ext.executor.stages.megatron_families import build_family, family_config
 from dynapipe_ext.executor.stages.megatron_model import (
     build_model,
     destroy_parallel,
     initialize_parallel,
     transformer_config,
 )
-from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology
 
@@ -58,14 +59,14 @@ class LayerProfiler:
 
     def __init__(
         self,
-        shape: ModelShape,
+        model: ModelShape | Architecture,
         *,
         dtype: str,
         device: torch.device,
         ranks: Ranks,
         seconds_each: float = 0.5,
     ) -> None:
-        self._shape, self._dtype, self._device, self._seconds_each = shape, dtype, device, seconds_each
+        self._model, self._dtype, self._device, self._seconds_each = model, dtype, device, seconds_each
         self._ranks, self._topology = ranks, Topology(tp=ranks.tp)
         self._measure = measure_on(device)
         self._exit = ExitStack()
@@ -90,9 +91,9 @@ class LayerProfiler:
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
-    def measure(self, part: Part, micro_batch: MicroBatch) -> Measured | None:
-        """Of one layer, or of the head; None where it does not fit on a device."""
-        mine = self._alone(part, micro_batch)
+    def measure(self, part: Part, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
+        """Of one layer, or of the head; None where it does not fit on a device. With `bytes_only` times are 0."""
+        mine = self._alone(part, micro_batch, bytes_only=bytes_only)
         if self._ranks.tp == 1:
             return mine
         numbers = [math.inf] * len(fields(Measured)) if mine is None else [float(x) for x in astuple(mine)]
@@ -111,9 +112,9 @@ class LayerProfiler:
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return [float(x) for x in shared.tolist()]
 
-    def _alone(self, part: Part, micro_batch: MicroBatch) -> Measured | None:
+    def _alone(self, part: Part, micro_batch: MicroBatch, *, bytes_only: bool) -> Measured | None:
         try:
-            return self._measured(part, micro_batch)
+            return self._measured(part, micro_batch, bytes_only=bytes_only)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -123,15 +124,16 @@ class LayerProfiler:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _measured(self, part: Part, micro_batch: MicroBatch) -> Measured:
+    def _measured(self, part: Part, micro_batch: MicroBatch, *, bytes_only: bool) -> Measured:
         layers = _NUM_LAYERS if part == "layer" else 1
         timed = self._stages["layers" if part == "layer" else "head"]
         alone = self._stages["one layer" if part == "layer" else "head"]
         stored = self._stored_bytes(timed, micro_batch)
         if part == "layer":
             stored -= self._stored_bytes(alone, micro_batch)
-        whole = self._seconds(timed, micro_batch, split=False)
-        split = self._seconds(timed, micro_batch, split=True)
+        whole, split = [0.0, 0.0], [0.0, 0.0, 0.0]
+        if not bytes_only:
+            whole, split = (self._seconds(timed, micro_batch, split=flag) for flag in (False, True))
         peak = max(self._peak_bytes(alone, micro_batch, split=split) for split in (False, True))
         return Measured(
             forward_s=whole[0] / layers,
@@ -143,16 +145,19 @@ class LayerProfiler:
         )
 
     def _stage(self, pp_rank: int, num_layers: int) -> MegatronStage:
-        layers = max(1, num_layers)
-        shape = replace(self._shape, num_layers=layers + 2)
-        topology = Topology(tp=self._ranks.tp, pp=3, layers_per_stage=(1, layers, 1))
-        config = transformer_config(
-            replace(shape, num_layers=layers),
-            self._topology,
-            dtype=self._dtype,
-            sequence_parallel=self._ranks.sequence_parallel,
-        )
-        model = build_model(shape, topology, pp_rank, config, seed=0, device=self._device)
+        layers, ranks = max(1, num_layers), self._ranks
+        topology = Topology(tp=ranks.tp, pp=3, layers_per_stage=(1, layers, 1))
+        options: dict[str, Any] = {"dtype": self._dtype, "sequence_parallel": ranks.sequence_parallel}
+        if isinstance(self._model, Architecture):
+            config = family_config(replace(self._model, num_layers=layers), self._topology, **options)
+            family = replace(self._model, num_layers=layers + 2)
+            model = build_family(
+                family, topology, pp_rank, dtype=self._dtype, device=self._device, seed=0, config=config
+            )
+        else:
+            config = transformer_config(replace(self._model, num_layers=layers), self._topology, **options)
+            shape = replace(self._model, num_layers=layers + 2)
+            model = build_model(shape, topology, pp_rank, config, seed=0, device=self._device)
         if not num_layers:
             model.decoder.layers = torch.nn.ModuleList()  # type: ignore[union-attr]
         return MegatronStage(wrap_ddp(model, config))
@@ -162,7 +167,7 @@ class LayerProfiler:
         rows, length = micro_batch.rows, micro_batch.encoder_len
         dtype = getattr(torch, self._dtype)
         shards = self._ranks.tp if self._ranks.sequence_parallel else 1
-        x_SBH = torch.randn((length // shards, rows, self._shape.hidden_size), dtype=dtype, device=self._device)
+        x_SBH = torch.randn((length // shards, rows, self._model.hidden_size), dtype=dtype, device=self._device)
         tokens = torch.zeros((rows, length), dtype=torch.long, device=self._device)
         batch: dict[str, Any] = {
             "tokens": tokens,
@@ -259,8 +264,3 @@ def _plan(micro_batch: MicroBatch, stage: int) -> ExecutionPlan:
         num_micro_batches=(1,),
         seed=0,
     )
-
-
-def padded(rows: int, length: int, **values: Any) -> MicroBatch:
-    """A micro-batch of `rows` rows of one length."""
-    return MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), **values)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import platform
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.analytic import ModelShape, parameters_per_stage
@@ -28,8 +28,11 @@ from dynapipe_ext.launch.env import RankEnv, limit_threads
 from dynapipe_ext.launch.job import model_shape
 from dynapipe_ext.launch.outcome import versions
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.models.sources import read_model
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.memory import shape_of
+from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute, round_up
+from dynapipe_ext.tools.console import show
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
 from dynapipe_ext.tools.profile_errors import errors_table, held_out_errors
 from dynapipe_ext.tools.progress import WorkProgress
@@ -67,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held-out", type=int, default=6, metavar="N", help="shapes that tell the error (6)")
     parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer states divided over replicas")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the held-out shapes")
+    parser.add_argument("--json", action="store_true", help="print the errors as JSON")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class _Job:
     """What is measured, and where it goes."""
 
     args: argparse.Namespace
+    model: ModelShape | Architecture
     shape: ModelShape
     dtype: str
     tp: int
@@ -82,16 +87,37 @@ class _Job:
 
 
 def run(args: argparse.Namespace) -> int:
-    job = _job(args)
-    out = Path(args.out)
-    if not out.parent.is_dir():
-        raise ConfigError(f"--out is {out} but {out.parent} is no folder: make it first")
+    job, out = _job(args), Path(args.out)
+    if not out.parent.is_dir() or out.is_dir():
+        raise ConfigError(f"--out is {out}, but must name a file in a folder that exists")
     warnings.filterwarnings("ignore", module="megatron")
+    import torch
+
     import dynapipe_ext.executor.profiling  # noqa: F401  # once, before ranks are forked
 
-    limit_threads()
-    run_local(partial(_measure, job), job.tp)
+    torch.set_num_threads(limit_threads())  # more would count as CPU seconds of one
+    with _alone(out):
+        run_local(partial(_measure, job), job.tp)
     return 0
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Errors: ConfigError where another process measures for the same file: both would spoil the other's times."""
+    try:
+        lock = out.with_name(f".{out.name}.lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written ({error.strerror}): choose another folder") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{out} is being measured by another process: wait for it, or end it") from error
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                Path(lock.name).unlink()
 
 
 def _measure(job: _Job, env: RankEnv) -> int:
@@ -102,14 +128,14 @@ def _measure(job: _Job, env: RankEnv) -> int:
     args, shape, within = job.args, job.shape, job.within
     device = rank_device(env.local_rank)
     name = _device_name(device)
-    made_of = {"shape": asdict(shape), "dtype": job.dtype, "device": name, "tp": job.tp}
+    made_of = {"model": asdict(job.model), "dtype": job.dtype, "device": name, "tp": job.tp}
     made_of |= {"recomputes": list(within.recomputes), "sequence_parallel": job.sequence_parallel}
     kept = _Kept(Path(args.out), made_of)
     profile = kept.read()
     first = env.rank == 0
     ranks = Ranks(rank=env.rank, tp=job.tp, init_method=env.init_method, sequence_parallel=job.sequence_parallel)
     start_s = time.monotonic()
-    with LayerProfiler(shape, dtype=job.dtype, device=device, ranks=ranks) as profiler:
+    with LayerProfiler(job.model, dtype=job.dtype, device=device, ranks=ranks) as profiler:
         deadline_s = start_s + args.max_seconds
         with WorkProgress("measuring shapes", args.max_shapes, enabled=first) as progress:
             progress.advance(done := len(profile.shapes()))
@@ -157,10 +183,12 @@ def _measure(job: _Job, env: RankEnv) -> int:
     provenance["held_out_error"] = {group: one.mean for group, one in errors.items()}
     write_atomic(args.out, json.dumps(table.to_json() | {"provenance": provenance}, separators=(",", ":")) + "\n")
     kept.remove()
-    console = Console(highlight=False)
-    console.print(errors_table(errors))
     took_s = time.monotonic() - start_s
-    console.print(f"{args.out}: {len(profile.shapes())} shapes measured in {took_s:.0f} s on {name}")
+    if args.json:
+        summary = {"out": str(args.out), "shapes": len(profile.shapes()), "seconds": took_s, "device": name}
+        print(json.dumps(summary | {"held_out_error": {group: one.to_json() for group, one in errors.items()}}))
+        return 0
+    show(errors_table(errors), f"{args.out}: {len(profile.shapes())} shapes measured in {took_s:.0f} s on {name}")
     return 0
 
 
@@ -168,27 +196,31 @@ def _job(args: argparse.Namespace) -> _Job:
     for name, number in (("--error-target", args.error_target), ("--max-seconds", args.max_seconds)):
         if not number > 0:
             raise ConfigError(f"{name} is {number} but must be above 0")
-    for name, count in (("--max-shapes", args.max_shapes), ("--held-out", args.held_out)):
-        if count < 1:
-            raise ConfigError(f"{name} is {count} but must be at least 1")
-    tp, sequence_parallel = args.tp, False
+    counts = {"--max-shapes": 1, "--held-out": 1, "--seed": 0, "--tp": 1, "--min-len": 1, "--max-len": 1}
+    for name, least in (counts | {"--max-tokens": 1}).items():
+        count = getattr(args, name[2:].replace("-", "_"))
+        if count is not None and count < least:
+            raise ConfigError(f"{name} is {count} but must be at least {least}")
+    model: ModelShape | Architecture
+    sequence_parallel = False
     if args.config:
         config = TrainConfig.read(args.config)
-        shape = model_shape(config, config.data.vocab_size)
+        model = shape = model_shape(config, config.data.vocab_size)
         dtype: str = config.model.dtype
         tp, sequence_parallel = args.tp or config.topology.tp, config.topology.sequence_parallel
     else:
-        architecture = read_model(args.model)
-        shape = architecture.model_shape(round_up(architecture.vocab_size, _VOCAB_MULTIPLE))
-        dtype, tp = architecture.dtype, args.tp or 1
-    if shape.num_experts:
-        raise ConfigError(f"the model has {shape.num_experts} experts: only dense layers are measured")
+        model, _ = read_model(args.model)
+        if model.family == "t5":
+            raise ConfigError("the model has an encoder and a decoder: training runs, and this measures, decoders only")
+        tp, dtype = args.tp or 1, model.dtype
+        shape = shape_of(model, model.padded_vocab_size(_VOCAB_MULTIPLE, tp))
     dtype = args.dtype or dtype
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"the model's weights are {dtype}: give --dtype float32 or bfloat16")
     sequence_parallel = sequence_parallel and tp > 1
     parameters_per_stage(shape, Topology(tp=tp))  # refuses what does not divide
-    return _Job(args, shape, dtype, tp, sequence_parallel, _range(args, shape, tp if sequence_parallel else 1))
+    within = _range(args, shape, tp if sequence_parallel else 1)
+    return _Job(args, model, shape, dtype, tp, sequence_parallel, within)
 
 
 def _range(args: argparse.Namespace, shape: ModelShape, multiple: int) -> ProfileRange:
@@ -196,9 +228,9 @@ def _range(args: argparse.Namespace, shape: ModelShape, multiple: int) -> Profil
     if longest > shape.max_seq_len and shape.position == "learned":
         raise ConfigError(f"--max-len is {longest} but the model has {shape.max_seq_len} positions")
     return ProfileRange(
-        min_len=min(16, longest) if args.min_len is None else args.min_len,
+        min_len=args.min_len or round_up(min(16, longest), multiple),
         max_len=longest,
-        max_tokens=8 * longest if args.max_tokens is None else args.max_tokens,
+        max_tokens=args.max_tokens or 8 * longest,
         multiple=multiple,
         recomputes=tuple(r for r in RECOMPUTES if r in args.recompute),
     )
@@ -206,13 +238,7 @@ def _range(args: argparse.Namespace, shape: ModelShape, multiple: int) -> Profil
 
 def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence[MicroBatch]]:
     """Padded shapes, and packed rows of documents of very different lengths, within what the table knows."""
-    smaller = ProfileRange(
-        min_len=within.min_len,
-        max_len=within.max_len,
-        max_tokens=max(within.max_len, within.max_tokens // 2),
-        multiple=within.multiple,
-    )
-    shapes = smaller.held_out(count, seed)
+    shapes = within.held_out(count, seed)
     kinds: list[Recompute] = [within.recomputes[i % len(within.recomputes)] for i in range(count)]
     padded = [
         MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), recompute=kind)
@@ -220,7 +246,7 @@ def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence
     ]
     random, packed = np.random.default_rng(seed + 1), []
     for kind in kinds:
-        lengths, room = [], smaller.max_tokens
+        lengths, room = [], within.max_tokens - within.multiple
         for exponent in random.uniform(np.log(within.min_len), np.log(within.max_len), size=16):
             if (length := round(float(np.exp(exponent)))) <= room:
                 lengths.append(length)
@@ -253,7 +279,7 @@ class _Kept:
                 f"{self._path} holds measurements of another model, device or precision: remove it, or write to another"
                 f" file than {self._out}"
             )
-        return Profile.from_json(fields.one("points", list))
+        return Profile.from_json(fields.one("points", list), str(self._path))
 
     def write(self, profile: Profile) -> None:
         write_atomic(self._path, json.dumps({"format": _FORMAT, "key": self._key, "points": profile.to_json()}))

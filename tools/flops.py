@@ -14,12 +14,14 @@ from rich.table import Table
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.flops import StepFlops, Work, step_flops
+from dynapipe_ext.plan import RECOMPUTES, Recompute
 from dynapipe_ext.tools.report import RunReport
 
-_ITERATION = re.compile(r"elapsed time per iteration \(ms\):\s*([0-9.]+)")
+_NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)(?![0-9.])"
+_ITERATION = re.compile(rf"elapsed time per iteration \(ms\):\s*{_NUMBER}")
 _BATCH = re.compile(r"global batch size:\s*([0-9]+)")
 _WORLD = re.compile(r"using world size:\s*([0-9]+)")
-_SEQUENCE = re.compile(r"^\s*(?:\[.*?\]:)?\s*seq_length\s*\.+\s*([0-9]+)", re.MULTILINE)
+_ARGUMENT = re.compile(r"\b(seq_length|encoder_seq_length|decoder_seq_length|recompute_granularity) \.{2,} (\w+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class Account:
             "seconds": self.seconds,
             "gpus": self.gpus,
             "model_flops": self.flops.model,
+            "attention_flops": self.flops.attention,
+            "head_flops": self.flops.head,
             "padding_flops": self.flops.padding,
             "recompute_flops": self.flops.recompute,
             "executed_flops": self.flops.executed,
@@ -91,6 +95,11 @@ def account(
         raise ConfigError(f"{name}: took {seconds} s, but FLOPs a second need a time above 0")
     if gpus < 1:
         raise ConfigError(f"{name}: gpus is {gpus} but must be at least 1")
+    if not 0 < work.real.total <= work.all_executed.total or min(work.numbers()) < 0:
+        raise DataError(
+            f"{name}: {work.real.total} real of {work.all_executed.total} executed positions cannot be: a step has"
+            " some, and executes all of them"
+        )
     return Account(
         name=name,
         flops=step_flops(architecture, work, causal=causal),
@@ -128,6 +137,8 @@ def architecture_of_run(model: Mapping[str, Any], where: str) -> Architecture:
     """Of the settings that a report keeps under "model". Errors: DataError."""
     try:
         heads, hidden, learned = model["num_heads"], model["hidden_size"], model["position"] == "learned"
+        if hidden % heads or model["position"] not in ("learned", "rope"):
+            raise ConfigError(f"{heads} heads of {hidden}, position {model['position']!r}")
         return Architecture(
             family="gpt2" if learned else "llama",
             num_layers=model["num_layers"],
@@ -148,29 +159,52 @@ def architecture_of_run(model: Mapping[str, Any], where: str) -> Architecture:
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """What a log of Megatron-LM tells; 0 where it does not. `seconds_per_step`: the median over its iterations."""
+    """What a log of Megatron-LM tells of its last start; 0 where it does not. `seconds_per_step`: the median over the
+    iterations of the last batch size.
+    """
 
     seconds_per_step: float
     batch_size: int
     gpus: int
     seq_len: int
+    decoder_len: int
+    recompute: Recompute
 
 
 def read_log(path: Path) -> LoggedRun:
-    """Errors: DataError where no iteration was logged."""
+    """Lines may have any prefix. Errors: DataError where no iteration was logged, or none in a way that can be read."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    times = [float(found) for found in _ITERATION.findall(text)]
-    if not times:
+    arguments: dict[str, str] = {}
+    gpus, by_batch = 0, dict[int, list[float]]()
+    batch = 0
+    for number, line in enumerate(lines, 1):
+        if world := _WORLD.search(line):
+            gpus, by_batch = int(world[1]), {}
+        if argument := _ARGUMENT.search(line):
+            arguments[argument[1]] = argument[2]
+        if "elapsed time per iteration (ms):" in line:
+            if not (took := _ITERATION.search(line)):
+                raise DataError(f"{path}: line {number}: the time of an iteration is no number: correct it")
+            batch = int(size[1]) if (size := _BATCH.search(line)) else 0
+            by_batch.setdefault(batch, []).append(float(took[1].replace(",", "")))
+    if not by_batch:
         raise DataError(f'{path}: has no "elapsed time per iteration (ms): ..." of Megatron-LM: give its training log')
-    return LoggedRun(statistics.median(times) / 1e3, _last(_BATCH, text), _last(_WORLD, text), _last(_SEQUENCE, text))
 
+    def length(*names: str) -> int:
+        return next((int(arguments[n]) for n in names if arguments.get(n, "").isdigit()), 0)
 
-def _last(pattern: re.Pattern[str], text: str) -> int:
-    found = pattern.findall(text)
-    return int(found[-1]) if found else 0
+    granularity = arguments.get("recompute_granularity", "None")
+    return LoggedRun(
+        seconds_per_step=statistics.median(by_batch[batch]) / 1e3,
+        batch_size=batch,
+        gpus=gpus,
+        seq_len=length("encoder_seq_length", "seq_length"),
+        decoder_len=length("decoder_seq_length"),
+        recompute=next((kind for kind in RECOMPUTES if kind == granularity), "none"),
+    )
 
 
 def flops_table(accounts: Sequence[Account]) -> Table:
@@ -184,6 +218,8 @@ def flops_table(accounts: Sequence[Account]) -> Table:
         table.add_row(label, *values)
 
     row("model FLOPs a step", [_flops(a.flops.model / a.steps) for a in accounts])
+    row("of which attention", [_share(a.flops.attention, a.flops.model) for a in accounts])
+    row("of which LM head", [_share(a.flops.head, a.flops.model) for a in accounts])
     row("padding adds", [_share(a.flops.padding, a.flops.model) for a in accounts])
     row("recomputation adds", [_share(a.flops.recompute, a.flops.model) for a in accounts])
     row("real ÷ padded tokens", [f"{a.real_tokens / max(1, a.padded_tokens):.3f}" for a in accounts])

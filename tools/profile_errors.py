@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from dynapipe_ext.costs.profiled import Measure
 from dynapipe_ext.costs.table import CostTable
+from dynapipe_ext.errors import PlanError
 from dynapipe_ext.plan import MicroBatch
 
 _LABELS = {
@@ -28,6 +30,7 @@ class HeldOutErrors:
     """|predicted - measured| / measured, by quantity, over micro-batches that the table was not made of."""
 
     by_quantity: Mapping[str, tuple[float, ...]]
+    num_unpriced: int = 0  # micro-batches that lean on shapes which did not fit
 
     @property
     def mean(self) -> dict[str, float]:
@@ -37,16 +40,25 @@ class HeldOutErrors:
     def worst(self) -> dict[str, float]:
         return {name: max(errors) for name, errors in self.by_quantity.items() if errors}
 
+    def to_json(self) -> dict[str, Any]:
+        return {"mean": self.mean, "worst": self.worst, "unpriced": self.num_unpriced}
+
 
 def held_out_errors(table: CostTable, measure: Measure, micro_batches: Sequence[MicroBatch]) -> HeldOutErrors:
     """Measures every micro-batch and asks the table for one layer with the head on it."""
     one = table.with_topology(table.topology, num_layers=1)
     found: dict[str, list[float]] = {name: [] for name in _LABELS}
+    unpriced = 0
     for m in micro_batches:
+        try:
+            costs = one.evaluate([m])
+        except PlanError:
+            unpriced += 1
+            continue
         layer, head = measure("layer", m), measure("head", _plain(m))
         if layer is None or head is None:
+            unpriced += 1
             continue
-        costs = one.evaluate([m])
         forward, backward, weight, stored = (
             int(values[0, 0]) for values in (costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.stored_bytes)
         )
@@ -63,7 +75,7 @@ def held_out_errors(table: CostTable, measure: Measure, micro_batches: Sequence[
         for name, value in measured.items():
             if name.endswith("bytes") or value > _SMALL * measured["forward_s"]:
                 found[name].append(abs(predicted[name] - value) / value)
-    return HeldOutErrors(by_quantity={name: tuple(errors) for name, errors in found.items()})
+    return HeldOutErrors(by_quantity={name: tuple(errors) for name, errors in found.items()}, num_unpriced=unpriced)
 
 
 def _plain(m: MicroBatch) -> MicroBatch:
@@ -76,7 +88,8 @@ def errors_table(errors: Mapping[str, HeldOutErrors]) -> Table:
     table.add_column("")
     for group, one in errors.items():
         count = max((len(values) for values in one.by_quantity.values()), default=0)
-        table.add_column(f"{group} ({count}), mean", justify="right")
+        count_text = f"{count} of {count + one.num_unpriced}" if one.num_unpriced else str(count)
+        table.add_column(f"{group} ({count_text}), mean", justify="right")
         table.add_column("worst", justify="right")
     for name, label in _LABELS.items():
         cells = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -63,6 +63,11 @@ class MicroBatchCosts:
             static_bytes=self.static_bytes,
             working_in=self.working_in,
         )
+
+    def holding(self, factor: npt.NDArray[np.float64]) -> MicroBatchCosts:
+        """The same with stored and working bytes times `factor`, shape (M,), rounded up."""
+        stored, working = (np.ceil(factor * b).astype(np.int64) for b in (self.stored_bytes, self.working_bytes))
+        return replace(self, stored_bytes=stored, working_bytes=working)
 
     @classmethod
     def choose(cls, kinds: Sequence[MicroBatchCosts], kind: IntArray, columns: IntArray) -> MicroBatchCosts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,21 +14,29 @@ from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import LayerKind
 from dynapipe_ext.costs.surface import PARTS, QUANTITIES, Measured, Part, Shape, Surface, left_out_errors, next_shape
 from dynapipe_ext.costs.table import CostTable
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.topology import Topology
 
-Measure = Callable[[Part, MicroBatch], Measured | None]
-_TIMES, _LEAST_SHAPES = ("forward_s", "backward_s"), 8
+_TIMES, _LEAST_SHAPES, _FEWEST = ("forward_s", "backward_s"), 8, 3
+_MOST_BYTES, _MOST_SECONDS = 1e18, 1e6
 _EXACT = 1e-3  # relative noise of counted bytes
+_EDGE = 1.6  # a little above two steps of the grid, rounding included
 _PER_DOUBLING = 4  # points of the written table: a multilinear cell then misses a square by less than 0.8 %
+
+
+class Measure(Protocol):
+    """One layer or the head, for one micro-batch; None where it does not fit. With `bytes_only` times are 0."""
+
+    def __call__(self, part: Part, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRange:
-    """Which shapes are measured: lengths from `min_len` to `max_len`, rows x length up to `max_tokens`. Lengths are
-    multiples of `multiple`, the ranks that share a sequence.
+    """Which shapes the table will price: lengths from `min_len` to `max_len`, rows x length up to `max_tokens`. Lengths
+    are multiples of `multiple`, the ranks that share a sequence. Some more tokens are measured, for the far corners of
+    the grid's last cells.
     """
 
     max_len: int
@@ -48,44 +56,51 @@ class ProfileRange:
                 " sequence"
             )
 
+    @property
+    def most_tokens(self) -> int:
+        """What is measured."""
+        return max(self.max_tokens, int(_EDGE * self.max_tokens))
+
     def holds(self, shape: Shape) -> bool:
-        return self.min_len <= shape[1] <= self.max_len and shape[0] * shape[1] <= self.max_tokens
+        return self.min_len <= shape[1] <= self.max_len and shape[0] * shape[1] <= self.most_tokens
 
     def first(self) -> list[Shape]:
         """The corners, the middle of the longest side, and the middle."""
-        middle = round_up(round((self.min_len * self.max_len) ** 0.5), self.multiple)
-        corners = [(1, self.min_len), (1, self.max_len), (self.max_tokens // self.min_len, self.min_len)]
-        rest = [self.max_tokens // self.max_len, self.max_tokens // middle, round((self.max_tokens / middle) ** 0.5)]
-        shapes = [*corners, (rest[0], self.max_len), (rest[1], middle), (max(1, rest[2]), middle)]
-        return list(dict.fromkeys(shapes))
+        middle, most = round_up(round((self.min_len * self.max_len) ** 0.5), self.multiple), self.most_tokens
+        corners = [(1, self.min_len), (1, self.max_len), (most // self.min_len, self.min_len)]
+        sides = [(most // self.max_len, self.max_len), (most // middle, middle)]
+        return list(dict.fromkeys([*corners, *sides, (max(1, round((most / middle) ** 0.5)), middle)]))
 
     def candidates(self) -> list[Shape]:
         return [s for s in itertools.product(self.rows(1), self.lengths(2)) if self.holds(s)]
 
     def rows(self, per_doubling: int) -> list[int]:
-        return _spread(1, self.max_tokens // self.min_len, per_doubling, 1)
+        return _spread(1, self.most_tokens // self.min_len, per_doubling, 1)
 
     def lengths(self, per_doubling: int) -> list[int]:
         return _spread(self.min_len, self.max_len, per_doubling, self.multiple)
 
     def held_out(self, count: int, seed: int) -> list[Shape]:
-        """Shapes spread evenly over doublings, that nobody chose."""
+        """Shapes within `max_tokens` that nobody chose, spread evenly over doublings."""
         random = np.random.default_rng(seed)
         found: list[Shape] = []
         while len(found) < count:
             exponent = random.uniform(np.log(self.min_len), np.log(self.max_len))
             length = round_up(round(float(np.exp(exponent))), self.multiple)
             rows = round(float(np.exp(random.uniform(0.0, np.log(max(1.0, self.max_tokens / length))))))
-            if self.holds((rows, length)):
+            if length <= self.max_len and rows * length <= self.max_tokens:
                 found.append((rows, length))
         return found
 
 
 @dataclass(slots=True)
 class Profile:
-    """What was measured: by part and recomputation, by (rows, length); None where a shape did not fit."""
+    """What was measured: by part and recomputation, by (rows, length); None where a shape did not fit. `packed`: bytes
+    that a layer keeps for a packed row over those of padded rows with as many tokens and squares.
+    """
 
     points: dict[tuple[Part, Recompute], dict[Shape, Measured | None]] = field(default_factory=dict)
+    packed: dict[Recompute, float] = field(default_factory=dict)
 
     def kinds(self, within: ProfileRange) -> list[tuple[Part, Recompute]]:
         """The head recomputes nothing."""
@@ -103,19 +118,38 @@ class Profile:
             points = self.points.setdefault(kind, {})
             if shape not in points:
                 too_large = any(m is None and s[0] <= shape[0] and s[1] <= shape[1] for s, m in points.items())
-                points[shape] = None if too_large else measure(kind[0], _padded(shape, kind[1]))
+                points[shape] = None if too_large else measure(kind[0], _micro_batch(shape, kind[1]))
 
-    def errors(self) -> dict[Shape, float]:
+    def fitting(self, within: ProfileRange) -> list[Shape]:
+        """Shapes that fit with the kind of recomputation that keeps most, and in the head."""
+        layers, heads = self.known("layer", within.recomputes[0]), self.known("head", "none")
+        return sorted(layers.keys() & heads.keys())
+
+    def pack(self, measure: Measure, within: ProfileRange) -> None:
+        """Measure what packing keeps beyond padding, at a middle shape that fits."""
+        shapes = [s for s in self.fitting(within) if s[0] > 1]
+        if not shapes:
+            return
+        shape = sorted(shapes, key=lambda s: s[0] * s[1])[len(shapes) // 2]
+        for recompute in within.recomputes:
+            padded = self.known("layer", recompute).get(shape)
+            row = measure("layer", _micro_batch(shape, recompute, "packed"), bytes_only=True)
+            if recompute not in self.packed and padded and row:
+                ratios = row.stored_bytes / padded.stored_bytes, row.peak_bytes / padded.peak_bytes
+                self.packed[recompute] = max(1.0, *ratios)
+
+    def errors(self, within: ProfileRange) -> dict[Shape, float]:
         """Of each shape, the worst error of a time of a layer or the head when that shape is left out."""
         worst: dict[Shape, float] = {}
-        for part in PARTS:
-            known = self.known(part, "none")
+        for part, recompute in (("layer", within.recomputes[0]), ("head", "none")):
+            known = self.known(part, recompute)  # type: ignore[arg-type]
             for name in _TIMES:
                 for shape, error in left_out_errors({s: getattr(m, name) for s, m in known.items()}).items():
                     worst[shape] = max(worst.get(shape, 0.0), error)
         return worst
 
     def to_json(self) -> list[dict[str, Any]]:
+        """The points. Packing is measured at the end, and again where that was not reached."""
         return [
             {"part": part, "recompute": recompute, "rows": rows, "length": length, **(asdict(m) if m else {})}
             for (part, recompute), points in self.points.items()
@@ -123,16 +157,26 @@ class Profile:
         ]
 
     @classmethod
-    def from_json(cls, raw: Sequence[Mapping[str, Any]]) -> Profile:
+    def from_json(cls, raw: Sequence[Mapping[str, Any]], where: str = "measurements") -> Profile:
+        """Errors: DataError naming the entry at fault."""
         profile = cls()
-        try:
-            for one in raw:
+        for i, one in enumerate(raw):
+            try:
+                kind, shape = (one["part"], one["recompute"]), (int(one["rows"]), int(one["length"]))
                 measured = Measured(**{name: one[name] for name in QUANTITIES}) if "forward_s" in one else None
-                kind = (one["part"], one["recompute"])
-                profile.points.setdefault(kind, {})[int(one["rows"]), int(one["length"])] = measured
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"measurements cannot be read: {type(error).__name__} {error}: remove the file") from error
+                sound = kind[0] in PARTS and kind[1] in RECOMPUTES and min(shape) >= 1 and _is_sound(measured)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise DataError(f"{where}: entry {i} cannot be read ({error!r}): remove the file") from error
+            if not sound:
+                raise DataError(f"{where}: entry {i} is {short(one)}, which nothing measures: remove the file")
+            profile.points.setdefault(kind, {})[shape] = measured
         return profile
+
+
+def _is_sound(measured: Measured | None) -> bool:
+    return measured is None or all(
+        0 <= getattr(measured, name) <= (_MOST_SECONDS if name.endswith("_s") else _MOST_BYTES) for name in QUANTITIES
+    )
 
 
 def choose_and_measure(
@@ -149,22 +193,31 @@ def choose_and_measure(
 
     Errors: DataError where hardly anything fits on the device.
     """
-    for shape in within.first():
-        profile.visit(shape, measure, within)
-        if not go_on(profile, None):
+    waiting = within.first() + sorted(within.candidates(), key=lambda s: s[0] * s[1])
+    for place, shape in enumerate(waiting):
+        enough = len(profile.fitting(within)) >= _FEWEST
+        if enough and place >= len(within.first()):
             break
+        profile.visit(shape, measure, within)
+        if not go_on(profile, None) and enough:
+            break
+    if len(profile.fitting(within)) < _FEWEST:
+        raise DataError(
+            f"{len(profile.fitting(within))} shapes from {within.min_len} to {within.max_len} positions and up to"
+            f" {within.max_tokens} tokens were measured and fit on this device, but a table needs {_FEWEST}: give other"
+            " lengths, or fewer tokens where they do not fit"
+        )
     while True:
-        if len(profile.known("layer", "none")) < 3:
-            raise DataError("fewer than 3 shapes fit on this device: lower the tokens of a micro-batch")
-        errors = profile.errors()
+        errors = profile.errors(within)
         error = float(np.mean(list(errors.values())))
-        enough = len(errors) >= _LEAST_SHAPES and error <= error_target
-        if not go_on(profile, error) or enough or len(profile.shapes()) >= most_shapes:
-            return
+        done = len(errors) >= _LEAST_SHAPES and error <= error_target
+        if not go_on(profile, error) or done or len(profile.shapes()) >= most_shapes:
+            break
         chosen = next_shape(list(errors), errors, [s for s in within.candidates() if s not in profile.shapes()])
         if chosen is None:
-            return
+            break
         profile.visit(chosen, measure, within)
+    profile.pack(measure, within)
 
 
 def cost_table(
@@ -202,6 +255,7 @@ def cost_table(
         hidden_size=shape.hidden_size,
         num_layers=shape.num_layers,
         topology=Topology(tp=tp),
+        packed_bytes=profile.packed,
         state_parts=(whole, optimizer) if distributed_optimizer else (whole + optimizer, 0.0),
         value_bytes=value_bytes,
         provenance=dict(provenance or {}),
@@ -230,7 +284,7 @@ def _grid(profile: Profile, kind: tuple[Part, Recompute], within: ProfileRange) 
     return Grid.from_points(columns)
 
 
-def _padded(shape: Shape, recompute: Recompute, layout: Layout = "padded") -> MicroBatch:
+def _micro_batch(shape: Shape, recompute: Recompute, layout: Layout = "padded") -> MicroBatch:
     rows, length = shape
     return MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), layout, recompute)
 

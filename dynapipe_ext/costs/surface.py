@@ -51,14 +51,18 @@ class Surface:
 
     @classmethod
     def fit(cls, measured: Mapping[Shape, float], *, noise: float = _NOISE) -> Surface:
-        """Errors: DataError for fewer than two shapes. Zeros (a W that has nothing to do) give zero everywhere."""
+        """Zeros everywhere (a W that has nothing to do) stay zero. Errors: DataError for fewer than two shapes, and for
+        values that are neither all zero nor all above it.
+        """
         if len(measured) < 2:
             raise DataError(f"{len(measured)} shapes were measured but a cost surface needs at least 2: measure more")
         shapes = np.array(sorted(measured), np.float64)
         values = np.array([measured[shape] for shape in sorted(measured)], np.float64)
         points = np.log2(shapes)
-        if not (values > 0).all():
+        if not values.any():
             return cls(np.zeros(4), points, np.zeros(len(points)))
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise DataError(f"costs from {values.min():g} to {values.max():g} were measured: all must be above 0")
         coefficients = non_negative_least_squares(_terms(shapes), values)
         deviation = np.log(values / (_terms(shapes) @ coefficients))
         spread = max(float(np.mean(deviation**2)), 1e-12)

@@ -17,7 +17,7 @@ from dynapipe_ext.costs.a100 import read_grids, read_rows
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import KINDS, LayerKind, layers_of_stages, stage_values
 from dynapipe_ext.costs.links import Links
-from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
@@ -39,6 +39,7 @@ class CostTable:
     decoder-only model has encoder layers only; an encoder-decoder has `num_layers` of each, encoder first. With a
     column "weight_ms" in the grids of layers, W of a split backward is as measured, else `split_w` of the backward.
 
+    `packed_bytes`: stored bytes of packed rows over those of the padded shape, by recomputation (else 1).
     `state_parts`: bytes of states for each byte of parameters, on every replica and divided over replicas.
 
     A message takes `comm_latency_us` and its bytes at `comm_gbps` between any two ranks or, given `links`, what the
@@ -68,6 +69,7 @@ class CostTable:
     links: Links | None = None
     working_in: Literal["FBI", "F"] = "FBI"
     state_parts: tuple[float, float] = STATES_PER_PARAMETER_BYTE
+    packed_bytes: Mapping[Recompute, float] = field(default_factory=dict)
     value_bytes: int = _VALUE_BYTES  # of what crosses stage boundaries
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -77,6 +79,10 @@ class CostTable:
         if self.comm_gbps <= 0 or self.comm_latency_us < 0:
             raise ConfigError(
                 f"a link of {self.comm_gbps} Gbit/s and {self.comm_latency_us} us cannot be: above 0, 0 or more"
+            )
+        if len(self.state_parts) != 2 or min(self.state_parts) < 0 or self.value_bytes not in (2, 4):
+            raise ConfigError(
+                f"states {self.state_parts} and values of {self.value_bytes} bytes: give two parts, 2 or 4"
             )
         if self.lm_head not in ("last", "every"):
             raise ConfigError(f"lm_head is {self.lm_head!r}: give 'last' or 'every'")
@@ -131,19 +137,23 @@ class CostTable:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         shapes = np.array([self._equivalent(m) for m in micro_batches], np.float64).reshape(-1, 3).T
         tokens = np.array([(m.rows * m.encoder_len, m.rows * m.decoder_len) for m in micro_batches], np.float64)
-        recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        costs, known = self._price(shapes, tokens.reshape(-1, 2).T, recompute)
+        tokens, recompute = tokens.reshape(-1, 2).T, np.array([m.recompute for m in micro_batches], dtype=np.str_)
+        costs, known = self._price(shapes, tokens, recompute)
         packed = np.array([m.layout == "packed" and m.attention == "document" for m in micro_batches], bool)
-        if (packed & ~known).any():
+        if (lost := packed & ~known).any():
             measured = np.unique(np.concatenate([grid.axes[0] for grid in self.grids.values()]))
             below = measured[np.maximum(np.searchsorted(measured, shapes[0], side="right") - 1, 0)]
-            factor = np.where(packed & ~known, shapes[0] / below, 1.0)
-            shapes[0] = np.where(packed & ~known, below, shapes[0])
-            costs, known = self._price(shapes, tokens.reshape(-1, 2).T, recompute, factor)
+            factor, shapes[0] = np.where(lost, shapes[0] / below, 1.0), np.where(lost, below, shapes[0])
+            costs, known = self._price(shapes, tokens, recompute, factor)
         if not known.all():
             index = int(np.flatnonzero(~known)[0])
             raise PlanError(self._refusal(micro_batches[index], shapes[:, index]))
-        return costs
+        if not self.packed_bytes:
+            return costs
+        more = [
+            self.packed_bytes.get(m.recompute, 1.0) if p else 1.0 for m, p in zip(micro_batches, packed, strict=True)
+        ]
+        return costs.holding(np.array(more))
 
     def evaluate_shapes(
         self,
@@ -177,14 +187,12 @@ class CostTable:
         grids = [self.grids.get((recompute, kind)) for kind in KINDS]
         on_every = self.lm_head == "every"
 
-        def valued(of_kind: Sequence[Grid | None]) -> tuple[FloatArray, BoolArray]:
-            layout, decoder = self.stage_layers(), self.has_decoder
-            return stage_values(of_kind, layout, shapes, has_decoder=decoder, head_on_every=on_every)
-
-        (forward, backward, stored, running), known = valued(grids)
+        layout, options = self.stage_layers(), {"has_decoder": self.has_decoder, "head_on_every": on_every}
+        (forward, backward, stored, running), known = stage_values(grids, layout, shapes, **options)
         weight = np.zeros_like(backward)
         if self.has_weights:
-            (_, weight, *_), _ = valued([grid and _as_backward(grid) for grid in grids])
+            as_backward = [grid and _as_backward(grid) for grid in grids]
+            weight = stage_values(as_backward, layout, shapes, **options)[0][1]
         head = grids[-1]
         if head and HEAD_PEAK in head.columns:
             at, _ = head.at(list(shapes[[0, 2] if self.has_decoder else [0, 1]]))
@@ -212,13 +220,12 @@ class CostTable:
                     ms_and_mb[:, :, chosen], known[chosen] = self._stages(kind, shapes[:, chosen])
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
         bytes_sent = (tokens[0] + decoded[:, None] * tokens[1]) * (self.value_bytes * self.hidden_size)
-        ranks = self.topology.stage_ranks
-        apart = np.array([a != b for a, b in itertools.pairwise(ranks)], np.float64)[:, None]
+        pairs = itertools.pairwise(self.topology.stage_ranks)
+        apart = np.array([a != b for a, b in pairs], np.float64)[:, None]
         sent_ns = apart * (self.comm_latency_us * 1e3 + bytes_sent * 8 / self.comm_gbps)
 
-        def integers(values: FloatArray) -> npt.NDArray[np.int64]:
-            whole: npt.NDArray[np.int64] = np.rint(values).astype(np.int64)
-            return whole
+        def integers(values: FloatArray) -> IntArray:
+            return np.rint(values).astype(np.int64)
 
         forward, backward, weight, stored, running = integers(ms_and_mb * factor * 1e6)
         weight = np.minimum(weight, backward) if self.has_weights else integers(self.split_w * backward)
@@ -241,7 +248,7 @@ class CostTable:
         )
         return costs, known
 
-    def static_bytes(self) -> npt.NDArray[np.int64]:
+    def static_bytes(self) -> IntArray:
         """Weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes x
         (2 + 6 / dp): 16-bit weights and gradients, ZeRO stage 1.
 
@@ -249,7 +256,7 @@ class CostTable:
         """
         layout, parameters = self.stage_layers(), self.parameter_bytes
         first_decoder = next((s for s, (_, num_decoder) in enumerate(layout) if num_decoder), None)
-        here, sharded, last = *self.state_parts, len(layout) - 1
+        (here, sharded), last = self.state_parts, len(layout) - 1
         total = [
             num_encoder * parameters["encoder"]
             + (num_decoder * parameters["decoder"] if num_decoder else 0.0)
@@ -281,8 +288,7 @@ class CostTable:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "format": FORMAT,
-            "kind": "table",
+            **{"format": FORMAT, "kind": "table"},
             "hidden_size": self.hidden_size,
             "num_layers": self.num_layers,
             "topology": topology_to_json(self.topology),
@@ -294,6 +300,7 @@ class CostTable:
             "working_in": self.working_in,
             **({"state_parts": list(self.state_parts)} if self.state_parts != STATES_PER_PARAMETER_BYTE else {}),
             **({"value_bytes": self.value_bytes} if self.value_bytes != _VALUE_BYTES else {}),
+            **({"packed_bytes": dict(self.packed_bytes)} if self.packed_bytes else {}),
             "parameter_bytes": dict(self.parameter_bytes),
             "provenance": dict(self.provenance),
             "grids": [
@@ -321,7 +328,8 @@ class CostTable:
                 comm_latency_us=float(raw["comm_latency_us"]),
                 links=Links.from_json(raw["links"]) if "links" in raw else None,
                 working_in=raw.get("working_in", "FBI"),
-                state_parts=_pair(raw.get("state_parts", STATES_PER_PARAMETER_BYTE)),
+                state_parts=tuple(map(float, raw.get("state_parts", STATES_PER_PARAMETER_BYTE))),  # type: ignore[arg-type]
+                packed_bytes={kind: float(value) for kind, value in raw.get("packed_bytes", {}).items()},
                 value_bytes=int(raw.get("value_bytes", _VALUE_BYTES)),
                 provenance=dict(raw["provenance"]),
             )
@@ -337,7 +345,7 @@ class CostTable:
             raise DataError(f"cost table {path} cannot be read: {error}") from error
 
     def write(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_json(), indent=None, separators=(",", ":")) + "\n")
+        Path(path).write_text(json.dumps(self.to_json(), separators=(",", ":")) + "\n")
 
     def fingerprint(self) -> str:
         """Hash of everything but the provenance."""
@@ -385,13 +393,8 @@ class CostTable:
         )
 
 
-@lru_cache(maxsize=32)
+@lru_cache(32)
 def _as_backward(grid: Grid) -> Grid:
     """The grid's W where `stage_values` looks for the backward; zero where it has none."""
     row = grid.values[grid.columns.index(WEIGHT)] if WEIGHT in grid.columns else np.zeros(len(grid.known))
     return Grid(("forward_ms", "backward_ms"), grid.axes, np.stack([row, row]), grid.known)
-
-
-def _pair(values: Sequence[float]) -> tuple[float, float]:
-    here, sharded = values
-    return float(here), float(sharded)

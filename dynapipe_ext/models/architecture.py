@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dynapipe_ext.costs.analytic import ModelShape
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, short
 
 Family = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2", "t5"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "relative"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
+MOST = 1 << 31  # of any size: far above every model, and small enough for products of them
 _DTYPES = ("float32", "bfloat16", "float16")
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
@@ -76,8 +77,8 @@ class Architecture:
             raise ConfigError(f"family {self.family!r} is not known: give one of {', '.join(FAMILIES)}")
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r} but must be an integer of at least 1")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+                raise ConfigError(f"{name} is {short(value)} but must be an integer of 1 to {MOST:,}")
         if self.num_heads % self.num_query_groups:
             raise ConfigError(
                 f"num_heads {self.num_heads} must be a multiple of num_query_groups {self.num_query_groups}"

@@ -34,14 +34,15 @@ class Positions:
         return self.encoder + self.decoder
 
     @classmethod
-    def of_rows(cls, encoder: int, decoder: int = 0, rows: int = 1) -> Positions:
-        """`rows` rows of one length."""
-        return cls(rows * encoder, rows * decoder, rows * encoder**2, rows * decoder**2, rows * encoder * decoder)
+    def of_rows(cls, encoder: int, decoder: int = 0, rows: int = 1, *, window: int = 0) -> Positions:
+        """`rows` rows of one length; with a `window` no position attends to more than that many."""
+        seen = min(encoder, window or encoder)
+        return cls(rows * encoder, rows * decoder, rows * encoder * seen, rows * decoder**2, rows * encoder * decoder)
 
     @classmethod
-    def of_samples(cls, lengths: Iterable[tuple[int, int]]) -> Positions:
+    def of_samples(cls, lengths: Iterable[tuple[int, int]], *, window: int = 0) -> Positions:
         """Of (encoder, decoder) lengths, each attending to itself alone."""
-        return sum((cls.of_rows(encoder, decoder) for encoder, decoder in lengths), cls())
+        return sum((cls.of_rows(encoder, decoder, window=window) for encoder, decoder in lengths), cls())
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +139,15 @@ def forward_flops(architecture: Architecture, positions: Positions, *, causal: b
 
 @dataclass(frozen=True, slots=True)
 class StepFlops:
-    """Forward and backward of a step. `model`: real tokens, by document. `padding`: what padded positions add.
-    `recompute`: forwards done again.
+    """Forward and backward of a step. `model`: real tokens, by document, of which `attention` and `head`. `padding`:
+    what padded positions add. `recompute`: forwards done again.
     """
 
     model: int
     padding: int
     recompute: int
+    attention: int = 0
+    head: int = 0
 
     @property
     def executed(self) -> int:
@@ -153,10 +156,11 @@ class StepFlops:
 
 def step_flops(architecture: Architecture, work: Work, *, causal: bool = False) -> StepFlops:
     """A backward is two forwards. Full recomputation does the layers' forward again, the selective kind attention's."""
-    model = 3 * forward_flops(architecture, work.real, causal=causal).total
+    real = forward_flops(architecture, work.real, causal=causal)
+    model = 3 * real.total
     executed = 3 * forward_flops(architecture, work.all_executed, causal=causal).total
     again = 0
     for kind, positions in work.executed.items():
         forward = forward_flops(architecture, positions, causal=causal)
         again += {"none": 0, "selective": forward.attention, "full": forward.layers + forward.attention}[kind]
-    return StepFlops(model, executed - model, again)
+    return StepFlops(model, executed - model, again, 3 * real.attention, 3 * real.head)

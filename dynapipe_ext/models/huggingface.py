@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.models.architecture import FAMILIES, Activation, Architecture, RopeScaling
+from dynapipe_ext.models.architecture import FAMILIES, MOST, Activation, Architecture, RopeScaling
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -46,8 +46,8 @@ class _Fields:
         value = default if value is None else value
         if value is None:
             raise ConfigError(f"{self.where}: {name} is missing: give it as an integer of at least 1")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.where}: {name} is {short(value)} but must be an integer of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+            raise ConfigError(f"{self.where}: {name} is {short(value)} but must be an integer of 1 to {MOST:,}")
         return value
 
     def number(self, name: str, default: float) -> float:

@@ -39,19 +39,21 @@ def build_family(
     vocab_divisible_by: int = 128,
     sequence_parallel: bool = False,
     dropout: float = 0.0,
+    config: Any = None,
 ) -> torch.nn.Module:
     """This rank's part of a GPTModel, or a whole T5Model, over the groups of `initialize_parallel`.
 
     The vocabulary is padded to a multiple of `vocab_divisible_by` x tp. With `seed`, weights are initialised by name;
-    without, they are NaN, to be loaded: one that was forgotten shows. Errors: ConfigError for what cannot be cut over
-    `topology`.
+    without, they are NaN, to be loaded: one that was forgotten shows. `config` replaces that of `family_config`.
+    Errors: ConfigError for what cannot be cut over `topology`.
     """
     a = architecture
     _check(a, topology)
     if vocab_divisible_by < 1:
         raise ConfigError(f"vocab_divisible_by is {vocab_divisible_by} but must be at least 1")
     vocab_size = a.padded_vocab_size(vocab_divisible_by, topology.tp)
-    config = family_config(a, topology, dtype=dtype, sequence_parallel=sequence_parallel, dropout=dropout)
+    if config is None:
+        config = family_config(a, topology, dtype=dtype, sequence_parallel=sequence_parallel, dropout=dropout)
     if a.family == "t5":
         from dynapipe_ext.executor.stages.megatron_t5 import build_t5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -65,6 +66,7 @@ def test_a_model_is_measured_and_its_table_plans(measured: Path) -> None:
     # Bytes are counted, so they must be right even on a busy machine.
     assert table.provenance["held_out_error"]["padded"]["stored_bytes"] < 0.03
     assert table.provenance["held_out_error"]["padded"]["peak_bytes"] < 0.10
+    assert table.provenance["held_out_error"]["packed"]["stored_bytes"] < 0.05
     none, full = (
         table.evaluate([MicroBatch((SampleLength(0, 40), SampleLength(1, 40)), recompute=kind)])  # type: ignore[arg-type]
         for kind in ("none", "full")
@@ -97,6 +99,21 @@ def test_tensor_parallel_layers_are_measured_on_as_many_ranks(
     assert 0.5 < two.parameter_bytes["encoder"] / one.parameter_bytes["encoder"] < 0.6
 
 
+@pytest.mark.timeout(120)
+def test_a_model_of_a_family_is_measured_as_it_is(tmp_path: Path) -> None:
+    """Qwen3 has norms of queries and keys and heads of their own size, which the settings of a run cannot say."""
+    config, out = tmp_path / "config.json", tmp_path / "costs.json"
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 32, "intermediate_size": 48, "vocab_size": 200, "max_position_embeddings": 64}
+    config.write_text(json.dumps({"model_type": "qwen3", **sizes}))
+    few = ["--max-tokens", "128", "--max-shapes", "4", "--recompute", "full", "--held-out", "1"]
+    assert main(["profile", "--model", str(config), "--out", str(out), *few]) == 0
+    table = CostTable.read(out)
+    attention = 32 * (64 + 2 * 32) + 64 * 32 + 2 * 32
+    assert table.parameter_bytes["encoder"] == 4 * (attention + 3 * 32 * 48 + 2 * 32)
+    table.evaluate([MicroBatch((SampleLength(0, 64),), recompute="full")])
+
+
 class _Stub:
     """Notes what it is asked; after `fuel` measurements somebody presses Ctrl-C."""
 
@@ -112,7 +129,7 @@ class _Stub:
     def agree(self, answer: bool) -> bool:
         return answer
 
-    def measure(self, part: str, m: MicroBatch) -> Measured:
+    def measure(self, part: str, m: MicroBatch, *, bytes_only: bool = False) -> Measured:
         if len(_Stub.notes.read_text().split()) == _Stub.fuel:
             os.kill(os.getppid(), signal.SIGINT)
             signal.pause()
@@ -152,6 +169,27 @@ def test_an_interrupted_profile_goes_on_where_it_was(
     assert json.loads(out.read_text())["grids"] == first["grids"]
 
 
+def test_two_profiles_of_one_file_do_not_run_at_once(
+    config: str, tmp_path: Path, stub: Callable[..., tuple[int, int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "costs.json"
+    with (tmp_path / ".costs.json.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert stub(["--config", config, "--out", str(out)]) == (2, 0)
+    assert "is being measured by another process" in capfd.readouterr().err
+    assert stub(["--config", config, "--out", str(out)])[0] == 0
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_errors_are_json_on_request(
+    config: str, tmp_path: Path, stub: Callable[..., tuple[int, int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert stub(["--config", config, "--out", str(tmp_path / "costs.json"), "--json"])[0] == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["held_out_error"]["padded"]["mean"]["forward_s"] < 0.05
+    assert found["shapes"] >= 6
+
+
 def test_measurements_of_another_model_are_not_mixed_in(
     config: str, tmp_path: Path, stub: Callable[..., tuple[int, int]], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,8 +205,11 @@ def test_measurements_of_another_model_are_not_mixed_in(
     ("arguments", "said"),
     [
         (["--tp", "3"], "does not divide over tp 3"),
-        (["--out", "no/such/folder/costs.json"], "no/such/folder is no folder"),
+        (["--out", "no/such/folder/costs.json"], "must name a file in a folder that exists"),
         (["--min-len", "100"], "must ascend"),
+        (["--max-len", "0"], "--max-len is 0"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--out", "."], "must name a file"),
         (["--error-target", "0"], "--error-target is 0.0"),
         (["--max-shapes", "0"], "--max-shapes is 0"),
         (["--max-seconds", "nan"], "--max-seconds is nan"),

@@ -18,7 +18,7 @@ from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.flops import Positions, Work, forward_flops, step_flops, work_of
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch
-from dynapipe_ext.tools.flops import account, read_log
+from dynapipe_ext.tools.flops import LoggedRun, account, read_log
 from dynapipe_ext.tools.report import RunReport, RunResult, StoreInfo
 from dynapipe_ext.topology import Topology
 
@@ -169,7 +169,7 @@ def test_a_log_of_megatron_tells_seconds_batch_and_devices(tmp_path: Path, capsy
     log = tmp_path / "train.log"
     log.write_text("\n".join(lines))
     logged = read_log(log)
-    assert (logged.seconds_per_step, logged.batch_size, logged.gpus, logged.seq_len) == (1.0, 32, 16, 64)
+    assert logged == LoggedRun(1.0, 32, 16, 64, 0, "none")
     assert main(["flops", "--log", str(log), "--model", _config(tmp_path), "--peak-tflops", "0.001", "--json"]) == 0
     [found] = json.loads(capsys.readouterr().out)
     assert (found["gpus"], found["seconds"], found["real_tokens"]) == (16, 1.0, 32 * 64)
@@ -179,13 +179,62 @@ def test_a_log_of_megatron_tells_seconds_batch_and_devices(tmp_path: Path, capsy
         read_log(log)
 
 
+def test_the_last_start_and_the_last_batch_size_of_a_log_count(tmp_path: Path) -> None:
+    """Behind prefixes of launchers, after a restart on more devices and a ramp-up of the batch."""
+    prefix = "[2026-11-21 10:00:00] [node-3] 5: "
+
+    def step(ms: str, batch: int) -> str:
+        return f" iteration 7/ 99 | elapsed time per iteration (ms): {ms} | global batch size: {batch:5d} |"
+
+    lines = ["using world size: 64, data-parallel size: 8", *[step("9000.0", 32)] * 50]
+    lines += ["using world size: 128, data-parallel size: 16", "  encoder_seq_length .............. 512"]
+    lines += ["  decoder_seq_length .............. 114", "  recompute_granularity ........... full"]
+    lines += [*[step("1000.0", 32)] * 20, "validation loss at iteration 7 | lm loss value: 2.0", step("8,000.5", 256)]
+    lines += [step("8.2e+03", 256), step("8100", 256)]
+    log = tmp_path / "train.log"
+    log.write_text("\n".join(prefix + line for line in lines))
+    assert read_log(log) == LoggedRun(8.1, 256, 128, 512, 114, "full")
+    log.write_text(step("1.2.3", 32))
+    with pytest.raises(DataError, match="line 1: the time of an iteration is no number"):
+        read_log(log)
+
+
+def test_a_window_bounds_what_a_position_attends_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "mistral", "sliding_window": 16} | _SMALL))
+    step = ["--seconds-per-step", "1", "--gpus", "1", "--seq-len", "64", "--batch-size", "3", "--json"]
+    assert main(["flops", "--model", str(config), *step]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["attention_flops"] == 3 * 2 * 4 * 64 * (3 * 64 * 16)
+    assert found["head_flops"] == 3 * 2 * 64 * 131 * 3 * 64
+
+
+def test_padded_tokens_attend_over_rows_of_the_longest_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "lengths.npy", np.array([10, 40]))
+    step = ["--model", _config(tmp_path), "--seconds-per-step", "1", "--gpus", "1", "--json"]
+    assert main(["flops", *step, "--lengths", str(tmp_path / "lengths.npy"), "--padded-tokens", "80"]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    architecture = read_config({"model_type": "llama"} | _SMALL)
+    assert found["executed_flops"] == 3 * forward_flops(architecture, Positions.of_rows(40, rows=2)).total
+
+
+def test_the_examples_of_the_help_count(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "llama-2-7b", "--seq-len", "4096", "--batch-size", "512", "--seconds-per-step", "21.3"]
+    assert main(["flops", *words, "--gpus", "64", "--device", "h100"]) == 0
+    shown = capsys.readouterr().out
+    assert "MFU" in shown
+    assert "│" not in shown  # plain columns in a pipe
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([], "give a run's report, or --model"),
         (["--model", "MODEL"], "--seconds-per-step and --gpus must be given"),
         (["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1"], "--lengths FILE, or as --seq-len"),
-        (["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--seq-len", "8"], "--batch-size None"),
+        (["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--seq-len", "8"], "--batch-size 0"),
         (
             ["--model", "MODEL", "--seconds-per-step", "-1", "--gpus", "1", "--seq-len", "8", "--batch-size", "1"],
             "took -1.0 s",
@@ -193,7 +242,7 @@ def test_a_log_of_megatron_tells_seconds_batch_and_devices(tmp_path: Path, capsy
         (
             ["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--seq-len", "8", "--batch-size", "1",
              "--padded-tokens", "7"],
-            "--padded-tokens is 7 but the step has 8",
+            "--padded-tokens is 7 for 8 real tokens",
         ),
         (
             ["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--seq-len", "8", "--batch-size", "1",
@@ -204,13 +253,22 @@ def test_a_log_of_megatron_tells_seconds_batch_and_devices(tmp_path: Path, capsy
         (["runs/absent"], "runs/absent"),
         (["--model", "no-such-file.json", "--seconds-per-step", "1", "--gpus", "1"], "no-such-file.json"),
         (["--peak-tflops", "0"], "--peak-tflops is 0.0"),
+        (["runs/x", "--recompute", "full"], "a report says what was run"),
+        (["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--lengths", "PAIRS"], "one length each"),
+        (["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--lengths", "NONE"], "has no samples"),
+        (
+            ["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--lengths", "PAIRS", "--batch-size", "2"],
+            "--lengths has all samples",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_counted_is_refused_in_one_line(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = _config(tmp_path)
-    assert main(["flops", *(model if word == "MODEL" else word for word in arguments)]) == 2
+    files = {"MODEL": _config(tmp_path), "PAIRS": str(tmp_path / "pairs.npy"), "NONE": str(tmp_path / "none.npy")}
+    np.save(files["PAIRS"], np.array([[5, 3], [6, 2]]))
+    np.save(files["NONE"], np.zeros(0, np.int64))
+    assert main(["flops", *(files.get(word, word) for word in arguments)]) == 2
     assert said in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ import pytest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, RopeScaling
 from dynapipe_ext.models.huggingface import read_config, write_config
-from dynapipe_ext.models.megatron_arguments import read_arguments, write_arguments
+from dynapipe_ext.models.megatron_arguments import read_arguments, unsaid, write_arguments
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
 
 torch = pytest.importorskip("torch")
@@ -121,6 +121,8 @@ def test_published_models_have_their_published_sizes(name: str) -> None:
         ({"model_type": "falcon"}, "model_type is 'falcon'"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"hidden_size": 10**200}, "hidden_size is"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"num_key_value_heads": 3}, "num_heads 4 must be a multiple of num_query_groups 3"),
         ({"hidden_act": "mish"}, "hidden_act is 'mish'"),
@@ -181,6 +183,49 @@ def test_megatrons_arguments_give_the_architecture_back(case: str) -> None:
     family, values = _CASES[case]
     architecture = read_config({"model_type": family} | values)
     assert read_arguments(write_arguments(architecture)) == architecture
+
+
+_MEGATRON = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 131}
+_ROPE = _MEGATRON | {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (_MEGATRON | {"decoder_num_layers": 2}, "decoder_num_layers is 2"),
+        (_MEGATRON | {"num_experts": 4}, "num_experts 4"),
+        (_MEGATRON | {"swiglu": True}, "gated_mlp True"),
+        (_MEGATRON | {"group_query_attention": True, "num_query_groups": 2}, "num_query_groups 2"),
+        (_MEGATRON | {"kv_channels": 32}, "kv_channels 32"),
+        (_MEGATRON | {"add_bias_linear": False}, "mlp_bias False"),
+        (_MEGATRON | {"position_embedding_type": "yarn"}, "position_embedding_type is 'yarn'"),
+        (_ROPE | {"position_embedding_type": 0}, "position_embedding_type is 0"),
+        (_ROPE | {"normalization": "x"}, "normalization is 'x'"),
+        (_ROPE | {"rotary_percent": 0.5}, "rotary_percent is 0.5"),
+        (_ROPE | {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        (_ROPE | {"multi_latent_attention": True}, "multi_latent_attention is True"),
+        (_ROPE | {"add_bias_linear": "false"}, "add_bias_linear is 'false'"),
+        (_ROPE | {"rotary_base": float("nan")}, "rotary_base is nan"),
+        (_ROPE | {"norm_epsilon": 0}, "norm_epsilon is 0"),
+        (_ROPE | {"rope_scaling_factor": "x", "use_rope_scaling": True}, "rope_scaling_factor is 'x'"),
+        (_ROPE | {"num_attention_heads": 0}, "num_attention_heads is 0"),
+        (_ROPE | {"window_size": (4, 4)}, r"window_size is \(4, 4\)"),
+        (_ROPE | {"swiglu": False}, "gated_mlp False"),
+    ],
+)
+def test_arguments_of_another_model_are_refused_by_name(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_arguments(arguments)
+
+
+def test_what_arguments_cannot_say_is_told() -> None:
+    plain = read_config({"model_type": "llama"} | _SMALL)
+    assert unsaid(plain) == ()
+    linear = {"rope_type": "linear", "factor": 2.0}
+    assert unsaid(read_config({"model_type": "llama", "rope_scaling": linear} | _SMALL)) == ("rope_scaling",)
+    assert unsaid(read_config({"model_type": "llama", "attention_bias": True} | _SMALL)) == ("attention_output_bias",)
+    assert unsaid(read_config({"model_type": "t5"})) == ("scaled_output",)
+    assert "activation" in unsaid(read_config({"model_type": "llama", "hidden_act": "gelu"} | _SMALL))
 
 
 def test_arguments_of_no_family_are_refused() -> None:

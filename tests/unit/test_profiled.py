@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -44,16 +45,21 @@ def truth(part: Part, rows: int, length: int, recompute: Recompute, *, bend: flo
 
 
 class Device:
-    """Measures by `truth`; what needs more than `room` tokens does not fit."""
+    """Measures by `truth`; what needs more than `room` tokens does not fit, and packed rows keep more bytes."""
 
     def __init__(self, room: int = 1 << 40) -> None:
         self.room, self.asked = room, 0
 
-    def __call__(self, part: Part, m: MicroBatch) -> Measured | None:
-        self.asked += 1
+    def __call__(self, part: Part, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
+        m = micro_batch
+        self.asked += not bytes_only
         if m.padded_tokens > self.room:
             return None
-        return truth(part, m.rows, m.encoder_len, m.recompute)
+        if m.layout == "padded":
+            return truth(part, m.rows, m.encoder_len, m.recompute)
+        one = truth(part, len(m.samples), m.samples[0].encoder, m.recompute)
+        more = {"none": 1.08, "selective": 1.04, "full": 0.9}[m.recompute]
+        return replace(one, stored_bytes=int(one.stored_bytes * more), peak_bytes=int(one.peak_bytes * more))
 
 
 def measured(device: Device, within: ProfileRange = _RANGE, **given: Any) -> Profile:
@@ -125,15 +131,11 @@ def test_few_shapes_are_enough_for_the_target() -> None:
 
 
 def test_a_bent_device_is_measured_more_often_than_a_straight_one() -> None:
-    straight = Profile()
-    choose_and_measure(
-        straight,
-        lambda part, m: truth(part, m.rows, m.encoder_len, m.recompute, bend=0.0),
-        _RANGE,
-        error_target=0.01,
-        most_shapes=24,
-        go_on=lambda _profile, _error: True,
-    )
+    class Straight(Device):
+        def __call__(self, part: Part, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
+            return truth(part, micro_batch.rows, micro_batch.encoder_len, micro_batch.recompute, bend=0.0)
+
+    straight = measured(Straight(), error_target=0.01)
     assert len(straight.shapes()) < len(measured(Device(), error_target=0.01).shapes())
 
 
@@ -147,8 +149,50 @@ def test_what_does_not_fit_is_neither_asked_again_nor_priced() -> None:
     for rows, length in refused:
         with pytest.raises(PlanError):
             table.evaluate([padded(rows, length)])
-    with pytest.raises(DataError, match="fewer than 3 shapes fit"):
+    with pytest.raises(DataError, match="0 shapes from 16 to 512 positions"):
         measured(Device(room=10))
+
+
+@pytest.mark.parametrize(
+    "within",
+    [
+        ProfileRange(min_len=16, max_len=512, max_tokens=512),
+        ProfileRange(min_len=16, max_len=16, max_tokens=512),
+        ProfileRange(min_len=8, max_len=4096, max_tokens=5000, recomputes=("full",)),
+        ProfileRange(min_len=16, max_len=512, max_tokens=4096, multiple=4, recomputes=("selective", "full")),
+    ],
+)
+def test_every_shape_that_was_asked_for_is_priced(within: ProfileRange) -> None:
+    table = cost_table(measured(Device(), within), within, _SHAPE, value_bytes=4)
+    for shape in [(1, within.min_len), (1, within.max_len), *within.held_out(200, seed=5)]:
+        table.evaluate([padded(*shape, within.recomputes[-1])])
+
+
+def test_a_device_that_holds_little_is_measured_where_it_does() -> None:
+    profile = measured(Device(room=700), ProfileRange(min_len=16, max_len=512, max_tokens=4096))
+    assert len(profile.fitting(_RANGE)) >= 3
+    few = ProfileRange(min_len=64, max_len=64, max_tokens=64)
+    with pytest.raises(DataError, match="a table needs 3"):
+        measured(Device(), few)
+
+
+def test_a_deadline_that_is_over_leaves_enough_for_a_table() -> None:
+    profile = measured(Device(), go_on=lambda _profile, _error: False)
+    assert len(profile.fitting(_RANGE)) <= 4
+    cost_table(profile, _RANGE, _SHAPE, value_bytes=4)
+
+
+def test_packed_rows_hold_what_packing_was_measured_to_add() -> None:
+    table = cost_table(measured(Device()), _RANGE, _SHAPE, value_bytes=4)
+    assert table.packed_bytes == pytest.approx({"none": 1.08, "selective": 1.04, "full": 1.0}, rel=1e-3)
+    again = CostTable.from_json(json.loads(json.dumps(table.to_json())))
+    for kind, more in again.packed_bytes.items():
+        rows = padded(6, 100, kind)
+        packed = MicroBatch(rows.samples, "packed", kind)
+        one, other = again.evaluate([rows, packed]), again.evaluate([packed, rows])
+        assert one.stored_bytes[0, 1] == pytest.approx(more * one.stored_bytes[0, 0], rel=1e-6)
+        assert one.working_bytes[0, 1] == pytest.approx(more * one.working_bytes[0, 0], rel=1e-4)
+        assert other.stored_bytes[0].tolist() == one.stored_bytes[0, ::-1].tolist()
 
 
 def test_a_shape_that_was_measured_is_not_measured_again() -> None:
@@ -167,8 +211,28 @@ def test_a_shape_that_was_measured_is_not_measured_again() -> None:
 
 
 def test_measurements_of_another_kind_are_refused() -> None:
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="entry 0 cannot be read"):
         Profile.from_json([{"part": "layer"}])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"forward_s": float("nan")}, {"forward_s": -1.0}, {"stored_bytes": 1e300}, {"weight_s": "x"},
+        {"peak_bytes": None}, {"rows": 0}, {"length": -4}, {"part": "tail"}, {"recompute": "some"},
+    ],
+)  # fmt: skip
+def test_damaged_measurements_are_refused_by_entry(damage: dict[str, Any]) -> None:
+    good = {"part": "layer", "recompute": "none", "rows": 1, "length": 16, **asdict(truth("layer", 1, 16, "none"))}
+    assert Profile.from_json([good]).shapes() == [(1, 16)]
+    with pytest.raises(DataError, match=r"costs\.json\.part: entry 1 "):
+        Profile.from_json([good, good | damage], "costs.json.part")
+
+
+def test_a_surface_refuses_costs_that_are_not_costs() -> None:
+    for values in ([1.0, 0.0, 2.0], [1.0, float("nan"), 1.0], [-1.0, -1.0, -1.0]):
+        with pytest.raises(DataError, match="must be above 0"):
+            Surface.fit(dict(zip([(1, 16), (2, 16), (4, 32)], values, strict=True)))
 
 
 @pytest.mark.parametrize("value_bytes", [2, 4])
@@ -198,9 +262,9 @@ def test_the_table_says_w_the_heads_peak_and_wide_values() -> None:
         layer, head = (truth(part, 4, 64, recompute) for part in ("layer", "head"))
         head = truth("head", 4, 64, "none")
         weights = np.array([2 * layer.weight_s, 2 * layer.weight_s + head.weight_s]) * 1e9
-        assert costs.weight_ns[:, 0] == pytest.approx(weights, rel=0.04)
+        assert costs.weight_ns[:, 0] == pytest.approx(weights, rel=0.06)
         backwards = np.array([2 * layer.backward_s, 2 * layer.backward_s + head.backward_s]) * 1e9
-        assert costs.backward_ns[:, 0] == pytest.approx(backwards, rel=0.04)
+        assert costs.backward_ns[:, 0] == pytest.approx(backwards, rel=0.06)
         stored = 2 * layer.stored_bytes + head.stored_bytes
         assert costs.stored_bytes[1, 0] == pytest.approx(stored, rel=0.01)
         layers_run = layer.stored_bytes + layer.peak_bytes
