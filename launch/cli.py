@@ -34,8 +34,17 @@ SUBCOMMANDS = (
     Subcommand(
         "show-schedule", "dynapipe_ext.launch.schedule_command", "draw a published schedule, or one from a file or plan"
     ),
+    Subcommand(
+        "preprocess",
+        "dynapipe_ext.launch.preprocess_command",
+        "tokenize a corpus to a dataset or to .bin/.idx",
+    ),
     Subcommand("profile", "dynapipe_ext.launch.profile_command", "measure a model here and write a cost table"),
     Subcommand("flops", "dynapipe_ext.launch.flops_command", "count FLOPs, MFU and HFU of a run, a log or a step"),
+    Subcommand("collect-memory", "dynapipe_ext.launch.collect_memory_command", "measure peaks of inference batches"),
+    Subcommand(
+        "train-memory-model", "dynapipe_ext.launch.train_memory_model_command", "learn batch sizes from measured peaks"
+    ),
     Subcommand("doctor", "dynapipe_ext.launch.doctor", "show what is installed and whether a run can start here"),
 )
 
@@ -50,6 +59,12 @@ _EXTRAS = {
     "einops": "train",
     "deepspeed": "deepspeed",
     "transformers": "transformers",
+    "pyarrow": "data",
+    "tiktoken": "data",
+    "ray": "ray",
+    "sklearn": "inference",
+    "scipy": "inference",
+    "threadpoolctl": "inference",
     "flash_attn": "flash",
 }
 

@@ -18,7 +18,7 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.data.dataset import TokenDataset, fingerprint_of_source, prepare
+from dynapipe_ext.data.dataset import TokenDataset, fingerprint_of_source, is_prepared, open_prepared, prepare
 from dynapipe_ext.data.generation import generate_examples, generator_settings
 from dynapipe_ext.data.reading import Example, read_examples
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
@@ -100,9 +100,19 @@ def model_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
     )
 
 
+def data_folder(config: TrainConfig) -> Path:
+    """Where the tokens of a run are."""
+    prepared = config.data.path and is_prepared(config.data.path)
+    return Path(config.data.path) if prepared else Path(config.run.run_dir) / "data"
+
+
 def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenDataset:
-    """Tokenize the user's file, or the generator's examples, into RUN_DIR/data; opens what is already there."""
-    data, folder = config.data, Path(config.run.run_dir) / "data"
+    """Tokenize the user's file, or the generator's examples, into RUN_DIR/data; opens what is already there, and a
+    folder that `dynapipe preprocess` wrote.
+    """
+    data, folder = config.data, data_folder(config)
+    if data.path and is_prepared(data.path):
+        return open_prepared(data.path, max_seq_len=config.model.max_seq_len)
     if data.path:
         path = Path(data.path)
         fingerprint = fingerprint_of_source(path)

@@ -33,6 +33,7 @@ from dynapipe_ext.launch.job import (
     check_batches,
     check_fits,
     configured_costs,
+    data_folder,
     model_shape,
     prepare_data,
     read_costs,
@@ -201,7 +202,7 @@ def _dataset(env: RankEnv, config: TrainConfig) -> TokenDataset:
     """Rank 0 prepares the data, then the first rank of every other node (a shared file system finds it done)."""
     import torch.distributed as dist
 
-    folder = Path(config.run.run_dir) / "data"
+    folder = data_folder(config)
     if env.rank == 0:
         prepare_data(config)
     dist.barrier()

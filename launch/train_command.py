@@ -32,7 +32,14 @@ _EPILOG = """examples:
 
 # flag -> (table, name, keyword arguments of argparse); a flag left out keeps the setting of the file.
 _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "--data": ("data", "path", {"metavar": "FILE", "help": "JSONL (also .gz .xz .zst) of input/target or text"}),
+    "--data": (
+        "data",
+        "path",
+        {
+            "metavar": "FILE",
+            "help": "JSONL (also compressed), or a folder of `dynapipe preprocess`",
+        },
+    ),
     "--truncate": ("data", "truncate", {"action": "store_true", "help": "cut samples that are too long"}),
     "--tokens-per-batch": ("data", "tokens_per_batch", {"type": int, "metavar": "N", "help": "real tokens a step"}),
     "--batch-size": ("data", "batch_size", {"type": int, "metavar": "N", "help": "samples a step, instead of tokens"}),

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,24 +21,34 @@ from torch.utils.data import DataLoader, Sampler
 
 from dynapipe_ext.data.inference_batches import (
     PROMPT_TOKENS,
+    BatchMemory,
     BatchRule,
     GenerationMemory,
     IntArray,
     batches_of,
     longest_first,
+    with_a_padded_first,
 )
+from dynapipe_ext.data.memory_model import LearnedMemory
+from dynapipe_ext.data.memory_profiling import Measure, beams_of, cuda_peak, is_out_of_memory, measured_on
 from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
 
-Measure = Callable[[Callable[[], Any]], tuple[Any, int]]  # runs a call -> its result, and its peak in bytes
 Tensors = dict[str, torch.Tensor]
 
+
+class _Unset(float):
+    """A default that a caller's own equal number can be told from."""
+
+
+_END_OF_RANGE = _Unset(6.0)
 _LENGTHS_AT_ONCE = 4096  # texts that are tokenized together to be measured: bounds the memory of their tokens
 
 
 class DynamicBatchSampler(Sampler[list[int]]):
     """Batches of indices for a DataLoader; sizes are decided as batches are drawn: a new memory model counts at once.
 
-    With `shuffle`, whole batches come in an order drawn from seed and epoch, the longest one first all the same.
+    With `shuffle`, whole batches come in an order drawn from seed and epoch, the longest one first all the same. With
+    `pad_first` the first batch has some padding wherever it can (`with_a_padded_first`): for a model whose peak counts.
     """
 
     def __init__(
@@ -45,22 +56,29 @@ class DynamicBatchSampler(Sampler[list[int]]):
         lengths: npt.ArrayLike,
         rule: BatchRule,
         *,
-        memory: GenerationMemory | None = None,
+        memory: BatchMemory | None = None,
         shuffle: bool = False,
         seed: int = 0,
     ) -> None:
         self.lengths, self._order = longest_first(lengths)
         self.rule, self.memory, self.shuffle, self.seed, self.epoch = rule, memory, shuffle, seed, 0
+        self.pad_first = isinstance(memory, LearnedMemory)
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that the next shuffle is drawn from."""
         self.epoch = epoch
 
-    def _memory(self) -> GenerationMemory:
+    def _memory(self) -> BatchMemory:
         return self.memory or PROMPT_TOKENS
 
+    def _batches(self) -> Iterator[IntArray]:
+        order = self._order
+        if self.pad_first:
+            order = with_a_padded_first(self.lengths, order, self.rule.batch_size)
+        return batches_of(self.lengths, order, 0, self._memory, self.rule)
+
     def __iter__(self) -> Iterator[list[int]]:
-        batches = batches_of(self.lengths, self._order, 0, self._memory, self.rule)
+        batches = self._batches()
         if self.shuffle:
             planned = list(batches)
             later = 1 + np.random.default_rng((self.seed, self.epoch)).permutation(max(0, len(planned) - 1))
@@ -69,7 +87,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches of a whole pass with the memory model of now."""
-        return sum(1 for _ in batches_of(self.lengths, self._order, 0, self._memory, self.rule))
+        return sum(1 for _ in self._batches())
 
 
 class _Texts:
@@ -102,10 +120,11 @@ def build_dynamic_batch_dataloader(
     shuffle: bool = False,
     num_workers: int = 4,
     batch_start_range: float = 1.0,
-    batch_end_range: float = math.inf,
+    batch_end_range: float = _END_OF_RANGE,
     steps: int = 50,
     *,
-    memory: GenerationMemory | None = None,
+    memory_model: str | Path | LearnedMemory | None = None,
+    memory: BatchMemory | None = None,
     peak_fraction: float = 0.9,
     seed: int = 0,
     lengths: npt.ArrayLike | None = None,
@@ -114,11 +133,18 @@ def build_dynamic_batch_dataloader(
     """A DataLoader of the tokenizer's tensors with `texts` and `indices` (places in `texts`), longest texts first.
 
     Texts are truncated to `max_input_token_length`. `batch_size` is the first batch's, the largest that is known to fit
-    the longest texts; the others follow `BatchRule`, up to `batch_end_range` x batch_size. `batch_start_range` and
-    `steps` are taken for callers who know them from elsewhere: no batch but the last is smaller than batch_size, and
-    sizes are computed rather than tried out, so no range has to bound a search.
-    `lengths` (tokens of each text) spares the pass that counts them. Without `memory` prompt tokens alone are counted,
-    until `generate` puts in the model's own.
+    the longest texts; the others follow `BatchRule`: a batch's peak exceeds 90 % (`peak_fraction`) of the first one's
+    with probability `threshold` at most, by what the memory model's errors tell.
+
+    `memory_model`: a file of `dynapipe train-memory-model`, learned from measured peaks. Without it, and without
+    `memory`, prompt tokens alone are counted until `generate` puts in bytes counted from the model's config.
+
+    `batch_start_range` to `batch_end_range` are the factors of batch_size among which dynabatch tries `steps`. Here
+    sizes are computed, as the largest that fits, so no step is lost between two of them. A `batch_end_range` that is
+    given is the most texts of a batch over batch_size, 6.0 as any other; left out, memory alone is the bound, since six
+    times the first batch is far below what short texts could use. No batch but the last is smaller than batch_size.
+
+    `lengths` (tokens of each text) spares the pass that counts them.
     """
     if isinstance(texts, str):
         raise DataError("texts is one string: give a list of strings")
@@ -144,9 +170,12 @@ def build_dynamic_batch_dataloader(
     if len(table) != len(texts):
         raise DataError(f"{len(table)} lengths were given for {len(texts)} texts: give one a text")
     multiple = int(tokenizer_kwargs.get("pad_to_multiple_of") or 1)
-    rule = BatchRule(
-        batch_size=batch_size, threshold=threshold, peak_fraction=peak_fraction, growth=max(1.0, batch_end_range)
-    )
+    growth = math.inf if isinstance(batch_end_range, _Unset) else max(1.0, batch_end_range)
+    rule = BatchRule(batch_size=batch_size, threshold=threshold, peak_fraction=peak_fraction, growth=growth)
+    if memory_model is not None:
+        if memory is not None:
+            raise ConfigError("memory and memory_model are both given: batches follow one of them")
+        memory = memory_model if isinstance(memory_model, LearnedMemory) else LearnedMemory.read(memory_model)
     sampler = DynamicBatchSampler(-(-table // multiple) * multiple, rule, memory=memory, shuffle=shuffle, seed=seed)
     dataset: Any = _Texts(texts)
     return DataLoader(
@@ -199,32 +228,38 @@ def generate_batches(
     """`model.generate` of each batch of a loader, as they are done; `generation` goes to it.
 
     A loader from `build_dynamic_batch_dataloader` without a memory model gets the one counted from model.config. The
-    first batch's measured peak then calibrates it, if its texts made all of `max_new_tokens`: by torch's counters on
-    CUDA, by `measure` elsewhere (torch has no counter there). A batch that runs out of memory is halved until it fits,
-    and later ones as large are halved beforehand.
+    first batch's measured peak then calibrates it, later ones refine it and tell its errors, which `threshold` goes by;
+    batches count whose texts made all of `max_new_tokens`. Peaks are measured by torch's counters on CUDA, by `measure`
+    elsewhere (`profiled_peak`, which is slow). A batch that runs out of memory is halved until it fits, and later ones
+    as large are halved beforehand.
 
-    Errors: ConfigError for a causal model with right padding. ExecutionError, once all else is done, naming the texts
-    that do not fit alone.
+    Errors: ConfigError for a causal model with right padding, or a learned memory model of another model, device or
+    settings. ExecutionError, once all else is done, naming the texts that do not fit alone.
     """
     if generation.get("num_return_sequences", 1) != 1:
         raise ConfigError(f"num_return_sequences is {generation['num_return_sequences']}: one sequence a text is kept")
     if measure is None and model.device.type == "cuda":
-        measure = partial(_cuda_peak, model.device)
+        measure = partial(cuda_peak, model.device)
     driver = _Driver(model, max_new_tokens, measure, generation)
     sampler = getattr(batches, "batch_sampler", None)
     if not isinstance(sampler, DynamicBatchSampler):
         yield from _driven(driver, batches, None)
     else:
-        given = sampler.memory
+        given, pad_first = sampler.memory, sampler.pad_first
+        num_beams = beams_of(model, generation)
+        if isinstance(given, LearnedMemory):
+            given.measured_on.check(measured_on(model, max_new_tokens=max_new_tokens, num_beams=num_beams))
+        sampler.pad_first = True
         sampler.memory = given or GenerationMemory.from_config(
             model.config,
             max_new_tokens=max_new_tokens,
             dtype_bytes=model.dtype.itemsize,
-            num_sequences=int(generation.get("num_beams", 1)),
+            num_sequences=num_beams,
         )
         try:
             yield from _driven(driver, batches, sampler if calibrate else None)
         finally:
+            sampler.pad_first = pad_first
             sampler.memory = given  # what was counted holds for this model and these settings alone
     if driver.too_large:
         named = ", ".join(f"{index} ({length} tokens)" for index, length in driver.too_large)
@@ -235,18 +270,30 @@ def generate_batches(
 
 
 def _driven(driver: _Driver, batches: Iterable[Any], sampler: DynamicBatchSampler | None) -> Iterator[GeneratedBatch]:
-    """Outputs batch by batch; calibrates the sampler's memory model by the first, if there is a sampler."""
-    place = 0
+    """Outputs batch by batch; what they measure goes to the sampler's memory model, if there is a sampler."""
+    place, first_bytes = 0, None
     for batch in batches:
         inputs = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         num_texts, prompt_len = inputs["input_ids"].shape
         indices = batch["indices"] if "indices" in batch else range(place, place + num_texts)
         done = driver.run(inputs, tuple(indices))
         whole = not done.num_splits and max(map(len, done.tokens), default=0) == driver.max_new_tokens
-        if place == 0 and whole and done.peak_bytes and sampler is not None and sampler.memory is not None:
-            sampler.memory = sampler.memory.calibrated(num_texts, prompt_len, done.peak_bytes)
+        memory = sampler.memory if sampler is not None else None
+        if whole and done.peak_bytes and sampler is not None and isinstance(memory, GenerationMemory):
+            shape = num_texts, prompt_len, done.peak_bytes
+            if place == 0:
+                first_bytes, memory = done.peak_bytes, memory.calibrated(*shape)
+            elif first_bytes is None or not _has_padding(inputs):  # which shows less than a padded batch needs
+                memory = memory.observing(*shape)
+            else:
+                memory = memory.refined(*shape, first_bytes=first_bytes)
+            sampler.memory = memory
         place += num_texts
         yield done
+
+
+def _has_padding(inputs: Tensors) -> bool:
+    return "attention_mask" in inputs and not bool(inputs["attention_mask"].all())
 
 
 class _Driver:
@@ -332,18 +379,3 @@ def _part(inputs: Tensors, rows: slice) -> Tensors:
     used = part["attention_mask"].any(dim=0).nonzero().flatten().tolist() or [0]
     columns = slice(used[0], used[-1] + 1)
     return {name: x[:, columns] if x.ndim == 2 and x.shape[1] == prompt_len else x for name, x in part.items()}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that a batch was too large for the memory of its device, or of the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error).lower()
-    return any(sign in text for sign in ("out of memory", "can't allocate memory", "cublas_status_alloc_failed"))
-
-
-def _cuda_peak(device: torch.device, call: Callable[[], Any]) -> tuple[Any, int]:
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    result = call()
-    return result, torch.cuda.max_memory_allocated(device) - before

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,31 @@ from dynapipe_ext.errors import ConfigError, DataError
 
 IntArray = npt.NDArray[np.int64]
 
+_MOST_OBSERVED = 1000  # peaks of the latest batches
 _SCORE_COPIES_BYTES = 32  # a vocabulary entry while a token is chosen: float32 copies, softmax, sorted with indices
+
+
+@dataclass(frozen=True, slots=True)
+class FirstBatch:
+    """The batch that the others are measured by: its texts, the tokens of its longest, and all tokens but padding."""
+
+    num_texts: int
+    longest: int
+    tokens: int
+
+
+class BatchMemory(Protocol):
+    """What tells how many texts fit: counted bytes (`GenerationMemory`), or learned from measured peaks."""
+
+    def sizes(
+        self, first: FirstBatch, *, peak_fraction: float, threshold: float, most_texts: float
+    ) -> Callable[[int], int]:
+        """A function from the length that a batch is padded to, to the most texts it may have.
+
+        Their peak is at most `peak_fraction` of the first batch's, but for a share `threshold` of the batches. As many
+        texts as the first batch has are always allowed, more than `most_texts` never.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +53,14 @@ class GenerationMemory:
     For a peak that grows with the number of texts times a convex function h of the prompt length, the batches planned
     stay under the first peak if bytes_per_text is at least h(0) and bytes_per_token at most the mean slope of h: the
     chord lies above a convex curve. So `from_config` rounds the one up and the other down, and `calibrated` takes the
-    slope from a measured peak. `observed` holds measured / predicted peaks of earlier runs, if there are any.
+    slope from a measured peak. `observed` holds measured / predicted peaks of earlier runs, if there are any;
+    `first_bytes` the first batch's measured peak, if the slope is not from that.
     """
 
     bytes_per_text: int
     bytes_per_token: int
     observed: tuple[float, ...] = ()
+    first_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.bytes_per_text < 0 or self.bytes_per_token < 0 or self.bytes_per_text + self.bytes_per_token < 1:
@@ -89,6 +115,19 @@ class GenerationMemory:
         fewest = 0 if self.bytes_per_text else 1
         return replace(self, bytes_per_token=max(fewest, slope))
 
+    def observing(self, num_texts: int, prompt_len: int, peak_bytes: int) -> GenerationMemory:
+        """With one more measured peak among the `observed`, of which the latest thousand are kept."""
+        ratio = peak_bytes / (num_texts * self.text_bytes(prompt_len))
+        return replace(self, observed=(*self.observed, ratio)[-_MOST_OBSERVED:])
+
+    def refined(self, num_texts: int, prompt_len: int, peak_bytes: int, *, first_bytes: int) -> GenerationMemory:
+        """For texts no longer than `prompt_len`: observed and calibrated by this batch, beside the first one's peak.
+
+        The chord of a convex curve to a nearer point lies lower.
+        """
+        seen = self.observing(num_texts, prompt_len, peak_bytes).calibrated(num_texts, prompt_len, peak_bytes)
+        return replace(seen, first_bytes=first_bytes)
+
     def margin(self, threshold: float) -> float:
         """Factor on predicted peaks that at most a share `threshold` of the `observed` ones exceed, at least 1.
 
@@ -98,6 +137,14 @@ class GenerationMemory:
             return 1.0
         rank = math.ceil((len(self.observed) + 1) * (1.0 - threshold))
         return max(1.0, sorted(self.observed)[min(rank, len(self.observed)) - 1])
+
+    def sizes(
+        self, first: FirstBatch, *, peak_fraction: float, threshold: float, most_texts: float
+    ) -> Callable[[int], int]:
+        """As in `BatchMemory`."""
+        first_bytes = self.first_bytes or first.num_texts * self.text_bytes(first.longest)
+        limit = peak_fraction * first_bytes / self.margin(threshold)
+        return lambda prompt_len: int(max(first.num_texts, min(limit // self.text_bytes(prompt_len), most_texts)))
 
 
 PROMPT_TOKENS = GenerationMemory(0, 1)  # counts padded prompt tokens alone: encoders, scoring
@@ -139,15 +186,21 @@ class BatchRule:
         if not self.growth >= 1.0:
             raise ConfigError(f"batches may grow to {self.growth} x batch_size: give 1 or more (inf for no bound)")
 
-    def num_texts(self, memory: GenerationMemory, longest: int, prompt_len: int) -> int:
+    def sizes(self, memory: BatchMemory, first_lengths: IntArray) -> Callable[[int], int]:
+        """`memory.sizes` under this rule, from the lengths of the first batch's texts, the longest first."""
+        return memory.sizes(
+            FirstBatch(self.batch_size, int(first_lengths[0]), int(first_lengths.sum())),
+            peak_fraction=self.peak_fraction,
+            threshold=self.threshold,
+            most_texts=math.inf if math.isinf(self.growth) else int(self.growth * self.batch_size),
+        )
+
+    def num_texts(self, memory: BatchMemory, longest: int, prompt_len: int) -> int:
         """Texts of a batch padded to `prompt_len`, when the longest text of all has `longest` tokens."""
-        limit = self.peak_fraction * self.batch_size * memory.text_bytes(longest) / memory.margin(self.threshold)
-        fitting = int(limit / memory.text_bytes(prompt_len))
-        most = math.inf if math.isinf(self.growth) else int(self.growth * self.batch_size)
-        return int(max(self.batch_size, min(fitting, most)))
+        return self.sizes(memory, np.full(self.batch_size, longest))(prompt_len)
 
 
-def plan_batches(lengths: npt.ArrayLike, rule: BatchRule, memory: GenerationMemory = PROMPT_TOKENS) -> list[IntArray]:
+def plan_batches(lengths: npt.ArrayLike, rule: BatchRule, memory: BatchMemory = PROMPT_TOKENS) -> list[IntArray]:
     """Indices of the texts of each batch, longest first: the fewest batches that the rule and the model allow.
 
     >>> rule = BatchRule(batch_size=2, peak_fraction=1.0)
@@ -169,12 +222,33 @@ def longest_first(lengths: npt.ArrayLike) -> tuple[IntArray, IntArray]:
     return table, np.argsort(-table, kind="stable")
 
 
+def with_a_padded_first(lengths: IntArray, order: IntArray, batch_size: int) -> IntArray:
+    """The order, with the first batch's last text exchanged for the next shorter one if all have one length.
+
+    Models drop a mask that masks nothing. Without padding, the first batch would not show what later ones need: a
+    third of it, for T5 with sdpa.
+
+    >>> with_a_padded_first(np.array([9, 9, 9, 7, 7]), np.arange(5), 2).tolist()
+    [0, 3, 1, 2, 4]
+    """
+    sorted_lengths = lengths[order]
+    shorter = int(np.searchsorted(-sorted_lengths, -sorted_lengths[0], side="right")) if len(order) else 0
+    if not 2 <= batch_size <= shorter < len(order):
+        return order
+    last = batch_size - 1
+    return np.concatenate([order[:last], order[shorter : shorter + 1], order[last:shorter], order[shorter + 1 :]])
+
+
 def batches_of(
-    lengths: IntArray, order: IntArray, start: int, memory: Callable[[], GenerationMemory], rule: BatchRule
+    lengths: IntArray, order: IntArray, start: int, memory: Callable[[], BatchMemory], rule: BatchRule
 ) -> Iterator[IntArray]:
     """Batches from place `start` in `order` on; `memory` is asked before each, and may change its answer."""
+    counted: BatchMemory | None = None
     while start < len(order):
-        longest, prompt_len = int(lengths[order[0]]), int(lengths[order[start]])
-        size = rule.num_texts(memory(), longest, prompt_len) if start else rule.batch_size
+        size = rule.batch_size
+        if start:
+            if counted is not (now := memory()):
+                counted, sizes = now, rule.sizes(now, lengths[order[: rule.batch_size]])
+            size = sizes(int(lengths[order[start]]))
         yield order[start : start + size]
         start += size

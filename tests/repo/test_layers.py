@@ -19,6 +19,7 @@ FACADES = {"dynapipe_ext/__init__.py", "dynapipe_ext/megatron.py"}
 RIM = {
     "torch": (
         "dynapipe_ext/data/inference.py",  # a DataLoader, and the driver of generate(); planning needs neither
+        "dynapipe_ext/data/memory_profiling.py",  # measures peaks of the user's model
         "dynapipe_ext/data/packing_collator.py",  # tensors and attention of transformers models; packing is numpy
         "dynapipe_ext/megatron.py",
         "executor/accumulator.py",
@@ -46,6 +47,8 @@ RIM = {
     "megatron": ("dynapipe_ext/megatron.py", "executor/stages/megatron*.py"),
     "deepspeed": ("executor/stages/deepspeed*.py",),
     "transformers": (
+        "dynapipe_ext/data/memory_profiling.py",  # builds the user's model
+        "dynapipe_ext/data/preprocessing/transformers_encoder.py",  # tokenizers that only it can load
         "dynapipe_ext/data/packing_collator.py",  # registers an attention that keeps documents apart
         "executor/stages/transformers*.py",
     ),
