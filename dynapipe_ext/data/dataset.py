@@ -15,27 +15,22 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.data.reading import Example
-from dynapipe_ext.data.tokenizer import (
-    FILE_NAME,
-    BytesTokenizer,
-    Tokenizer,
-    load_tokenizer,
-    save_tokenizer,
-    train_tokenizer,
-)
+from dynapipe_ext.data.token_file import ARRAYS, FORMAT, TOKENS_FILE, seal
+from dynapipe_ext.data.tokenizer import FILE_NAME, BytesTokenizer, Tokenizer, train_tokenizer
 from dynapipe_ext.data.truncation import Truncation
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.lengths import LengthArray
 
+if TYPE_CHECKING:
+    from dynapipe_ext.data.preprocessing.encoders import Encoder
+
 TokenizerKind = Literal["bpe", "bytes"]
-_FORMAT = "dynapipe-tokens/1"
-_ARRAYS = ("offsets", "first_target", "task_ids", "lengths")
 _BATCH_EXAMPLES = 1024
 _BATCH_CHARACTERS = 4 << 20
 
@@ -77,8 +72,8 @@ class TokenDataset:
         folder = Path(directory)
         meta = _read_meta(folder)
         try:
-            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS}
-            tokens = np.memmap(folder / "tokens.bin", dtype=np.dtype(str(meta["dtype"])), mode="r")
+            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
+            tokens = np.memmap(folder / TOKENS_FILE, dtype=np.dtype(str(meta["dtype"])), mode="r")
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{folder} is damaged ({error}): remove it and prepare the data again") from None
         num_samples = meta["num_samples"]
@@ -126,8 +121,47 @@ class TokenDataset:
         assert isinstance(names, list)
         return tuple(names)
 
-    def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self.directory / FILE_NAME)
+    def tokenizer(self) -> Encoder:
+        """The tokenizer that the data was made with. Errors: DataError where the data came without one."""
+        from dynapipe_ext.data.preprocessing.encoders import encoder_from_json
+
+        path = self.directory / FILE_NAME
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} cannot be read ({error}): prepare the data again, with its tokenizer") from None
+        return encoder_from_json(text)
+
+
+def is_prepared(path: str | Path) -> bool:
+    """Whether a path is a folder of tokens, rather than a file to tokenize."""
+    return (Path(path) / "meta.json").is_file()
+
+
+def refuse_other_content(folder: Path) -> None:
+    """Errors: DataError for a place that holds something else than prepared data: that is never replaced.
+
+    ConfigError for one that is no name of a folder.
+    """
+    if folder.name in ("", ".."):
+        raise ConfigError(f"{str(folder)!r} names no new folder: give one to be made")
+    if folder.exists() and not is_prepared(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder} exists and is not prepared data: remove it or choose another folder")
+
+
+def open_prepared(directory: str | Path, *, max_seq_len: int) -> TokenDataset:
+    """The dataset in a folder that was prepared before, for a model of rows up to `max_seq_len`.
+
+    Errors: DataError as those of `TokenDataset.open`, and for a sample that is longer.
+    """
+    dataset = TokenDataset.open(directory)
+    longest = int(dataset.lengths[:, 0].argmax())
+    if dataset.lengths[longest, 0] > max_seq_len:
+        raise DataError(
+            f"{directory}: sample {longest} has {dataset.lengths[longest, 0]} tokens but max_seq_len is {max_seq_len}:"
+            f" raise it, or prepare the data again with --max-seq-len {max_seq_len} --truncate"
+        )
+    return dataset
 
 
 def fingerprint_of_source(source: str | Path | Mapping[str, object]) -> str:
@@ -167,8 +201,7 @@ def prepare(
     """
     folder = Path(directory)
     settings = _settings(tokenizer, vocab_size, max_seq_len, truncate)
-    if folder.exists() and not (folder / "meta.json").exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder} exists and is not prepared data: remove it or choose another folder")
+    refuse_other_content(folder)
     if source_fingerprint is not None and (found := _reusable(folder, settings, source_fingerprint)):
         return found
 
@@ -182,10 +215,9 @@ def prepare(
             encoder: Tokenizer = train_tokenizer(texts, vocab_size)
         else:
             encoder = BytesTokenizer()
-        meta = _write(partial, examples(), encoder, Truncation(encoder, max_seq_len, truncate), progress)
-        meta |= {"source": source_fingerprint, "settings": settings}
-        (partial / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
-        _move_into_place(partial, folder)
+        truncation = Truncation(encoder, max_seq_len, truncate)
+        _write(partial, examples(), encoder, truncation, progress, source_fingerprint, settings)
+        move_into_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return TokenDataset.open(folder)
@@ -215,8 +247,8 @@ def _read_meta(folder: Path) -> dict[str, object]:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{folder} holds no prepared data ({error}): prepare it first") from None
-    if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
-        raise DataError(f"{folder} is not data of format {_FORMAT}: remove it and prepare the data again")
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise DataError(f"{folder} is not data of format {FORMAT}: remove it and prepare the data again")
     return meta
 
 
@@ -226,19 +258,18 @@ def _write(
     tokenizer: Tokenizer,
     truncation: Truncation,
     progress: Callable[[int], None] | None,
-) -> dict[str, object]:
-    """All files but meta.json, whose content is returned (source and settings are the caller's)."""
+    source: str | None,
+    settings: Mapping[str, object],
+) -> None:
+    """All files; `source` and `settings` go into meta.json."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    digest = hashlib.sha256()
     sizes, first_targets, task_ids = [], [], []
     task_numbers: dict[str, int] = {}
     num_samples = num_truncated = 0
-    with (folder / "tokens.bin").open("wb") as file:
+    with (folder / TOKENS_FILE).open("wb") as file:
         for batch in _batches(examples):
             sequences = truncation.encode(batch, first_index=num_samples)
-            block = np.concatenate([np.array(s.tokens, dtype=dtype) for s in sequences]).tobytes()
-            digest.update(block)
-            file.write(block)
+            file.write(np.concatenate([np.array(s.tokens, dtype=dtype) for s in sequences]).tobytes())
             sizes.append(np.array([len(s.tokens) for s in sequences], np.int64))
             first_targets.append(np.array([s.first_target for s in sequences], np.int32))
             task_ids.append(np.array([task_numbers.setdefault(e.task, len(task_numbers)) for e in batch], np.int32))
@@ -248,29 +279,17 @@ def _write(
                 progress(num_samples)
     if num_samples == 0:
         raise DataError("the data has no samples: give a source with at least one")
-
-    size, first_target = np.concatenate(sizes), np.concatenate(first_targets)
-    arrays: dict[str, npt.NDArray[np.generic]] = {
-        "offsets": np.concatenate([[0], np.cumsum(size)]).astype(np.int64),
-        "first_target": first_target,
-        "task_ids": np.concatenate(task_ids),
-        "lengths": np.stack([size - 1, np.zeros_like(size), size - first_target], axis=1),
-    }
-    for name in _ARRAYS:
-        np.save(folder / f"{name}.npy", arrays[name])
-        digest.update(arrays[name].tobytes())
-    save_tokenizer(tokenizer, folder / FILE_NAME)
-    digest.update(tokenizer.as_json().encode())
-    return {
-        "format": _FORMAT,
-        "fingerprint": digest.hexdigest(),
-        "num_samples": num_samples,
-        "num_tokens": int(size.sum()),
-        "num_truncated": num_truncated,
-        "dtype": dtype.str,
-        "vocab_size": tokenizer.vocab_size,
-        "tasks": list(task_numbers),
-    }
+    seal(
+        folder,
+        dtype=dtype,
+        sizes=np.concatenate(sizes),
+        first_target=np.concatenate(first_targets),
+        task_ids=np.concatenate(task_ids),
+        tasks=list(task_numbers),
+        tokenizer_json=tokenizer.as_json(),
+        vocab_size=tokenizer.vocab_size,
+        facts={"num_truncated": num_truncated, "source": source, "settings": settings},
+    )
 
 
 def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
@@ -287,7 +306,7 @@ def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
         yield batch
 
 
-def _move_into_place(partial: Path, folder: Path) -> None:
+def move_into_place(partial: Path, folder: Path) -> None:
     """Rename `partial` to `folder`; an older dataset there is moved aside first (open maps of it stay valid)."""
     aside = partial.with_name(partial.name + ".old")
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 import lzma
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -16,6 +17,9 @@ from dynapipe_ext.errors import ConfigError, DataError
 
 _READ_BYTES = 1 << 20
 _ZSTANDARD_READ_BYTES = 1 << 10  # its decoder returns all that these unfold to, which can be 10,000 times as much
+COMPRESSED = (".gz", ".xz", ".zst", ".bz2")
+DAMAGE = (EOFError, lzma.LZMAError, zlib.error, OSError)  # what `decompressed` raises
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _FIELDS = 'give {"input", "target"} or {"text"}'
 
 
@@ -31,7 +35,7 @@ class Example:
 def read_examples(path: str | Path) -> Iterator[Example]:
     """The records of a JSON Lines file in order, in constant memory (one line at a time).
 
-    `.gz`, `.xz` and `.zst` are decompressed; any other name is read as plain text. A record is an object with "input"
+    `.gz`, `.xz`, `.zst` and `.bz2` are decompressed; any other name is plain text. A record is an object with "input"
     and "target", or with "text" (then everything is target); "task" is an optional name, other fields are ignored, as
     are blank lines and a byte order mark. A record with all three of them is an input and a target.
 
@@ -39,14 +43,19 @@ def read_examples(path: str | Path) -> Iterator[Example]:
     """
     file = Path(path)
     if file.is_dir():
-        raise DataError(f"{file} is a folder: name one .jsonl file (.gz, .xz or .zst if compressed)")
-    if not file.exists():
-        raise DataError(f"{file} does not exist: check the path given as --data")
+        raise DataError(f"{file} is a folder: name one .jsonl file (.gz, .xz, .zst or .bz2 if compressed)")
+    check_readable(file)
     if file.is_file() and file.stat().st_size == 0:
         raise _empty(file)  # no stream at all: lzma would call it cut short
+    return _examples(file)
+
+
+def check_readable(file: Path) -> None:
+    """Errors: DataError for a path that is missing, or that this user may not read."""
+    if not file.exists():
+        raise DataError(f"{file} does not exist: check the path given for the data")
     if not os.access(file, os.R_OK):
         raise DataError(f"{file} may not be read by this user: check its permissions")
-    return _examples(file)
 
 
 def _examples(file: Path) -> Iterator[Example]:
@@ -65,6 +74,11 @@ def _empty(file: Path) -> DataError:
 
 def parse_record(line: bytes, *, where: str) -> Example:
     """The example in one line of JSON; `where` opens the message of a DataError."""
+    return example_of(parse_object(line, where=where, fields=_FIELDS), where=where)
+
+
+def parse_object(line: bytes, *, where: str, fields: str = "write one object a line") -> dict[str, object]:
+    """The object in one line of JSON. Errors: DataError, opening with `where`, ending in `fields` for no object."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -79,21 +93,40 @@ def parse_record(line: bytes, *, where: str) -> Example:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: JSON that cannot be read ({error}): write one flat object a line") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: the record is a {_json_type(record)}, not an object: {_FIELDS}")
-    if "input" in record and "target" in record:
-        prompt, target = _string(record, "input", where), _string(record, "target", where)
-    elif "text" in record:
-        prompt, target = "", _string(record, "text", where)
+        raise DataError(f"{where}: the record is a {_json_type(record)}, not an object: {fields}")
+    return record
+
+
+def example_of(
+    record: Mapping[str, object],
+    *,
+    where: str,
+    pair: tuple[str, str] = ("input", "target"),
+    text: str = "text",
+    may_be_empty: bool = False,
+) -> Example:
+    """The example in a record: the two fields of `pair`, else the field `text` as target. Errors: DataError."""
+    if all(name in record for name in pair):
+        prompt, target = (string_field(record, name, where=where) for name in pair)
+    elif text in record:
+        prompt, target = "", string_field(record, text, where=where)
     else:
-        missing = [name for name in ("input", "target") if name not in record]
-        has = ", ".join(map(repr, list(record)[:9])) or "no fields"
-        raise DataError(f"{where}: the record lacks {' and '.join(map(repr, missing))} (it has {has}): {_FIELDS}")
-    if not prompt and not target:
+        missing = [name for name in pair if name not in record]
+        given = f'{{"{pair[0]}", "{pair[1]}"}} or {{"{text}"}}'
+        raise lacking(record, missing, where=where, fields=f"give {given}")
+    if not prompt and not target and not may_be_empty:
         raise DataError(f"{where}: the record is empty (no characters to train on): remove it or fill it")
-    return Example(_string(record, "task", where) if "task" in record else "unnamed", prompt, target)
+    return Example(string_field(record, "task", where=where) if "task" in record else "unnamed", prompt, target)
 
 
-def _string(record: dict[str, object], field: str, where: str) -> str:
+def lacking(record: Mapping[str, object], missing: Sequence[str], *, where: str, fields: str) -> DataError:
+    """What to tell about a record without the fields `missing`."""
+    has = ", ".join(map(repr, list(record)[:9])) or "no fields"
+    return DataError(f"{where}: the record lacks {' and '.join(map(repr, missing))} (it has {has}): {fields}")
+
+
+def string_field(record: Mapping[str, object], field: str, *, where: str) -> str:
+    """The text in a field. Errors: DataError for another type, or for half of a surrogate pair."""
     value = record[field]
     if not isinstance(value, str):
         raise DataError(f"{where}: field {field!r} is a {_json_type(value)} but must be a string")
@@ -111,50 +144,58 @@ def _json_type(value: object) -> str:
     if value is None:
         return "null"
     names = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
-    return names[type(value)]
+    return names.get(type(value), type(value).__name__)
 
 
 def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """(line number from 1, the line without its end) of the decompressed file."""
     number, rest = 0, bytearray()
-    blocks = _blocks(file)
-    while True:
-        try:
-            block = next(blocks, b"")
-        except (EOFError, lzma.LZMAError, zlib.error, OSError) as error:
-            reason = "ends too early" if isinstance(error, EOFError) else f"cannot be read ({error})"
-            raise DataError(f"{file} {reason} after line {number}: copy or compress it again") from None
-        if not block:
-            break
-        if number == 0 and not rest and block.startswith(b"\xef\xbb\xbf"):
-            block = block[3:]
-        head, newline, tail = block.rpartition(b"\n")
-        if newline:
-            rest += head
-            for line in bytes(rest).split(b"\n"):
-                number += 1
-                yield number, line
-            rest = bytearray(tail)
-        else:
-            rest += block
+    with file.open("rb") as raw:
+        blocks = decompressed(raw, file.suffix)
+        while True:
+            try:
+                block = next(blocks, b"")
+            except DAMAGE as error:
+                raise damaged(file, error, line=number) from None
+            if not block:
+                break
+            if number == 0 and not rest and block.startswith(BYTE_ORDER_MARK):
+                block = block[len(BYTE_ORDER_MARK) :]
+            head, newline, tail = block.rpartition(b"\n")
+            if newline:
+                rest += head
+                for line in bytes(rest).split(b"\n"):
+                    number += 1
+                    yield number, line
+                rest = bytearray(tail)
+            else:
+                rest += block
     if rest:
         yield number + 1, bytes(rest)
 
 
-def _blocks(file: Path) -> Iterator[bytes]:
-    """Decompressed bytes; a truncated file raises EOFError, a damaged one OSError, LZMAError or zlib.error."""
-    with file.open("rb") as raw:
-        match file.suffix.lower():
-            case ".gz":
-                with gzip.open(raw, "rb") as stream:
-                    yield from iter(lambda: stream.read(_READ_BYTES), b"")
-            case ".xz":
-                with lzma.open(raw, "rb") as stream:
-                    yield from iter(lambda: stream.read(_READ_BYTES), b"")
-            case ".zst":
-                yield from _zstandard_blocks(raw)
-            case _:
-                yield from iter(lambda: raw.read(_READ_BYTES), b"")
+def damaged(file: Path, error: BaseException, *, line: int) -> DataError:
+    """What to tell about a file whose stream raised one of `DAMAGE` after `line` whole lines."""
+    reason = "ends too early" if isinstance(error, EOFError) else f"cannot be read ({error})"
+    return DataError(f"{file} {reason} after line {line}: copy or compress it again")
+
+
+def decompressed(raw: IO[bytes], suffix: str) -> Iterator[bytes]:
+    """Blocks of what a file of this suffix holds; a truncated or damaged one raises one of `DAMAGE`."""
+    match suffix.lower():
+        case ".gz":
+            with gzip.open(raw, "rb") as stream:
+                yield from iter(lambda: stream.read(_READ_BYTES), b"")
+        case ".xz":
+            with lzma.open(raw, "rb") as stream:
+                yield from iter(lambda: stream.read(_READ_BYTES), b"")
+        case ".bz2":
+            with bz2.open(raw, "rb") as stream:
+                yield from iter(lambda: stream.read(_READ_BYTES), b"")
+        case ".zst":
+            yield from _zstandard_blocks(raw)
+        case _:
+            yield from iter(lambda: raw.read(_READ_BYTES), b"")
 
 
 def _zstandard_blocks(raw: IO[bytes]) -> Iterator[bytes]:

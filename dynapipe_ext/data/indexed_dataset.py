@@ -1,0 +1,266 @@
+"""Megatron's `.bin/.idx`: tokens end to end, and an index of sequences and documents; text only.
+
+The index: "MMIDIDX", version 1, a code for the dtype, the counts, then lengths (int32), byte offsets (int64) and the
+first sequence of each document (int64, one more than documents), all little-endian
+(megatron.core.datasets.indexed_dataset, 0.16).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.data.token_file import new_array
+from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.lengths import LengthArray
+
+_MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_CODES = {np.dtype(name): code for code, name in _DTYPES.items()}
+_FLOATS = {6: "float64", 7: "float32"}
+_UINT16_VOCABULARY = 65_500  # Megatron's own bound, below 2^16
+_MOST_TOKENS = (1 << 31) - 1  # of a sequence: its length is an int32
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceIndex:
+    """What an `.idx` says: `lengths` in tokens, `offsets` in bytes, and `documents`, the first sequence of each."""
+
+    prefix: Path
+    dtype: np.dtype[Any]
+    lengths: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+    documents: npt.NDArray[np.int64]
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype that Megatron chooses for ids of such a vocabulary.
+
+    >>> token_dtype(50257), token_dtype(65500)
+    (dtype('uint16'), dtype('int32'))
+    """
+    return np.dtype("<u2" if vocab_size < _UINT16_VOCABULARY else "<i4")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return _stem(prefix).with_name(_stem(prefix).name + ".bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return _stem(prefix).with_name(_stem(prefix).name + ".idx")
+
+
+def lengths_path(prefix: str | Path) -> Path:
+    return _stem(prefix).with_name(_stem(prefix).name + ".lengths.npy")
+
+
+def is_indexed(path: str | Path) -> bool:
+    """Whether a path is an `.idx` or `.bin`, or the prefix of both."""
+    return Path(path).suffix in (".idx", ".bin") or (idx_path(path).exists() and bin_path(path).exists())
+
+
+def read_index(prefix: str | Path) -> SequenceIndex:
+    """The index of a data set, memory-mapped; `prefix` with or without suffix.
+
+    Errors: DataError for a file that is missing, of another format, cut short, multimodal, or whose numbers cannot be
+    those of a data set.
+    """
+    path = idx_path(prefix)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(_HEADER.size)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): give the path of a Megatron data set") from None
+    if not header.startswith(_MAGIC):
+        raise DataError(f"{path} is not an index of Megatron's format (it begins with {short(header[:9])})")
+    if len(header) < _HEADER.size:
+        raise DataError(f"{path} ends inside its header: copy it again")
+    _, version, code, num_sequences, num_documents = _HEADER.unpack(header)
+    if version != _VERSION:
+        raise DataError(f"{path} has version {version} but only version {_VERSION} is known")
+    if code not in _DTYPES:
+        kind = _FLOATS.get(code, f"code {code}")
+        raise DataError(f"{path} says that tokens are of {kind}, which are no ids: give a data set of text")
+    wanted = _HEADER.size + 12 * num_sequences + 8 * num_documents
+    if size == wanted + num_sequences and num_sequences:
+        raise DataError(
+            f"{path} is multimodal ({num_sequences} sequence modes): only text can be read; take the text's data set"
+        )
+    if size != wanted:
+        raise DataError(f"{path} holds {size} bytes but its header says {wanted}: copy it again")
+    if num_sequences == 0 or num_documents == 0:
+        raise DataError(f"{path} has {num_sequences} sequences: give a data set with at least one")
+    raw = np.memmap(path, dtype=np.uint8, mode="r")
+    after_lengths = _HEADER.size + 4 * num_sequences
+    after_offsets = after_lengths + 8 * num_sequences
+    index = SequenceIndex(
+        prefix=_stem(prefix),
+        dtype=np.dtype(_DTYPES[code]),
+        lengths=raw[_HEADER.size : after_lengths].view("<i4"),
+        offsets=raw[after_lengths:after_offsets].view("<i8"),
+        documents=raw[after_offsets:].view("<i8"),
+    )
+    _check(index, path)
+    return index
+
+
+def write_index(
+    path: str | Path,
+    dtype: np.dtype[Any],
+    lengths: npt.NDArray[np.integer[Any]],
+    documents: npt.NDArray[np.integer[Any]] | None = None,
+) -> None:
+    """The `.idx` of sequences that lie end to end; without `documents` each is a document of its own.
+
+    Works through `lengths` in pieces, so that a memory map stays one. Errors: DataError for a sequence of 2^31 tokens.
+    """
+    num_sequences = len(lengths)
+    if documents is None:
+        documents = np.arange(num_sequences + 1, dtype=np.int64)
+    pieces = range(0, num_sequences, _CHUNK)
+    with Path(path).open("wb") as file:
+        file.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], num_sequences, len(documents)))
+        for start in pieces:
+            piece = np.asarray(lengths[start : start + _CHUNK])
+            if piece.max(initial=0) > _MOST_TOKENS:
+                place = start + int(piece.argmax())
+                raise DataError(f"sequence {place} has {piece.max()} tokens but an index counts to {_MOST_TOKENS}")
+            file.write(piece.astype("<i4").tobytes())
+        offset = 0
+        for start in pieces:
+            ends = offset + np.cumsum(np.asarray(lengths[start : start + _CHUNK], np.int64)) * dtype.itemsize
+            file.write(np.concatenate([[offset], ends[:-1]]).astype("<i8").tobytes())
+            offset = int(ends[-1])
+        file.write(np.asarray(documents).astype("<i8").tobytes())
+
+
+def index_lengths(index: SequenceIndex, *, skip_empty: bool = False) -> LengthArray:
+    """(N, 3) lengths of the sequences, from the index alone: n tokens are n - 1 positions, all with a target.
+
+    Errors: DataError for a sequence of fewer than 2 tokens, which teaches nothing; with `skip_empty` it has no row.
+    """
+    positions = index.lengths[usable_sequences(index, skip_empty=skip_empty)].astype(np.int64) - 1
+    return np.stack([positions, np.zeros_like(positions), positions], axis=1)
+
+
+def write_lengths(path: str | Path, lengths: npt.NDArray[np.integer[Any]]) -> int:
+    """Write the lengths that `index_lengths` gives with `skip_empty`, in pieces; returns how many sequences have none.
+
+    `path` appears whole or not at all.
+    """
+    starts = range(0, len(lengths), _CHUNK)
+    num_usable = sum(int((lengths[start : start + _CHUNK] >= 2).sum()) for start in starts)
+    part = Path(path).with_name(f".{Path(path).name}.part")
+    try:
+        array = new_array(part, np.int64, (num_usable, 3))
+        end = 0
+        for start in starts:
+            piece = np.asarray(lengths[start : start + _CHUNK], np.int64)
+            positions = piece[piece >= 2] - 1
+            array[end : end + len(positions)] = np.stack([positions, np.zeros_like(positions), positions], axis=1)
+            end += len(positions)
+        array.flush()
+        part.replace(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written ({error.strerror}): choose another place") from None
+    finally:
+        part.unlink(missing_ok=True)
+    return len(lengths) - num_usable
+
+
+def usable_sequences(index: SequenceIndex, *, skip_empty: bool) -> npt.NDArray[np.int64]:
+    """The sequences of at least 2 tokens. Errors: as those of `index_lengths`."""
+    usable = np.flatnonzero(index.lengths >= 2)
+    if not skip_empty and len(usable) < len(index.lengths):
+        first = int(np.flatnonzero(index.lengths < 2)[0])
+        raise DataError(
+            f"{idx_path(index.prefix)}: sequence {first} has {index.lengths[first]} tokens, and so have"
+            f" {len(index.lengths) - len(usable)} in all fewer than the 2 that one label needs: leave them out with"
+            " --skip-empty"
+        )
+    if not len(usable):
+        raise DataError(f"{idx_path(index.prefix)} has no sequence of 2 tokens: nothing can be learned from it")
+    return usable
+
+
+class IndexedTokens:
+    """A Megatron data set as samples, memory-mapped: for DynaPipeDataLoader, without a copy of its tokens.
+
+    Sample i is the i-th sequence, or with `skip_empty` the i-th of at least 2 tokens; every token but the first is a
+    target. `lengths` comes from the index alone.
+    """
+
+    def __init__(self, prefix: str | Path, *, skip_empty: bool = False) -> None:
+        self.index = read_index(prefix)
+        self.skip_empty = skip_empty
+        self.sequences = usable_sequences(self.index, skip_empty=skip_empty)
+        self.lengths = index_lengths(self.index, skip_empty=skip_empty)
+        self.tokens = _tokens(self.index)
+
+    def __reduce__(self) -> tuple[Callable[[Path, bool], IndexedTokens], tuple[Path, bool]]:
+        return _reopened, (self.index.prefix, self.skip_empty)  # a pickled memmap would carry its whole file
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is outside of the {len(self)} samples of {self.index.prefix}")
+        sequence = int(self.sequences[index])
+        start = int(self.index.offsets[sequence]) // self.index.dtype.itemsize
+        tokens = self.tokens[start : start + int(self.index.lengths[sequence])]
+        return TokenSample(int(index), tokens.astype(np.int64), 1)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of the index and of the size of the tokens (not of the tokens: there may be terabytes)."""
+        digest = hashlib.sha256(idx_path(self.index.prefix).read_bytes())
+        digest.update(f"{self.tokens.nbytes}/{self.skip_empty}".encode())
+        return digest.hexdigest()
+
+
+def _reopened(prefix: Path, skip_empty: bool) -> IndexedTokens:
+    return IndexedTokens(prefix, skip_empty=skip_empty)
+
+
+def _tokens(index: SequenceIndex) -> npt.NDArray[Any]:
+    path = bin_path(index.prefix)
+    needed = int((index.offsets + index.lengths.astype(np.int64) * index.dtype.itemsize).max())
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): it belongs beside its .idx") from None
+    if size < needed:
+        raise DataError(f"{path} holds {size} bytes but its index needs {needed}: copy it again")
+    return np.memmap(path, dtype=index.dtype, mode="r", shape=(size // index.dtype.itemsize,))
+
+
+def _check(index: SequenceIndex, path: Path) -> None:
+    for name, bad in (
+        ("a negative length", index.lengths.min() < 0),
+        ("a negative offset", index.offsets.min() < 0),
+        ("an offset inside a token", bool((index.offsets % index.dtype.itemsize).any())),
+        ("documents out of order", bool((np.diff(index.documents) < 0).any()) or index.documents[0] != 0),
+        ("documents that do not end with the last sequence", index.documents[-1] != len(index.lengths)),
+    ):
+        if bad:
+            raise DataError(f"{path} is damaged: it has {name}; copy it again")
+
+
+def _stem(prefix: str | Path) -> Path:
+    path = Path(prefix)
+    if path.name in ("", "..", "."):
+        raise ConfigError(f"{str(prefix)!r} names no data set: give the path without .bin and .idx")
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path

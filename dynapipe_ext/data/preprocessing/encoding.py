@@ -1,0 +1,243 @@
+"""A block of records to token streams: a function of the block and the settings alone, so any process can do it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.data.indexed_dataset import token_dtype
+from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
+from dynapipe_ext.data.preprocessing.inputs import Block, TextUnit
+from dynapipe_ext.data.preprocessing.records import Record, records
+from dynapipe_ext.data.reading import Example, example_of, lacking, string_field
+from dynapipe_ext.errors import DataError
+
+Target = Literal["dataset", "megatron"]
+TOKENS, SIZES, FIRST_TARGET, TASKS = "tokens", "sizes", "first_target", "task_ids"
+_VERSION = 1  # raise it with every change of what comes out, so that kept work is done again
+_BATCH_CHARACTERS = 1 << 19
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeSettings:
+    """What becomes of records. For Megatron each of `keys` is a data set of its own; else there is one.
+
+    dataset: input and target by `pair`, else the text of `keys[0]` as target; a separator between them where the
+    tokenizer has one; the end of text at the end. `keys_only` has records with a pair read as plain text, too.
+    megatron: the tokens of each text, with the end of text where `append_eod` says so.
+    """
+
+    target: Target
+    keys: tuple[str, ...] = ("text",)
+    keys_only: bool = False
+    pair: tuple[str, str] = ("input", "target")
+    unit: TextUnit = "line"
+    append_eod: bool = True
+    max_seq_len: int | None = None
+    truncate: bool = False
+    skip_empty: bool = False
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The fields that are read of a record."""
+        if self.target == "megatron" or self.keys_only:
+            return frozenset(self.keys)
+        return frozenset((*self.keys, *self.pair, "task"))
+
+    def digest(self, encoder: Encoder) -> str:
+        """sha256 of all, beside the block, that the output of a block depends on."""
+        described = {"version": _VERSION, "tokenizer": digest_of(encoder), **asdict(self)}
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+    def dtype(self, encoder: Encoder) -> np.dtype[Any]:
+        """Of the tokens on disk."""
+        if self.target == "megatron":
+            return token_dtype(encoder.vocab_size)
+        return np.dtype("<u2" if encoder.vocab_size <= 1 << 16 else "<u4")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """What a block adds to each stream, as bytes; `task_ids` (int32) count the block's own `tasks`."""
+
+    file: str
+    upto_bytes: int
+    digest: str
+    streams: dict[str, bytes]
+    tasks: tuple[str, ...]
+    num_samples: int
+    num_tokens: int
+    num_truncated: int
+    num_skipped: int
+
+
+def stream_names(settings: EncodeSettings) -> tuple[str, ...]:
+    """The streams of the output."""
+    if settings.target == "dataset":
+        return (TOKENS, SIZES, FIRST_TARGET, TASKS)
+    return tuple(f"{name}-{place}" for place in range(len(settings.keys)) for name in (TOKENS, SIZES))
+
+
+def encode_block(block: Block, settings: EncodeSettings, encoder: Encoder) -> EncodedBlock:
+    """The token streams of a block. Errors: DataError naming file and line or row of the record at fault."""
+    rows = records(block, text_key=settings.keys[0])
+    if settings.target == "megatron":
+        return _encode_texts(block, rows, settings, encoder)
+    return _encode_examples(block, rows, settings, encoder)
+
+
+def texts_of(block: Block, settings: EncodeSettings) -> Iterator[str]:
+    """All texts of a block, for training a tokenizer."""
+    for where, record in records(block, text_key=settings.keys[0]):
+        example = _example(where, record, settings)
+        yield from (text for text in (example.input, example.target) if text)
+
+
+def _encode_examples(
+    block: Block, rows: Iterable[tuple[str, Record]], settings: EncodeSettings, encoder: Encoder
+) -> EncodedBlock:
+    dtype = settings.dtype(encoder)
+    tokens: list[npt.NDArray[Any]] = []
+    sizes: list[int] = []
+    first_targets: list[int] = []
+    task_ids: list[int] = []
+    tasks: dict[str, int] = {}
+    num_truncated = num_skipped = 0
+    examples = ((where, _example(where, record, settings)) for where, record in rows)
+    for batch in _batches(examples, lambda example: len(example.input) + len(example.target)):
+        wheres = [where for where, _ in batch]
+        encoded = _encode(encoder, [e.input for _, e in batch] + [e.target for _, e in batch], wheres * 2)
+        for place, (where, example) in enumerate(batch):
+            prompt, target = encoded[place], encoded[len(batch) + place]
+            joined, first_target, truncated = _join(prompt, target, settings, encoder, where)
+            if len(joined) < 2 or not (example.input or example.target):
+                num_skipped += _skipped(where, settings)
+                continue
+            tokens.append(np.array(joined, dtype))
+            sizes.append(len(joined))
+            first_targets.append(first_target)
+            task_ids.append(tasks.setdefault(example.task, len(tasks)))
+            num_truncated += truncated
+    streams = {
+        TOKENS: b"".join(one.tobytes() for one in tokens),
+        SIZES: np.array(sizes, "<i8").tobytes(),
+        FIRST_TARGET: np.array(first_targets, "<i4").tobytes(),
+        TASKS: np.array(task_ids, "<i4").tobytes(),
+    }
+    return EncodedBlock(
+        block.file,
+        block.upto_bytes,
+        block.digest(),
+        streams,
+        tuple(tasks),
+        len(sizes),
+        sum(sizes),
+        num_truncated,
+        num_skipped,
+    )
+
+
+def _encode_texts(
+    block: Block, rows: Iterable[tuple[str, Record]], settings: EncodeSettings, encoder: Encoder
+) -> EncodedBlock:
+    dtype = settings.dtype(encoder)
+    end = [encoder.eos] if settings.append_eod else []
+    tokens: list[list[bytes]] = [[] for _ in settings.keys]
+    sizes: list[list[int]] = [[] for _ in settings.keys]
+    num_skipped = 0
+    texts = ((where, _texts(where, record, settings)) for where, record in rows)
+    for batch in _batches(texts, lambda texts: sum(map(len, texts))):
+        wheres = [where for where, _ in batch for _ in settings.keys]
+        encoded = iter(_encode(encoder, [text for _, texts in batch for text in texts], wheres))
+        for where, texts_of_record in batch:
+            documents = [next(encoded) for _ in texts_of_record]
+            if not all(documents):
+                num_skipped += _skipped(where, settings)
+                continue
+            for place, ids in enumerate(documents):
+                tokens[place].append(np.array([*ids, *end], dtype).tobytes())
+                sizes[place].append(len(ids) + len(end))
+    streams = {}
+    for place in range(len(settings.keys)):
+        streams[f"{TOKENS}-{place}"] = b"".join(tokens[place])
+        streams[f"{SIZES}-{place}"] = np.array(sizes[place], "<i8").tobytes()
+    return EncodedBlock(
+        block.file, block.upto_bytes, block.digest(), streams, (), len(sizes[0]), sum(map(sum, sizes)), 0, num_skipped
+    )
+
+
+def _example(where: str, record: Record, settings: EncodeSettings) -> Example:
+    if settings.keys_only:
+        (text,) = _texts(where, record, settings)
+        return Example("unnamed", "", text)
+    return example_of(record, where=where, pair=settings.pair, text=settings.keys[0], may_be_empty=True)
+
+
+def _texts(where: str, record: Record, settings: EncodeSettings) -> list[str]:
+    missing = [key for key in settings.keys if key not in record]
+    if missing:
+        raise lacking(record, missing, where=where, fields="name the right ones with --json-keys")
+    return [string_field(record, key, where=where) for key in settings.keys]
+
+
+def _join(
+    prompt: Sequence[int], target: Sequence[int], settings: EncodeSettings, encoder: Encoder, where: str
+) -> tuple[list[int], int, bool]:
+    """Tokens, the place of the first target, and whether some were cut: of the input's start, then of the target's end.
+
+    Without a separator the very first token cannot be a label, as nothing comes before it.
+    """
+    assert encoder.eos is not None
+    border = [] if encoder.separator is None else [encoder.separator]
+    tokens = [*prompt, *border, *target, encoder.eos]
+    first_target = len(prompt) + len(border)
+    excess = 0
+    if settings.max_seq_len is not None and len(tokens) - 1 > settings.max_seq_len:
+        if not settings.truncate:
+            raise DataError(
+                f"{where}: the sample has {len(tokens) - 1} tokens but --max-seq-len is {settings.max_seq_len}: pass"
+                f" --truncate or raise it to at least {len(tokens) - 1}"
+            )
+        excess = min(len(prompt), len(tokens) - 1 - settings.max_seq_len)
+        return tokens[excess:][: settings.max_seq_len + 1], max(1, first_target - excess), True
+    return tokens, max(1, first_target), False
+
+
+def _encode(encoder: Encoder, texts: Sequence[str], wheres: Sequence[str]) -> list[Sequence[int]]:
+    try:
+        return list(encoder.encode(texts))
+    except Exception as error:
+        for text, where in zip(texts, wheres, strict=True):
+            try:
+                encoder.encode([text])
+            except Exception as cause:
+                raise DataError(f"{where}: the tokenizer refuses the text ({cause})") from cause
+        raise DataError(f"{wheres[0]} and the records after it: the tokenizer failed ({error})") from error
+
+
+def _skipped(where: str, settings: EncodeSettings) -> int:
+    if not settings.skip_empty:
+        raise DataError(
+            f"{where}: the record is empty (nothing to train on): fill it, or leave out all with --skip-empty"
+        )
+    return 1
+
+
+def _batches(rows: Iterable[tuple[str, Any]], num_characters: Any) -> Iterator[list[tuple[str, Any]]]:
+    """Runs of rows that bound the memory of one encoding, however long the texts."""
+    batch: list[tuple[str, Any]] = []
+    total = 0
+    for where, row in rows:
+        batch.append((where, row))
+        total += num_characters(row)
+        if total >= _BATCH_CHARACTERS:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch

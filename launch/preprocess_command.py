@@ -1,0 +1,324 @@
+"""`dynapipe preprocess`: corpora to tokens on disk with a lengths file, for this project or in Megatron's format."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, get_args
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from dynapipe_ext.data.indexed_dataset import index_lengths, is_indexed, lengths_path, read_index, write_lengths
+from dynapipe_ext.data.preprocessing import preprocess as work
+from dynapipe_ext.data.preprocessing.encoders import Encoder, Specials, gpt2_encoder, load_encoder, lost_characters
+from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
+from dynapipe_ext.data.preprocessing.indexed_import import import_indexed
+from dynapipe_ext.data.preprocessing.inputs import Form, InputFile, TextUnit, find_inputs
+from dynapipe_ext.data.preprocessing.ray_workers import RayWorkers
+from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, Workers, usable_cores
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.env import child_environment
+
+_PIPE_COLUMNS = 140
+_ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # one core a worker
+
+_EPILOG = """examples:
+  dynapipe preprocess --input 'data/*.jsonl.gz' --tokenizer tokenizer.json --output prepared --workers 8
+  dynapipe preprocess --input corpus.parquet --tokenizer my-llama/ --json-keys content --output prepared
+  dynapipe preprocess --input pairs.jsonl --tokenizer bpe --vocab-size 8192 --max-seq-len 4096 --output prepared
+  dynapipe preprocess --input corpus.jsonl --vocab-file vocab.json --merge-file merges.txt --append-eod \\
+      --output-prefix my-gpt2
+  dynapipe preprocess --input my-gpt2_text_document --lengths-only
+  dynapipe preprocess --input my-gpt2_text_document --vocab-size 50257 --output prepared
+  dynapipe plan --lengths prepared/lengths.npy --pp 4
+
+--output writes what `dynapipe train` and DynaPipeDataLoader read: pairs of input and target, or text, each sample with
+the end of text behind it. --output-prefix writes Megatron's .bin and .idx, and lengths beside them. A run that was
+stopped, by Ctrl-C or a kill, goes on where it was when it is started again. Exit status: 0 done, 2 for a mistake in
+what was given, 130 for Ctrl-C.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    reading = parser.add_argument_group("input")
+    reading.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSONL, Parquet, text (.gz .xz .zst .bz2), globs; .idx",
+    )
+    reading.add_argument("--input-format", choices=get_args(Form), help="where a file's name does not say it")
+    reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields or columns with text (text)")
+    reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="fields of a pair (input target)")
+    reading.add_argument(
+        "--text-unit", choices=get_args(TextUnit), default="line", help="a sample of a text file (line)"
+    )
+    reading.add_argument("--skip-empty", action="store_true", help="leave out, and count, what has nothing to train on")
+
+    tokens = parser.add_argument_group("tokenizer")
+    tokens.add_argument(
+        "--tokenizer", metavar="WHICH", help="tokenizer.json, folder of transformers, tiktoken's name, bytes, or bpe"
+    )
+    tokens.add_argument("--tokenizer-type", metavar="TYPE", help="Megatron's GPT2BPETokenizer or HuggingFaceTokenizer")
+    tokens.add_argument("--tokenizer-model", metavar="PATH", help="the same as --tokenizer")
+    tokens.add_argument("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
+    tokens.add_argument("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
+    tokens.add_argument("--vocab-size", type=int, metavar="N", help="of the bpe to train, or of the ids in an .idx")
+    tokens.add_argument("--append-eod", action="store_true", help="end of text after each document (--output always)")
+    tokens.add_argument("--eod-token", metavar="TOKEN", help="which token that is, where the tokenizer does not say")
+    tokens.add_argument("--separator", metavar="TOKEN", help="token between input and target (none; own ones have one)")
+    tokens.add_argument(
+        "--special-tokens", choices=get_args(Specials), help="what a special token spelt in a text becomes"
+    )
+    tokens.add_argument(
+        "--add-special-tokens", action="store_true", help="what the tokenizer itself puts around a text (.bin/.idx)"
+    )
+
+    writing = parser.add_argument_group("output")
+    where = writing.add_mutually_exclusive_group(required=True)
+    where.add_argument("--output", metavar="DIR", help="a dataset folder")
+    where.add_argument("--output-prefix", metavar="PREFIX", help="Megatron's PREFIX_KEY_document.bin and .idx")
+    where.add_argument("--lengths-only", action="store_true", help="lengths of an existing .idx, beside it")
+    writing.add_argument("--max-seq-len", type=int, metavar="N", help="longest sample in tokens (no bound)")
+    writing.add_argument("--truncate", action="store_true", help="cut samples at --max-seq-len; else they are refused")
+    writing.add_argument("--overwrite", action="store_true", help="replace an output that exists")
+    writing.add_argument("--json", action="store_true", help="print the result as JSON")
+
+    running = parser.add_argument_group("processes")
+    running.add_argument("--workers", type=int, metavar="N", help="processes (as many as cores; with --ray as CPUs)")
+    running.add_argument("--ray", action="store_true", help="encode on a Ray cluster")
+    running.add_argument("--ray-address", metavar="ADDRESS", help="of a running cluster, or auto (a new local one)")
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console(stderr=True, highlight=False)
+    if args.lengths_only or any(map(is_indexed, args.input)):
+        return _from_index(args, console)
+    files = find_inputs(args.input, args.input_format)
+    settings = _settings(args)
+    encoder = _encoder(args, files, settings, console)
+    if lost := lost_characters(encoder):
+        console.print(f"warning: the tokenizer has no token for {', '.join(lost)} and drops such characters unsaid")
+    workers = _workers(args, settings, encoder)
+    output = args.output_prefix if args.output is None else args.output
+    with _progress(console) as show, _told_when_stopped(console):
+        started_s = time.monotonic()
+        outcome = work.preprocess(
+            files,
+            output,
+            settings=settings,
+            encoder=encoder,
+            workers=workers,
+            overwrite=args.overwrite,
+            progress=show,
+        )
+        seconds = time.monotonic() - started_s
+    _report(
+        args,
+        {
+            "outputs": [str(path) for path in outcome.outputs],
+            "files": len(files),
+            "samples": outcome.num_samples,
+            "tokens": outcome.num_tokens,
+            "truncated": outcome.num_truncated,
+            "skipped": outcome.num_skipped,
+            "kept_samples": outcome.num_kept_samples,
+            "already_there": outcome.reused,
+            "vocab_size": encoder.vocab_size,
+            "dtype": settings.dtype(encoder).name,
+            "end_of_text": encoder.eos if settings.append_eod else None,
+            "seconds": round(seconds, 3),
+        },
+    )
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> EncodeSettings:
+    if args.output_prefix is not None and args.pair_keys:
+        raise ConfigError(".bin/.idx has no place for pairs of input and target: use --json-keys, or --output DIR")
+    if args.output is not None and args.add_special_tokens:
+        raise ConfigError(
+            "--add-special-tokens is for --output-prefix: a dataset folder has its own borders of samples"
+        )
+    if args.pair_keys and args.json_keys:
+        raise ConfigError("--json-keys reads plain text and --pair-keys pairs: give one of them")
+    return EncodeSettings(
+        target="megatron" if args.output is None else "dataset",
+        keys=tuple(args.json_keys or ("text",)),
+        keys_only=bool(args.json_keys),
+        pair=tuple(args.pair_keys or ("input", "target")),
+        unit=args.text_unit,
+        append_eod=args.append_eod or args.output is not None,
+        max_seq_len=args.max_seq_len,
+        truncate=args.truncate,
+        skip_empty=args.skip_empty,
+    )
+
+
+def _encoder(
+    args: argparse.Namespace, files: tuple[InputFile, ...], settings: EncodeSettings, console: Console
+) -> Encoder:
+    choices: dict[str, Any] = {
+        "eos": args.eod_token,
+        "separator": args.separator,
+        "specials": args.special_tokens,
+        "add_special_tokens": args.add_special_tokens,
+    }
+    which = _which_tokenizer(args)
+    if which is None:
+        return gpt2_encoder(args.vocab_file, args.merge_file, **choices)
+    if which != "bpe":
+        if args.vocab_size is not None:
+            raise ConfigError("--vocab-size goes with --tokenizer bpe, which is trained: other tokenizers have theirs")
+        return load_encoder(which, **choices)
+    if args.vocab_size is None:
+        raise ConfigError("--tokenizer bpe is trained on the input: say how large with --vocab-size, for example 8192")
+    if any(choices.values()):
+        raise ConfigError(
+            "--tokenizer bpe has special tokens of its own: leave out --eod-token, --separator, --special-tokens and"
+            " --add-special-tokens"
+        )
+    console.print(f"training a BPE of {args.vocab_size:,} ids")
+    return work.train_bpe(files, settings, args.vocab_size)
+
+
+def _which_tokenizer(args: argparse.Namespace) -> str | None:
+    """What `load_encoder` gets; None for a vocabulary and its merges."""
+    if bool(args.vocab_file) != bool(args.merge_file):
+        raise ConfigError("--vocab-file and --merge-file go together: give both")
+    if args.tokenizer_type not in (None, "GPT2BPETokenizer", "HuggingFaceTokenizer"):
+        raise ConfigError(
+            f"--tokenizer-type is {args.tokenizer_type!r}: give GPT2BPETokenizer, HuggingFaceTokenizer, or what"
+            " --tokenizer takes"
+        )
+    if args.tokenizer and args.tokenizer_model and args.tokenizer != args.tokenizer_model:
+        raise ConfigError("--tokenizer and --tokenizer-model mean the same thing: give one")
+    which: str | None = args.tokenizer or args.tokenizer_model
+    if which and args.vocab_file:
+        raise ConfigError("--tokenizer and --vocab-file are two tokenizers: give one")
+    if args.tokenizer_type == "GPT2BPETokenizer" and not args.vocab_file:
+        raise ConfigError("GPT2BPETokenizer needs --vocab-file and --merge-file")
+    if which is None and not args.vocab_file:
+        raise ConfigError(
+            "no tokenizer: name one with --tokenizer (a tokenizer.json, a folder, an encoding of tiktoken, bytes, bpe)"
+            " or with --vocab-file and --merge-file"
+        )
+    return which
+
+
+def _workers(args: argparse.Namespace, settings: EncodeSettings, encoder: Encoder) -> Workers:
+    if args.workers is not None and args.workers < 1:
+        raise ConfigError(f"--workers is {args.workers} but must be at least 1")
+    if args.ray or args.ray_address:
+        return RayWorkers(settings, encoder, num_workers=args.workers, address=args.ray_address)
+    return ProcessWorkers(settings, encoder, args.workers or usable_cores(), child_environment(_ALONE))
+
+
+def _from_index(args: argparse.Namespace, console: Console) -> int:
+    """What can be done with a data set that is tokenized already."""
+    if len(args.input) > 1 or not is_indexed(args.input[0]):
+        raise ConfigError(
+            "an .idx is taken alone, and --lengths-only needs one: name one data set of Megatron's format"
+        )
+    prefix = args.input[0]
+    if args.output_prefix is not None:
+        raise ConfigError(f"{prefix} is in Megatron's format already: use --output DIR or --lengths-only")
+    if args.lengths_only:
+        index = read_index(prefix)
+        if not args.skip_empty:
+            index_lengths(index)  # refuses what would get no row
+        left_out = write_lengths(lengths_path(prefix), index.lengths)
+        rows, tokens, outputs = len(index.lengths) - left_out, int(index.lengths.sum()), lengths_path(prefix)
+    else:
+        encoder = load_encoder(args.tokenizer) if args.tokenizer else None
+        vocab_size = args.vocab_size or (encoder.vocab_size if encoder else None)
+        if vocab_size is None:
+            raise ConfigError("an .idx does not say how many ids there are: give --vocab-size, or --tokenizer")
+        with _progress(console) as show:
+            dataset = import_indexed(
+                prefix,
+                args.output,
+                vocab_size=vocab_size,
+                tokenizer_json=encoder.as_json() if encoder else None,
+                skip_empty=args.skip_empty,
+                overwrite=args.overwrite,
+                progress=lambda done, total: show(work.Progress(done, total, 0, done, 0)),
+            )
+        rows, tokens, outputs = len(dataset), int(dataset.offsets[-1]), Path(args.output)
+        left_out = int(str(dataset.meta["num_skipped"]))
+    _report(args, {"outputs": [str(outputs)], "samples": rows, "tokens": tokens, "skipped": left_out})
+    return 0
+
+
+@contextmanager
+def _told_when_stopped(console: Console) -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        console.print("stopped: what is done is kept, the same command goes on from there")
+        raise
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Any]:
+    """A function to call with each `Progress`: a bar on a terminal, a line at each tenth of the input in a pipe."""
+    live = console.is_terminal
+    bar = Progress(
+        TextColumn("tokenizing"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not live,
+    )
+    task = bar.add_task("tokenizing", total=None, figures="")
+    started_s = time.monotonic()
+    tenth = 0
+
+    def show(progress: work.Progress) -> None:
+        nonlocal tenth
+        new_tokens = progress.num_tokens - progress.num_kept_tokens
+        rate = new_tokens / max(1e-9, time.monotonic() - started_s)
+        figures = f"{progress.num_tokens:,} tokens  {rate:,.0f} tokens/s"
+        if live:
+            bar.update(task, completed=progress.done_bytes, total=progress.total_bytes, figures=figures)
+        elif (now := 10 * progress.done_bytes // max(1, progress.total_bytes)) > tenth:
+            tenth = now
+            console.print(f"tokenizing: {10 * tenth} %  {figures}", soft_wrap=True)
+
+    with bar:
+        yield show
+
+
+def _report(args: argparse.Namespace, facts: dict[str, Any]) -> None:
+    if args.json:
+        json.dump(facts, sys.stdout, indent=1)
+        print()
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    table = Table(show_header=False, box=box.ROUNDED if console.is_terminal else None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        if isinstance(value, list):
+            value = "\n".join(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            value = f"{value:,}"
+        elif isinstance(value, bool):
+            value = "yes" if value else "no"
+        table.add_row(name.replace("_", " "), "none" if value is None else str(value))
+    console.print(table)

@@ -1,0 +1,231 @@
+import bz2
+import gzip
+import io
+import json
+import lzma
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynapipe_ext.data.preprocessing import inputs
+from dynapipe_ext.data.preprocessing.inputs import BlockStream, find_inputs
+from dynapipe_ext.data.preprocessing.records import records
+from dynapipe_ext.errors import ConfigError, DataError
+
+pyarrow = pytest.importorskip("pyarrow")
+pytest.importorskip("pyarrow.parquet")
+zstandard = pytest.importorskip("zstandard")
+
+COMPRESS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".zst": lambda data: zstandard.ZstdCompressor().compress(data),
+}
+ROWS = [{"text": f"number {i} ünï"} for i in range(40)]
+JSONL = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+
+
+def blocks_of(path, form=None, **choices):
+    return list(BlockStream(find_inputs([path], form), **choices))
+
+
+def read(path, form=None, columns=("text",), **choices):
+    return [
+        found
+        for block in blocks_of(path, form, columns=columns, **choices)
+        for found in records(block, text_key="text")
+    ]
+
+
+def write(folder, name, content):
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def write_parquet(folder, columns, name="d.parquet", **choices):
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / name, **choices)
+    return folder / name
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("block_bytes", [1, 100, 1 << 20])
+def test_lines_come_whole_with_their_numbers_however_the_file_is_cut(tmp_path, monkeypatch, suffix, block_bytes):
+    monkeypatch.setattr(inputs, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("dynapipe_ext.data.reading._READ_BYTES", 64)
+    path = write(tmp_path, f"d.jsonl{suffix}", COMPRESS[suffix](b"\n" + JSONL[:-1]))
+    plain = write(tmp_path, "plain.jsonl", b"\n" + JSONL[:-1])
+    assert read(path) == [(f"{path}, line {i + 2}", row) for i, row in enumerate(ROWS)]
+    blocks = blocks_of(path)
+    assert b"".join(block.payload for block in blocks) == b"\n" + JSONL[:-1]
+    assert [block.payload for block in blocks] == [block.payload for block in blocks_of(plain)]
+    assert block_bytes == 1 << 20 or len(blocks) > 10
+    upto = [block.upto_bytes for block in blocks]
+    assert upto == sorted(upto)
+    assert upto[-1] == path.stat().st_size
+
+
+def test_a_text_file_has_a_sample_a_line(tmp_path):
+    path = write(tmp_path, "d.txt", b"\xef\xbb\xbfone\r\n\r\n  two\nthree")
+    assert read(path) == [
+        (f"{path}, line 1", {"text": "one"}),
+        (f"{path}, line 3", {"text": "  two"}),
+        (f"{path}, line 4", {"text": "three"}),
+    ]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 10, 1 << 20])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_paragraphs_are_parted_by_blank_lines(tmp_path, monkeypatch, block_bytes, end):
+    monkeypatch.setattr(inputs, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("dynapipe_ext.data.reading._READ_BYTES", 3)
+    path = write(tmp_path, "d.txt", b"a b\nc\n\n \nd\n\n\ne\nf".replace(b"\n", end))
+    assert read(path, unit="paragraph") == [
+        (f"{path}, line 1", {"text": "a b\nc"}),
+        (f"{path}, line 5", {"text": "d"}),
+        (f"{path}, line 8", {"text": "e\nf"}),
+    ]
+    if block_bytes == 1:
+        assert len(blocks_of(path, unit="paragraph")) > 2
+
+
+def test_a_document_is_a_whole_file(tmp_path):
+    path = write(tmp_path, "d.txt.gz", gzip.compress(b"\xef\xbb\xbfa\n\nb\n"))
+    assert read(path, unit="document") == [(str(path), {"text": "a\n\nb\n"})]
+
+
+def test_rows_of_parquet_come_with_their_numbers_and_only_the_columns_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(inputs, "_PARQUET_ROWS", 4)
+    table = {"text": [row["text"] for row in ROWS], "other": list(range(40))}
+    path = write_parquet(tmp_path, table, row_group_size=9, compression="zstd")
+    assert read(path) == [(f"{path}, row {i + 1}", row) for i, row in enumerate(ROWS)]
+    blocks = blocks_of(path, columns=("text",))
+    assert len(blocks) > 3
+    assert blocks[-1].upto_bytes == path.stat().st_size
+
+
+def test_parquet_without_the_column_or_rows_or_damaged_is_refused(tmp_path):
+    path = write_parquet(tmp_path, {"body": ["a"], "id": [1]})
+    with pytest.raises(DataError, match=r"has the columns 'body', 'id' but none of 'text'"):
+        read(path)
+    with pytest.raises(DataError, match="has no rows"):
+        read(write_parquet(tmp_path, {"text": pyarrow.array([], pyarrow.string())}))
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        read(write(tmp_path, "e.parquet", b"PAR1 not really"))
+    with pytest.raises(DataError, match=r"Parquet file inside \.gz: decompress it"):
+        find_inputs([write(tmp_path, "e.parquet.gz", b"x")])
+
+
+def test_text_in_parquet_that_is_not_utf8_is_named_by_rows(tmp_path):
+    bad = pyarrow.array([b"good", b"\xff bad"], pyarrow.binary()).view(pyarrow.string())
+    with pytest.raises(DataError, match=r"d\.parquet, rows 1 to 2: a text is not UTF-8"):
+        read(write_parquet(tmp_path, {"text": bad}))
+
+
+def test_the_form_follows_from_the_name_unless_it_is_given(tmp_path):
+    names = ("a.jsonl", "b.json.gz", "c.TXT", "d.md.xz", "e.pq", "f.records")
+    for name in names:
+        write(tmp_path, name, b"x")
+    assert [find_inputs([tmp_path / name])[0].form for name in names] == [
+        "jsonl",
+        "jsonl",
+        "text",
+        "text",
+        "parquet",
+        "jsonl",
+    ]
+    assert find_inputs([tmp_path / "a.jsonl"], "text")[0].form == "text"
+    with pytest.raises(ConfigError, match="the input format is 'csv'"):
+        find_inputs([tmp_path / "a.jsonl"], "csv")
+
+
+def test_globs_give_files_by_name_and_reach_into_folders(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl", "no.txt", "odd[1].jsonl"):
+        write(tmp_path, name, b"{}")
+    names = [file.path.name for file in find_inputs([str(tmp_path / "?.jsonl"), str(tmp_path / "odd[1].jsonl")])]
+    assert names == ["a.jsonl", "b.jsonl", "odd[1].jsonl"]
+    assert [file.path.name for file in find_inputs([str(tmp_path / "**/[ac].jsonl")])] == ["a.jsonl", "c.jsonl"]
+
+
+def test_paths_that_cannot_be_read_are_refused(tmp_path):
+    path = write(tmp_path, "a.jsonl", b"{}")
+    for patterns, says in (
+        ([tmp_path / "none.jsonl"], "none.jsonl does not exist"),
+        ([tmp_path], r"is a folder: name files, for example '.*\*\.jsonl'"),
+        ([str(tmp_path / "*.parquet")], "no file fits"),
+        ([path, str(tmp_path / "*.jsonl")], "is given twice"),
+    ):
+        with pytest.raises(DataError, match=says):
+            find_inputs(patterns)
+    with pytest.raises(ConfigError, match="no input"):
+        find_inputs([])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("d.jsonl", b'{"text": "a"}\n\n{"text": \n', r"d\.jsonl, line 3, column 10: not JSON"),
+        ("d.jsonl", b'{"text": "a"}\n[1]\n', r"line 2: the record is a list, not an object"),
+        ("d.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: byte 11 \(0xff\) is not UTF-8"),
+        ("d.txt", b"good\n\nb\xe9d\n", r"d\.txt, line 3: byte 2 \(0xe9\) is not UTF-8"),
+        ("d.jsonl", b"", r"d\.jsonl is empty"),
+        ("d.jsonl.gz", gzip.compress(JSONL)[:-20], r"d\.jsonl\.gz ends too early after line \d+"),
+        ("d.jsonl.bz2", bz2.compress(JSONL)[:-20], r"d\.jsonl\.bz2 ends too early after line \d+"),
+        ("d.jsonl.bz2", b"BZx" + bz2.compress(JSONL), r"d\.jsonl\.bz2 cannot be read"),
+        ("d.jsonl.xz", lzma.compress(JSONL)[:-20], r"d\.jsonl\.xz ends too early"),
+        ("d.jsonl.zst", zstandard.ZstdCompressor().compress(JSONL)[:-9], r"d\.jsonl\.zst ends too early"),
+    ],
+)
+def test_what_cannot_be_read_is_named_by_file_and_line(tmp_path, name, content, says):
+    path = write(tmp_path, name, content)
+    with pytest.raises(DataError, match=says):
+        read(path)
+
+
+def test_a_block_has_the_digest_of_its_records_wherever_the_file_lies(tmp_path):
+    (tmp_path / "other").mkdir()
+    first, second = write(tmp_path, "d.jsonl", JSONL), write(tmp_path / "other", "e.jsonl", JSONL)
+    assert blocks_of(first)[0].digest() == blocks_of(second)[0].digest()
+    assert blocks_of(first)[0].digest() != blocks_of(write(tmp_path, "f.jsonl", JSONL + b"\n"))[0].digest()
+    assert blocks_of(first, "text")[0].digest() != blocks_of(first)[0].digest()
+
+
+def test_a_line_longer_than_a_block_comes_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "BLOCK_BYTES", 10)
+    monkeypatch.setattr("dynapipe_ext.data.reading._READ_BYTES", 4)
+    stream = io.BytesIO()
+    for size in (500, 1, 300):
+        stream.write(json.dumps({"text": "x" * size}).encode() + b"\n")
+    path = write(tmp_path, "d.jsonl", stream.getvalue())
+    assert [len(record["text"]) for _, record in read(path)] == [500, 1, 300]
+
+
+@settings(deadline=None)
+@given(
+    lines=st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), min_size=1, max_size=30),
+    block_bytes=st.integers(1, 60),
+    read_bytes=st.integers(1, 40),
+    unit=st.sampled_from(["line", "paragraph"]),
+)
+def test_blocks_put_together_are_the_file_and_do_not_depend_on_how_it_is_read(
+    tmp_path_factory, lines, block_bytes, read_bytes, unit
+):
+    content = b"x" + b"\n".join(lines)
+    path = write(tmp_path_factory.mktemp("blocks"), "d.txt", content)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(inputs, "BLOCK_BYTES", block_bytes)
+        patched.setattr("dynapipe_ext.data.reading._READ_BYTES", read_bytes)
+        blocks = blocks_of(path, unit=unit)
+        patched.setattr("dynapipe_ext.data.reading._READ_BYTES", 1 << 20)
+        assert [block.payload for block in blocks_of(path, unit=unit)] == [block.payload for block in blocks]
+    assert b"".join(block.payload for block in blocks) == content
+    before = b""
+    for block in blocks:
+        assert block.first == before.count(b"\n") + 1
+        assert before == b"" or before.endswith(b"\n")
+        before += block.payload
