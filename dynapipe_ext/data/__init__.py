@@ -1,0 +1,104 @@
+"""Samplers, packing and inference batches for any loop; the names below load on first use, torch only with those
+that need it.
+
+DDP under torchrun: the gradients of a step are those of the mean over all its target tokens, on whichever rank.
+
+    sampler = DistributedTokenBatchSampler(lengths, max_tokens=max_tokens)  # ranks are those of torch.distributed
+    loader = DataLoader(features, batch_sampler=sampler, collate_fn=PackingCollator(), num_workers=2)
+    if state:
+        sampler.load_state_dict(state)
+    for epoch in range(sampler.epoch, num_epochs):
+        sampler.set_epoch(epoch)
+        for number, batch in enumerate(loader, sampler.num_done + 1):
+            batch = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+            num_targets = batch["labels"].ne(-100).sum()
+            torch.distributed.all_reduce(num_targets)
+            share = num_targets / torch.distributed.get_world_size()  # DDP averages over ranks
+            model(**batch, num_items_in_batch=share).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            save(sampler.state_dict(num_batches=number))  # beside the model's; workers have fetched further than this
+
+accelerate: the sampler gives each rank its own batches, and `prepare` would divide them over the ranks once more (the
+sampler refuses that): give it the model and the optimizer, and the loader to `prepare_data_loader` as of one process.
+
+    sampler = DistributedTokenBatchSampler(lengths, max_tokens=max_tokens)  # after Accelerator()
+    loader = DataLoader(features, batch_sampler=sampler, collate_fn=PackingCollator())
+    loader = prepare_data_loader(loader, accelerator.device, num_processes=1, process_index=0, put_on_device=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for epoch in range(num_epochs):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            num_targets = accelerator.reduce(batch["labels"].ne(-100).sum())
+            loss = model(**batch, num_items_in_batch=num_targets / accelerator.num_processes).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+The Trainer of transformers, which weights the loss in the same way by itself (average_tokens_across_devices):
+
+    class PackedTrainer(Trainer):
+        def get_train_dataloader(self):
+            sampler = DistributedTokenBatchSampler(lengths, max_tokens=max_tokens)
+            loader = DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
+            return prepare_data_loader(loader, self.args.device, num_processes=1, process_index=0, put_on_device=True)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dynapipe_ext.data.dynamicat import loss_weight, scaled_learning_rate
+    from dynapipe_ext.data.inference import build_dynamic_batch_dataloader, generate
+    from dynapipe_ext.data.multipack import (
+        MultipackDistributedBatchSampler,
+        MultipackDistributedBatchSampler_LinearAttention,
+    )
+    from dynapipe_ext.data.packing_collator import PackingCollator, check_packing, register_document_attention
+    from dynapipe_ext.data.record_tokens import tokenize_records
+    from dynapipe_ext.data.samplers import DistributedTokenBatchSampler, quadratic_coefficients
+    from dynapipe_ext.data.streaming import StreamingTokenBatches
+
+_HOMES = {
+    "DistributedTokenBatchSampler": "dynapipe_ext.data.samplers",
+    "MultipackDistributedBatchSampler": "dynapipe_ext.data.multipack",
+    "MultipackDistributedBatchSampler_LinearAttention": "dynapipe_ext.data.multipack",
+    "PackingCollator": "dynapipe_ext.data.packing_collator",
+    "StreamingTokenBatches": "dynapipe_ext.data.streaming",
+    "build_dynamic_batch_dataloader": "dynapipe_ext.data.inference",
+    "check_packing": "dynapipe_ext.data.packing_collator",
+    "generate": "dynapipe_ext.data.inference",
+    "loss_weight": "dynapipe_ext.data.dynamicat",
+    "quadratic_coefficients": "dynapipe_ext.data.samplers",
+    "register_document_attention": "dynapipe_ext.data.packing_collator",
+    "scaled_learning_rate": "dynapipe_ext.data.dynamicat",
+    "tokenize_records": "dynapipe_ext.data.record_tokens",
+}
+
+__all__ = [
+    "DistributedTokenBatchSampler",
+    "MultipackDistributedBatchSampler",
+    "MultipackDistributedBatchSampler_LinearAttention",
+    "PackingCollator",
+    "StreamingTokenBatches",
+    "build_dynamic_batch_dataloader",
+    "check_packing",
+    "generate",
+    "loss_weight",
+    "quadratic_coefficients",
+    "register_document_attention",
+    "scaled_learning_rate",
+    "tokenize_records",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

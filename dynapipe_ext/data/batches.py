@@ -31,7 +31,19 @@ def permutation(num_samples: int, *, seed: int, epoch: int) -> npt.NDArray[np.in
     base = _mix(_array(seed + _WEYL))
     base = _mix(_array(int(base[0]) + (epoch + 1) * _WEYL))
     counters = np.arange(1, num_samples + 1, dtype=np.uint64) * np.uint64(_WEYL)
-    return np.argsort(_mix(counters + base), kind="stable").astype(np.int64)
+    return _ascending(_mix(counters + base))
+
+
+def _ascending(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """`np.argsort(keys, kind="stable")`, quicker: sorts the keys' upper bits with the index below them."""
+    bits = np.uint64(max(1, (len(keys) - 1).bit_length()))
+    packed = np.sort((keys >> bits << bits) | np.arange(len(keys), dtype=np.uint64))
+    order = (packed & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
+    same = packed[1:] >> bits == packed[:-1] >> bits
+    if same.any():  # order those runs by the whole key
+        at = np.flatnonzero(np.append(same, False) | np.append(False, same))
+        order[at] = order[at][np.argsort(keys[order[at]], kind="stable")]
+    return order
 
 
 def _array(value: int) -> npt.NDArray[np.uint64]:

@@ -9,21 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.data.bins import CLOSED, Bins, BoolArray, ascending
 
-BoolArray = npt.NDArray[np.bool_]
-FloatArray = npt.NDArray[np.float64]
-
-_CLOSED = np.int64(1) << 61  # above every load
 _CHUNK = 1 << 17  # samples that are dealt side by side: their arrays stay in the cache
+_CHUNK_BLOCKS = 8  # and blocks at least: a round takes as long for one
 _TRIALS = 8_000_000  # exchanges tried in all rounds of refinement together, unless `_FEWEST_ROUNDS` need more
 _FEWEST_ROUNDS = 1
 _MOST_ROUNDS = 96
 _MOST_SLOTS = 24  # samples of a bin whose exchanges are tried in one round
 _FEWER_SLOTS = 8  # the same where there are so many samples that the rounds must be few
 _LEAST_SHARE = 8  # at least one bin in so many gets a sample in a round of the greedy start
+_FEW = 4  # where no more than one bin in so many takes anything, it takes several at a time
 _LIGHT = 0.01  # weight of tokens beside costs in a block of a heavy tail: one sample above half of a bin's mean cost
 _TIGHT = 16.0  # the same in a block that is all but full: there tokens decide what finds room
 _OVER_CAP = 64  # bins are first filled to one part in so many above the cap: exchanges then bring them below
@@ -68,7 +66,8 @@ def deal(
     places, counts, left = [], [], []
     start = 0
     while start < num_blocks:
-        stop = max(start + 1, int(np.searchsorted(bounds, bounds[start] + _CHUNK, side="right")) - 1)
+        stop = int(np.searchsorted(bounds, bounds[start] + _CHUNK, side="right")) - 1
+        stop = min(max(start + _CHUNK_BLOCKS, stop), num_blocks)
         one = _deal_chunk(tokens, costs, order, bounds[start : stop + 1], num_bins, cap, first, rounds, slots)
         places.append(one[0])
         counts.append(one[1])
@@ -108,14 +107,22 @@ def _deal_chunk(
     place = order[np.minimum(bounds[:-1, None] + column, bounds[-1] - 1)]
     length = np.where(real, tokens[place], 0)
     # Longest first; equal lengths keep their order, since the column breaks the tie.
-    sorted_columns = _ascending(np.where(real, int(length.max()) - length, int(length.max()) + 1))
+    sorted_columns = ascending(np.where(real, int(length.max()) - length, int(length.max()) + 1))
     place = np.take_along_axis(place, sorted_columns, axis=1)
     length = np.take_along_axis(length, sorted_columns, axis=1)
     cost = np.where(real, costs[place], 0)
 
     kept = (place < first) & real
     chosen = _longest_first(length, cost, sizes, kept, num_bins, cap)
-    members = _Members.gather(chosen, length, cost, num_bins, cap)
+    columns = ascending(chosen)
+    bins = np.take_along_axis(chosen, columns, axis=1)
+    blocks = np.arange(len(sizes), dtype=np.int64)[:, None]
+    in_bin = bins.ravel() < num_bins
+    flat = (columns + blocks * width).ravel()[in_bin]
+    counts = np.bincount((bins + blocks * num_bins).ravel()[in_bin], minlength=len(sizes) * num_bins).astype(np.int64)
+    weight = np.where(_heavy(cost.max(axis=1), cost.sum(axis=1), num_bins), _LIGHT, 1.0)
+    weight[length.sum(axis=1) > num_bins * (cap - cap // _OVER_CAP)] = _TIGHT
+    members = Bins.gather(flat, counts, length.ravel(), cost.ravel(), num_bins, weight)
     if num_bins > 1:
         for number in range(rounds):
             if not members.exchange(number, slots, cap) and number >= 2 * num_bins:
@@ -124,15 +131,6 @@ def _deal_chunk(
     held, counts, out = members.contents()
     flat = place.ravel()
     return flat[held], counts, flat[np.concatenate([out, np.flatnonzero((chosen == num_bins).ravel() & real.ravel())])]
-
-
-def _ascending(keys: IntArray) -> IntArray:
-    """Columns of each row in ascending order of non-negative keys, ties by column."""
-    bits = max(1, int(keys.shape[1] - 1).bit_length())
-    if int(keys.max(initial=0)) >> (62 - bits):
-        return np.argsort(keys, axis=1, kind="stable")
-    packed = np.sort((keys << bits) | np.arange(keys.shape[1], dtype=np.int64), axis=1)
-    return packed & ((1 << bits) - 1)
 
 
 def _longest_first(
@@ -158,28 +156,29 @@ def _longest_first(
     rows, ranks = np.arange(num_blocks), np.arange(num_bins, dtype=np.int64)
     while len(rows):
         at = next_up[rows]
-        columns = at[:, None] + ranks
+        now_filled, now_load = filled[rows], load[rows]
+        after = now_filled + length[rows, at][:, None]
+        closed = after > level[rows, None]
+        key = np.where(closed, CLOSED, now_load)
+        level_out = closed.all(axis=1)  # every bin is at the level: by tokens from here on
+        if level_out.any():
+            key[level_out] = np.where(after[level_out] > limit[rows[level_out], None], CLOSED, now_filled[level_out])
+        num_open = (key < CLOSED).sum(axis=1)
+        few = np.flatnonzero((num_open * _FEW <= num_bins) & (num_open > 0) & ~level_out)
+        width_now = num_bins if len(few) else int(num_open.max())
+        by_load = ascending(np.minimum(key, int(np.where(key < CLOSED, key, 0).max()) + 1))[:, :width_now]
+        key = np.take_along_axis(key, by_load, axis=1)
+        columns = at[:, None] + ranks[:width_now]
         real = columns < sizes[rows, None]
         columns = np.minimum(columns, width - 1)
         lengths, costs = length[rows[:, None], columns], cost[rows[:, None], columns]
-        now_filled, now_load = filled[rows], load[rows]
-        after = now_filled + lengths[:, :1]
-        closed = after > level[rows, None]
-        key = np.where(closed, _CLOSED, now_load)
-        level_out = closed.all(axis=1)  # every bin is at the level: by tokens from here on
-        if level_out.any():
-            key[level_out] = np.where(after[level_out] > limit[rows[level_out], None], _CLOSED, now_filled[level_out])
-        by_load = _ascending(np.minimum(key, int(np.where(key < _CLOSED, key, 0).max()) + 1))
-        key = np.take_along_axis(key, by_load, axis=1)
-        take = real & (key < _CLOSED)
+        take = real & (key < CLOSED)
         added = np.where(level_out[:, None], lengths, costs)
-        num_open = (key < _CLOSED).sum(axis=1)
         in_turn = key[:, 1:] <= np.minimum.accumulate(key + added, axis=1)[:, :-1]
-        in_turn |= ranks[1:] * _LEAST_SHARE < num_open[:, None]
+        in_turn |= ranks[1:width_now] * _LEAST_SHARE < num_open[:, None]
         take[:, 1:] &= in_turn
-        few = np.flatnonzero((num_open * _LEAST_SHARE <= num_bins) & (num_open > 0) & ~level_out)
         if len(few):  # these take all that is left, several at a time
-            shortest = np.where(closed[few], _CLOSED, level[rows[few], None] - now_filled[few]).min(axis=1)
+            shortest = np.where(closed[few], CLOSED, level[rows[few], None] - now_filled[few]).min(axis=1)
             each = np.clip(shortest // lengths[few, 0], 1, num_bins // num_open[few])
             take[few] = real[few] & (ranks < (each * num_open[few])[:, None])
             by_load[few] = np.take_along_axis(by_load[few], ranks % num_open[few, None], axis=1)
@@ -209,165 +208,3 @@ def _heavy(largest: IntArray, total: IntArray, num_bins: int) -> BoolArray:
     """Blocks with a sample of more than half of a bin's mean cost: there costs are hard to even out."""
     found: BoolArray = largest * (2 * num_bins) > total
     return found
-
-
-@dataclass(slots=True)
-class _Members:
-    """What the bins of a chunk hold, as arrays that exchanges write: one row a bin, samples by flat column.
-
-    `slots` (bins x most samples + 1) names samples, `none` where there is none; `length` and `cost` end with a zero for
-    `none`.
-    """
-
-    num_bins: int
-    slots: IntArray
-    counts: IntArray
-    length: IntArray
-    cost: IntArray
-    filled: IntArray  # tokens of each bin
-    load: IntArray  # cost of each bin
-    weight: FloatArray  # of tokens beside costs, a block
-    ejected: list[int]
-
-    @classmethod
-    def gather(cls, chosen: IntArray, length: IntArray, cost: IntArray, num_bins: int, cap: int) -> _Members:
-        num_blocks, width = chosen.shape
-        columns = _ascending(chosen)
-        bins = np.take_along_axis(chosen, columns, axis=1)
-        flat = (columns + np.arange(num_blocks, dtype=np.int64)[:, None] * width).ravel()
-        key = (bins + np.arange(num_blocks, dtype=np.int64)[:, None] * num_bins).ravel()
-        held = bins.ravel() < num_bins
-        flat, key = flat[held], key[held]
-        counts = np.bincount(key, minlength=num_blocks * num_bins).astype(np.int64)
-        starts = np.cumsum(counts) - counts
-        none = num_blocks * width
-        slots = np.full((num_blocks * num_bins, int(counts.max(initial=0)) + 1), none, np.int64)
-        slots[key, np.arange(len(key)) - starts[key]] = flat
-        weight = np.where(_heavy(cost.max(axis=1), cost.sum(axis=1), num_bins), _LIGHT, 1.0)
-        weight[length.sum(axis=1) > num_bins * (cap - cap // _OVER_CAP)] = _TIGHT
-        lengths, costs = np.append(length.ravel(), 0), np.append(cost.ravel(), 0)
-        filled, load = lengths[slots].sum(axis=1), costs[slots].sum(axis=1)
-        return cls(num_bins, slots, counts, lengths, costs, filled, load, weight, [])
-
-    @property
-    def none(self) -> int:
-        return len(self.length) - 1
-
-    def exchange(self, number: int, slots: int, cap: int) -> bool:
-        """One round: every bin and a partner of its block exchange the two samples, or move the one, that help most.
-
-        What counts is the squared difference of the two bins' costs and tokens, each over its block's mean, tokens by
-        `weight`. Returns whether any pair did.
-        """
-        a, b = self._pairs(number)
-        if not len(a):
-            return False
-        block = a // self.num_bins
-        by_block = (-1, self.num_bins)
-        scale_c = 1.0 / np.maximum(self.load.reshape(by_block).mean(axis=1), 1e-9)[block]
-        scale_t = 1.0 / np.maximum(self.filled.reshape(by_block).mean(axis=1), 1e-9)[block]
-        gap_c = (self.load[a] - self.load[b]) * scale_c
-        gap_t = (self.filled[a] - self.filled[b]) * scale_t
-        slot_a, slot_b = self._some_slots(a, number, slots), self._some_slots(b, number + 1, slots)
-        item_a, item_b = np.take_along_axis(self.slots[a], slot_a, 1), np.take_along_axis(self.slots[b], slot_b, 1)
-
-        def differences(values: IntArray, scale: FloatArray, gap: FloatArray) -> FloatArray:
-            of_a = values[item_a] * (2.0 * scale)[:, None] - gap[:, None]
-            of_b = values[item_b] * (2.0 * scale)[:, None]
-            found: FloatArray = of_a[:, :, None] - of_b[:, None, :]
-            return found
-
-        off_t = differences(self.length, scale_t, gap_t)
-        # The fuller of the two is to stay within the cap, or within what it has if that is more.
-        both = self.filled[a] + self.filled[b]
-        most = (2 * np.maximum(np.maximum(self.filled[a], self.filled[b]), cap) - both + 0.5) * scale_t
-        score = differences(self.cost, scale_c, gap_c)
-        np.multiply(score, score, out=score)
-        allowed = np.abs(off_t) <= most[:, None, None]
-        np.multiply(off_t, off_t, out=off_t)
-        weight = self.weight[block]
-        off_t *= weight[:, None, None]
-        score += off_t
-        score[~allowed] = np.inf
-        # The last slot tried is the empty one: a bin of one sample gives it away only for another.
-        score[self.counts[a] < 2, :, -1] = np.inf
-        score[self.counts[b] < 2, -1, :] = np.inf
-        score = score.reshape(len(a), -1)
-        best = score.argmin(axis=1)
-        pair = np.arange(len(a))
-        helps = pair[score[pair, best] < (gap_c**2 + weight * gap_t**2) * (1 - 1e-9) - 1e-18]
-        if not len(helps):
-            return False
-        i, j = np.divmod(best[helps], slot_b.shape[1])
-        self._swap(a[helps], slot_a[helps, i], b[helps], slot_b[helps, j])
-        return True
-
-    def _pairs(self, number: int) -> tuple[IntArray, IntArray]:
-        """Bins of more and of less: by cost and by tokens in turn, shifted from round to round."""
-        half = self.num_bins // 2
-        values = (self.load if number % 2 == 0 else self.filled).reshape(-1, self.num_bins)
-        ranked = _ascending(values) + np.arange(len(values), dtype=np.int64)[:, None] * self.num_bins
-        low = ranked[:, :half]
-        high = ranked[:, ::-1][:, :half]
-        if number // 2 % 2:
-            low = np.roll(low, number // 4 % half + 1, axis=1) if half else low
-        a, b = high.ravel(), low.ravel()
-        return a, b
-
-    def _some_slots(self, bins: IntArray, number: int, slots: int) -> IntArray:
-        """Slots to try, shape (bins, at most `slots`): spread over the samples, others each round, then the empty."""
-        counts = self.counts[bins]
-        tried = min(slots - 1, int(counts.max()))
-        shift = number * 40503 % 65536  # steps of the golden ratio cover the samples evenly
-        spread = (np.arange(tried, dtype=np.int64) * 65536 + shift) % (tried * 65536)
-        found = np.where(
-            counts[:, None] <= tried,
-            np.minimum(np.arange(tried, dtype=np.int64), counts[:, None]),
-            spread * counts[:, None] // (tried * 65536),
-        )
-        return np.concatenate([found, counts[:, None]], axis=1)
-
-    def _swap(self, a: IntArray, slot_a: IntArray, b: IntArray, slot_b: IntArray) -> None:
-        width = self.slots.shape[1]
-        if int(max(slot_a.max(), slot_b.max())) >= width - 1:  # one more column: the last one stays empty
-            self.slots = np.concatenate([self.slots, np.full((len(self.slots), 1), self.none)], axis=1)
-        item_a, item_b = self.slots[a, slot_a], self.slots[b, slot_b]
-        for bins, slot, gone, come in ((a, slot_a, item_a, item_b), (b, slot_b, item_b, item_a)):
-            self.slots[bins, slot] = come
-            self.filled[bins] += self.length[come] - self.length[gone]
-            self.load[bins] += self.cost[come] - self.cost[gone]
-            self.counts[bins] += (come != self.none).astype(np.int64) - (gone != self.none)
-            hole = np.flatnonzero((come == self.none) & (gone != self.none))
-            last = self.counts[bins[hole]]  # the last sample fills the hole
-            self.slots[bins[hole], slot[hole]] = self.slots[bins[hole], last]
-            self.slots[bins[hole], last] = self.none
-
-    def eject(self, cap: int, kept: BoolArray) -> None:
-        """Take from each bin above the cap the shortest sample whose going is enough, or shorter ones.
-
-        Those to be `kept` go only where no other is left.
-        """
-        for number in np.flatnonzero(self.filled > cap).tolist():
-            while self.filled[number] > cap:
-                held = self.slots[number, : self.counts[number]]
-                free = np.flatnonzero(~kept[held])
-                free = free if len(free) else np.arange(len(held))
-                lengths, over = self.length[held[free]], int(self.filled[number]) - cap
-                enough = np.where(lengths >= over, lengths, lengths.max())
-                # One that is much too long stays: the longest of the others goes, and maybe one more after it.
-                if int(enough.min()) > 2 * over and int(lengths.min()) < over:
-                    enough = np.where(lengths < over, over - lengths, over)
-                slot = int(free[enough.argmin()])
-                gone = int(self.slots[number, slot])
-                self.ejected.append(gone)
-                self.filled[number] -= self.length[gone]
-                self.load[number] -= self.cost[gone]
-                last = int(self.counts[number]) - 1
-                self.slots[number, slot] = self.slots[number, last]
-                self.slots[number, last] = self.none
-                self.counts[number] = last
-
-    def contents(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Samples bin by bin, the count of each bin, and the samples that were taken out; all by flat column."""
-        held = self.slots[np.arange(self.slots.shape[1]) < self.counts[:, None]]
-        return held, self.counts, np.array(self.ejected, np.int64)

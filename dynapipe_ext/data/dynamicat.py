@@ -4,8 +4,9 @@
     batches = arranged(batches, lengths, by="random", seed=1)
     rows = padded([tokens[i] for i in batches[0]], side="left")
 
-Each planner returns lists of record indices and puts every record into one batch. Sorting by length ("smart batching")
-is what makes dynamic padding cheap; `smart=False` keeps the records' own order.
+Records are made of fields by `record`, and by `tokenize_records` in several processes. Each planner returns lists of
+record indices and puts every record into one batch. Sorting by length ("smart batching") is what makes dynamic padding
+cheap; `smart=False` keeps the records' own order.
 """
 
 from __future__ import annotations
@@ -228,7 +229,8 @@ def record(
 def loss_weight(targets_in_batch: int, targets_in_step: int, *, num_ranks: int = 1) -> float:
     """Factor on a batch's mean loss, so that the gradients of a step are those of the mean over all its target tokens.
 
-    A step's gradients are summed over its batches and, under DDP, averaged over `num_ranks`.
+    A step's gradients are summed over its batches and, under DDP, averaged over `num_ranks`. A batch without targets
+    has no mean (torch gives nan): count its loss as 0.
     """
     if targets_in_step < 1 or not 0 <= targets_in_batch <= targets_in_step or num_ranks < 1:
         raise ConfigError(

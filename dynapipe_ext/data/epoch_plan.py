@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.data.even_steps import least_cost
 from dynapipe_ext.data.fill import Steps, fill_steps, joined, place_rest
 from dynapipe_ext.data.padded_steps import fill_padded, padded_costs
 from dynapipe_ext.errors import DataError, PlanError
@@ -21,6 +22,7 @@ _ROOM = 64  # one part in so many of the cap is room to balance in
 _ROOM_HEAVY = 10  # the same where single samples cost more than half of a rank's share: short ones must go elsewhere
 _FULL = 2048  # one part in so many of the cap stays free in "full" steps
 _MOST_TRIES = 64
+_LOOKED_AT = 1.001  # the gap of steps this even is not worked out
 _REPEAT = (0.984, 0.95, 0.9, 0.75, 0.0)  # how full repeated samples make the last step, as far as they fit
 
 
@@ -144,19 +146,20 @@ def _full_steps(tokens: IntArray, costs: IntArray, rule: Rule, num_first: int) -
     target = rule.num_replicas * (rule.max_tokens - rule.max_tokens // _FULL)
     parts: list[Steps] = []
     left = np.arange(len(tokens), dtype=np.int64)
-    while len(left) >= rule.num_replicas and (num_steps := int(tokens[left].sum()) // target):
-        num_steps = min(num_steps, len(left) // rule.num_replicas)
+    left_tokens, left_costs = tokens, costs
+    while len(left) >= rule.num_replicas and (num_steps := int(left_tokens.sum()) // target):
         part = fill_steps(
-            tokens[left],
-            costs[left],
-            num_steps=num_steps,
+            left_tokens,
+            left_costs,
+            num_steps=min(num_steps, len(left) // rule.num_replicas),
             num_ranks=rule.num_replicas,
             cap=rule.max_tokens,
             target=target,
             first=int(np.searchsorted(left, num_first)),
         )
-        parts.append(Steps(left[part.places], part.starts, left[part.left]))
+        parts.append(Steps(left[part.places] if parts else part.places, part.starts, left[part.left]))
         left = left[part.left]
+        left_tokens, left_costs = tokens[left], costs[left]
     return joined(parts, left)
 
 
@@ -203,7 +206,8 @@ class SamplerMetrics:
     efficiency = tokens over steps x ranks x cap; utilization = tokens over the sum over steps of (largest rank's tokens
     x ranks); padding_efficiency = tokens over rows x longest; L2 lag = sqrt(max - min over ranks of sum(len^2)) of a
     step; cost_ratio = largest over mean cost of the ranks in a step; cost_excess = the same over
-    max(1, largest sample's cost / mean cost), which no assignment of that step could beat.
+    max(1, largest sample's cost / mean cost), which no assignment of that step could beat; cost_gap = the largest cost
+    over `least_cost`, which is more where the dearest sample has to lie in a full batch.
     """
 
     num_steps: int
@@ -220,6 +224,8 @@ class SamplerMetrics:
     cost_ratio_max: float
     cost_excess_mean: float
     cost_excess_max: float
+    cost_gap_mean: float
+    cost_gap_max: float
 
 
 def measure(plan: EpochPlan, tokens: IntArray, costs: IntArray | None, max_tokens: int) -> SamplerMetrics:
@@ -237,6 +243,12 @@ def measure(plan: EpochPlan, tokens: IntArray, costs: IntArray | None, max_token
     mean = np.maximum(load.mean(axis=1), 1e-9)
     ratio = load.max(axis=1) / mean
     excess = ratio / np.maximum(1.0, largest / mean)
+    gap = excess.copy()
+    for step in [] if costs is None else np.flatnonzero(excess > _LOOKED_AT).tolist():
+        assert costs is not None
+        of_step = plan.samples[plan.starts[step * plan.num_replicas] : plan.starts[(step + 1) * plan.num_replicas]]
+        least = least_cost(tokens[of_step], costs[of_step], num_ranks=plan.num_replicas, cap=max_tokens)
+        gap[step] = load[step].max() / least
     lag = np.sqrt((squares.max(axis=1) - squares.min(axis=1)).astype(np.float64))
     total = int(used.sum())
     return SamplerMetrics(
@@ -254,6 +266,8 @@ def measure(plan: EpochPlan, tokens: IntArray, costs: IntArray | None, max_token
         cost_ratio_max=float(ratio.max()),
         cost_excess_mean=float(excess.mean()),
         cost_excess_max=float(excess.max()),
+        cost_gap_mean=float(gap.mean()),
+        cost_gap_max=float(gap.max()),
     )
 
 

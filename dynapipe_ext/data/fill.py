@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.data.deal import FloatArray, deal
+from dynapipe_ext.data.bins import FloatArray
+from dynapipe_ext.data.deal import deal
+from dynapipe_ext.data.even_steps import even_steps
 
 _BLOCK_BINS = 128  # bins dealt together: the more, the evener; a sample stays within so many of its place
 _WINDOW = 16  # samples on either side of a boundary between blocks that may change sides
@@ -50,7 +52,9 @@ def fill_steps(
         if begin == end:
             continue
         dealt = deal(tokens, costs, order, bounds[begin : end + 1], num_bins=steps * num_ranks, cap=cap, first=first)
-        found, starts = by_step(dealt.places, dealt.starts, costs, num_ranks=num_ranks, num_bins=steps * num_ranks)
+        num_bins = steps * num_ranks
+        found, starts = by_step(dealt.places, dealt.starts, costs, num_ranks=num_ranks, num_bins=num_bins)
+        found, starts = even_steps(found, starts, tokens, costs, num_ranks=num_ranks, num_bins=num_bins, cap=cap)
         places.append(found)
         counts.append(np.diff(starts))
         left.append(dealt.left)
@@ -115,8 +119,9 @@ def by_step(
     if num_ranks == num_bins or not len(starts) - 1:
         rotated = np.arange(len(starts) - 1, dtype=np.int64).reshape(-1, num_ranks)
     else:
-        load = np.add.reduceat(costs[places], starts[:-1]).reshape(-1, num_bins)
-        largest = np.maximum.reduceat(costs[places], starts[:-1]).reshape(-1, num_bins)
+        ordered = costs[places]
+        load = np.add.reduceat(ordered, starts[:-1]).reshape(-1, num_bins)
+        largest = np.maximum.reduceat(ordered, starts[:-1]).reshape(-1, num_bins)
         ranked = _like_costs(load, largest, num_ranks)
         # The place of a bin's first sample is as good as random: steps of a block come in that order.
         firsts = places[starts[:-1]].reshape(-1, num_bins)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from dynapipe_ext.costs.model import IntArray
@@ -93,9 +95,14 @@ def _cut_into(lengths: list[int], wanted: int, cap: int) -> list[int]:
         else:
             low = middle + 1
     starts = _cut(lengths, high)
+    ends = [*starts[1:], len(lengths)]
+    dearest = [(-(end - at) * lengths[at], at, end) for at, end in zip(starts, ends, strict=True) if end - at > 1]
+    heapq.heapify(dearest)
     while len(starts) < wanted:
-        ends = [*starts[1:], len(lengths)]
-        rows = [(end - at) * lengths[at] if end - at > 1 else -1 for at, end in zip(starts, ends, strict=True)]
-        dearest = max(range(len(rows)), key=lambda group: (rows[group], -group))
-        starts.insert(dearest + 1, (starts[dearest] + ends[dearest]) // 2)
-    return starts
+        _, at, end = heapq.heappop(dearest)
+        middle = (at + end) // 2
+        starts.append(middle)
+        for first, last in ((at, middle), (middle, end)):
+            if last - first > 1:
+                heapq.heappush(dearest, (-(last - first) * lengths[first], first, last))
+    return sorted(starts)

@@ -86,7 +86,7 @@ class DistributedTokenBatchSampler:
         seed: int = 0,
         share: Share | None = None,
     ) -> None:
-        num_replicas, rank = _world(num_replicas, rank)
+        num_replicas, rank = world(num_replicas, rank)
         for name, value, choices in (
             ("objective", objective, get_args(Objective)),
             ("last", last, get_args(Last)),
@@ -147,6 +147,25 @@ class DistributedTokenBatchSampler:
         else:
             self.epoch, self._segments = epoch, ()
             self._plan_anew()
+
+    @property
+    def batch_size(self) -> None:
+        """None: batches differ in size. Raises ConfigError where other ranks have batches of their own.
+
+        accelerate asks for it when it is about to divide the batches over ranks, which would leave all but one in
+        num_replicas untrained without a word.
+        """
+        if self._rule.num_replicas > 1:
+            raise ConfigError(
+                f"these batches are already those of rank {self.rank} of {self._rule.num_replicas} and have no fixed"
+                " size: do not give their loader to accelerate's prepare(), use prepare_data_loader(loader, device,"
+                " num_processes=1, process_index=0, put_on_device=True) of accelerate.data_loader"
+            )
+
+    @property
+    def num_done(self) -> int:
+        """Batches of this epoch that were trained before the iteration that begins now: not 0 after a resume."""
+        return sum(steps for _, steps in self._segments) + self._start if not self._finished else 0
 
     @property
     def plan(self) -> EpochPlan:
@@ -232,7 +251,7 @@ class DistributedTokenBatchSampler:
         return self._fingerprint
 
 
-def _world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+def world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """Number of ranks and this one's, from torch.distributed where the process has loaded and begun it."""
     distributed: Any = sys.modules.get("torch.distributed")
     in_use = distributed is not None and distributed.is_available() and distributed.is_initialized()

@@ -11,7 +11,7 @@ import numpy as np
 
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.data.epoch_plan import EpochPlan, Objective, Rule, left_after, plan_left
-from dynapipe_ext.data.samplers import quadratic_costs
+from dynapipe_ext.data.samplers import quadratic_costs, world
 from dynapipe_ext.errors import ConfigError, DataError
 
 _FORMAT = "dynapipe-stream/1"
@@ -28,7 +28,8 @@ class StreamingTokenBatches(Generic[Sample]):
     the same number of steps; there is no `len()`, since nobody knows it. A window of more steps is more even and holds
     more samples in memory.
 
-    `open_stream` gives the samples from the start, in the same order each time; `length_of(sample)` its tokens.
+    `open_stream` gives the samples from the start, in the same order each time; `length_of(sample)` its tokens. The
+    other arguments are those of `DistributedTokenBatchSampler`.
     Raises DataError for a sample without tokens or above `max_tokens`, by its number in the stream.
 
     >>> stream = StreamingTokenBatches(lambda: ["aa", "bbbb", "cc"], len, max_tokens=4, num_replicas=2, rank=0)
@@ -42,20 +43,20 @@ class StreamingTokenBatches(Generic[Sample]):
         length_of: Callable[[Sample], int],
         *,
         max_tokens: int,
-        num_replicas: int,
-        rank: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
         objective: Objective = "quadratic",
+        coefficients: tuple[float, float] = (0, 1),
         window_steps: int = 8,
     ) -> None:
+        num_replicas, rank = world(num_replicas, rank)
         if max_tokens < 1 or window_steps < 1:
             raise ConfigError(f"max_tokens is {max_tokens} and window_steps {window_steps}: both must be at least 1")
-        if num_replicas < 1 or not 0 <= rank < num_replicas:
-            raise ConfigError(f"rank is {rank} of num_replicas {num_replicas}: it must lie between 0 and one less")
         if objective not in get_args(Objective):
             raise ConfigError(f"objective is {objective!r} but must be one of {', '.join(get_args(Objective))}")
         self._open_stream, self._length_of = open_stream, length_of
         self._rule = Rule(num_replicas=num_replicas, max_tokens=max_tokens, objective=objective, last="carry")
-        self._rank, self._window_steps = rank, window_steps
+        self._rank, self._window_steps, self._coefficients = rank, window_steps, coefficients
         self._pending: list[int] = []  # numbers of samples that were read before the window and not used
         self._read = 0  # samples of the stream read before the window
         self._segments: list[tuple[int, int, int]] = []  # (ranks, samples read in all, steps done) of this window
@@ -122,7 +123,7 @@ class StreamingTokenBatches(Generic[Sample]):
 
     def _plan(self, numbers: IntArray, held: Mapping[int, Sample], ended: bool) -> tuple[EpochPlan, int]:
         tokens = np.array([self._length_of(held[int(number)]) for number in numbers], np.int64)
-        costs = quadratic_costs(tokens, (0, 1)) if self._rule.objective == "quadratic" else tokens
+        costs = quadratic_costs(tokens, self._coefficients) if self._rule.objective == "quadratic" else tokens
         rule = replace(self._rule, last="spread" if ended else "carry")
         before = [(ranks, steps) for ranks, _, steps in self._segments[:-1]]
         order = left_after(np.arange(len(numbers), dtype=np.int64), tokens, costs, rule, before)

@@ -11,6 +11,12 @@
     sorted fixed       sorted by length, as many samples a batch as fit if all were longest
     random fixed       shuffled, the same number
 
+Columns: tokens over steps x ranks x cap; over the largest rank's tokens x ranks; over rows x longest. L2 lag of a step,
+mean and largest. Largest over mean cost (squares) of the ranks in a step, mean and largest. Its excess over max(1,
+largest sample's cost / mean), and the gap to `least_cost`, both of the worst step: where batches are full ("carried"),
+the longest sample must share its batch with enough short ones to fill it, so that the excess has a floor above 1, and
+the gap says how near the step is to that. `least_cost` is a lower bound too: no assignment need reach it.
+
 CPU seconds of ours are the least of three. Bins of peers without ranks are dealt to ranks in order; steps that are not
 full are dropped where the peer drops them.
 """
@@ -231,13 +237,13 @@ def text(case: dict[str, Any]) -> str:
     lines = [
         f"{case['lengths']}: {case['num_samples']} samples, {case['num_ranks']} ranks x {case['cap']} tokens",
         f"  {'':18}{'steps':>7}{'effic.':>8}{'utiliz.':>8}{'padding':>8}{'lag avg':>9}{'max':>8}"
-        f"{'ratio':>7}{'max':>7}{'excess':>8}{'dropped':>9}{'CPU s':>8}",
+        f"{'ratio':>7}{'max':>7}{'excess':>8}{'gap':>8}{'dropped':>9}{'CPU s':>8}",
     ]
     for r in case["rows"]:
         lines.append(
             f"  {r['rule']:18}{r['num_steps']:7}{r['efficiency']:8.2%}{r['utilization']:8.2%}"
             f"{r['padding_efficiency']:8.2%}{r['l2_lag_mean']:9.0f}{r['l2_lag_max']:8.0f}{r['cost_ratio_mean']:7.3f}"
-            f"{r['cost_ratio_max']:7.2f}{r['cost_excess_max']:8.4f}{r['dropped']:9.2%}{r['cpu_s']:8.2f}"
+            f"{r['cost_ratio_max']:7.2f}{r['cost_excess_max']:8.4f}{r['cost_gap_max']:8.4f}{r['dropped']:9.2%}{r['cpu_s']:8.2f}"
             + (f"  above the cap: {r['largest']}" if r["largest"] > case["cap"] else "")
         )
     return "\n".join(lines)

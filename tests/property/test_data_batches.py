@@ -2,6 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynapipe_ext.data import batches
 from dynapipe_ext.data.batches import GlobalBatches
 
 SEEDS = st.integers(0, 2**64 - 1)
@@ -42,3 +43,10 @@ def test_a_step_is_the_same_in_any_process_that_asks_for_it_alone(tokens, seed):
     batches = GlobalBatches(np.array(tokens), tokens_per_batch=64, seed=seed)
     step = len(batches) - 1
     assert GlobalBatches(np.array(tokens), tokens_per_batch=64, seed=seed)[step] == list(batches)[step]
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), max_size=300, unique=True), st.integers(0, 63))
+def test_keys_are_sorted_as_a_stable_argsort_does(keys: list[int], shift: int) -> None:
+    """Shifted down, so that many share all but their last bits."""
+    distinct = np.array(sorted({key >> shift for key in keys}, key=lambda key: key * 2654435761 % 97), np.uint64)
+    assert batches._ascending(distinct).tolist() == np.argsort(distinct, kind="stable").tolist()

@@ -1,5 +1,6 @@
 """Samplers over random lengths, ranks and settings: complete, within the cap, alike on all ranks, resumable."""
 
+import itertools
 import json
 from collections import Counter
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.data.even_steps import even_steps, least_cost
 from dynapipe_ext.data.samplers import DistributedTokenBatchSampler
 from dynapipe_ext.data.streaming import StreamingTokenBatches
 from dynapipe_ext.errors import PlanError
@@ -87,7 +89,7 @@ def test_what_is_carried_comes_first_and_epochs_together_train_all_samples_equal
     assert again.plan.samples.tolist() == sampler.plan.samples.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(lengths_and_cap(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), OBJECTIVES, LASTS, st.data())
 def test_a_state_resumes_bit_for_bit_also_under_other_numbers_of_ranks(
     data: tuple[list[int], int], first: int, second: int, third: int, objective: Any, last: Any, draw: Any
@@ -134,7 +136,7 @@ def test_a_state_resumes_bit_for_bit_also_under_other_numbers_of_ranks(
         assert trained == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(lengths_and_cap(), st.integers(1, 3), st.integers(1, 3), OBJECTIVES, st.data())
 def test_a_stream_is_trained_whole_alike_on_all_ranks_and_resumes_where_it_was(
     data: tuple[list[int], int], num_replicas: int, later: int, objective: Any, draw: Any
@@ -177,3 +179,60 @@ def test_a_stream_is_trained_whole_alike_on_all_ranks_and_resumes_where_it_was(
         other.load_state_dict(state)
         done += Counter(number for batch in other for number, _ in batch)
     assert set(done) == set(range(len(lengths)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 4),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([2, 5, 30]),
+    st.sampled_from([0, 10, 400]),
+    st.integers(0, 2**32),
+)
+def test_evened_steps_have_the_same_samples_within_the_cap_and_no_block_is_worse(
+    num_ranks: int, steps_each: int, num_blocks: int, most: int, slack: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    num_bins = num_ranks * steps_each
+    counts = rng.integers(1, most, num_bins * num_blocks)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    tokens = np.maximum(rng.lognormal(4, 1.2, starts[-1]), 1).astype(np.int64)
+    costs = tokens**2
+    places = np.concatenate(
+        [s + starts[b * num_bins] for b in range(num_blocks)
+         for s in [rng.permutation(starts[(b + 1) * num_bins] - starts[b * num_bins])]]
+    )  # fmt: skip
+    cap = int(np.add.reduceat(tokens[places], starts[:-1]).max()) + slack
+    found, new_starts = even_steps(places, starts, tokens, costs, num_ranks=num_ranks, num_bins=num_bins, cap=cap)
+
+    def excess(places: Any, starts: Any) -> Any:
+        shape = (-1, num_ranks)
+        load = np.add.reduceat(costs[places], starts[:-1]).reshape(shape)
+        largest = np.maximum.reduceat(costs[places], starts[:-1]).reshape(shape).max(axis=1)
+        return (load.max(axis=1) / np.maximum(load.mean(axis=1), largest)).reshape(-1, steps_each).max(axis=1)
+
+    assert (np.diff(new_starts) > 0).all()
+    assert np.add.reduceat(tokens[found], new_starts[:-1]).max() <= cap
+    for block in range(num_blocks):
+        ends = starts[block * num_bins], starts[(block + 1) * num_bins]
+        assert (new_starts[block * num_bins], new_starts[(block + 1) * num_bins]) == ends
+        assert sorted(found[slice(*ends)]) == sorted(places[slice(*ends)])
+    assert (excess(found, new_starts) <= excess(places, starts) * (1 + 1e-12)).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 150)), min_size=2, max_size=6),
+    st.integers(2, 3),
+    st.integers(0, 6),
+)
+def test_no_assignment_within_the_cap_is_below_the_least_cost(
+    samples: list[tuple[int, int]], num_ranks: int, slack: int
+) -> None:
+    tokens, costs = np.array(samples).T
+    cap = max(int(tokens.max()), -(-int(tokens.sum()) // num_ranks)) + slack
+    least = least_cost(tokens, costs, num_ranks=num_ranks, cap=cap)
+    for ranks in itertools.product(range(num_ranks), repeat=len(samples)):
+        if np.bincount(ranks, tokens, num_ranks).max() <= cap:
+            assert np.bincount(ranks, costs, num_ranks).max() >= least * (1 - 1e-12)

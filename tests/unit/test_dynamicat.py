@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.data.dynamicat import (
@@ -52,6 +52,7 @@ def complete(batches: Batches, lengths: list[int]) -> bool:
     return sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 9), st.booleans())
 def test_fixed_size_fills_every_batch_but_the_last(lengths: list[int], batch_size: int, smart: bool) -> None:
     batches = fixed_size(lengths, batch_size, smart=smart)
@@ -61,6 +62,7 @@ def test_fixed_size_fills_every_batch_but_the_last(lengths: list[int], batch_siz
     assert order == (sorted(order, key=lambda i: (-lengths[i], i)) if smart else sorted(order))
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(30, 120), st.integers(0, 5), st.sampled_from([None, 1, 4]), st.booleans())
 def test_a_limit_is_kept_by_every_batch(
     lengths: list[int], limit: int, per_record: int, max_records: int | None, smart: bool
@@ -72,6 +74,14 @@ def test_a_limit_is_kept_by_every_batch(
     assert max_records is None or all(len(batch) <= max_records for batch in batches)
 
 
+def test_a_limit_may_be_in_bytes() -> None:
+    lengths = [100, 60, 60, 10]
+    batches = limited(lengths, 2_000_000, per_token=12_000, per_record=100_000)
+    assert batches == [[0], [1, 2], [3]]
+    assert all(len(b) * (100_000 + 12_000 * max(lengths[i] for i in b)) <= 2_000_000 for b in batches)
+
+
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(12, 40), st.integers(0, 4))
 def test_no_grouping_under_the_limit_has_fewer_batches(lengths: list[int], limit: int, per_record: int) -> None:
     limit += per_record
@@ -79,6 +89,7 @@ def test_no_grouping_under_the_limit_has_fewer_batches(lengths: list[int], limit
     assert len(limited(lengths, limit, per_record=per_record)) == best
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(0, 5), st.integers(1, 4))
 def test_no_grouping_under_the_length_difference_has_fewer_batches(
     lengths: list[int], max_difference: int, batch_size: int
@@ -92,6 +103,7 @@ def test_no_grouping_under_the_length_difference_has_fewer_batches(
     assert len(batches) == fewest(lengths, allowed)
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 5))
 def test_long_records_are_cut_and_every_token_is_in_one_piece(
     lengths: list[int], max_length: int, batch_size: int
@@ -127,6 +139,7 @@ def test_an_arrangement_orders_batches_and_changes_none(descending: bool) -> Non
     assert sorted(by_records) == sorted(by_padding) == sorted(shuffled) == sorted(batches)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=9), min_size=1, max_size=6), st.integers(1, 4))
 def test_padding_is_on_the_side_asked_for_and_masked(rows: list[list[int]], multiple: int) -> None:
     for side in ("left", "right"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
+from dynapipe_ext import data
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.epoch_plan import EpochPlan
 from dynapipe_ext.data.multipack import (
@@ -61,6 +62,25 @@ def test_no_step_of_a_heavy_tail_is_dearer_than_its_mean_or_its_longest_sample_b
         found = sampler(lengths, num_replicas, int(lengths.max())).metrics()
         assert found.cost_excess_max <= 1.02
         assert found.num_left == found.num_repeated == 0
+
+
+def test_documents_among_short_tasks_and_documents_alone_are_within_two_percent_too() -> None:
+    rng = np.random.default_rng(0)
+    documents = np.clip(rng.lognormal(9.4, 0.5, 1800), 2500, 36_000).astype(np.int64)
+    tasks = np.clip(rng.lognormal(4.6, 1, 39_000), 5, 900).astype(np.int64)
+    for lengths in (documents, np.concatenate([documents[:600], tasks])):
+        found = sampler(lengths, 8, int(lengths.max())).metrics()
+        assert found.cost_excess_max <= 1.02
+        assert found.cost_gap_max <= found.cost_excess_max
+
+
+def test_full_batches_around_a_long_sample_are_near_what_full_batches_must_cost() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate([np.clip(rng.lognormal(4.4, 0.5, 60_000), 20, 700), rng.integers(2000, 4000, 12)])
+    found = sampler(lengths.astype(np.int64), 8, 32_768, last="carry").metrics()
+    assert found.efficiency >= 0.999
+    assert found.cost_excess_max > 1.05, "the long samples alone are less than a full batch costs"
+    assert found.cost_gap_max <= 1.02
 
 
 def test_tokens_alone_balance_tokens() -> None:
@@ -191,6 +211,29 @@ def test_a_state_of_other_lengths_or_settings_is_refused() -> None:
             other.load_state_dict(state)
 
 
+def test_batches_done_before_a_resume_are_counted_until_the_epoch_ends() -> None:
+    lengths = chat_lengths(500)
+    first = sampler(lengths, 2, 4096)
+    assert first.num_done == 0
+    second = sampler(lengths, 4, 4096)
+    second.load_state_dict(first.state_dict(num_batches=5))
+    assert second.num_done == 5
+    third = sampler(lengths, 4, 4096)
+    third.load_state_dict(second.state_dict(num_batches=7))
+    assert third.num_done == 7
+    assert third.state_dict(num_batches=9)["segments"] == [[2, 5], [4, 4]]
+    _ = list(third)
+    assert third.num_done == 0
+    third.set_epoch(1)
+    assert third.num_done == 0
+
+
+def test_batches_of_one_of_several_ranks_cannot_be_taken_for_those_of_all() -> None:
+    with pytest.raises(ConfigError, match=r"already those of rank 0 of 2 .* do not give their loader to accelerate"):
+        _ = sampler([5, 6, 7, 8], 2, 8).batch_size
+    assert getattr(sampler([5, 6, 7], 1, 8), "batch_size", 0) is None
+
+
 def test_after_a_resumed_epoch_the_next_iteration_is_a_whole_one() -> None:
     lengths = chat_lengths(500)
     first = sampler(lengths, 2, 4096)
@@ -252,8 +295,8 @@ def test_ranks_are_those_of_torch_distributed_where_it_is_in_use(monkeypatch: py
 
 def test_samplers_need_no_torch() -> None:
     script = (
-        "import sys; from dynapipe_ext.data.multipack import MultipackDistributedBatchSampler as S;"
-        "import dynapipe_ext.data.streaming; print(len(S(8, [3, 5, 2, 4])), 'torch' in sys.modules)"
+        "import sys; from dynapipe_ext.data import MultipackDistributedBatchSampler as S, StreamingTokenBatches;"
+        "print(len(S(8, [3, 5, 2, 4])), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2 False\n", "")
@@ -296,6 +339,28 @@ def test_costs_of_fractions_keep_their_ratios_and_never_overflow() -> None:
     assert found / found[-1] == pytest.approx((0.5 * lengths + 0.25 * lengths**2) / (5e4 + 2.5e9), rel=1e-3, abs=1e-9)
     many = np.full(10**6, 10**6)
     assert int(quadratic_costs(many, (0, 10**9)).sum()) < 2**62
+
+
+def test_every_name_that_the_package_offers_is_there_under_its_own_name() -> None:
+    for name in data.__all__:
+        assert getattr(data, name).__name__ == name
+    assert set(data.__all__) <= set(dir(data))
+    with pytest.raises(AttributeError, match="no attribute 'Sampler'"):
+        _ = data.Sampler
+
+
+def test_a_stream_balances_by_coefficients_and_knows_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 2, get_rank=lambda: 1
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed", fake)  # type: ignore[arg-type]
+    samples = [16] + 20 * [4]
+    by_tokens = list(StreamingTokenBatches(lambda: samples, int, max_tokens=640, coefficients=(1, 0)))
+    by_squares = list(StreamingTokenBatches(lambda: samples, int, max_tokens=640, coefficients=(0, 1)))
+    assert [sum(batch) for batch in by_tokens] == [48]
+    assert [sum(n * n for n in batch) for batch in by_squares] == [288]
+    with pytest.raises(ConfigError, match="coefficients are"):
+        list(StreamingTokenBatches(lambda: samples, int, max_tokens=640, coefficients=(0, 0)))
 
 
 def test_a_stream_reads_no_further_than_its_window_and_refuses_what_is_too_long() -> None:
