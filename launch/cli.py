@@ -28,6 +28,9 @@ class Subcommand:
 
 
 SUBCOMMANDS = (
+    Subcommand(
+        "estimate", "dynapipe_ext.launch.estimate_command", "say what a model needs on a cluster, and how to train it"
+    ),
     Subcommand("train", "dynapipe_ext.launch.train_command", "train a model on ranks of this machine, with a report"),
     Subcommand("plan", "dynapipe_ext.launch.plan_command", "show the plan of a lengths file without training"),
     Subcommand("check-plan", "dynapipe_ext.launch.check_command", "prove a plan's file, its bounds and its peaks"),

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections import Counter
 
-from rich.console import Console
 from rich.table import Table
 
 from dynapipe_ext.data.memory_records import MemoryRecord, RecordFile
 from dynapipe_ext.data.memory_shapes import CHOICES, ShapeLimits
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.tools.console import show
 from dynapipe_ext.tools.progress import WorkProgress
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 _MAX_LENGTH = 512
-_PIPE_COLUMNS = 140
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 _EPILOG = """examples:
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="count a batch whose measured peak above the weights is higher as out of memory; 300MB and 2GiB are taken",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of lengths, tokens and drawn shapes (0)")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,14 +104,17 @@ def run(args: argparse.Namespace) -> int:
                     on_record=lambda record: progress.advance(),
                 )
         finally:
-            console = Console(highlight=False)
-            if not console.is_terminal:
-                console = Console(highlight=False, width=_PIPE_COLUMNS)
-            console.print(_table(file.records))
-            console.print(
-                f"{len(file.records)} batches of {args.batches} are in {args.out}, {earlier} of them from before",
-                markup=False,
-            )
+            summary = f"{len(file.records)} batches of {args.batches} are in {args.out}, {earlier} of them from before"
+            if args.json:
+                numbers = {
+                    "out": args.out,
+                    "batches": len(file.records),
+                    "wanted": args.batches,
+                    "from_before": earlier,
+                }
+                print(json.dumps(numbers | {"out_of_memory": sum(r.peak_bytes is None for r in file.records)}))
+            else:
+                show(_table(file.records), summary)
     return 0
 
 

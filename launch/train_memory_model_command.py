@@ -8,18 +8,17 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
 from dynapipe_ext.data.memory_records import read_records
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.tools.console import show
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
 
 if TYPE_CHECKING:
     from dynapipe_ext.data.memory_training import Training
 
-_PIPE_COLUMNS = 140
 
 _EPILOG = """examples:
   dynapipe train-memory-model records.jsonl --out model.json
@@ -54,23 +53,14 @@ def run(args: argparse.Namespace) -> int:
         json.dump(_summary(training), sys.stdout, indent=1)
         print()
         return 0
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
     on = training.model.measured_on
-    console.print(
+    rows, longest, tokens = training.model.ceiling()
+    show(
         f"{training.num_records} batches, {training.num_out_of_memory} of them out of memory: {on.model}, {on.dtype},"
         f" on {on.device} ({on.device_name}), {on.max_new_tokens} new tokens, {on.num_beams} beams",
-        markup=False,
-        soft_wrap=True,
-    )
-    console.print(_error_table(training))
-    console.print(_coverage_table(training))
-    rows, longest, tokens = training.model.ceiling()
-    console.print(
+        _error_table(training),
+        _coverage_table(training),
         f"{args.out} holds up to {rows} texts, {longest} tokens a text and {tokens} padded tokens a batch",
-        markup=False,
-        soft_wrap=True,
     )
     return 0
 

@@ -20,4 +20,4 @@ def show(*parts: RenderableType, console: Console | None = None) -> None:
     for part in parts:
         if isinstance(part, Table) and not console.is_terminal:
             part.box, part.title_justify = None, "left"
-        console.print(part)
+        console.print(part, markup=False, soft_wrap=isinstance(part, str))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -13,94 +12,12 @@ import numpy.typing as npt
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.shape import ModelShape as ModelShape  # also found here, where it is priced
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, ZeroStage, check_states, state_bytes
 from dynapipe_ext.costs.tokens import fingerprint, sum_of_squares, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """Sizes of a decoder-only transformer as Megatron builds it. `vocab_size` is the padded one; `max_seq_len` counts
-    position embeddings when they are learned. Weights of gated MLPs hold gate and value (2 ffn_hidden_size rows).
-
-    With `num_experts` every layer is a mixture: a router without bias sends each token to `top_k` experts, MLPs of
-    `ffn_hidden_size` each. `capacity_factor` 0 is dropless; above 0 every expert computes its capacity,
-    ceil(capacity_factor x top_k x tokens / num_experts) rows, padded up to it or dropping what is above.
-    """
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_query_groups: int
-    ffn_hidden_size: int
-    gated_mlp: bool
-    vocab_size: int
-    max_seq_len: int
-    tied_embeddings: bool
-    position: Literal["learned", "rope"] = "learned"
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    bias: bool = True
-    num_experts: int = 0
-    top_k: int = 0
-    capacity_factor: float = 0.0
-
-    def __post_init__(self) -> None:
-        names = ("num_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size")
-        for name in (*names, "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)} but must be at least 1")
-        if self.hidden_size % self.num_heads or self.num_heads % self.num_query_groups:
-            raise ConfigError(
-                f"hidden_size {self.hidden_size}, num_heads {self.num_heads} and num_query_groups"
-                f" {self.num_query_groups} must divide one another in this order"
-            )
-        if self.position not in ("learned", "rope") or self.norm not in ("layernorm", "rmsnorm"):
-            raise ConfigError(f"position {self.position!r} (learned, rope) or norm {self.norm!r} (layernorm, rmsnorm)")
-        if self.num_experts < 0 or not (0 <= self.capacity_factor < math.inf):
-            numbers = f"num_experts {self.num_experts} and capacity_factor {self.capacity_factor}"
-            raise ConfigError(f"{numbers} must be finite and at least 0")
-        if not self.num_experts and (self.top_k or self.capacity_factor):
-            raise ConfigError(
-                f"top_k {self.top_k} and capacity_factor {self.capacity_factor} are of experts but num_experts is 0:"
-                " give num_experts, or neither"
-            )
-        if self.num_experts and not 1 <= self.top_k <= self.num_experts:
-            raise ConfigError(f"top_k is {self.top_k} but must be 1 to num_experts {self.num_experts}")
-
-    @property
-    def kv_size(self) -> int:
-        """Width of the keys, and of the values."""
-        return self.hidden_size // self.num_heads * self.num_query_groups
-
-    @property
-    def fc1_size(self) -> int:
-        return self.ffn_hidden_size * (2 if self.gated_mlp else 1)
-
-    @property
-    def attention_parameters(self) -> int:
-        """Weights of one layer's qkv and proj."""
-        return self.hidden_size * (self.hidden_size + 2 * self.kv_size) + self.hidden_size**2
-
-    @property
-    def mlp_parameters(self) -> int:
-        """Weights of fc1 and fc2: of the MLP, or of one expert."""
-        return self.hidden_size * (self.fc1_size + self.ffn_hidden_size)
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Weights of one layer's four matrix products with one MLP: qkv, proj, fc1, fc2."""
-        return self.attention_parameters + self.mlp_parameters
-
-    def routed(self, tokens: IntArray) -> IntArray:
-        """Rows that the MLPs of a layer compute: each token once, or as often as experts take it."""
-        if not self.num_experts:
-            return tokens
-        rows = self.top_k * tokens
-        if not self.capacity_factor:
-            return rows
-        return self.num_experts * np.ceil(self.capacity_factor * rows / self.num_experts).astype(np.int64)
 
 
 def _check(shape: ModelShape, topology: Topology, ep: int = 1) -> Topology:
@@ -121,7 +38,8 @@ def _layer_parameters(shape: ModelShape, tp: int, ep: int) -> tuple[int, int]:
     """Parameters of one layer on one rank: those that every replica has, and those of experts."""
     h, bias = shape.hidden_size, int(shape.bias)
     norms = 2 * h * (2 if shape.norm == "layernorm" else 1)
-    attention = shape.attention_parameters // tp + bias * ((h + 2 * shape.kv_size) // tp + h)
+    qkv_bias = int(shape.bias or shape.qkv_bias) * (shape.query_size + 2 * shape.kv_size) // tp
+    attention = shape.attention_parameters // tp + qkv_bias + bias * h + 2 * shape.head_size * int(shape.qk_norm)
     mlp = shape.mlp_parameters // tp + bias * (shape.fc1_size // tp + h)
     if not shape.num_experts:
         return norms + attention + mlp, 0
@@ -160,10 +78,11 @@ class AnalyticCosts:
 
     Time of an action = `overhead_ns` + layers x `layer_overhead_ns` + FLOPs / `flops_per_s` (the rate the device
     reaches, not its peak; it stands for tensor-parallel communication too). Per token a layer's matrix products take 2
-    FLOPs a weight, attention over rows of length L takes 4 h L^2, half of it where the kernel skips what the causal
-    mask hides (`flash`); backward is twice forward, plus what is recomputed: the layers (full) or core attention
-    (selective). W of a split backward is one forward's worth of matrix products, or nothing under full recomputation:
-    what that brings back is dropped layer by layer, not kept until W. Tensor parallelism divides everything.
+    FLOPs a weight, attention over rows of length L takes 4 q L^2 with heads of q values in all, half of it where the
+    kernel skips what the causal mask hides (`flash`); backward is twice forward, plus what is recomputed: the layers
+    (full) or core attention (selective). W of a split backward is one forward's worth of matrix products, or nothing
+    under full recomputation: what that brings back is dropped layer by layer, not kept until W. Tensor parallelism
+    divides everything.
 
     Stored bytes follow Korthikanti et al. 2022 (sec. 4, table 2) for any width of values: norm inputs, matrix inputs,
     q, k, v, the scores unless `flash`, masks under `dropout`; the last stage adds the final norm, the head's input and
@@ -276,7 +195,7 @@ class AnalyticCosts:
         routed = shape.routed(tokens)
         layer_flops = 2 * (shape.attention_parameters // tp * tokens + shape.mlp_parameters // tp * routed)
         layer_flops = layer_flops + self._split(2 * shape.hidden_size * shape.num_experts * tokens)  # the router
-        attention_flops = (2 if self.flash else 4) * shape.hidden_size * squares // tp
+        attention_flops = (2 if self.flash else 4) * shape.query_size * squares // tp
         head_flops = is_last * (2 * shape.vocab_size * shape.hidden_size // tp * tokens)
         matmul = layers * layer_flops + head_flops
         forward = matmul + layers * attention_flops
@@ -328,7 +247,9 @@ class AnalyticCosts:
         if recompute == "full":
             return self._split(values * h * tokens)
         copied = 4 * values * h + (2 * h if self.dropout else 0)  # inputs of norms, qkv, fc1; masks of one byte
-        attention = values * (2 * h + 2 * shape.kv_size) * tokens // tp
+        attention = values * (2 * shape.query_size + 2 * shape.kv_size) * tokens // tp
+        if shape.qk_norm:  # the inputs of these norms
+            attention = attention + values * (shape.query_size + shape.kv_size) * tokens // tp
         routed = shape.routed(tokens)
         mlp = values * (shape.fc1_size + shape.ffn_hidden_size) * routed // tp  # activation function's and fc2's inputs
         kept = self._split(copied * tokens) + attention + mlp

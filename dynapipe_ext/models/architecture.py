@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dynapipe_ext.costs.analytic import ModelShape
 from dynapipe_ext.errors import ConfigError, short
 
 Family = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2", "t5"]
@@ -112,35 +111,3 @@ class Architecture:
         """Rows of Megatron's embedding: the vocabulary rounded up to a multiple of `divisible_by` x `tp`."""
         multiple = divisible_by * tp
         return -(-self.vocab_size // multiple) * multiple
-
-    def model_shape(self, vocab_size: int = 0) -> ModelShape:
-        """The shape that planning, costs and training take; `vocab_size` 0 is the unpadded one.
-
-        Errors: ConfigError naming what that shape cannot say.
-        """
-        said = f"a {self.family} model"
-        if self.family == "t5":
-            raise ConfigError(f"{said} has an encoder and a decoder: this needs a decoder-only model")
-        if self.head_dim * self.num_heads != self.hidden_size:
-            raise ConfigError(
-                f"{said} with {self.num_heads} heads of {self.head_dim} and hidden_size {self.hidden_size}: this needs"
-                " heads that fill the hidden size"
-            )
-        if self.qk_norm or len({self.qkv_bias, self.attention_output_bias, self.mlp_bias}) > 1:
-            raise ConfigError(f"{said} has norms or biases in some projections only: this needs all or none")
-        return ModelShape(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            num_heads=self.num_heads,
-            num_query_groups=self.num_query_groups,
-            ffn_hidden_size=self.ffn_hidden_size,
-            gated_mlp=self.gated_mlp,
-            vocab_size=vocab_size or self.vocab_size,
-            max_seq_len=self.max_seq_len,
-            tied_embeddings=self.tied_embeddings,
-            position="learned" if self.position == "learned" else "rope",
-            norm=self.norm,
-            bias=self.mlp_bias,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-        )

@@ -162,13 +162,6 @@ def test_rope_is_read_from_new_and_old_fields() -> None:
     assert old.rope_theta == 5e5
 
 
-def test_what_a_training_shape_cannot_say_is_refused() -> None:
-    with pytest.raises(ConfigError, match="heads of 32"):
-        read_config({"model_type": "llama", "head_dim": 32} | _SMALL).model_shape()
-    shape = read_config({"model_type": "llama"} | _SMALL).model_shape(256)
-    assert (shape.vocab_size, shape.num_query_groups, shape.gated_mlp, shape.bias) == (256, 2, True, False)
-
-
 def test_sizes_that_cannot_be_are_refused() -> None:
     sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "ffn_hidden_size", "vocab_size", "max_seq_len"), 8)
     sizes |= {"num_layers": 1, "num_heads": 2, "num_query_groups": 2, "head_dim": 4, "tied_embeddings": False}

@@ -1,0 +1,192 @@
+"""What a model is trained on: accelerators by name with their published figures, nodes and the links between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dynapipe_ext.costs.links import Link, Links
+from dynapipe_ext.errors import ConfigError
+
+Precision = Literal["bf16", "fp16", "fp32"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+_MOST_DEVICES = 1 << 17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Published figures of one accelerator; links are bytes a second in one direction.
+
+    `peak_flops_per_s`: dense, without sparsity, of 16-bit and of fp32 matrix products. `efficiency`: the share of it
+    that a layer's kernels reach, communication and bubbles apart, which are priced on their own. `is_fused`: kernels
+    keep what Korthikanti et al. 2022 count; False for plain operators, which keep more.
+    """
+
+    name: str
+    peak_flops_per_s: Mapping[Precision, float]
+    efficiency: float
+    memory_gb: float
+    memory_bytes_per_s: float
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
+    host_bytes_per_s: float
+    reserved_gb: float
+    is_fused: bool
+    source: str
+    has_host: bool = True  # memory of a host beside its own
+
+
+def _device(name: str, peaks: tuple[float, float], **figures: float | str | bool) -> Device:
+    sixteen, wide = peaks
+    return Device(
+        name=name,
+        peak_flops_per_s={"bf16": sixteen, "fp16": sixteen, "fp32": wide},
+        **{"reserved_gb": 2.0, "is_fused": True, **figures},  # type: ignore[arg-type]
+    )
+
+
+# Efficiencies: on A100s step times of Korthikanti et al. 2022 (table 5) come out within 18 % (tests/bench/estimate.py);
+# for the newer devices the lower share that published runs reach. Between nodes one network adapter a GPU: 200, 400 and
+# 400 Gbit/s.
+DEVICES: Mapping[str, Device] = {
+    device.name: device
+    for device in (
+        _device(
+            "a100",
+            (312e12, 19.5e12),
+            efficiency=0.6,
+            memory_gb=80.0,
+            memory_bytes_per_s=2.039e12,
+            intra_bytes_per_s=300e9,
+            inter_bytes_per_s=25e9,
+            host_bytes_per_s=25e9,
+            source="NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, 2,039 GB/s, NVLink 600 GB/s both ways, PCIe 4 x16",
+        ),
+        _device(
+            "h100",
+            (989.4e12, 66.9e12),
+            efficiency=0.5,
+            memory_gb=80.0,
+            memory_bytes_per_s=3.35e12,
+            intra_bytes_per_s=450e9,
+            inter_bytes_per_s=50e9,
+            host_bytes_per_s=50e9,
+            source="NVIDIA H100 SXM data sheet: 989.4 TFLOP/s, 3.35 TB/s, NVLink 900 GB/s both ways, PCIe 5 x16",
+        ),
+        _device(
+            "h200",
+            (989.4e12, 66.9e12),
+            efficiency=0.5,
+            memory_gb=141.0,
+            memory_bytes_per_s=4.8e12,
+            intra_bytes_per_s=450e9,
+            inter_bytes_per_s=50e9,
+            host_bytes_per_s=50e9,
+            source="NVIDIA H200 SXM data sheet: 989.4 TFLOP/s, 4.8 TB/s, NVLink 900 GB/s both ways, PCIe 5 x16",
+        ),
+        _device(
+            "cpu",
+            (50e9, 50e9),
+            efficiency=1.0,
+            memory_gb=2.0,
+            memory_bytes_per_s=10e9,
+            intra_bytes_per_s=2e9,
+            inter_bytes_per_s=1e9,
+            host_bytes_per_s=10e9,
+            reserved_gb=0.0,
+            is_fused=False,
+            has_host=False,
+            source="the order of magnitude of one core: measure this machine with dynapipe train or dynapipe profile",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`nodes` x `gpus_per_node` devices. Memory in 10^9 bytes; `reserved_gb` of each device is left to the framework
+    (contexts, communicators, fragmentation). `host_memory_gb`: of one node, 0 for unknown. Errors: ConfigError.
+    """
+
+    device: Device
+    nodes: int
+    gpus_per_node: int
+    gpu_memory_gb: float
+    reserved_gb: float
+    efficiency: float
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
+    host_bytes_per_s: float
+    host_memory_gb: float = 0.0
+    intra_latency_ns: int = 5_000
+    inter_latency_ns: int = 15_000
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus_per_node"):
+            if not 1 <= getattr(self, name) <= 1 << 16:
+                raise ConfigError(f"{name} is {getattr(self, name)} but must be 1 to 65,536: give the cluster's count")
+        if self.world_size > _MOST_DEVICES:
+            raise ConfigError(f"{self.nodes} x {self.gpus_per_node} devices are above {_MOST_DEVICES:,}: give fewer")
+        for name in ("gpu_memory_gb", "intra_bytes_per_s", "inter_bytes_per_s", "host_bytes_per_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} is {value:g} but must be above 0 and finite")
+        if not 0 <= self.reserved_gb < self.gpu_memory_gb:
+            raise ConfigError(
+                f"reserved_gb is {self.reserved_gb:g} of {self.gpu_memory_gb:g} GB of a device: give 0 or more, less"
+                " than it has"
+            )
+        if not 0 < self.efficiency <= 1:
+            raise ConfigError(f"efficiency is {self.efficiency:g} but is a share of the peak rate: give 0 to 1")
+        if not (math.isfinite(self.host_memory_gb) and self.host_memory_gb >= 0):
+            raise ConfigError(f"host_memory_gb is {self.host_memory_gb:g} but must be at least 0 (0: not known)")
+
+    @classmethod
+    def of(cls, device: Device, *, nodes: int = 1, gpus_per_node: int = 8, **given: float | None) -> Cluster:
+        """The device's published figures where nothing else is given (None)."""
+        figures = {
+            "gpu_memory_gb": device.memory_gb,
+            "reserved_gb": device.reserved_gb,
+            "efficiency": device.efficiency,
+            "intra_bytes_per_s": device.intra_bytes_per_s,
+            "inter_bytes_per_s": device.inter_bytes_per_s,
+            "host_bytes_per_s": device.host_bytes_per_s,
+        }
+        figures |= {name: float(value) for name, value in given.items() if value is not None}
+        return cls(device=device, nodes=nodes, gpus_per_node=gpus_per_node, **figures)  # type: ignore[arg-type]
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def limit_bytes(self) -> int:
+        """Of one device, without what is reserved."""
+        return round((self.gpu_memory_gb - self.reserved_gb) * 1e9)
+
+    @property
+    def links(self) -> Links:
+        return Links(
+            intra=Link(self.intra_latency_ns, self.intra_bytes_per_s),
+            inter=Link(self.inter_latency_ns, self.inter_bytes_per_s),
+            ranks_per_node=self.gpus_per_node,
+        )
+
+    def flops_per_s(self, precision: Precision) -> float:
+        """What a device reaches."""
+        return self.device.peak_flops_per_s[precision] * self.efficiency
+
+    def group_link(self, stride: int, size: int) -> Link:
+        """The slowest link of a ring over `size` ranks that lie `stride` apart, first at a multiple of their span.
+
+        >>> cluster = Cluster.of(DEVICES["a100"], nodes=2, gpus_per_node=8)
+        >>> [cluster.group_link(s, n).bytes_per_s / 1e9 for s, n in ((1, 8), (4, 2), (8, 2), (1, 3))]
+        [300.0, 300.0, 25.0, 25.0]
+        """
+        span = stride * size
+        links = self.links
+        if span <= self.gpus_per_node and self.gpus_per_node % span == 0:
+            return links.intra
+        return links.intra if self.nodes == 1 else links.inter

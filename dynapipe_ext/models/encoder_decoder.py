@@ -1,0 +1,173 @@
+"""Costs of an encoder-decoder (T5) from its sizes alone, counted as `AnalyticCosts` counts decoder-only models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.costs.links import Links
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.tokens import fingerprint, topology_to_json
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.memory import stage_layers
+from dynapipe_ext.plan import MicroBatch, Recompute
+from dynapipe_ext.topology import Topology
+
+_SIDES = 5  # tokens of encoder and decoder; positions^2 of encoder, decoder, and across
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderDecoderCosts:
+    """Nanoseconds and bytes of micro-batches on every stage of a Megatron T5; encoder layers first, then decoder ones.
+
+    A layer's matrix products take 2 FLOPs a weight and token: q, k, v, output and MLP; a decoder layer's
+    cross-attention takes queries and output from decoder tokens, keys and values from encoder tokens. Attention between
+    E and D positions takes 4 q E D, nothing skipped: relative position biases rule out kernels that skip or keep less.
+    Backward is twice forward, plus what is recomputed.
+
+    Stored bytes as for decoder-only models without flash kernels (Korthikanti et al. 2022, sec. 4): inputs of norms and
+    of matrix products, q, k, v, scores, the MLP's inner values; decoder stages hold the encoder's output once. Under
+    full recomputation a layer's inputs. The last stage adds norm and head inputs and fp32 logits. Messages carry the
+    encoder's hidden states, after the first decoder layer both sides'. `static_bytes` are for the caller to add.
+    """
+
+    architecture: Architecture
+    topology: Topology
+    vocab_size: int
+    flops_per_s: float
+    links: Links
+    layer_overhead_ns: int = 0
+    activation_bytes_per_value: Literal[2, 4] = 2
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        a = self.architecture
+        if not a.num_decoder_layers:
+            raise ConfigError(f"a {a.family} model has no decoder side: count it by AnalyticCosts")
+        for name, size in (("num_heads", a.num_heads), ("ffn_hidden_size", a.ffn_hidden_size)):
+            if size % self.topology.tp:
+                raise ConfigError(f"{name} {size} does not divide over tp {self.topology.tp}: lower tp")
+
+    @property
+    def num_stages(self) -> int:
+        return self.topology.num_stages
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        sizes = np.array([_sizes(m) for m in micro_batches], np.int64).reshape(-1, _SIDES).T
+        return self._price(sizes, np.array([m.recompute for m in micro_batches], dtype=np.str_))
+
+    def evaluate_shapes(
+        self,
+        rows: npt.ArrayLike,
+        encoder_len: npt.ArrayLike,
+        decoder_len: npt.ArrayLike = 0,
+        recompute: Recompute = "none",
+    ) -> MicroBatchCosts:
+        r, e, d = (
+            np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))[i].reshape(-1)
+            for i in range(3)
+        )
+        return self._price(np.stack([r * e, r * d, r * e * e, r * d * d, r * e * d]), np.full(r.shape, recompute))
+
+    def _price(self, sizes: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
+        a, tp, values = self.architecture, self.topology.tp, self.activation_bytes_per_value
+        h, q = a.hidden_size, a.query_size
+        enc, dec, enc2, dec2, cross2 = sizes
+        full, selective = recompute == "full", recompute == "selective"
+        layers = np.array(stage_layers(a, self.topology), np.int64)
+        num_enc, num_dec = layers[:, :1], layers[:, 1:]
+        is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
+        fc1 = a.ffn_hidden_size * (2 if a.gated_mlp else 1)
+
+        dense = 2 * (4 * h * q + h * (fc1 + a.ffn_hidden_size)) // tp
+        matmul = num_enc * (dense * enc) + num_dec * (dense * dec + 4 * h * q // tp * (dec + enc))
+        attention = 4 * q // tp * (num_enc * enc2 + num_dec * (dec2 + cross2))
+        head = is_last * (2 * self.vocab_size * h // tp * dec)
+        forward = matmul + attention + head
+        again = np.where(full, matmul, 0) + np.where(full | selective, attention, 0)
+
+        logits = self.vocab_size // tp * dec
+        enc_whole, enc_kept = self._kept(enc, enc2, full, selective, values * h * enc)
+        cross_scores = values * a.num_heads // tp * cross2
+        cross_rest = self._split(2 * values * h * dec) + values * q // tp * (2 * dec + 2 * enc)
+        dec_whole, dec_kept = self._kept(dec, dec2, full, selective, values * h * dec)
+        dec_whole = dec_whole + cross_rest + cross_scores
+        dec_kept = dec_kept + np.where(full, 0, cross_rest + np.where(selective, 0, cross_scores))
+        stored = num_enc * enc_kept + num_dec * dec_kept + (num_dec > 0) * self._split(values * h * enc)
+        head_bytes = self._head_bytes(dec)
+        working = np.maximum(
+            (num_enc > 0) * (enc_whole - enc_kept + values * max(fc1 // tp, h) * enc),
+            (num_dec > 0) * (dec_whole - dec_kept + values * max(fc1 // tp, h) * dec),
+        )
+        decoding = (np.cumsum(num_dec) > 0)[:-1, None]
+        sent = self._split(values * h * enc) + decoding * self._split(values * h * dec)
+        sent = sent * np.ones((self.num_stages - 1, 1), np.int64)
+        overhead_ns = (num_enc + num_dec) * self.layer_overhead_ns
+        return MicroBatchCosts(
+            forward_ns=overhead_ns + self._ns(forward),
+            backward_ns=overhead_ns + self._ns(2 * forward + again),
+            weight_ns=self._ns(np.where(full, 0, matmul + head)),
+            stored_bytes=stored + is_last * head_bytes,
+            working_bytes=np.maximum(working, is_last * (values * logits)),
+            transfer_ns=self.links.transfer_ns(self.topology, sent),
+            transfer_bytes=sent,
+            static_bytes=np.zeros(self.num_stages, np.int64),
+        )
+
+    def _head_bytes(self, dec: IntArray) -> IntArray:
+        a, values = self.architecture, self.activation_bytes_per_value
+        kept: IntArray = 2 * self._split(values * a.hidden_size * dec) + 4 * (self.vocab_size // self.topology.tp) * dec
+        return kept
+
+    def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
+        """Stored bytes of the last stage's norm, head and logits, shape (M,)."""
+        return self._head_bytes(np.array([m.rows * m.decoder_len for m in micro_batches], np.int64))
+
+    def _kept(
+        self,
+        tokens: IntArray,
+        squares: IntArray,
+        full: npt.NDArray[np.bool_],
+        selective: npt.NDArray[np.bool_],
+        inputs: IntArray,
+    ) -> tuple[IntArray, IntArray]:
+        """Of a layer with self-attention and MLP: everything, and what is left under each kind of recomputation."""
+        a, tp, values = self.architecture, self.topology.tp, self.activation_bytes_per_value
+        fc1 = a.ffn_hidden_size * (2 if a.gated_mlp else 1)
+        scores = values * a.num_heads // tp * squares
+        rest = self._split(4 * values * a.hidden_size * tokens)
+        rest = rest + values * (4 * a.query_size + fc1 + a.ffn_hidden_size) // tp * tokens
+        kept = np.where(full, self._split(inputs), rest + np.where(selective, 0, scores))
+        return rest + scores, kept
+
+    def _ns(self, flops: IntArray) -> IntArray:
+        time_ns: IntArray = np.rint(flops * (1e9 / self.flops_per_s)).astype(np.int64)
+        return time_ns
+
+    def _split(self, num_bytes: IntArray) -> IntArray:
+        return -(-num_bytes // self.topology.tp) if self.sequence_parallel else num_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "encoder-decoder", **asdict(self), "topology": topology_to_json(self.topology)}
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.to_json())
+
+
+def _sizes(m: MicroBatch) -> tuple[int, int, int, int, int]:
+    e, d = m.encoder_len, m.decoder_len
+    if m.layout == "padded" or m.attention == "row":
+        return m.rows * e, m.rows * d, m.rows * e * e, m.rows * d * d, m.rows * e * d
+    pad_e, pad_d = e - sum(s.encoder for s in m.samples), d - sum(s.decoder for s in m.samples)
+    return (
+        e,
+        d,
+        sum(s.encoder**2 for s in m.samples) + pad_e**2,
+        sum(s.decoder**2 for s in m.samples) + pad_d**2,
+        sum(s.encoder * s.decoder for s in m.samples) + pad_e * pad_d,
+    )

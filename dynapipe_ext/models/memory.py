@@ -1,0 +1,192 @@
+"""Parameters and states of every pipeline stage of a published model: exactly, by tensor, for every family."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+import numpy as np
+
+from dynapipe_ext.costs.layers import layers_of_stages
+from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.costs.shape import ModelShape
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, state_bytes
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.tensors import GroupKind, tensor_groups
+from dynapipe_ext.topology import Topology
+
+Offload = Literal["none", "optimizer", "all"]
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+# Divided over tensor parallel ranks; everything else (norms, routers, positions, biases of what is summed) is copied.
+_SHARDED: tuple[GroupKind, ...] = (
+    "embedding", "head", "attention_in", "attention_in_bias", "attention_out", "cross_q", "cross_kv", "cross_out",
+    "mlp_in", "mlp_in_bias", "mlp_out",
+)  # fmt: skip
+
+
+def shape_of(architecture: Architecture, vocab_size: int) -> ModelShape:
+    """The shape that decoder-only costs are counted from, of every decoder-only family."""
+    a = architecture
+    return ModelShape(
+        num_layers=a.num_layers,
+        hidden_size=a.hidden_size,
+        num_heads=a.num_heads,
+        num_query_groups=a.num_query_groups,
+        ffn_hidden_size=a.ffn_hidden_size,
+        gated_mlp=a.gated_mlp,
+        vocab_size=vocab_size,
+        max_seq_len=a.max_seq_len,
+        tied_embeddings=a.tied_embeddings,
+        position="learned" if a.position == "learned" else "rope",
+        norm=a.norm,
+        bias=a.mlp_bias,
+        num_experts=a.num_experts,
+        top_k=a.top_k,
+        head_dim=a.head_dim,
+        qkv_bias=a.qkv_bias and not a.mlp_bias,
+        qk_norm=a.qk_norm,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StageParameters:
+    """Parameters on one tensor parallel rank of every stage, shape (S,): those that every replica has, those of
+    experts, and the largest unit (a layer, an embedding) that ZeRO holds whole at once.
+    """
+
+    common: IntArray
+    experts: IntArray
+    largest_unit: IntArray
+
+    @property
+    def total(self) -> IntArray:
+        return self.common + self.experts
+
+
+@lru_cache(maxsize=64)
+def _sizes(architecture: Architecture) -> dict[tuple[str, bool, GroupKind, bool], int]:
+    """Parameters by (side or "" of layers and of what lies outside, is of a layer, kind of group, is an expert's).
+
+    Of layers: of one alone, as all of a side are alike; T5's position biases are outside of them.
+    """
+    totals: Counter[tuple[str, bool, GroupKind, bool]] = Counter()
+    for group in tensor_groups(architecture):
+        if group.layer > 0:
+            continue
+        layer = group.layer == 0 and group.kind != "relative_bias"
+        totals[group.side, layer, group.kind, group.expert >= 0] += group.size
+    return dict(totals)
+
+
+def stage_layers(architecture: Architecture, topology: Topology) -> list[tuple[int, int]]:
+    """(encoder or decoder-only, decoder) layers of every stage. Errors: ConfigError where layers do not fill them."""
+    topology = topology.with_layers(architecture.total_layers)
+    return layers_of_stages(
+        architecture.num_layers, architecture.total_layers, topology.num_stages, topology.layers_per_stage
+    )
+
+
+def stage_parameters(
+    architecture: Architecture, topology: Topology, vocab_size: int = 0, ep: int = 1
+) -> StageParameters:
+    """As Megatron lays them out: a tied head has a copy on the last stage where its embedding is on another, T5's
+    decoder one on its first stage. `vocab_size` 0 is the unpadded one; `ep` replicas share the experts.
+
+    On one stage, tp 1 and the unpadded vocabulary the sum is the number of parameters of the published model.
+    """
+    a, tp = architecture, topology.tp
+    layers = stage_layers(a, topology)
+    last, first_decoder = len(layers) - 1, next((s for s, (_, n) in enumerate(layers) if n), 0)
+    sides = ("encoder", "decoder") if a.family == "t5" else ("", "")
+    common, experts = np.zeros(len(layers), np.int64), np.zeros(len(layers), np.int64)
+    unit = np.zeros(len(layers), np.int64)
+    embedding = (vocab_size or a.vocab_size) * a.hidden_size // tp
+    per_layer: dict[str, list[int]] = {side: [0, 0] for side in sides}
+    outside: Counter[tuple[str, str]] = Counter()
+    for (side, of_layer, kind, of_expert), size in _sizes(a).items():
+        size = size // tp if kind in _SHARDED else size
+        if of_layer:
+            per_layer[side][of_expert] += size // (ep if of_expert else 1)
+        else:
+            outside[side, kind] += size
+    for stage, counts in enumerate(layers):
+        for side, count in dict(zip(sides, counts, strict=True)).items() if a.family == "t5" else [("", counts[0])]:
+            common[stage] += count * per_layer[side][0] + (outside[side, "relative_bias"] if count else 0)
+            experts[stage] += count * per_layer[side][1]
+            unit[stage] = max(unit[stage], sum(per_layer[side]) if count else 0)
+    with_embedding = {0, first_decoder} if a.family == "t5" else {0}
+    if not a.tied_embeddings:
+        common[last] += embedding
+    for stage in with_embedding | ({last} if a.tied_embeddings else set()):
+        common[stage] += embedding
+    common[0] += outside["", "position"]
+    common[last] += outside["decoder" if a.family == "t5" else "", "final_norm"]
+    if a.family == "t5":
+        common[max(s for s, (n, _) in enumerate(layers) if n)] += outside["encoder", "final_norm"]
+    for stage in with_embedding | {last}:
+        unit[stage] = max(unit[stage], embedding)
+    return StageParameters(common, experts, unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Bytes before any micro-batch, of one rank of every stage, arrays of shape (S,). `buffers`: what ZeRO gathers and
+    reduces, whole, while it is used. `host`: of one rank on the host. `moved`: over the host's link in a step.
+    """
+
+    device: StateBytes
+    buffers: IntArray
+    host: IntArray
+    moved: IntArray
+    parameters: StageParameters
+
+
+def states(
+    architecture: Architecture,
+    topology: Topology,
+    *,
+    vocab_size: int,
+    recipe: StateRecipe,
+    zero_stage: int,
+    offload: Offload = "none",
+    ep: int = 1,
+) -> States:
+    """States under ZeRO, and what of them lies on the host under ZeRO-Offload (Ren et al. 2021, sec. 4).
+
+    "optimizer": masters and moments lie on the host, and from stage 2 on this rank's gradients, which leave the device
+    as they are reduced; a step moves them down once and the updated weights up. "all" (stage 3, ZeRO-Infinity): the
+    weights too, moved up for every forward and backward of the step's micro-batches; counted here once for each.
+    Errors: ConfigError for an offload that its stage does not have.
+    """
+    if offload not in OFFLOADS:
+        raise ConfigError(f"offload is {offload!r}: give one of {', '.join(OFFLOADS)}")
+    if offload == "all" and zero_stage != 3:
+        raise ConfigError(f"offload 'all' moves weights, which zero_stage {zero_stage} does not divide: give stage 3")
+    count = stage_parameters(architecture, topology, vocab_size, ep)
+    dp = topology.dp
+    parts = state_bytes(count.common, recipe, zero_stage=zero_stage, dp=dp)
+    parts += state_bytes(count.experts, recipe, zero_stage=zero_stage, dp=dp // ep)
+    per_weight, per_gradient, _ = BYTES_PER_PARAMETER[recipe]
+    none = np.zeros_like(count.common)
+    in_use = none
+    if zero_stage >= 2 and (dp > 1 or offload != "none"):
+        in_use = count.largest_unit * (per_gradient + (per_weight if zero_stage == 3 else 0))
+    host, moved, weights, gradients, optimizer = none, none, parts.weights, parts.gradients, parts.optimizer
+    if offload != "none":
+        shares = -(-count.common // dp) + -(-count.experts // (dp // ep)) if zero_stage else count.total
+        host, optimizer = host + optimizer, none
+        moved = shares * (per_weight + per_gradient)
+        if zero_stage >= 2:
+            host, gradients = host + gradients, none
+    if offload == "all":
+        host, moved, weights = host + weights, moved + 2 * weights, none
+    return States(
+        device=StateBytes(weights=weights, gradients=gradients, optimizer=optimizer),
+        buffers=in_use,
+        host=host,
+        moved=moved,
+        parameters=count,
+    )

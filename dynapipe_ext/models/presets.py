@@ -1,0 +1,113 @@
+"""Published models by name, and a model read from a file or a name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.huggingface import read_config
+from dynapipe_ext.models.megatron_arguments import read_arguments
+
+_LLAMA: dict[str, Any] = {"model_type": "llama", "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
+
+
+def _llama(layers: int, hidden: int, heads: int, groups: int, ffn: int, **other: Any) -> dict[str, Any]:
+    return {
+        **_LLAMA,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": ffn,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 4096,
+        **other,
+    }
+
+
+def _gpt(layers: int, hidden: int, heads: int, positions: int = 1024) -> dict[str, Any]:
+    return {"model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": positions}
+
+
+def _t5(layers: int, model: int, kv: int, ffn: int, heads: int) -> dict[str, Any]:
+    sizes = {"num_layers": layers, "d_model": model, "d_kv": kv, "d_ff": ffn, "num_heads": heads}
+    return {"model_type": "t5", "feed_forward_proj": "relu", "vocab_size": 32_128, **sizes}
+
+
+_LLAMA3 = {"vocab_size": 128_256, "max_position_embeddings": 8192, "rope_theta": 500_000.0}
+_QWEN = {"model_type": "qwen2", "max_position_embeddings": 32_768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+_QWEN3 = {**_QWEN, "model_type": "qwen3", "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
+_MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32_768}
+_MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6}
+
+# Their published config.json; gpt3 by Brown et al. 2020 (table 2.1), in the layers of GPT-2.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "llama-2-7b": _llama(32, 4096, 32, 32, 11_008),
+    "llama-2-13b": _llama(40, 5120, 40, 40, 13_824),
+    "llama-2-70b": _llama(80, 8192, 64, 8, 28_672),
+    "llama-3-8b": _llama(32, 4096, 32, 8, 14_336, **_LLAMA3),
+    "llama-3-70b": _llama(80, 8192, 64, 8, 28_672, **_LLAMA3),
+    "llama-3.1-405b": _llama(126, 16_384, 128, 8, 53_248, **{**_LLAMA3, "max_position_embeddings": 131_072}),
+    "llama-3.2-1b": _llama(
+        16, 2048, 32, 8, 8192, **{**_LLAMA3, "max_position_embeddings": 131_072, "tie_word_embeddings": True}
+    ),
+    "mistral-7b": _llama(32, 4096, 32, 8, 14_336, **_MISTRAL),
+    "mixtral-8x7b": _llama(32, 4096, 32, 8, 14_336, **_MIXTRAL, max_position_embeddings=32_768),
+    "mixtral-8x22b": _llama(56, 6144, 48, 8, 16_384, **_MIXTRAL, max_position_embeddings=65_536),
+    "qwen2-7b": _llama(28, 3584, 28, 4, 18_944, **_QWEN, **{"vocab_size": 152_064}),
+    "qwen2-72b": _llama(80, 8192, 64, 8, 29_568, **_QWEN, **{"vocab_size": 152_064}),
+    "qwen3-0.6b": _llama(28, 1024, 16, 8, 3072, **_QWEN3, tie_word_embeddings=True),
+    "qwen3-8b": _llama(36, 4096, 32, 8, 12_288, **_QWEN3),
+    "qwen3-32b": _llama(64, 5120, 64, 8, 25_600, **_QWEN3),
+    "gpt2": _gpt(12, 768, 12),
+    "gpt2-medium": _gpt(24, 1024, 16),
+    "gpt2-large": _gpt(36, 1280, 20),
+    "gpt2-xl": _gpt(48, 1600, 25),
+    "gpt3-6.7b": _gpt(32, 4096, 32, 2048),
+    "gpt3-175b": _gpt(96, 12_288, 96, 2048),
+    "t5-small": _t5(6, 512, 64, 2048, 8),
+    "t5-base": _t5(12, 768, 64, 3072, 12),
+    "t5-large": _t5(24, 1024, 64, 4096, 16),
+    "t5-3b": _t5(24, 1024, 128, 16_384, 32),
+    "t5-11b": _t5(24, 1024, 128, 65_536, 128),
+}
+
+
+def preset(name: str) -> Architecture:
+    """The published model of that name. Errors: ConfigError with the names that are known."""
+    if name not in PRESETS:
+        raise ConfigError(f"model {short(name)} is no preset: give the path of a config.json, or {', '.join(PRESETS)}")
+    return read_config(PRESETS[name], f"preset {name}")
+
+
+def read_model(model: str) -> tuple[Architecture, str]:
+    """A model and what to call it: of a preset's name, or of a JSON file or the folder with its config.json.
+
+    A file with "model_type" is Hugging Face's; one with "num_layers" or "encoder_num_layers" holds Megatron's
+    arguments, by its names with underscores or dashes. Errors: ConfigError, DataError.
+    """
+    path = Path(model)
+    if model in PRESETS and not path.is_file():
+        return preset(model), model
+    if not path.exists():
+        return preset(model), model
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read as a model's configuration ({error}): give its config.json") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: must be an object of a model's sizes, but is {short(raw)}: give its config.json")
+    where = str(path)
+    if "model_type" in raw:
+        return read_config(raw, where), where
+    arguments = {name.removeprefix("--").replace("-", "_"): value for name, value in raw.items()}
+    if not {"num_layers", "encoder_num_layers"} & arguments.keys():
+        raise ConfigError(
+            f"{where}: has neither model_type (Hugging Face) nor num_layers (Megatron's arguments): give one of them"
+        )
+    return read_arguments(arguments, where), where

@@ -1,0 +1,127 @@
+"""Bytes that Megatron's plain ("local") layers keep: torch operators one by one, without fused kernels.
+
+Counted operator by operator, as `dynapipe train` runs on a CPU: more than the fused kernels of accelerators keep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.costs.shape import ModelShape
+
+_IDS = 25  # bytes a token: ids (8) and labels (8), weights and losses (8), a mask (1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainLayers:
+    """What a decoder-only model of `shape` keeps on one of `tp` ranks, in values of 2 or 4 bytes.
+
+    `divided`: sequence parallelism. `packed`: documents end to end; their attention is called one by one and joined.
+    """
+
+    shape: ModelShape
+    tp: int
+    values: int
+    divided: bool = False
+    packed: bool = False
+
+    @classmethod
+    def of(cls, costs: AnalyticCosts, *, packed: bool) -> PlainLayers:
+        return cls(
+            shape=costs.shape,
+            tp=costs.topology.tp,
+            values=costs.activation_bytes_per_value,
+            divided=costs.sequence_parallel,
+            packed=packed,
+        )
+
+    def layer_bytes(self, tokens: IntArray, positions: IntArray) -> IntArray:
+        """From forward to backward without recomputation; `positions`: of one row."""
+        shape, tp, v = self.shape, self.tp, self.values
+        query, kv = shape.query_size // tp, shape.kv_size // tp
+        rope, grouped = shape.position == "rope", shape.num_query_groups < shape.num_heads
+        # Grouped: keys and values repeated for every head, and the queries. Else values lie in the whole output of qkv,
+        # and turned queries and keys are their own.
+        attention = 3 * query if grouped else query + 2 * kv + (query + kv if rope else 0)
+        attention += query * (2 if self.packed else 1)  # the output; joined from documents once more
+        mlp = (5 if shape.gated_mlp else 2) * shape.ffn_hidden_size // tp
+        a_token = v * (attention + mlp) + 4 * shape.num_heads // tp  # and the log-sum-exp, fp32
+        tables = 4 * v * shape.head_size if rope else 0  # sine and cosine, of queries and of keys
+        kept: IntArray = a_token * tokens + self._share(2 * self._norm_bytes() * tokens) + tables * positions
+        return kept
+
+    def _norm_bytes(self) -> int:
+        """Of one norm and one token: input, output, statistics; RMSNorm of 16-bit values is computed in fp32."""
+        h, v = self.shape.hidden_size, self.values
+        if self.shape.norm == "layernorm":
+            return 2 * h * v + 2 * v
+        return (3 * h * v if v == 4 else 8 * h + h * v) + 4
+
+    def _share(self, num_bytes: IntArray) -> IntArray:
+        return -(-num_bytes // self.tp) if self.divided else num_bytes
+
+    def checkpoint_bytes(self, tokens: IntArray) -> IntArray:
+        """Of a layer under full recomputation: its input."""
+        return self._share(self.values * self.shape.hidden_size * tokens)
+
+    def shared_bytes(self, positions: IntArray) -> IntArray:
+        """Of all layers of a stage under full recomputation together: the fp32 angles of rotary positions."""
+        angles = 4 * self.shape.head_size if self.shape.position == "rope" else 0
+        return angles * positions
+
+    def head_bytes(self, tokens: IntArray) -> IntArray:
+        """Of the final norm, the head and the loss: fp32 probabilities of the whole vocabulary."""
+        logits = 4 * self.shape.vocab_size // self.tp * tokens
+        return logits + self._share(self._norm_bytes() * tokens) + _IDS * tokens
+
+    @property
+    def _summed(self) -> int:
+        """Bytes of a weight's gradient while it is added to the fp32 sums: itself, and cast where it is narrower."""
+        return self.values + (4 if self.values < 4 else 0)
+
+    @property
+    def _embedding(self) -> int:
+        return self.shape.vocab_size // self.tp * self.shape.hidden_size
+
+    def head_working_bytes(self, tokens: IntArray, *, tied: bool) -> IntArray:
+        """Beside those: the head input's gradient and, of 4-byte values, its weight's, as that of the logits takes the
+        place of the probabilities; of 2-byte ones the logits' gradient, and its weight's once the probabilities are
+        gone.
+        """
+        vocab, v = self.shape.vocab_size // self.tp, self.values
+        gradient: IntArray = v * self.shape.hidden_size * tokens
+        if v == 4:
+            return gradient + v * self._embedding
+        summed = 0 if tied else self._summed * self._embedding - 4 * vocab * tokens
+        weight = np.maximum(v * self._embedding + (v - 4) * vocab * tokens, summed)
+        return gradient + np.maximum(v * vocab * tokens, weight)
+
+    def embedding_working_bytes(self, *, tied: bool) -> int:
+        """At a backward's end, no activation left: the embedding's gradient, beside a tied head's or its cast."""
+        return self._embedding * max(self._summed, 2 * self.values if tied else 0)
+
+    def layer_working_bytes(self, tokens: IntArray, kept: IntArray, positions: IntArray, *, tied: bool) -> IntArray:
+        """While one layer that kept `kept` runs backwards, at the fullest moment of its MLP: when the second product
+        has its gradients, when its weight's is summed, when the activation function has its, and the same two of the
+        first product. What recomputation brings back is there, the gradients of the residual stream, and a tied
+        embedding's, which waits for the embedding itself.
+        """
+        shape, tp, v = self.shape, self.tp, self.values
+        h, f, fc1 = shape.hidden_size, shape.ffn_hidden_size // tp, shape.fc1_size // tp
+        whole = self.layer_bytes(tokens, positions)
+        stream = v * h * tokens * np.where(whole > kept, 2, 1)  # the output of recomputation, too
+        freed = (5 if shape.gated_mlp else 2) * f
+        moments = (
+            v * f * (tokens + h),
+            self._summed * f * h + 0 * tokens,
+            v * fc1 * tokens,
+            v * ((fc1 + h - freed) * tokens + fc1 * h),
+            self._summed * fc1 * h - v * freed * tokens,
+        )
+        waiting = v * self._embedding if tied else 0
+        working: IntArray = whole - kept + stream + np.max(moments, axis=0) + waiting
+        return working

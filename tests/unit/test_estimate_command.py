@@ -1,0 +1,177 @@
+"""`dynapipe estimate` from its arguments to its text, its JSON and its settings file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.launch import estimate_command
+from dynapipe_ext.launch.job import model_shape, topology_of
+
+SMALL = {
+    "model_type": "llama",
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 320,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}
+QUICK = ["--plans", "6", "--effort", "0", "--tokens-per-batch", "4096:16384"]
+
+
+@pytest.fixture
+def small(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    return str(path)
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    estimate_command.add_arguments(parser)
+    return estimate_command.run(parser.parse_args(list(words)))
+
+
+def test_everything_is_in_the_json_and_nothing_else_on_standard_output(small, capsys):
+    status = run(
+        "--model", small, "--gpus-per-node", "2", "--tokens", "1e9", "--price-per-gpu-hour", "2", *QUICK, "--json"
+    )
+    raw = json.loads(capsys.readouterr().out)
+    assert status == 0
+    assert raw["format"] == "dynapipe-estimate/1"
+    assert raw["model"]["parameters"] == 2 * 1000 * 128 + 4 * (128 * (256 + 128) + 3 * 128 * 320 + 2 * 128) + 128
+    rates = [option["tokens_per_s"] for option in raw["options"]]
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert rates[0] >= 0.95 * max(rates)
+    for option in raw["options"]:
+        parts = ("weights", "gradients", "optimizer", "activations", "logits", "working", "buffers", "reserved")
+        for stage in option["stages"]:
+            assert stage["total"] == sum(stage[part] for part in parts) <= 80e9
+        assert option["days"] == pytest.approx(1e9 / option["tokens_per_s"] / 86_400)
+        assert option["cost"] == pytest.approx(option["days"] * 24 * 2 * 2)
+        seconds = sum(option[name] for name in ("pipeline_s", "exchange_s", "optimizer_s", "offload_s"))
+        assert option["step_s"] == pytest.approx(seconds)
+        assert 0 < option["evaluation"]["alone_bytes"] <= option["evaluation"]["beside_training_bytes"]
+    assert {"reason", "count", "least_excess_bytes"} == set(raw["dropped"][0])
+
+
+def test_the_table_names_the_assumptions_the_options_and_why_others_were_dropped(small, capsys):
+    assert run("--model", small, "--gpus-per-node", "3", "--device", "a100", *QUICK) == 0
+    text = capsys.readouterr().out
+    for said in (
+        "model: ",
+        "1 x 3 a100 of 80 GB",
+        "312 TFLOP/s bf16 x efficiency 0.6",
+        "data sheet",
+        "tp x pp x dp",
+        "memory of option 1, GB a rank",
+        "gradients",
+        "evaluation of one such batch",
+        "1 x tp does not divide the 4 heads",
+    ):
+        assert said in text
+
+
+def test_the_status_is_1_where_nothing_fits_and_the_text_says_by_how_much(capsys):
+    assert run("--model", "llama-2-70b", "--gpus-per-node", "1", "--offload", "none", *QUICK[:4]) == 1
+    text = capsys.readouterr().out
+    assert "no option fits" in text
+    assert "weights and states alone do not fit (closest: tp 1 x pp 1 x dp 1, by 1,163.6 GB)" in text
+
+
+def test_json_goes_to_a_file_beside_the_table(small, tmp_path, capsys):
+    path = tmp_path / "estimate.json"
+    assert run("--model", small, "--gpus-per-node", "1", *QUICK, "--json", str(path)) == 0
+    assert json.loads(path.read_text())["options"]
+    assert "the estimate is in" in capsys.readouterr().out
+
+
+def test_the_settings_are_those_of_the_option_and_train_takes_them(small, tmp_path, capsys):
+    path, found = tmp_path / "best.toml", tmp_path / "estimate.json"
+    words = ["--model", small, "--gpus-per-node", "4", "--length-distribution", "lognormal:100,1,512"]
+    assert run(*words, *QUICK, "--tokens", "1e6", "--offload", "none", "--write", str(path), "--json", str(found)) == 0
+    config = TrainConfig.read(path)
+    options = json.loads(found.read_text())["options"]
+    place, option = next((i, o) for i, o in enumerate(options, 1) if not o["why_not_trained_here"])
+    assert f"option {place} is in" in capsys.readouterr().out
+    topology = topology_of(config)
+    assert (topology.tp, topology.pp, topology.dp) == (option["tp"], option["pp"], option["dp"])
+    assert list(topology.layers_per_stage) == option["layers_per_stage"]
+    assert config.plan.recompute == option["recompute"]
+    assert config.plan.layout == option["layout"]
+    assert config.data.tokens_per_batch == option["tokens_per_batch"]
+    assert config.optimizer.distributed == (option["zero_stage"] == 1)
+    assert config.plan.memory_limit_gb == 78.0
+    assert config.run.steps == -(-1_000_000 // option["real_tokens"])
+    shape = model_shape(config, config.data.vocab_size)
+    assert (shape.num_layers, shape.hidden_size, shape.num_query_groups, shape.vocab_size) == (4, 128, 2, 1024)
+    assert (shape.gated_mlp, shape.norm, shape.bias, shape.tied_embeddings) == (True, "rmsnorm", False, False)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "qwen3-0.6b"], r"can run none of the .* options \(its 16 heads of 128 do not fill"),
+        (["--model", "qwen2-7b"], r"can run none of the .* options \(it has norms or biases in some"),
+        (["--model", "t5-small"], r"can run none of the .* options \(t5 has an encoder and a decoder"),
+        (["--model", "gpt2", "--precision", "fp16"], r"can run none .* options \(precision fp16 needs loss scaling"),
+        (["--model", "gpt2", "--zero", "2"], r"can run none of the .* options \(ZeRO stage 2 with offload"),
+        (["--model", "llama-2-70b", "--offload", "none"], "nothing fits, so there is nothing to write"),
+    ],
+)
+def test_what_train_cannot_run_is_not_written(words, said, tmp_path):
+    path = tmp_path / "best.toml"
+    with pytest.raises(ConfigError, match=said):
+        run(*words, "--gpus-per-node", "2", *QUICK[:4], "--tokens-per-batch", "4096:8192", "--write", str(path))
+    assert not path.exists()
+
+
+def test_lengths_of_a_file_are_planned(small, tmp_path, capsys):
+    lengths = tmp_path / "lengths.npy"
+    np.save(lengths, np.random.default_rng(0).integers(10, 700, 300))
+    words = ["--model", small, "--gpus-per-node", "2", *QUICK, "--lengths", str(lengths), "--truncate", "512", "--json"]
+    assert run(*words) == 0
+    raw = json.loads(capsys.readouterr().out)
+    assert "300 samples of" in raw["data"]["description"]
+    assert "cut at 512" in raw["data"]["description"]
+    assert raw["data"]["most_tokens"] == 512
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "nope"], "is no preset"),
+        (["--tp", "x"], "--tp is 'x' but must be numbers of 1 to"),
+        (["--zero", "4"], "--zero is '4' but must be numbers of 0 to 3"),
+        (["--offload", "disk"], "--offload is 'disk': choose from none, optimizer, all"),
+        (["--layout", "ragged"], "--layout is 'ragged': choose from padded, packed"),
+        (["--recompute", "some"], "--recompute is 'some': choose from none, selective, full, auto"),
+        (["--plans", "0"], "--plans is 0 but must be at least 1"),
+        (["--tokens", "-1"], "--tokens is -1 but must be at least 0"),
+        (["--price-per-gpu-hour", "2"], "makes a cost of a whole run: give its --tokens too"),
+        (["--tokens-per-batch", "9:"], "--tokens-per-batch is '9,' but must be numbers"),
+        (["--tokens-per-batch", "100"], "a sample has 1,024 tokens but a global batch has at most 100"),
+        (["--precision", "fp32", "--states", "mixed"], "--states mixed is about 16-bit weights"),
+        (["--truncate", "9"], "--truncate is 9: give at least 1, and --lengths"),
+        (["--seed", "-1"], "--seed is -1 but must be at least 0"),
+        (["--nodes", "0"], "nodes is 0 but must be 1 to 65,536"),
+        (["--gpu-memory-gb", "1"], "reserved_gb is 2 of 1 GB of a device"),
+        (["--length-distribution", "normal:1"], "length distribution 'normal:1' is not known"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(words, said):
+    model = [] if "--model" in words else ["--model", "gpt2"]
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        run(*model, *words)
+
+
+def test_a_lengths_file_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(DataError, match="cannot be read as lengths"):
+        run("--model", "gpt2", "--lengths", str(tmp_path / "none.npy"))

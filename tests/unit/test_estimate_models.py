@@ -1,0 +1,239 @@
+"""Models, clusters and the costs of encoder-decoders that estimates rest on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.costs.analytic import AnalyticCosts, parameters_per_stage
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.cluster import DEVICES, Cluster
+from dynapipe_ext.models.encoder_decoder import EncoderDecoderCosts
+from dynapipe_ext.models.estimated import Strategy, estimated_costs
+from dynapipe_ext.models.huggingface import write_config
+from dynapipe_ext.models.megatron_arguments import write_arguments
+from dynapipe_ext.models.memory import shape_of, stage_parameters, states
+from dynapipe_ext.models.presets import PRESETS, preset, read_model
+from dynapipe_ext.models.tensors import num_parameters
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.topology import Topology
+
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen2-7b": 7_615_616_512,
+    "qwen2-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "t5-small": 60_506_624,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+}
+A100 = Cluster.of(DEVICES["a100"], nodes=2, gpus_per_node=8)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_number_of_parameters(name):
+    assert num_parameters(preset(name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_stage_has_every_parameter_once(name):
+    assert stage_parameters(preset(name), Topology()).total.tolist() == [num_parameters(preset(name))]
+
+
+@pytest.mark.parametrize("name", [name for name, raw in PRESETS.items() if raw["model_type"] != "t5"])
+def test_stages_are_those_that_costs_are_counted_from(name):
+    a = preset(name)
+    for topology in (Topology(pp=3), Topology(tp=1, pp=2, dp=2), Topology(tp=4, pp=2)):
+        if a.num_heads % topology.tp or a.num_query_groups % topology.tp:
+            continue
+        vocab_size = a.padded_vocab_size(128, topology.tp)
+        for ep in (1, 2) if a.num_experts and topology.dp > 1 else (1,):
+            counted = parameters_per_stage(shape_of(a, vocab_size), topology, ep)
+            assert tuple(stage_parameters(a, topology, vocab_size, ep).total.tolist()) == counted
+
+
+def test_stages_of_t5_share_nothing_but_the_embedding():
+    """Four stages: copies of the embedding on the first decoder stage and, tied, on the last; position biases twice."""
+    a = preset("t5-base")
+    stages = stage_parameters(a, Topology(pp=4)).total
+    embedding, biases = a.vocab_size * a.hidden_size, a.relative_buckets * a.num_heads
+    assert int(stages.sum()) == num_parameters(a) + 2 * embedding + 2 * biases
+
+
+def test_tensor_parallel_ranks_together_hold_each_weight_once_and_norms_each():
+    a = preset("llama-3-8b")
+    one, four = (int(stage_parameters(a, Topology(tp=tp)).total.sum()) for tp in (1, 4))
+    assert 4 * four - one == 3 * 65 * 4096  # 65 norms, copied
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen2-7b", "gpt2", "t5-base", "mixtral-8x7b"])
+def test_a_model_is_read_from_its_config_its_folder_and_megatrons_arguments(name, tmp_path):
+    a = preset(name)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(write_config(a)))
+    assert read_model(str(config))[0] == read_model(str(tmp_path))[0] == a
+    arguments = tmp_path / "arguments.json"
+    arguments.write_text(json.dumps({f"--{k.replace('_', '-')}": v for k, v in write_arguments(a).items()}))
+    assert num_parameters(read_model(str(arguments))[0]) == num_parameters(a)
+
+
+def test_a_model_that_cannot_be_read_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match=r"'llama-9' is no preset: give the path of a config\.json, or llama-2-7b"):
+        read_model("llama-9")
+    path = tmp_path / "x.json"
+    for text, error, said in (
+        ("{", DataError, "cannot be read as a model's configuration"),
+        ("[1]", ConfigError, "must be an object of a model's sizes"),
+        ('{"layers": 3}', ConfigError, "has neither model_type .* nor num_layers"),
+        ('{"model_type": "bert"}', ConfigError, "model_type is 'bert': known are"),
+    ):
+        path.write_text(text)
+        with pytest.raises(error, match=said):
+            read_model(str(path))
+
+
+def test_states_of_experts_are_divided_over_the_replicas_that_share_them():
+    a = preset("mixtral-8x7b")
+    topology = Topology(dp=8)
+    held = {
+        ep: states(a, topology, vocab_size=0, recipe="megatron", zero_stage=1, ep=ep).device.total[0] for ep in (1, 8)
+    }
+    experts = stage_parameters(a, topology).experts[0]
+    assert held[1] - held[8] == (6 + 12 / 8) * experts - 18 * experts / 8
+
+
+def test_offload_moves_states_to_the_host_and_counts_what_crosses_its_link():
+    a, topology = preset("gpt2-xl"), Topology(dp=8)
+    count = num_parameters(a)
+
+    def held(zero_stage, offload):
+        return states(a, topology, vocab_size=0, recipe="megatron", zero_stage=zero_stage, offload=offload)
+
+    share = -(-count // 8)
+    first = held(1, "optimizer")
+    assert (first.device.total[0], first.host[0]) == (6 * count, -(-12 * count // 8))
+    assert first.moved[0] == 6 * share  # fp32 gradients down, 16-bit weights up
+    second = held(2, "optimizer")
+    assert second.device.total[0] == 2 * count
+    assert second.host[0] == -(-12 * count // 8) + -(-4 * count // 8)
+    third = held(3, "all")
+    assert third.device.total[0] == 0
+    assert third.host[0] == -(-12 * count // 8) + -(-4 * count // 8) + -(-2 * count // 8)
+    assert third.moved[0] > second.moved[0]
+    assert held(3, "none").host[0] == 0
+    with pytest.raises(ConfigError, match="offload 'all' moves weights, which zero_stage 1 does not divide"):
+        held(1, "all")
+
+
+def test_cluster_figures_out_of_bounds_are_refused():
+    for given, said in (
+        ({"nodes": 0}, "nodes is 0 but must be 1 to 65,536"),
+        ({"gpu_memory_gb": -1.0}, "gpu_memory_gb is -1 but must be above 0"),
+        ({"reserved_gb": 80.0}, "reserved_gb is 80 of 80 GB of a device"),
+        ({"efficiency": 1.5}, "efficiency is 1.5 but is a share"),
+        ({"intra_bytes_per_s": float("nan")}, "intra_bytes_per_s is nan but must be above 0"),
+        ({"host_memory_gb": -2.0}, "host_memory_gb is -2 but must be at least 0"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Cluster.of(DEVICES["a100"], **given)
+
+
+def test_tensor_parallel_sums_cost_what_a_ring_takes():
+    """Two sums of s h values forward and as many backward, each 2 (t - 1) / t of its bytes over the link."""
+    a = preset("llama-3-8b")
+    batch = [MicroBatch((SampleLength(0, 4096),))]
+    cluster = replace(A100, intra_latency_ns=0)
+
+    def forward_ns(link_bytes_per_s):
+        strategy = Strategy(topology=Topology(tp=4))
+        costs = estimated_costs(
+            a, replace(cluster, intra_bytes_per_s=link_bytes_per_s), strategy, precision="bf16", recipe="megatron"
+        )
+        return int(costs.evaluate(batch).forward_ns[0, 0])
+
+    ring_ns = 32 * 2 * (4096 * 4096 * 2) * (2 * 3 / 4) / 100e9 * 1e9
+    assert forward_ns(100e9) - forward_ns(1e15) == pytest.approx(ring_ns, rel=1e-4)
+
+
+def _t5_costs(**changes):
+    a = preset("t5-3b")
+    values = {"topology": Topology(), "vocab_size": a.vocab_size, "flops_per_s": 1e12, "links": A100.links}
+    return a, EncoderDecoderCosts(architecture=a, **{**values, **changes})
+
+
+def test_forward_flops_of_an_encoder_decoder_are_two_a_weight_and_token_and_attention():
+    a, costs = _t5_costs()
+    e, d = 512, 114
+    (ns,) = costs.evaluate([MicroBatch((SampleLength(0, e, d),))]).forward_ns[:, 0]
+    h, q, f = a.hidden_size, a.query_size, a.ffn_hidden_size
+    layer, cross = 4 * h * q + 2 * h * f, 2 * h * q
+    weights = 24 * (layer * e + layer * d + cross * d + cross * e) + a.vocab_size * h * d
+    scores = 24 * 4 * q * (e * e + d * d + e * d)
+    assert ns * 1e3 == pytest.approx(2 * weights + scores, rel=1e-9)
+
+
+def test_an_encoder_decoder_of_twice_the_tokens_costs_at_least_twice_and_is_split_over_stages_without_loss():
+    _, whole = _t5_costs()
+    _, parts = _t5_costs(topology=Topology(pp=4))
+    small, large = (MicroBatch((SampleLength(0, n, n // 4),)) for n in (256, 512))
+    one = whole.evaluate([small, large])
+    assert (one.forward_ns[:, 1] >= 2 * one.forward_ns[:, 0]).all()
+    assert (one.stored_bytes[:, 1] >= 2 * one.stored_bytes[:, 0]).all()
+    four = parts.evaluate([small, large])
+    assert four.forward_ns.sum(axis=0) == pytest.approx(one.forward_ns.sum(axis=0), abs=4)
+    assert four.transfer_bytes[:, 0].tolist() == [2 * 1024 * 256, 2 * 1024 * 256, 2 * 1024 * (256 + 64)]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_recomputation_of_an_encoder_decoder_trades_bytes_for_time(layout):
+    _, costs = _t5_costs(topology=Topology(tp=2, pp=2), sequence_parallel=True)
+    samples = (SampleLength(0, 512, 128), SampleLength(1, 300, 90))
+    kinds = [MicroBatch(samples, layout, kind, pad_multiple=8) for kind in ("none", "selective", "full")]
+    priced = costs.evaluate(kinds)
+    assert (np.diff(priced.stored_bytes, axis=1) < 0).all()
+    assert (np.diff(priced.backward_ns, axis=1) > 0).all()
+    assert (priced.forward_ns[:, 0] == priced.forward_ns[:, 2]).all()
+
+
+def test_shapes_of_an_encoder_decoder_cost_what_the_same_micro_batches_do():
+    _, costs = _t5_costs(topology=Topology(pp=2))
+    batch = MicroBatch(tuple(SampleLength(i, 96, 32) for i in range(3)))
+    shapes, one = costs.evaluate_shapes([3], [96], [32]), costs.evaluate([batch])
+    for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes", "transfer_ns"):
+        assert getattr(shapes, name).tolist() == getattr(one, name).tolist()
+
+
+def test_heads_of_their_own_width_and_biases_of_qkv_alone_are_counted():
+    """Qwen3-0.6B has 16 heads of 128 on a hidden size of 1,024: twice the attention of heads that fill it."""
+    a = preset("qwen3-0.6b")
+    shape = shape_of(a, a.vocab_size)
+    assert (shape.query_size, shape.kv_size) == (2048, 1024)
+    filled = replace(shape, head_dim=64)
+    long = MicroBatch((SampleLength(0, 32_768),))
+    wide, narrow = (
+        AnalyticCosts(s, Topology(), flops_per_s=1e12, overhead_ns=0).evaluate([long]).forward_ns[0, 0]
+        for s in (shape, filled)
+    )
+    matmul = 2 * 32_768 * 28 * (shape.attention_parameters - filled.attention_parameters) / 1e3
+    assert wide - narrow == pytest.approx(28 * 2 * 1024 * 32_768**2 / 1e3 + matmul, rel=1e-6)
+    qwen2 = preset("qwen2-7b")
+    with_bias = shape_of(qwen2, qwen2.vocab_size)
+    none = replace(with_bias, qkv_bias=False)
+    (more,), (less,) = parameters_per_stage(with_bias, Topology()), parameters_per_stage(none, Topology())
+    assert more - less == 28 * (3584 + 2 * 512)
