@@ -42,6 +42,11 @@ SUBCOMMANDS = (
         "dynapipe_ext.launch.preprocess_command",
         "tokenize a corpus to a dataset or to .bin/.idx",
     ),
+    Subcommand(
+        "convert",
+        "dynapipe_ext.launch.convert_command",
+        "convert a checkpoint between Hugging Face, Megatron, DeepSpeed and Meta",
+    ),
     Subcommand("profile", "dynapipe_ext.launch.profile_command", "measure a model here and write a cost table"),
     Subcommand("flops", "dynapipe_ext.launch.flops_command", "count FLOPs, MFU and HFU of a run, a log or a step"),
     Subcommand("collect-memory", "dynapipe_ext.launch.collect_memory_command", "measure peaks of inference batches"),

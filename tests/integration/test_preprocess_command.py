@@ -27,8 +27,6 @@ import sys
 from dynapipe_ext.launch import cli
 from dynapipe_ext.data.preprocessing import inputs
 inputs.BLOCK_BYTES = {20_000}
-if all(known.name != "preprocess" for known in cli.SUBCOMMANDS):
-    cli.SUBCOMMANDS += (cli.Subcommand("preprocess", "dynapipe_ext.launch.preprocess_command", ""),)
 sys.exit(cli.main(sys.argv[1:]))
 """
 
@@ -41,13 +39,6 @@ def corpus(tmp_path_factory):
         for e in generate_examples(num_samples=10_000, seed=5):
             file.write(json.dumps({"input": e.input, "target": e.target, "text": e.input}) + "\n")
     return path
-
-
-@pytest.fixture(autouse=True)
-def known_command(monkeypatch):
-    if all(known.name != "preprocess" for known in cli.SUBCOMMANDS):
-        ours = cli.Subcommand("preprocess", "dynapipe_ext.launch.preprocess_command", "")
-        monkeypatch.setattr(cli, "SUBCOMMANDS", (*cli.SUBCOMMANDS, ours))
 
 
 def command(*arguments):

@@ -119,6 +119,17 @@ COMMANDS = {
     "dynapipe train --split-backward": ("--steps", "1"),
     "dynapipe train --data my.jsonl --truncate": ("--steps", "1"),
     "dynapipe train --config mine.toml": ("--steps", "1"),
+    "dynapipe flops runs/latest": (),
+    "dynapipe preprocess --input corpus.jsonl --tokenizer bytes --output prepared": (),
+    "dynapipe train --data prepared": ("--steps", "1"),
+    "dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --gpu-memory-gb 80": ("--plans", "2"),
+}
+SHOWN = {
+    "doctor": "Redis server",
+    "plan": "lower bound",
+    "flops": "MFU",
+    "preprocess": "200",
+    "estimate": "68,976,648,192",
 }
 
 
@@ -127,8 +138,9 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_of_the_readme_run_as_they_stand(command: str, checkout: Path, first_run: Path) -> None:
     np.save(first_run / "lengths.npy", np.random.default_rng(0).integers(5, 900, 200))
-    lines = (json.dumps({"input": f"say {i} " * (1 + i % 400), "target": f"{i}"}) for i in range(200))
+    lines = (json.dumps({"input": f"say {i} " * (1 + i % 60), "target": f"{i}"}) for i in range(200))
     (first_run / "my.jsonl").write_text("\n".join(lines))
+    (first_run / "corpus.jsonl").write_text((first_run / "my.jsonl").read_text())
     smaller = (checkout / "launch/configs/quickstart.toml").read_text().replace("num_layers = 4", "num_layers = 2")
     (first_run / "mine.toml").write_text(smaller)
     program, *arguments = command.split()
@@ -136,7 +148,7 @@ def test_commands_of_the_readme_run_as_they_stand(command: str, checkout: Path, 
     done = run([str(checkout / ".venv/bin/dynapipe"), *arguments, *COMMANDS[command]], first_run, limit_s=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    if "train" in command:
+    if arguments[0] == "train":
         assert report_of(first_run / "runs/latest")["steps"] == 1
     else:
-        assert ("Redis server" if "doctor" in command else "lower bound") in done.stdout
+        assert SHOWN[arguments[0]] in done.stdout

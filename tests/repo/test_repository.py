@@ -23,6 +23,13 @@ LONGEST_FILE_LINES = 400
 # Commands of the README, each with the test that runs it: as it stands (test_quickstart.py), or its kind, where it
 # needs several machines or takes minutes.
 README_TESTS = "tests/integration/test_quickstart.py"
+PROFILED = "tests/integration/test_profile_command.py::test_a_model_is_measured_and_its_table_plans"
+ESTIMATED = (
+    "tests/integration/test_estimate_train.py::"
+    "test_the_best_option_for_this_model_and_cluster_is_trained_within_its_memory"
+)
+CONVERTED = "tests/integration/test_convert_formats.py::test_the_command_goes_there_with_uneven_stages_and_back"
+LEARNED = "tests/integration/test_collect_memory.py::test_held_out_errors_are_printed_and_small"
 AS_IT_STANDS = f"{README_TESTS}::test_commands_of_the_readme_run_as_they_stand"
 TESTED_COMMANDS = {
     "bash tests/run.sh": "tests/repo/test_repository.py::test_every_check_of_the_suite_is_run_by_one_command",
@@ -35,6 +42,19 @@ TESTED_COMMANDS = {
     "dynapipe train --split-backward": AS_IT_STANDS,
     "dynapipe train --data my.jsonl --truncate": AS_IT_STANDS,
     "dynapipe train --config mine.toml": AS_IT_STANDS,
+    "dynapipe train --data prepared": AS_IT_STANDS,
+    "dynapipe flops runs/latest": AS_IT_STANDS,
+    "dynapipe preprocess --input corpus.jsonl --tokenizer bytes --output prepared": AS_IT_STANDS,
+    "dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --gpu-memory-gb 80": AS_IT_STANDS,
+    "dynapipe estimate --model config.json --nodes 1 --gpus-per-node 4 --gpu-memory-gb 80"
+    " --lengths lengths.npy --write best.toml": ESTIMATED,
+    "dynapipe train --config best.toml": ESTIMATED,
+    "dynapipe profile --config mine.toml --out costs.json": PROFILED,
+    "dynapipe plan --costs costs.json": PROFILED,
+    "dynapipe convert SRC DST --to megatron --tp 2 --pp 2 --verify": CONVERTED,
+    "dynapipe convert SRC DST --to hf": CONVERTED,
+    "dynapipe collect-memory --model DIR --out records.jsonl": LEARNED,
+    "dynapipe train-memory-model records.jsonl --out model.json": LEARNED,
     "dynapipe train --compare": (
         "tests/integration/test_train_command.py::"
         "test_compare_runs_the_usual_ways_on_the_same_tokens_over_epochs_that_end_small"

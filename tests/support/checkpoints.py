@@ -14,6 +14,9 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from dynapipe_ext.models.tensors import tensor_groups
+from dynapipe_ext.tools.checkpoint.formats import CheckpointReader
+
 HIDDEN, HEADS, GROUPS, LAYERS, VOCAB, FFN = 64, 8, 4, 4, 131, 96  # TP 4 and PP 4 divide them; 128 not the vocabulary
 
 _LLAMA_LIKE: dict[str, Any] = {
@@ -107,7 +110,7 @@ def tiny_variant(name: str, **changes: Any) -> Any:
 
 
 def saved(model: Any, folder: Path, *, shard_size: str = "100KB", tokenizer: bool = False) -> Path:
-    """`folder` with what `save_pretrained` writes, in several shards; `tokenizer` adds files as tokenizers have them."""
+    """`folder` with what `save_pretrained` writes, in several shards; `tokenizer` adds a tokenizer's files."""
     model.save_pretrained(folder, max_shard_size=shard_size)
     if tokenizer:
         write_tokenizer(folder)
@@ -146,6 +149,17 @@ def differences(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tens
         one, two = left[name], right[name]
         if one.dtype != two.dtype or one.shape != two.shape or not torch.equal(bits(one), bits(two)):
             found.append(name)
+    return found
+
+
+def unequal(left: CheckpointReader, right: CheckpointReader) -> list[str]:
+    """Names and kinds of tensors that are not the same bits in two checkpoints, of whatever formats."""
+    assert tensor_groups(left.architecture) == tensor_groups(right.architecture)
+    assert left.kinds == right.kinds
+    found = []
+    for group in tensor_groups(left.architecture):
+        for kind in left.kinds:
+            found += [f"{name} ({kind})" for name in differences(left.read(group, kind), right.read(group, kind))]
     return found
 
 

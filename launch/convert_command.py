@@ -1,0 +1,200 @@
+"""`dynapipe convert`: a checkpoint of one format to another, exactly, in little memory, from where it was stopped."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.models.tensors import num_parameters
+from dynapipe_ext.tools.console import show
+from dynapipe_ext.tools.progress import WorkProgress
+
+_INTERRUPTED_STATUS = 130
+_MB = 1_000_000
+TARGETS = ("hf", "megatron", "megatron-legacy", "deepspeed")  # named here so that --help needs no torch
+SOURCES = ("hf", "meta", "megatron", "megatron-legacy", "deepspeed")
+
+_EPILOG = """examples:
+  dynapipe convert llama-3-8b-hf megatron-8b --to megatron --tp 2 --pp 4 --verify
+  dynapipe convert runs/iter_0001000 exported --to hf
+  dynapipe convert Llama-2-70b llama-2-70b-hf --to hf --max-shard-gb 10
+  dynapipe convert llama-hf uneven --to megatron-legacy --tp 4 --pp 4 --layers-per-stage 9,8,8,7
+
+The source is a folder of Hugging Face, Megatron (dist_checkpointing, or mp_rank_XX), DeepSpeed or Meta (Llama): which
+of them is recognised. Tensors keep their type and every bit. DST must not exist: until it is whole it is called
+DST.partial, and the same command goes on with it after an interruption. Memory: the largest group of tensors that
+belong together.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("source", metavar="SRC", type=Path, help="folder of the checkpoint")
+    parser.add_argument("destination", metavar="DST", type=Path, help="folder to make")
+    parser.add_argument("--to", required=True, choices=TARGETS, help="the format to write")
+    parser.add_argument("--from", dest="source_format", default="", choices=SOURCES, help="where SRC could be several")
+    parser.add_argument("--tp", type=_count, metavar="N", help="tensor-parallel ranks (1)")
+    parser.add_argument("--pp", type=_count, metavar="N", help="pipeline stages (1)")
+    parser.add_argument(
+        "--layers-per-stage", type=_counts, metavar="N,N,...", help="layers of each stage, where not all the same"
+    )
+    parser.add_argument(
+        "--vocab-divisible-by",
+        type=_count,
+        metavar="N",
+        help="Megatron's --make-vocab-size-divisible-by: its vocabulary is padded to a multiple of N x TP (128)",
+    )
+    parser.add_argument("--max-shard-gb", type=float, metavar="GB", help="largest file of --to hf (5)")
+    parser.add_argument(
+        "--verify", action="store_true", help="read DST back and compare every tensor with SRC, bit for bit"
+    )
+    parser.add_argument(
+        "--transformer-impl",
+        choices=("local", "transformer_engine"),
+        help="whose layers will load megatron-legacy files: their names differ (local)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from dynapipe_ext.tools.checkpoint.converter import convert, prepare
+
+    started_s = time.perf_counter()
+    errors = Console(stderr=True, highlight=False)
+    try:
+        conversion = prepare(
+            args.source,
+            args.destination,
+            args.to,
+            _options(args),
+            source_format=args.source_format,
+            verify=args.verify,
+            **_own(args),
+        )
+        for notice in conversion.notices:
+            errors.print(f"note: {notice}", soft_wrap=True, markup=False)
+        total_mb = -(-conversion.total_bytes // _MB)
+        with WorkProgress(f"{conversion.source_format.name} to {args.to}, MB", total_mb, console=errors) as progress:
+            outcome = convert(conversion, _in_mb(progress))
+    except KeyboardInterrupt:
+        errors.print(
+            f"dynapipe: interrupted: run the same command again to go on with {args.destination}.partial",
+            soft_wrap=True,
+            markup=False,
+        )
+        return _INTERRUPTED_STATUS
+    seconds = time.perf_counter() - started_s
+    report = {
+        "source": str(conversion.source),
+        "source_format": conversion.source_format.name,
+        "destination": str(conversion.destination),
+        "format": args.to,
+        "family": conversion.reader.architecture.family,
+        "parameters": num_parameters(conversion.reader.architecture),
+        "tensors": outcome.num_tensors,
+        "bytes": outcome.num_bytes,
+        "pieces": outcome.num_pieces,
+        "pieces_kept_from_before": outcome.num_resumed,
+        "verified": outcome.verified,
+        "seconds": round(seconds, 3),
+        "notes": list(outcome.notices),
+    }
+    if args.json:
+        json.dump(report, sys.stdout, indent=1)
+        print()
+    else:
+        show(_table(report))
+    return 0
+
+
+def _options(args: argparse.Namespace) -> Any:
+    """Errors: ConfigError where the stages are counted in two ways."""
+    from dynapipe_ext.tools.checkpoint.formats import WriterOptions
+
+    stages = args.layers_per_stage or ()
+    if stages and args.pp and len(stages) != args.pp:
+        raise ConfigError(
+            f"--layers-per-stage has {len(stages)} stages but --pp is {args.pp}: give one number of layers a stage"
+        )
+    if args.to in ("hf", "deepspeed"):
+        given = [f"--{name.replace('_', '-')}" for name in ("tp", "pp", "layers_per_stage", "vocab_divisible_by")]
+        told = [flag for flag in given if getattr(args, flag[2:].replace("-", "_"))]
+        if told:
+            raise ConfigError(f"--to {args.to} has no ranks of tensors or stages: leave out {', '.join(told)}")
+    return WriterOptions(
+        tp=args.tp or 1,
+        pp=args.pp or len(stages) or 1,
+        layers_per_stage=stages,
+        vocab_divisible_by=args.vocab_divisible_by or 128,
+    )
+
+
+def _own(args: argparse.Namespace) -> dict[str, Any]:
+    """What the target's writer alone takes. Errors: ConfigError."""
+    if args.transformer_impl is not None:
+        if args.to != "megatron-legacy":
+            raise ConfigError(f"--transformer-impl is for --to megatron-legacy: leave it out with --to {args.to}")
+        return {"transformer_impl": args.transformer_impl}
+    if args.max_shard_gb is None:
+        return {}
+    if args.to != "hf":
+        raise ConfigError(f"--max-shard-gb is for --to hf: leave it out with --to {args.to}")
+    if not 0 < args.max_shard_gb < float("inf"):
+        raise ConfigError(f"--max-shard-gb is {args.max_shard_gb:g} but must be above 0")
+    return {"shard_bytes": max(1, round(args.max_shard_gb * 1e9))}
+
+
+def _in_mb(progress: WorkProgress) -> Callable[[int], None]:
+    done = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        before, done = done, done + num_bytes
+        progress.advance(-(-done // _MB) - -(-before // _MB))
+
+    return advance
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table(title=f"{report['destination']} ({report['format']})", show_header=False, title_justify="left")
+    kept = report["pieces_kept_from_before"]
+    rows = {
+        "from": f"{report['source']} ({report['source_format']}, {report['family']})",
+        "parameters": f"{report['parameters']:,}",
+        "tensors": f"{report['tensors']:,}, {report['bytes'] / 1e9:,.3f} GB",
+        "pieces": f"{report['pieces']:,}" + (f", {kept:,} of them from before" if kept else ""),
+        "compared bit for bit": "yes, all equal" if report["verified"] else "no (--verify)",
+        "time": f"{report['seconds']:,.1f} s",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _count(text: str) -> int:
+    """
+    >>> _count("4")
+    4
+    """
+    value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+    return value
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """
+    >>> _counts("9,8,8,7")
+    (9, 8, 8, 7)
+    """
+    return tuple(_count(part.strip()) for part in text.split(","))

@@ -1,0 +1,193 @@
+"""Every family through every format and layout, bit for bit, with its tokenizer; and what others get wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch import cli
+from dynapipe_ext.models.tensors import TensorGroup
+from dynapipe_ext.tools.checkpoint import huggingface
+from dynapipe_ext.tools.checkpoint.converter import Outcome, convert, prepare
+from dynapipe_ext.tools.checkpoint.formats import StateKind, Tensors, TrainingState, WriterOptions
+from dynapipe_ext.tools.checkpoint.recognise import recognise
+from tests.support import meta_llama
+from tests.support.checkpoints import VARIANTS, differences, logits, saved, tensors_in, tiny_variant, unequal
+
+MEGATRON = ("megatron", "megatron-legacy")
+Models = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # power is not cut in these tests
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Folders of tiny models by variant, each made once."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def model(variant: str) -> Path:
+        if not (folder / variant).exists():
+            saved(tiny_variant(variant), folder / variant, shard_size="1GB")
+        return folder / variant
+
+    return model
+
+
+def converted(source: Path, target: Path, to: str, *, verify: bool = False, **options: Any) -> Outcome:
+    return convert(prepare(source, target, to, WriterOptions(**options), verify=verify))
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("to", MEGATRON)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_megatron_holds_every_bit(variant: str, to: str, tp: int, pp: int, models: Models, tmp_path: Path) -> None:
+    model = models(variant)
+    if variant.startswith("t5") and to == "megatron-legacy" and pp > 1:
+        with pytest.raises(ConfigError, match="T5 has no pipeline stages"):
+            converted(model, tmp_path / "megatron", to, tp=tp, pp=pp)
+        return
+    converted(model, tmp_path / "megatron", to, tp=tp, pp=pp)
+    found, _ = recognise(tmp_path / "megatron")
+    assert found.name == to
+    reader = found.open(tmp_path / "megatron")
+    reader.check()
+    assert unequal(huggingface.open_checkpoint(model), reader) == []
+
+
+@pytest.mark.parametrize("to", [*MEGATRON, "deepspeed"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_way_there_and_back_gives_the_same_model(variant: str, to: str, models: Models, tmp_path: Path) -> None:
+    model = models(variant)
+    layout = {} if to == "deepspeed" else {"tp": 2, "pp": 1 if variant.startswith("t5") else 2}
+    converted(model, tmp_path / "there", to, **layout)
+    outcome = converted(tmp_path / "there", tmp_path / "back", "hf", verify=True)
+    assert outcome.verified
+    assert outcome.notices == ()
+    assert differences(tensors_in(model), tensors_in(tmp_path / "back")) == []
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "back" / name).read_text()) == json.loads((model / name).read_text())
+    kind = type(tiny_variant(variant, vocab_size=8))
+    assert torch.equal(
+        logits(kind.from_pretrained(tmp_path / "back", attn_implementation="eager")),
+        logits(kind.from_pretrained(model, attn_implementation="eager")),
+    )
+
+
+@pytest.mark.parametrize("to", MEGATRON)
+def test_the_command_goes_there_with_uneven_stages_and_back(
+    to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = saved(tiny_variant("llama-tied"), tmp_path / "model", tokenizer=True)
+    there, back = tmp_path / "there", tmp_path / "back"
+    assert cli.main(["convert", str(model), str(there), "--to", to, "--tp", "2", "--layers-per-stage", "2,1,1"]) == 0
+    assert cli.main(["convert", str(there), str(back), "--to", "hf", "--verify", "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed[printed.index("{") :])["source_format"] == to
+    assert differences(tensors_in(model), tensors_in(back)) == []
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (back / name).read_bytes() == (model / name).read_bytes()
+    assert cli.main(["convert", str(model), str(tmp_path / "no"), "--to", to, "--layers-per-stage", "2,1"]) == 2
+    assert "sum to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", MEGATRON)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_stays_what_it_is(to: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = saved(tiny_variant("mixtral").to(dtype), tmp_path / "model")
+    converted(model, tmp_path / "there", to, tp=2, pp=2)
+    converted(tmp_path / "there", tmp_path / "back", "hf")
+    assert differences(tensors_in(model), tensors_in(tmp_path / "back")) == []
+
+
+def test_layouts_and_formats_go_to_one_another(models: Models, tmp_path: Path) -> None:
+    steps: list[tuple[str, dict[str, int]]] = [
+        ("megatron", {"tp": 4, "pp": 2}),
+        ("megatron-legacy", {"tp": 2, "pp": 4}),
+        ("deepspeed", {}),
+        ("megatron-legacy", {"tp": 1, "pp": 2}),
+        ("megatron", {"tp": 2, "pp": 1}),
+        ("hf", {}),
+    ]
+    place = model = models("qwen2-tied")
+    for number, (to, layout) in enumerate(steps):
+        converted(place, tmp_path / f"{number}", to, verify=True, **layout)
+        place = tmp_path / f"{number}"
+    assert differences(tensors_in(model), tensors_in(place)) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("to", MEGATRON)
+def test_metas_llama_goes_straight_to_megatron(to: str, ranks: int, tmp_path: Path) -> None:
+    whole = meta_llama.weights()
+    folder = meta_llama.write(tmp_path / "meta", whole, ranks, rope_theta=500_000.0, use_scaled_rope=True)
+    converted(folder, tmp_path / "there", to, tp=2, pp=2)
+    converted(folder, tmp_path / "direct", "hf")
+    converted(tmp_path / "there", tmp_path / "back", "hf")
+    assert differences(tensors_in(tmp_path / "direct"), tensors_in(tmp_path / "back")) == []
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("direct", "back")]
+    assert configs[0] == configs[1]
+    assert configs[0]["rope_parameters"]["rope_type"] == "llama3"
+    assert (tmp_path / "back/tokenizer.model").read_bytes() == b"words"
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+
+
+class Trained(huggingface.HuggingFaceReader):
+    """A model with Adam's state, as a training run would leave it."""
+
+    kinds: tuple[StateKind, ...] = ("weight", "master", "exp_avg", "exp_avg_sq")
+    state = TrainingState(
+        iteration=30,
+        optimizer_step=29,
+        consumed_samples=480,
+        param_groups=({"lr": 1e-4, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8},),
+    )
+
+    def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype:
+        return super().dtype(group, kind) if kind == "weight" else torch.float32
+
+    def read(self, group: TensorGroup, kind: StateKind) -> Tensors:
+        tensors = super().read(group, "weight")
+        if kind == "weight":
+            return tensors
+        scale = {"master": 1.001, "exp_avg": -0.1, "exp_avg_sq": 1e-4}[kind]
+        return {name: tensor.float() * scale for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("variant", ["llama-tied", "gpt2", "mixtral"])
+def test_optimizer_state_goes_from_one_megatron_layout_to_another(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved(tiny_variant(variant).bfloat16(), tmp_path / "model")
+    monkeypatch.setattr(huggingface, "open_checkpoint", Trained)
+    steps: list[tuple[str, dict[str, int]]] = [
+        ("megatron", {"tp": 2, "pp": 2}),
+        ("megatron-legacy", {"tp": 4, "pp": 1}),
+        ("deepspeed", {}),
+        ("megatron-legacy", {"tp": 1, "pp": 4}),
+        ("megatron", {"tp": 1, "pp": 1}),
+    ]
+    place = model
+    for number, (to, layout) in enumerate(steps):
+        converted(place, tmp_path / f"{number}", to, verify=True, **layout)
+        place = tmp_path / f"{number}"
+        reader = recognise(place)[0].open(place)
+        assert unequal(Trained(model), reader) == []
+        assert reader.state is not None
+        left = replace(reader.state, param_groups=(), scheduler={})
+        assert left == replace(Trained.state, param_groups=(), scheduler={})
+    outcome = converted(place, tmp_path / "end", "hf")
+    assert any("master, exp_avg, exp_avg_sq stay behind" in notice for notice in outcome.notices)
+    assert any("iteration 30" in notice for notice in outcome.notices)

@@ -1,0 +1,325 @@
+"""Any checkpoint to any format, a group of tensors at a time, under a name that counts only when all of it is there.
+
+    SRC ──► reader ──► writer ──► DST.partial: pieces, one line of the journal each ──► (verify) ──► DST
+
+A killed conversion leaves DST.partial. The same command goes on with the pieces that are missing; another source or
+other options are refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
+from dynapipe_ext.tools.checkpoint import journal as journals
+from dynapipe_ext.tools.checkpoint.carried_files import CONFIG, settle_config
+from dynapipe_ext.tools.checkpoint.formats import (
+    CheckpointReader,
+    CheckpointWriter,
+    Piece,
+    StateKind,
+    Tensors,
+    WriterOptions,
+)
+from dynapipe_ext.tools.checkpoint.journal import Finished, Journal
+from dynapipe_ext.tools.checkpoint.recognise import Format, format_of, recognise
+from dynapipe_ext.tools.checkpoint.stored_tensor import digest
+
+Key = tuple[str, StateKind]  # a group's name, and what of it
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A conversion that can begin: all that can be refused without reading tensors has been."""
+
+    source: Path
+    destination: Path
+    source_format: Format
+    target_format: Format
+    reader: CheckpointReader
+    writer: CheckpointWriter
+    pieces: tuple[Piece, ...]
+    identity: Mapping[str, Any]  # what an unfinished one must agree in
+    notices: tuple[str, ...]
+    verify: bool
+
+    @property
+    def partial(self) -> Path:
+        return _partial(self.destination)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of tensors that are read to write, and again to verify."""
+        written = sum(_piece_bytes(self.reader, piece) for piece in self.pieces)
+        return written + (2 * self.distinct_bytes if self.verify else 0)
+
+    @property
+    def distinct_bytes(self) -> int:
+        """Bytes of all tensors that the destination will hold, each counted once."""
+        return sum(_bytes(self.reader, group, kind) for group, kind in self.groups.values())
+
+    @property
+    def groups(self) -> dict[Key, tuple[TensorGroup, StateKind]]:
+        """What the destination will hold."""
+        return {(group.name, kind): (group, kind) for piece in self.pieces for group, kind in piece.groups}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a conversion did."""
+
+    num_tensors: int
+    num_bytes: int
+    num_pieces: int
+    num_resumed: int
+    verified: bool
+    notices: tuple[str, ...]
+
+
+def prepare(
+    source: Path,
+    destination: Path,
+    target: str,
+    options: WriterOptions,
+    *,
+    source_format: str = "",
+    verify: bool = False,
+    **own: Any,
+) -> Conversion:
+    """Check source, destination and options. `own` goes to the target's writer.
+
+    Errors: ConfigError, DataError; nothing has been written then.
+    """
+    source, destination = _absolute(source), _absolute(destination)
+    _refuse_places(source, destination)
+    also: tuple[str, ...] = ()
+    if source_format:
+        read_as = format_of(source_format)
+        if not source.is_dir():
+            raise DataError(f"{source} is no folder: give the folder of a checkpoint")
+    else:
+        read_as, also = recognise(source)
+    if source.name.endswith(".partial") and (source / journals.NAME).exists():
+        raise DataError(f"{source} is an unfinished conversion: run its command again first, then give what it makes")
+    written_as = format_of(target)
+    reader = read_as.open(source)
+    reader.check()
+    writer = written_as.new_writer(_partial(destination), reader, options, **own)
+    pieces = tuple(writer.pieces())
+    _refuse_lost(reader, pieces)
+    notices = [f"{source} could also be read as {', '.join(also)}: --from chooses"] if also else []
+    notices += [*getattr(reader, "notices", ()), *getattr(writer, "notices", ()), *_left_out(reader, pieces, target)]
+    identity = {
+        "version": importlib.metadata.version("dynapipe-ext"),
+        "source": str(source),
+        "fingerprint": journals.fingerprint(source),
+        "from": read_as.name,
+        "to": target,
+        **asdict(options),
+        "layers_per_stage": list(options.layers_per_stage),
+        **own,
+    }
+    return Conversion(
+        source, destination, read_as, written_as, reader, writer, pieces, identity, tuple(notices), verify
+    )
+
+
+def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_bytes: None) -> Outcome:
+    """Write the destination; `advance` hears of bytes done, `conversion.total_bytes` in all.
+
+    Errors: DataError; what is done by then stays in the unfinished folder, and so it does when interrupted.
+    """
+    partial = conversion.partial
+    with _said_plainly(partial):
+        with Journal(partial, conversion.identity) as journal:
+            num_resumed = _resume(conversion, journal, advance)
+            _refuse_no_room(conversion, journal)
+            for piece in conversion.pieces:
+                if piece.name not in journal.finished:
+                    _write(conversion, journal, piece, advance)
+            records = {piece.name: journal.finished[piece.name].record for piece in conversion.pieces}
+            before = journals.files_below(partial)
+            conversion.writer.finish(records)
+            _settle_configs(conversion)
+            for name in journals.files_below(partial) - before:
+                journals.settled(partial, name)
+            if conversion.verify:
+                verify(conversion, advance)
+            if os.path.lexists(conversion.destination):
+                raise DataError(f"{conversion.destination} has come to exist meanwhile: move it, and run this again")
+            _sync_folders(partial)
+            partial.rename(conversion.destination)
+            _sync_folder(conversion.destination.parent)
+        (conversion.destination / journals.NAME).unlink(missing_ok=True)
+    groups = conversion.groups.values()
+    return Outcome(
+        sum(len(group.tensors) for group, _ in groups),
+        conversion.distinct_bytes,
+        len(conversion.pieces),
+        num_resumed,
+        conversion.verify,
+        conversion.notices,
+    )
+
+
+def verify(conversion: Conversion, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
+    """Read the written checkpoint back and compare every tensor with the source, by digests of all its bits.
+
+    Errors: DataError naming every tensor that differs.
+    """
+    source, written = conversion.reader, conversion.target_format.open(conversion.partial)
+    written.check()
+    if tensor_groups(written.architecture) != tensor_groups(source.architecture):
+        raise DataError(f"{conversion.partial} reads back as another model: {written.architecture}")
+    faults = []
+    for group, kind in conversion.groups.values():
+        wanted = _digests(source.read(group, kind))
+        advance(_bytes(source, group, kind))
+        found = _digests(written.read(group, kind))
+        advance(_bytes(source, group, kind))
+        faults += [f"{name} ({kind})" for name in sorted(wanted | found) if wanted.get(name) != found.get(name)]
+    if faults:
+        raise DataError(
+            f"{conversion.partial} differs from {conversion.source} in {len(faults)} tensors: {', '.join(faults)}."
+            " It is kept for a look and will not be used: remove it, check disk and memory, and convert again"
+        )
+
+
+def _write(conversion: Conversion, journal: Journal, piece: Piece, advance: Callable[[int], None]) -> None:
+    asked: set[Key] = set()
+
+    def source(group: TensorGroup, kind: StateKind) -> Tensors:
+        tensors = conversion.reader.read(group, kind)
+        if (group.name, kind) not in asked:
+            asked.add((group.name, kind))
+            advance(_bytes(conversion.reader, group, kind))
+        return tensors
+
+    before = journals.files_below(conversion.partial)
+    record = conversion.writer.write(piece, source)
+    if lost := {(group.name, kind) for group, kind in piece.groups} - asked:
+        raise DataError(
+            f"{piece.name} was written without {', '.join(f'{name} ({kind})' for name, kind in sorted(lost))}"
+        )
+    names = sorted(journals.files_below(conversion.partial) - before)
+    journal.add(piece.name, Finished(record, {name: journals.settled(conversion.partial, name) for name in names}))
+
+
+def _resume(conversion: Conversion, journal: Journal, advance: Callable[[int], None]) -> int:
+    """Keep the pieces that are whole and remove every other file; how many are kept."""
+    by_name = {piece.name: piece for piece in conversion.pieces}
+    for name, finished in list(journal.finished.items()):
+        if name in by_name and journals.is_whole(conversion.partial, finished):
+            advance(_piece_bytes(conversion.reader, by_name[name]))
+        else:
+            journal.forget(name)
+    kept = {file for finished in journal.finished.values() for file in finished.files}
+    for file in journals.files_below(conversion.partial) - kept:
+        (conversion.partial / file).unlink()
+    return len(journal.finished)
+
+
+def _settle_configs(conversion: Conversion) -> None:
+    """One config.json that says what the weights are: where the writer carried one, or beside what it wrote."""
+    places = [conversion.partial / CONFIG, conversion.partial / "huggingface" / CONFIG]
+    default = places[0] if conversion.target_format.name == "hf" else places[1]
+    for place in {default, *(place for place in places if place.exists())}:
+        settle_config(place, conversion.reader.architecture, getattr(conversion.reader, "config_fields", {}))
+
+
+def _refuse_places(source: Path, destination: Path) -> None:
+    if os.path.lexists(destination):
+        raise ConfigError(f"{destination} exists: choose another DST, or remove it")
+    if destination.is_relative_to(source):
+        raise ConfigError(f"{destination} lies inside {source}: choose a DST outside the source")
+    if source.is_relative_to(_partial(destination)):
+        raise ConfigError(f"{source} lies inside the unfinished {_partial(destination)}: choose another DST")
+
+
+def _refuse_lost(reader: CheckpointReader, pieces: Sequence[Piece]) -> None:
+    """Errors: DataError where a writer plans to leave out a tensor."""
+    planned = {group.name for piece in pieces for group, kind in piece.groups if kind == "weight"}
+    if lost := [group.name for group in tensor_groups(reader.architecture) if group.name not in planned]:
+        raise DataError(f"the target has no place for {', '.join(lost)}: this is a defect, please report it")
+
+
+def _refuse_no_room(conversion: Conversion, journal: Journal) -> None:
+    done = sum(num_bytes for finished in journal.finished.values() for num_bytes, _ in finished.files.values())
+    needed, free = conversion.distinct_bytes - done, shutil.disk_usage(conversion.partial).free
+    if needed > free:
+        raise DataError(
+            f"{conversion.partial} needs {needed / 1e9:.1f} GB more, but its disk has {free / 1e9:.1f} GB: free some"
+            " and run the same command again, or choose another DST"
+        )
+
+
+def _left_out(reader: CheckpointReader, pieces: Sequence[Piece], target: str) -> Iterator[str]:
+    written = {kind for piece in pieces for _, kind in piece.groups}
+    left = [kind for kind in reader.kinds if kind not in written]
+    if left:
+        yield f"optimizer state is not carried to {target}: {', '.join(left)} stay behind"
+    if target == "hf" and reader.state is not None and reader.state.iteration:
+        yield f"the place in training (iteration {reader.state.iteration:,}) is not carried: {target} has none"
+
+
+@contextmanager
+def _said_plainly(partial: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or partial
+        if error.errno in _NO_ROOM:
+            raise DataError(
+                f"{where} cannot be written, the disk or the quota is full ({error.strerror}): free some space and run"
+                f" the same command again: it goes on with {partial}"
+            ) from error
+        raise DataError(
+            f"{where} cannot be used ({error.strerror or error}): check the folder and its rights, then run the same"
+            " command again"
+        ) from error
+
+
+def _digests(tensors: Tensors) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def _bytes(reader: CheckpointReader, group: TensorGroup, kind: StateKind) -> int:
+    return group.size * reader.dtype(group, kind).itemsize
+
+
+def _piece_bytes(reader: CheckpointReader, piece: Piece) -> int:
+    return sum(_bytes(reader, group, kind) for group, kind in piece.groups)
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path))
+
+
+def _partial(destination: Path) -> Path:
+    return destination.with_name(f"{destination.name}.partial")
+
+
+def _sync_folders(directory: Path) -> None:
+    for folder, _, _ in os.walk(directory):
+        _sync_folder(Path(folder))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some shared file systems know it for files only
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,134 @@
+"""A tensor that lies in a file: read when it is asked for, whole or some rows of it, by plain reads.
+
+Mapped files would count as memory of the process, page by page, so nothing here maps one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dynapipe_ext.errors import DataError
+
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """`offset` bytes into the file lies the first value; `stride` (in values) is empty where rows are end to end."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    stride: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def read(self) -> torch.Tensor:
+        """All values, contiguous, on the CPU. Errors: DataError where the file is shorter or cannot be read."""
+        if not self.stride or not self.size:
+            return self._values(0, self.size).view(self.shape)
+        last = sum((length - 1) * step for length, step in zip(self.shape, self.stride, strict=True))
+        return torch.as_strided(self._values(0, last + 1), self.shape, self.stride).contiguous()
+
+    def read_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop` of the first dimension, contiguous."""
+        if self.stride:
+            return self.read()[start:stop].contiguous()
+        row = math.prod(self.shape[1:])
+        return self._values(start * row, (stop - start) * row).view(stop - start, *self.shape[1:])
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """The values' bytes in order, a few megabytes at a time."""
+        if self.stride:
+            yield from byte_chunks(self.read())
+            return
+        with _open(self.path) as file:
+            file.seek(self.offset)
+            left = self.num_bytes
+            while left:
+                chunk = file.read(min(left, _CHUNK_BYTES))
+                if not chunk:
+                    raise self._short(left)
+                left -= len(chunk)
+                yield chunk
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether type, shape and every bit are the same; a difference at the start costs one chunk."""
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        if (self.path, self.offset, self.stride) == (other.path, other.offset, other.stride):
+            return True
+        return all(bytes(one) == bytes(two) for one, two in zip(self.chunks(), other.chunks(), strict=True))
+
+    def _values(self, start: int, count: int) -> torch.Tensor:
+        data = torch.empty(count * self.dtype.itemsize, dtype=torch.uint8)
+        view = memoryview(data.numpy())  # type: ignore[arg-type]  # numpy's stubs for 3.11 know no Buffer
+        try:
+            with _open(self.path) as file:
+                file.seek(self.offset + start * self.dtype.itemsize)
+                while view:
+                    num_read = file.readinto(view)
+                    if not num_read:
+                        raise self._short(len(view))
+                    view = view[num_read:]
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read ({error.strerror}): check the disk") from error
+        return data.view(self.dtype)
+
+    def _short(self, num_bytes: int) -> DataError:
+        return DataError(f"{self.path} ends {num_bytes:,} bytes too early: copy it again, it was cut")
+
+
+def _open(path: Path):  # type: ignore[no-untyped-def]  # FileIO, whose readinto takes any buffer
+    try:
+        return open(path, "rb", buffering=0)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}): check the file and its rights") from error
+
+
+def byte_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a CPU tensor, without a copy where it is contiguous."""
+    values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    view = memoryview(values)  # type: ignore[arg-type]  # numpy's stubs for 3.11 know no Buffer
+    for start in range(0, len(view), _CHUNK_BYTES):
+        yield view[start : start + _CHUNK_BYTES]
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of type, shape and bytes: equal for tensors of equal bits alone."""
+    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    for chunk in byte_chunks(tensor):
+        found.update(chunk)
+    return found.hexdigest()
+
+
+def shape_faults(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What is missing, extra and misshapen, each named with its shapes."""
+    missing = [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in found]
+    extra = [f"{name} {list(shape)} is extra" for name, shape in found.items() if name not in wanted]
+    misshapen = [
+        f"{name} is {list(found[name])}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name]) != tuple(shape)
+    ]
+    return missing + extra + misshapen
+
+
+def refuse_faults(where: Path, faults: list[str], advice: str) -> None:
+    """Errors: DataError with all `faults`, where there is any."""
+    if faults:
+        number = f"{len(faults)} tensors" if len(faults) > 1 else "a tensor"
+        raise DataError(f"{where} does not hold its model, {number} at fault: {'; '.join(faults)}. {advice}")
