@@ -213,7 +213,7 @@ def fit_phases(shapes_B4: IntArray, peak: FloatArray, fitted: npt.NDArray[np.boo
 
 def _alternated(x_BT: FloatArray, peak: FloatArray, num_phases: int) -> FloatArray:
     # It comes with scikit-learn; neither has type information.
-    from scipy.optimize import nnls  # type: ignore[import-untyped]
+    from scipy.optimize import nnls
 
     relative = x_BT / peak[:, None]
     scale = np.maximum(relative.max(axis=0), 1e-300)
@@ -264,7 +264,7 @@ def _num_phases(table: _Table, fold: IntArray) -> int:
 def _boosted(table: _Table, phases: FloatArray, generator: np.random.Generator) -> Trees:
     """Trees for the logarithm of actual over the phases' ratio of each pair."""
     # Neither has type information; the second comes with the first.
-    from sklearn.ensemble import HistGradientBoostingRegressor  # type: ignore[import-untyped]
+    from sklearn.ensemble import HistGradientBoostingRegressor
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
     i, j = _pairs(table)
