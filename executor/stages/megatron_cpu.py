@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "as_tensor", "eye")
 _CPU = torch.device("cpu")
@@ -66,7 +67,9 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return redirected
 
 
-def _nothing(*_: Any, **__: Any) -> None: ...
+def _nothing() -> Callable[..., None]:
+    """One for each call that is replaced: torch's compiler refuses one function under two names."""
+    return lambda *_, **__: None
 
 
 def install() -> bool:
@@ -84,9 +87,9 @@ def install() -> bool:
     stream = _NoStream()
     replacements: dict[str, Any] = {
         "current_device": current_device,
-        "set_device": _nothing,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
+        "set_device": _nothing(),
+        "synchronize": _nothing(),
+        "empty_cache": _nothing(),
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
         "manual_seed": torch.default_generator.manual_seed,
@@ -99,7 +102,8 @@ def install() -> bool:
     for name, value in replacements.items():
         setattr(torch.cuda, name, value)
     for name in ("range_push", "range_pop", "mark"):
-        setattr(torch.cuda.nvtx, name, _nothing)
+        setattr(torch.cuda.nvtx, name, _nothing())
+    _device_constructors()  # remembers which factories `with torch.device(...)` leads, before they are wrapped
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]

@@ -1,0 +1,44 @@
+"""What the redirection of CUDA calls to the CPU leaves alone: other libraries in the same process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("transformers")
+
+_PROGRAM = """
+import tempfile
+import torch
+from dynapipe_ext.executor.stages import megatron_cpu
+installed = megatron_cpu.install()
+import transformers
+with torch.device("meta"):
+    assert torch.arange(3).device.type == "meta", "a device context leads no factory any more"
+sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=11)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+with tempfile.TemporaryDirectory() as folder:
+    model.save_pretrained(folder)
+    again = transformers.LlamaForCausalLM.from_pretrained(folder)
+ids = torch.arange(7)[None]
+assert torch.equal(model(ids).logits, again(ids).logits), "a model is not what was saved"
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2, 2]
+print("ran", installed)
+"""
+
+
+def test_transformers_and_the_compiler_work_after_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ran" in done.stdout
