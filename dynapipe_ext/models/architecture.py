@@ -13,6 +13,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "relative"]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 MOST = 1 << 31  # of any size: far above every model, and small enough for products of them
+_MOST_LAYERS = 10_000
 _DTYPES = ("float32", "bfloat16", "float16")
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
@@ -78,6 +79,9 @@ class Architecture:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
                 raise ConfigError(f"{name} is {short(value)} but must be an integer of 1 to {MOST:,}")
+        for name in ("num_layers", "num_decoder_layers", "num_experts"):
+            if not 0 <= getattr(self, name) <= _MOST_LAYERS:
+                raise ConfigError(f"{name} is {short(getattr(self, name))} but must be at most {_MOST_LAYERS:,}")
         if self.num_heads % self.num_query_groups:
             raise ConfigError(
                 f"num_heads {self.num_heads} must be a multiple of num_query_groups {self.num_query_groups}"

@@ -192,8 +192,8 @@ def test_memory_holds_one_group_of_tensors_and_not_the_model_in_any_direction(tm
     large_model(tmp_path / "model", architecture)
     # Far less than 300 MB, so that a model of this size shows whether more than a group is held. Megatron's metadata
     # are written with torch.distributed.checkpoint, which is 50 MB when imported.
-    allowed = 1.3 * largest_group_bytes(architecture) + 110 * MB
-    assert total_bytes(architecture) > 2.5 * allowed
+    allowed = 1.3 * largest_group_bytes(architecture) + 170 * MB
+    assert total_bytes(architecture) > 1.6 * allowed
     steps = [
         ("model", "megatron", ("--tp", "2", "--pp", "2")),
         ("megatron", "megatron-legacy", ("--tp", "1", "--pp", "5")),
@@ -214,3 +214,13 @@ def test_legacy_files_are_named_for_the_layers_that_will_load_them(origin: Path,
         here, there = tensors_in(origin), tensors_in(back)
         assert here.keys() == there.keys()
         assert all(torch.equal(here[name], there[name]) for name in here)
+
+
+def test_a_destination_inside_the_source_is_refused_through_links_too(
+    origin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to(origin)
+    for source, inside in ((tmp_path / "link", origin / "inside"), (origin, tmp_path / "link" / "inside")):
+        assert cli.main(["convert", str(source), str(inside), "--to", "megatron"]) == 2
+        assert "choose a DST outside the source" in capsys.readouterr().err
+        assert not (origin / "inside").exists()

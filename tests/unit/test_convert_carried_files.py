@@ -76,3 +76,12 @@ def test_files_are_carried_by_name_and_the_others_are_told(tmp_path: Path) -> No
     (tmp_path / "original").mkdir()
     assert [file.name for file in carried_files(tmp_path)] == sorted(carried)
     assert left_behind(tmp_path) == tuple(sorted([*others, "original/"]))
+
+
+def test_every_file_of_a_tokenizer_is_carried(tmp_path: Path) -> None:
+    names = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json"}
+    names |= {"chat_template.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json"}
+    for name in (*names, "notes.md"):
+        (tmp_path / name).write_text("{}")
+    assert {file.name for file in carried_files(tmp_path)} == names
+    assert left_behind(tmp_path) == ("notes.md",)

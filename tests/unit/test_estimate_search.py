@@ -10,6 +10,7 @@ import pytest
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.cluster import DEVICES, Cluster
+from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.presets import preset
 from dynapipe_ext.tools.estimate import Search, estimate, tokens_bounds
 from dynapipe_ext.tools.estimate_data import distribution_data, file_data
@@ -226,3 +227,22 @@ def test_of_options_that_are_as_fast_the_one_with_the_least_machinery_comes_firs
     fastest = max(answer.options, key=lambda option: option.tokens_per_s)
     assert first.tokens_per_s >= 0.95 * fastest.tokens_per_s
     assert any(option.strategy.offload != "none" for option in others)
+
+
+def test_no_option_is_faster_for_moving_its_optimizer_to_the_host() -> None:
+    """Where overheads count, both are as fast only if both may take a large batch."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 96, "vocab_size": 320, "max_position_embeddings": 64}
+    a = read_config({"model_type": "llama", **sizes})
+    q = Question(
+        architecture=a,
+        name="small",
+        cluster=Cluster.of(DEVICES["h100"], nodes=1, gpus_per_node=1, gpu_memory_gb=8.0),
+        data=distribution_data("uniform:60", a, 0),
+        limits=Limits(),
+    )
+    found = estimate(q, Search(tokens_per_batch=(1, 1 << 16)))
+    rates = {o.candidate.strategy.offload: o.tokens_per_s for o in reversed(found.options)}
+    assert len(rates) > 1
+    assert rates["none"] == max(rates.values())
+    assert found.options[0].candidate.strategy.offload == "none"

@@ -123,6 +123,7 @@ def test_published_models_have_their_published_sizes(name: str) -> None:
         ({"hidden_size": 0}, "hidden_size is 0"),
         ({"hidden_size": 10**200}, "hidden_size is"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_hidden_layers": 10_000_000}, "num_layers is 10000000 but must be at most 10,000"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"num_key_value_heads": 3}, "num_heads 4 must be a multiple of num_query_groups 3"),
         ({"hidden_act": "mish"}, "hidden_act is 'mish'"),

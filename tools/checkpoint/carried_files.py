@@ -16,7 +16,8 @@ from dynapipe_ext.tools.json_file import parse_json, write_atomic
 CONFIG = "config.json"
 _CARRIED = (
     CONFIG, "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
-    "merges.txt", "*.model", "*.tiktoken", "*.jinja", "*processor_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*",
+    "merges.txt", "*.model", "*.tiktoken", "tekken.json", "chat_template*", "*.jinja", "*processor_config.json",
+    "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
 _WEIGHTS = (
     "model.safetensors", "model-?????-of-?????.safetensors", "pytorch_model.bin", "pytorch_model-?????-of-?????.bin",

@@ -240,7 +240,7 @@ def _settle_configs(conversion: Conversion) -> None:
 def _refuse_places(source: Path, destination: Path) -> None:
     if os.path.lexists(destination):
         raise ConfigError(f"{destination} exists: choose another DST, or remove it")
-    if destination.is_relative_to(source):
+    if destination.resolve().is_relative_to(source.resolve()):
         raise ConfigError(f"{destination} lies inside {source}: choose a DST outside the source")
     if source.is_relative_to(_partial(destination)):
         raise ConfigError(f"{source} lies inside the unfinished {_partial(destination)}: choose another DST")
@@ -265,7 +265,9 @@ def _refuse_no_room(conversion: Conversion, journal: Journal) -> None:
 
 def _left_out(reader: CheckpointReader, pieces: Sequence[Piece], target: str) -> Iterator[str]:
     written = {kind for piece in pieces for _, kind in piece.groups}
-    left = [kind for kind in reader.kinds if kind not in written]
+    wide = all(str(reader.dtype(group, "weight")) == "torch.float32" for group in tensor_groups(reader.architecture))
+    copies = {"master"} if wide and "exp_avg" in written else set()  # what fp32 weights are themselves
+    left = [kind for kind in reader.kinds if kind not in written | copies]
     if left:
         yield f"optimizer state is not carried to {target}: {', '.join(left)} stay behind"
     if target == "hf" and reader.state is not None and reader.state.iteration:
