@@ -246,3 +246,11 @@ def test_a_folder_is_recognised_by_config_and_weights(tmp_path: Path) -> None:
     assert huggingface.recognises(source)
     (source / "config.json").unlink()
     assert not huggingface.recognises(source)
+
+
+def test_weights_that_are_there_twice_are_read_as_transformers_does_and_said(tmp_path: Path) -> None:
+    folder = saved(tiny("llama"), tmp_path / "model")
+    (folder / "pytorch_model.bin").write_bytes(b"of another day")
+    reader = huggingface.open_checkpoint(folder)
+    reader.check()
+    assert any("pytorch_model.bin is not read" in notice for notice in reader.notices)

@@ -38,7 +38,8 @@ from dynapipe_ext.tools.json_file import write_atomic
 SHARD_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
-_WEIGHT_FILES = (_INDEX, "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")  # first found wins
+# The first that is there counts, as in transformers.
+_WEIGHT_FILES = ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 _NOT_WEIGHTS = re.compile(
     r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"  # GPT-2's causal mask
     r"|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
@@ -81,6 +82,8 @@ class HuggingFaceReader:
         self.notices: tuple[str, ...] = ()
         if buffers:
             self.notices += (f"{len(buffers)} buffers are no weights and are left out: {_some(buffers)}",)
+        if unread := [name for name in _WEIGHT_FILES if (path / name).is_file()][1:]:
+            self.notices += (f"{path} has its weights more than once: {_some(unread)} is not read",)
         if others := left_behind(path):
             self.notices += (f"not carried from {path}: {_some(others)}",)
         # What the weights are stored as, whatever the configuration says of it.
@@ -94,16 +97,16 @@ class HuggingFaceReader:
         groups = tensor_groups(self.architecture)
         wanted = {info.name: info.shape for group in groups for info in group.tensors}
         faults = shape_faults(wanted, {name: tensor.shape for name, tensor in self._stored.items()})
+        advice = f"Correct {CONFIG}, or give the files that belong to the model"
         for group in groups:
             dtypes = {self._stored[info.name].dtype for info in group.tensors if info.name in self._stored}
             if len(dtypes) > 1 or not dtypes <= set(_FLOATS):
                 names = ", ".join(info.name for info in group.tensors)
                 stored = ", ".join(sorted(map(str, dtypes)))
                 faults.append(f"{names} stored as {stored}, not as one of float32, bfloat16 and float16")
+                advice = "Cast them to one of these types first"
         faults += [f"{copy} differs from {own}, which {CONFIG} ties to it" for copy, own in self._unequal_copies]
-        refuse_faults(
-            self.path, self._index_faults + faults, f"Correct {CONFIG}, or give the files that belong to the model"
-        )
+        refuse_faults(self.path, self._index_faults + faults, advice)
 
     def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype:
         return self._find(group.tensors[0].name).dtype
