@@ -11,7 +11,7 @@ import torch
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import tensor_groups
-from dynapipe_ext.tools.checkpoint import deepspeed_file
+from dynapipe_ext.tools.checkpoint import stored_tensor
 from dynapipe_ext.tools.checkpoint.deepspeed import DeepSpeedReader, open_checkpoint, recognises
 from dynapipe_ext.tools.checkpoint.deepspeed_contents import plain
 from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny, tiny_variant
@@ -128,8 +128,8 @@ def test_a_group_costs_its_own_bytes_and_opening_costs_none(
 ) -> None:
     folder = zero_files(tmp_path, tiny("llama", **SMALL), {"step": 1, "exp_avg": ..., "exp_avg_sq": ...})
     read: list[int] = []
-    fill = deepspeed_file._fill
-    monkeypatch.setattr(deepspeed_file, "_fill", lambda file, buffer: read.append(len(buffer)) or fill(file, buffer))
+    fill = stored_tensor._fill
+    monkeypatch.setattr(stored_tensor, "_fill", lambda file, buffer: read.append(len(buffer)) or fill(file, buffer))
     reader = open_checkpoint(folder)
     reader.check()
     assert read == []

@@ -19,7 +19,8 @@ from dynapipe_ext.tools.checkpoint import converter, megatron_dist, megatron_leg
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron_folder import iteration_folder
 from dynapipe_ext.tools.checkpoint.megatron_names import EMBEDDING, HEAD
-from dynapipe_ext.tools.checkpoint.megatron_pickle import Record, read_archive, read_plain_pickle
+from dynapipe_ext.tools.checkpoint.megatron_pickle import read_archive
+from dynapipe_ext.tools.checkpoint.torch_file import Record, read_pickle
 from tests.support.megatron_files import Published, convert, edited_metadata, edited_rank, published_in, rank_file
 
 
@@ -160,7 +161,7 @@ def test_nothing_that_a_file_names_is_run(published: Published, tmp_path: Path) 
     found = read_archive(Record(tmp_path / "common.pt"))
     assert found["args"].vocab_size == 3
     assert found["evil"].qualified == "posix.mkdir"
-    assert read_plain_pickle(tmp_path / ".metadata")["torch"] is torch.float32
+    assert read_pickle(tmp_path / ".metadata")["torch"] is torch.float32
     there = convert(published("llama"), tmp_path / "there", "megatron-legacy")
 
     def edit(state: dict[str, Any]) -> None:

@@ -23,10 +23,10 @@ from dynapipe_ext.tools.checkpoint.megatron_archive import ArchiveWriter, Planne
 from dynapipe_ext.tools.checkpoint.megatron_dist import Chunk, Stored, _unflatten
 from dynapipe_ext.tools.checkpoint.megatron_dist_names import Key
 from dynapipe_ext.tools.checkpoint.megatron_names import EMBEDDING, MegatronTensor
-from dynapipe_ext.tools.checkpoint.megatron_pickle import Record
 from dynapipe_ext.tools.checkpoint.megatron_shards import Box, Layout, Part, assemble, blocks
 from dynapipe_ext.tools.checkpoint.megatron_state import param_groups
 from dynapipe_ext.tools.checkpoint.stored_tensor import StoredTensor, byte_chunks
+from dynapipe_ext.tools.checkpoint.torch_file import Record
 from tests.support.checkpoints import VARIANTS, VOCAB, differences, tensors_in
 from tests.support.megatron_files import Published, convert, edited_metadata, edited_rank, published_in, rank_file
 

@@ -110,7 +110,7 @@ def tensors(tree: Mapping[Any, Any], where: Path) -> dict[str, SplitTensor]:
 
 
 def plain(value: Any) -> Any:
-    """`value` with tensors of one number as that number, tuples and mappings as themselves; `Opaque` as None.
+    """`value` with tensors of one number as that number, tuples and mappings as themselves; others as None.
 
     What holds itself, or nests deeper than anything that is saved in earnest, is None too.
     """

@@ -24,10 +24,11 @@ from dynapipe_ext.tools.checkpoint.megatron_dist_names import Key, extra_state, 
 from dynapipe_ext.tools.checkpoint.megatron_dist_writer import MegatronDistWriter as MegatronDistWriter
 from dynapipe_ext.tools.checkpoint.megatron_folder import carried, iteration_folder, read_architecture
 from dynapipe_ext.tools.checkpoint.megatron_names import EMBEDDING, MegatronTensor, from_megatron, megatron_tensors
-from dynapipe_ext.tools.checkpoint.megatron_pickle import Record, read_archive, read_plain_pickle, read_tensor_record
+from dynapipe_ext.tools.checkpoint.megatron_pickle import read_archive, read_tensor_record
 from dynapipe_ext.tools.checkpoint.megatron_shards import Box, assemble, inner
 from dynapipe_ext.tools.checkpoint.megatron_state import read_contents
 from dynapipe_ext.tools.checkpoint.stored_tensor import StoredTensor, refuse_faults
+from dynapipe_ext.tools.checkpoint.torch_file import Record, read_pickle
 
 METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
 _STATE_KEYS: dict[str, StateKind] = {
@@ -279,7 +280,7 @@ def _refuse_backend(folder: Path) -> None:
 def _read_metadata(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     """The tensors by key, and the keys of other objects. Errors: DataError."""
     path = folder / METADATA
-    metadata = read_plain_pickle(path)
+    metadata = read_pickle(path)
     tensors: dict[str, Stored] = {}
     objects: list[str] = []
     try:

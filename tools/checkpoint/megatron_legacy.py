@@ -29,10 +29,11 @@ from dynapipe_ext.tools.checkpoint.megatron_names import (
     megatron_tensors,
     tied_head_name,
 )
-from dynapipe_ext.tools.checkpoint.megatron_pickle import Record, read_archive, scalar
+from dynapipe_ext.tools.checkpoint.megatron_pickle import read_archive, scalar
 from dynapipe_ext.tools.checkpoint.megatron_shards import Box, Layout, assemble, rows_of
 from dynapipe_ext.tools.checkpoint.megatron_state import read_contents
 from dynapipe_ext.tools.checkpoint.stored_tensor import StoredTensor, refuse_faults
+from dynapipe_ext.tools.checkpoint.torch_file import Record
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")

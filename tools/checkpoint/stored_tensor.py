@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import math
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dynapipe_ext.errors import DataError
 
 _CHUNK_BYTES = 1 << 24
+
+
+def refuse_state(_made: object, _state: object) -> None:
+    """As `__setstate__`: a pickle cannot change what stands for its tensors. Errors: UnpicklingError."""
+    raise pickle.UnpicklingError("it changes what it made, as torch.save never does")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +34,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     offset: int
     stride: tuple[int, ...] = ()
+
+    __setstate__ = refuse_state
 
     @property
     def size(self) -> int:
@@ -73,23 +82,24 @@ class StoredTensor:
             return True
         return all(bytes(one) == bytes(two) for one, two in zip(self.chunks(), other.chunks(), strict=True))
 
-    def _values(self, start: int, count: int) -> torch.Tensor:
-        data = torch.empty(count * self.dtype.itemsize, dtype=torch.uint8)
-        view = memoryview(data.numpy())  # type: ignore[arg-type]  # numpy's stubs for 3.11 know no Buffer
+    def fill(self, buffer: memoryview, start: int = 0) -> None:
+        """The bytes of the stored values from `start` on, as many as `buffer` holds. Errors: as `read`."""
         try:
             with _open(self.path) as file:
                 file.seek(self.offset + start * self.dtype.itemsize)
-                while view:
-                    num_read = file.readinto(view)
-                    if not num_read:
-                        raise self._short(len(view))
-                    view = view[num_read:]
+                num_read = _fill(file, buffer)
         except OSError as error:
             raise DataError(f"{self.path} cannot be read ({error.strerror}): check the disk") from error
+        if num_read < len(buffer):
+            raise self._short(len(buffer) - num_read)
+
+    def _values(self, start: int, count: int) -> torch.Tensor:
+        data = torch.empty(count * self.dtype.itemsize, dtype=torch.uint8)
+        self.fill(memoryview(data.numpy()), start)  # type: ignore[arg-type]  # numpy's stubs for 3.11 know no Buffer
         return data.view(self.dtype)
 
     def _short(self, num_bytes: int) -> DataError:
-        return DataError(f"{self.path} ends {num_bytes:,} bytes too early: copy it again, it was cut")
+        return DataError(f"{self.path} ends {num_bytes:,} bytes early: it was changed or cut short; copy it again")
 
 
 def _open(path: Path):  # type: ignore[no-untyped-def]  # FileIO, whose readinto takes any buffer
@@ -97,6 +107,16 @@ def _open(path: Path):  # type: ignore[no-untyped-def]  # FileIO, whose readinto
         return open(path, "rb", buffering=0)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): check the file and its rights") from error
+
+
+def _fill(file: Any, buffer: memoryview) -> int:
+    done = 0
+    while done < len(buffer):
+        count = file.readinto(buffer[done:])
+        if not count:
+            break
+        done += count
+    return done
 
 
 def byte_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
