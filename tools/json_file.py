@@ -43,8 +43,17 @@ def parse_json(text: str, where: str, wanted: str) -> Any:
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Replace a file by `text` in one step, creating its folder. DataError where the place cannot be written."""
+    """Replace a file by `text` in one step, creating its folder; what is no file, /dev/null say, is written to.
+
+    Errors: DataError where the place cannot be written.
+    """
     target = Path(path)
+    if target.exists() and not target.is_file() and not target.is_dir():
+        try:
+            target.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"{target} cannot be written ({error.strerror}): choose another file") from error
+        return
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
