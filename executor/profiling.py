@@ -105,7 +105,7 @@ class LayerProfiler:
 
     def agree(self, answer: bool) -> bool:
         """True where all ranks say so."""
-        return self._ranks.tp == 1 or not self._agreed([float(not answer)])[0]
+        return answer if self._ranks.tp == 1 else not self._agreed([float(not answer)])[0]
 
     def _agreed(self, numbers: list[float]) -> list[float]:
         shared = torch.tensor(numbers, dtype=torch.float64, device=self._device)
@@ -226,9 +226,11 @@ class LayerProfiler:
         """Medians over repetitions, as many as fit into the time for one; the first is a warm-up."""
         runs: list[tuple[float, ...]] = []
         spent_s = 0.0
-        while len(runs) < 1 + _LEAST_REPEATS or (
-            len(runs) <= _MOST_REPEATS and self.agree(spent_s < self._seconds_each)
-        ):
+        while True:
+            done, room_s = len(runs) - 1, self._seconds_each - spent_s
+            wanted = done < 1 or (done < _LEAST_REPEATS and room_s > -3 * self._seconds_each)
+            if not self.agree(wanted or (done < _MOST_REPEATS and room_s > 0)):
+                break
             number, x_SBH = self._start(stage, micro_batch, count_bytes=False)
             runs.append(self._forward_backward(stage, number, x_SBH, split=split))
             spent_s += sum(runs[-1])

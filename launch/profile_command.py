@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights (the model's)")
     parser.add_argument("--min-len", type=int, metavar="N", help="shortest row (16)")
     parser.add_argument("--max-len", type=int, metavar="N", help=f"longest row (the model's, up to {_MOST_LEN})")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most rows x length (8 x the longest row)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most rows x length (4 x the longest row)")
     parser.add_argument("--recompute", choices=RECOMPUTES, nargs="+", default=RECOMPUTES, help="kinds to measure (all)")
     parser.add_argument("--error-target", type=float, default=0.05, metavar="E", help="mean error of times (0.05)")
     parser.add_argument("--max-shapes", type=int, default=24, metavar="N", help="most shapes to measure (24)")
@@ -230,7 +230,7 @@ def _range(args: argparse.Namespace, shape: ModelShape, multiple: int) -> Profil
     return ProfileRange(
         min_len=args.min_len or round_up(min(16, longest), multiple),
         max_len=longest,
-        max_tokens=args.max_tokens or 8 * longest,
+        max_tokens=args.max_tokens or 4 * longest,
         multiple=multiple,
         recomputes=tuple(r for r in RECOMPUTES if r in args.recompute),
     )

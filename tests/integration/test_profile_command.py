@@ -15,10 +15,14 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
+from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.executor import profiling
 from dynapipe_ext.launch.cli import main
+from dynapipe_ext.launch.job import model_shape
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 
@@ -112,6 +116,13 @@ def test_a_model_of_a_family_is_measured_as_it_is(tmp_path: Path) -> None:
     attention = 32 * (64 + 2 * 32) + 64 * 32 + 2 * 32
     assert table.parameter_bytes["encoder"] == 4 * (attention + 3 * 32 * 48 + 2 * 32)
     table.evaluate([MicroBatch((SampleLength(0, 64),), recompute="full")])
+
+
+def test_one_rank_agrees_with_itself() -> None:
+    shape = model_shape(TrainConfig(), 200)
+    alone = profiling.Ranks(rank=0, tp=1, init_method="", sequence_parallel=False)
+    profiler = profiling.LayerProfiler(shape, dtype="float32", device=torch.device("cpu"), ranks=alone)
+    assert (profiler.agree(True), profiler.agree(False)) == (True, False)
 
 
 class _Stub:

@@ -1,6 +1,6 @@
 """How well a table of few measured shapes tells shapes that it has not seen, on this machine.
 
-    python tests/bench/profile.py [--shapes 24] [--held-out 12] [--output results/profile.json]
+    python tests/bench/profiled.py [--shapes 24] [--held-out 12] [--output results/profiled.json]
 
 Models of the training settings and of a family; padded shapes with every kind of recomputation, and packed rows. Times
 are CPU seconds on a CPU: run it on a quiet machine all the same, for caches are shared.
@@ -50,7 +50,7 @@ def measured(settings: str, *, shapes: int, held_out: int) -> dict[str, Any]:
         kept = os.dup(1)
         os.dup2(write, 1)  # ranks are forked: they write to the file descriptor
         try:
-            words = ["--max-shapes", str(shapes), "--held-out", str(held_out), "--json"]
+            words = ["--max-tokens", "2048", "--max-shapes", str(shapes), "--held-out", str(held_out), "--json"]
             status = dynapipe(["profile", "--config", str(config), "--out", str(Path(folder) / "costs.json"), *words])
         finally:
             os.dup2(kept, 1)
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--shapes", type=int, default=24, help="most shapes to measure")
     parser.add_argument("--held-out", type=int, default=12, help="shapes that tell the error, padded and packed each")
     parser.add_argument("--machine", default="", help="what to call this machine")
-    parser.add_argument("--output", type=Path, default=RESULTS / "profile.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "profiled.json")
     args = parser.parse_args()
     found = {}
     for name, settings in _MODELS.items():
