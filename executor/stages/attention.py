@@ -83,13 +83,25 @@ class DocumentAttention(torch.nn.Module):
         return torch.cat(outputs).reshape(query.shape[0], -1)
 
     def _sdpa(self, q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor) -> torch.Tensor:
-        groups = q_BHSD.shape[1] // k_BHSD.shape[1]
+        return self._attend(q_BHSD, k_BHSD, v_BHSD, is_causal=True)
+
+    def _attend(
+        self,
+        q_BHSD: torch.Tensor,
+        k_BHTD: torch.Tensor,
+        v_BHTD: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        """softmax(QK^T scale + mask)V with dropout; `mask` as torch's function takes it."""
+        groups = q_BHSD.shape[1] // k_BHTD.shape[1]
         if groups > 1:
-            k_BHSD, v_BHSD = (x.repeat_interleave(groups, dim=1) for x in (k_BHSD, v_BHSD))
+            k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BHTD, v_BHTD))
         dropout = self.dropout if self.training else 0.0
         with self.dropout_generator() if dropout else nullcontext():
             return F.scaled_dot_product_attention(
-                q_BHSD, k_BHSD, v_BHSD, is_causal=True, dropout_p=dropout, scale=self.scale
+                q_BHSD, k_BHTD, v_BHTD, attn_mask=mask, is_causal=is_causal, dropout_p=dropout, scale=self.scale
             )
 
     def dropout_generator(self) -> AbstractContextManager[Any]:

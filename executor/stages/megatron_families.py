@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -153,26 +152,8 @@ class WindowAttention(CoreAttention):
             back = queries[:, None] - torch.arange(first, end, device=q_BHSD.device)
             seen = (back >= 0) & (back < self.window)
             k_block, v_block = k_BHSD[:, :, first:end], v_BHSD[:, :, first:end]
-            blocks.append(masked_attention(self, q_BHSD[:, :, start:end], k_block, v_block, seen))
+            blocks.append(self._attend(q_BHSD[:, :, start:end], k_block, v_block, mask=seen))
         return torch.cat(blocks, dim=2)
-
-
-def masked_attention(
-    attention: CoreAttention,
-    q_BHSD: torch.Tensor,
-    k_BHTD: torch.Tensor,
-    v_BHTD: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> torch.Tensor:
-    """softmax(QK^T scale + mask)V with the scale and dropout of `attention`; `mask` as torch's function takes it."""
-    groups = q_BHSD.shape[1] // k_BHTD.shape[1]
-    if groups > 1:
-        k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BHTD, v_BHTD))
-    dropout = attention.dropout if attention.training else 0.0
-    with attention.dropout_generator() if dropout else nullcontext():
-        return F.scaled_dot_product_attention(
-            q_BHSD, k_BHTD, v_BHTD, attn_mask=mask, dropout_p=dropout, scale=attention.scale
-        )
 
 
 def _build_gpt(a: Architecture, topology: Topology, pp_rank: int, config: Any, vocab_size: int) -> torch.nn.Module:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.executor.stages.megatron_families import masked_attention
 from dynapipe_ext.executor.stages.megatron_model import CoreAttention, Norm
 from dynapipe_ext.models.architecture import Architecture
 
@@ -37,9 +36,8 @@ class BiasedAttention(CoreAttention):
                 "T5's relative positions are counted within rows: give padded micro-batches, not packed ones"
             )
         q_BHSD, k_BHTD, v_BHTD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out_BHSD = masked_attention(
-            self, q_BHSD, k_BHTD, v_BHTD, self._added(q_BHSD, k_BHTD, attention_mask, attention_bias)
-        )
+        added = self._added(q_BHSD, k_BHTD, attention_mask, attention_bias)
+        out_BHSD = self._attend(q_BHSD, k_BHTD, v_BHTD, mask=added)
         return out_BHSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
     def _added(
