@@ -26,8 +26,8 @@ from dynapipe_ext.data.preprocessing.ray_workers import RayWorkers
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, Workers, usable_cores
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.env import child_environment
+from dynapipe_ext.tools.console import show as print_facts
 
-_PIPE_COLUMNS = 140
 _ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # one core a worker
 
 _EPILOG = """examples:
@@ -307,10 +307,7 @@ def _report(args: argparse.Namespace, facts: dict[str, Any]) -> None:
         json.dump(facts, sys.stdout, indent=1)
         print()
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
-    table = Table(show_header=False, box=box.ROUNDED if console.is_terminal else None)
+    table = Table(show_header=False, box=box.ROUNDED)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
@@ -321,4 +318,4 @@ def _report(args: argparse.Namespace, facts: dict[str, Any]) -> None:
         elif isinstance(value, bool):
             value = "yes" if value else "no"
         table.add_row(name.replace("_", " "), "none" if value is None else str(value))
-    console.print(table)
+    print_facts(table)
