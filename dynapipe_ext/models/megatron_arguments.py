@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
@@ -209,8 +208,8 @@ def _window(a: _Arguments) -> int:
 
 
 def write_arguments(architecture: Architecture) -> dict[str, Any]:
-    """What Megatron-LM needs to build the same model, by its names: with `unsaid` empty, `read_arguments` gives the
-    architecture back but for its family where two have the same layers.
+    """What Megatron-LM needs to build the same model, by its names. They cannot say all of it (linear RoPE scaling, T5's
+    scaled output, biases in some projections, other activation functions): checkpoints carry config.json for that.
     """
     a = architecture
     arguments: dict[str, Any] = {
@@ -251,12 +250,3 @@ def write_arguments(architecture: Architecture) -> dict[str, Any]:
             "moe_ffn_hidden_size": a.ffn_hidden_size,
         }
     return arguments | {flag: a.dtype == dtype for dtype, flag in _DTYPES.items()}
-
-
-def unsaid(architecture: Architecture) -> tuple[str, ...]:
-    """Fields of an architecture that Megatron's arguments cannot say: a checkpoint needs its config.json for them."""
-    try:
-        back = replace(read_arguments(write_arguments(architecture)), family=architecture.family)
-    except ConfigError:
-        return tuple(f.name for f in fields(Architecture))
-    return tuple(f.name for f in fields(Architecture) if getattr(back, f.name) != getattr(architecture, f.name))

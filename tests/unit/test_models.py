@@ -9,7 +9,7 @@ import pytest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, RopeScaling
 from dynapipe_ext.models.huggingface import read_config, write_config
-from dynapipe_ext.models.megatron_arguments import read_arguments, unsaid, write_arguments
+from dynapipe_ext.models.megatron_arguments import read_arguments, write_arguments
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
 
 torch = pytest.importorskip("torch")
@@ -210,16 +210,6 @@ _ROPE = _MEGATRON | {"position_embedding_type": "rope", "normalization": "RMSNor
 def test_arguments_of_another_model_are_refused_by_name(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_arguments(arguments)
-
-
-def test_what_arguments_cannot_say_is_told() -> None:
-    plain = read_config({"model_type": "llama"} | _SMALL)
-    assert unsaid(plain) == ()
-    linear = {"rope_type": "linear", "factor": 2.0}
-    assert unsaid(read_config({"model_type": "llama", "rope_scaling": linear} | _SMALL)) == ("rope_scaling",)
-    assert unsaid(read_config({"model_type": "llama", "attention_bias": True} | _SMALL)) == ("attention_output_bias",)
-    assert unsaid(read_config({"model_type": "t5"})) == ("scaled_output",)
-    assert "activation" in unsaid(read_config({"model_type": "llama", "hidden_act": "gelu"} | _SMALL))
 
 
 def test_arguments_of_no_family_are_refused() -> None:
