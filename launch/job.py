@@ -111,8 +111,8 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
     folder that `dynapipe preprocess` wrote.
     """
     data, folder = config.data, data_folder(config)
-    if data.path and is_prepared(data.path):
-        return open_prepared(data.path, max_seq_len=config.model.max_seq_len)
+    if data.path and folder == Path(data.path):
+        return open_prepared(folder, max_seq_len=config.model.max_seq_len)
     if data.path:
         path = Path(data.path)
         fingerprint = fingerprint_of_source(path)
