@@ -208,8 +208,8 @@ def _window(a: _Arguments) -> int:
 
 
 def write_arguments(architecture: Architecture) -> dict[str, Any]:
-    """What Megatron-LM needs to build the same model, by its names. They cannot say all of it (linear RoPE scaling, T5's
-    scaled output, biases in some projections, other activation functions): checkpoints carry config.json for that.
+    """What Megatron-LM needs to build the same model, by its names. They cannot say all of it (linear RoPE scaling,
+    T5's scaled output, biases in some projections, other activation functions): checkpoints carry config.json for it.
     """
     a = architecture
     arguments: dict[str, Any] = {
