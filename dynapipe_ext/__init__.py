@@ -6,8 +6,9 @@ module that defines it.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dynapipe_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dynapipe_ext.activations import ActivationFormat
@@ -61,12 +62,4 @@ __all__ = [
     "TorchStage",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

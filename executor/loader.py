@@ -20,10 +20,10 @@ import numpy.typing as npt
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.collate import collate, document_lengths
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.course import BatchRule, Order, Place, digest, following_epoch, order_of
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.plan_channel import PlanChannel
-from dynapipe_ext.executor.plan_source import InlinePlanSource, Planner, Plans, PlanSource, execution_plans, timed
+from dynapipe_ext.executor.plans.channel import PlanChannel
+from dynapipe_ext.executor.plans.course import BatchRule, Order, Place, digest, following_epoch, order_of
+from dynapipe_ext.executor.plans.source import InlinePlanSource, Planner, Plans, PlanSource, execution_plans, timed
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.lengths import as_length_array, sample_lengths

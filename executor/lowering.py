@@ -36,8 +36,8 @@ from dynapipe_ext.executor.instructions import (
 )
 from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.filling import filling_makespan_ns, with_room_to_fill
-from dynapipe_ext.schedules.simulate import simulate_ns
+from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
+from dynapipe_ext.schedules.judge.simulate import simulate_ns
 from dynapipe_ext.schedules.step_plan import StepPlan
 
 SENDS_IN_FLIGHT = 2

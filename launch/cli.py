@@ -29,31 +29,37 @@ class Subcommand:
 
 SUBCOMMANDS = (
     Subcommand(
-        "estimate", "dynapipe_ext.launch.estimate_command", "say what a model needs on a cluster, and how to train it"
+        "estimate", "dynapipe_ext.launch.commands.estimate", "say what a model needs on a cluster, and how to train it"
     ),
-    Subcommand("train", "dynapipe_ext.launch.train_command", "train a model on ranks of this machine, with a report"),
-    Subcommand("plan", "dynapipe_ext.launch.plan_command", "show the plan of a lengths file without training"),
-    Subcommand("check-plan", "dynapipe_ext.launch.check_command", "prove a plan's file, its bounds and its peaks"),
+    Subcommand("train", "dynapipe_ext.launch.commands.train", "train a model on ranks of this machine, with a report"),
+    Subcommand("plan", "dynapipe_ext.launch.commands.plan", "show the plan of a lengths file without training"),
     Subcommand(
-        "show-schedule", "dynapipe_ext.launch.schedule_command", "draw a published schedule, or one from a file or plan"
+        "check-plan", "dynapipe_ext.launch.commands.check_plan", "prove a plan's file, its bounds and its peaks"
+    ),
+    Subcommand(
+        "show-schedule",
+        "dynapipe_ext.launch.commands.show_schedule",
+        "draw a published schedule, or one from a file or plan",
     ),
     Subcommand(
         "preprocess",
-        "dynapipe_ext.launch.preprocess_command",
+        "dynapipe_ext.launch.commands.preprocess",
         "tokenize a corpus to a dataset or to .bin/.idx",
     ),
     Subcommand(
         "convert",
-        "dynapipe_ext.launch.convert_command",
+        "dynapipe_ext.launch.commands.convert",
         "convert a checkpoint between Hugging Face, Megatron, DeepSpeed and Meta",
     ),
-    Subcommand("profile", "dynapipe_ext.launch.profile_command", "measure a model here and write a cost table"),
-    Subcommand("flops", "dynapipe_ext.launch.flops_command", "count FLOPs, MFU and HFU of a run, a log or a step"),
-    Subcommand("collect-memory", "dynapipe_ext.launch.collect_memory_command", "measure peaks of inference batches"),
+    Subcommand("profile", "dynapipe_ext.launch.commands.profile_model", "measure a model here and write a cost table"),
+    Subcommand("flops", "dynapipe_ext.launch.commands.flops", "count FLOPs, MFU and HFU of a run, a log or a step"),
+    Subcommand("collect-memory", "dynapipe_ext.launch.commands.collect_memory", "measure peaks of inference batches"),
     Subcommand(
-        "train-memory-model", "dynapipe_ext.launch.train_memory_model_command", "learn batch sizes from measured peaks"
+        "train-memory-model", "dynapipe_ext.launch.commands.train_memory_model", "learn batch sizes from measured peaks"
     ),
-    Subcommand("doctor", "dynapipe_ext.launch.doctor", "show what is installed and whether a run can start here"),
+    Subcommand(
+        "doctor", "dynapipe_ext.launch.commands.doctor", "show what is installed and whether a run can start here"
+    ),
 )
 
 # What to install for an import that failed, by the name that was imported.

@@ -25,8 +25,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError
+from dynapipe_ext.executor.parent_death import before_exec, end_with_parent, supervising_pid
 from dynapipe_ext.launch.env import RankEnv, child_environment, use_loopback
-from dynapipe_ext.launch.parent_death import before_exec, end_with_parent, supervising_pid
 from dynapipe_ext.launch.scratch import ScratchDirectory
 from dynapipe_ext.launch.signals import ENDING, ending_signals_blocked, ending_signals_raise
 

@@ -19,18 +19,25 @@ from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.launch.job import Variant, make_planner, topology_of
-from dynapipe_ext.launch.rank import RankFigures, StepFigures
+from dynapipe_ext.launch.training_loop import RankFigures, StepFigures
 from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.models.flops import Work
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.filling import simulate_filling, with_room_to_fill
-from dynapipe_ext.schedules.memory import held_bytes
-from dynapipe_ext.schedules.simulate import simulate
+from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
+from dynapipe_ext.schedules.judge.memory import held_bytes
+from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.timeline import Span, Trace, merge
-from dynapipe_ext.tools.loss_curve import write_loss_png
-from dynapipe_ext.tools.report import RunReport, RunResult, StoreInfo, compare_table, shared_cores_note, summary_table
-from dynapipe_ext.tools.show_trace import TraceRecord, write_chrome_trace, write_trace_file, write_trace_html
+from dynapipe_ext.tools.account.report import (
+    RunReport,
+    RunResult,
+    StoreInfo,
+    compare_table,
+    shared_cores_note,
+    summary_table,
+)
+from dynapipe_ext.tools.show.loss_curve import write_loss_png
+from dynapipe_ext.tools.show.timeline import TraceRecord, write_chrome_trace, write_trace_file, write_trace_html
 from dynapipe_ext.topology import Topology
 
 _STRICT_NOTE = (

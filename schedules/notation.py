@@ -8,8 +8,8 @@ from typing import Any
 from dynapipe_ext.errors import DynaPipeError, PlanError, short
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.schedules.validate import validate
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.topology import Topology
 

@@ -23,17 +23,17 @@ from dynapipe_ext.plan import (
     ReplicaPlan,
     check_cover,
 )
-from dynapipe_ext.planning.equal import check_enough
 from dynapipe_ext.schedules.actions import PipelineSchedule, linear_schedule
-from dynapipe_ext.schedules.bounds import replica_bounds
-from dynapipe_ext.schedules.certificate import certify
-from dynapipe_ext.schedules.memory import peak_bytes
-from dynapipe_ext.schedules.optimizer import Settings, optimize_best
-from dynapipe_ext.schedules.proposals import Proposal, Proposals, Replicas
-from dynapipe_ext.schedules.published import published_schedule
-from dynapipe_ext.schedules.simulate import simulate
+from dynapipe_ext.schedules.judge.bounds import replica_bounds
+from dynapipe_ext.schedules.judge.certificate import certify
+from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.simulate import simulate
+from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
+from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
-from dynapipe_ext.schedules.validate import validate
+from dynapipe_ext.schedules.tables.published import published_schedule
+from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
 
 Schedules = tuple[PipelineSchedule, ...]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dynapipe_ext.plan import GlobalBatchPlan
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.certificate import Certificate
+from dynapipe_ext.schedules.judge.certificate import Certificate
 from dynapipe_ext.timeline import Trace
 
 

@@ -1,6 +1,6 @@
 // One replica's micro-batches in injection order, and the dispatch rules that order their actions.
 //
-// Twin: schedules/dispatch.py. Both must make the same choices in the same order: plans have the same bytes with either.
+// Twin: schedules/search/dispatch.py. Both must make the same choices in the same order: plans have the same bytes with either.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // Joint search: where the ordered items are cut into micro-batches, which replica runs each, in what order, recomputing
 // what, dispatched by which rule.
 //
-// Twin: schedules/search.py.
+// Twin: schedules/search/joint.py.
 #pragma once
 
 #include <utility>

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.executor.accumulator import GradientAccumulator, PlainAccumulator
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
+from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.split_linear import (
     DeferredGradients,
     Work,

@@ -23,9 +23,9 @@ from contenders import provenance
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.presets import preset
-from dynapipe_ext.tools.estimate import Search, estimate
-from dynapipe_ext.tools.estimate_data import distribution_data
-from dynapipe_ext.tools.estimate_options import Limits, Question, RecomputeChoice
+from dynapipe_ext.tools.estimate.lengths import distribution_data
+from dynapipe_ext.tools.estimate.options import Limits, Question, RecomputeChoice
+from dynapipe_ext.tools.estimate.ranking import Search, estimate
 
 RESULTS = Path(__file__).parent / "results"
 _FIRST_SEED = 3000

@@ -37,12 +37,12 @@ from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.plan import Layout
-from dynapipe_ext.planning.balance import assign_replicas
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.splits.balance import assign_replicas
 from dynapipe_ext.tools.json_file import read_json
-from dynapipe_ext.tools.show_plan import write_plan
+from dynapipe_ext.tools.show.plan import write_plan
 from dynapipe_ext.topology import Topology
 
 RESULTS = Path(__file__).parent / "results"

@@ -32,8 +32,8 @@ from contenders import (
 )
 
 from dynapipe_ext.errors import DataError, DynaPipeError, PlanError
+from dynapipe_ext.tools.account.report import RunReport, RunResult
 from dynapipe_ext.tools.json_file import read_json
-from dynapipe_ext.tools.report import RunReport, RunResult
 
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 RESULTS = Path(__file__).parent / "results"

@@ -40,9 +40,9 @@ from typing import Any
 import numpy as np
 
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.data.epoch_plan import EpochPlan, Last, Objective, measure
-from dynapipe_ext.data.samplers import DistributedTokenBatchSampler
-from dynapipe_ext.planning.balance import karmarkar_karp
+from dynapipe_ext.sampling.epoch_plan import EpochPlan, Last, Objective, measure
+from dynapipe_ext.sampling.samplers import DistributedTokenBatchSampler
+from dynapipe_ext.splits.balance import karmarkar_karp
 
 Bins = list[list[int]]  # step x ranks + rank -> samples
 Rule = Callable[[IntArray, int, int], Bins]

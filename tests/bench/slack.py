@@ -29,10 +29,10 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.verify import verify
+from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.judge.slack import Noise, measure_slack, noisy_costs, readiness_first
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.slack import Noise, measure_slack, noisy_costs, readiness_first
 from dynapipe_ext.schedules.step_plan import StepPlan
 
 RESULT = Path(__file__).parent / "results" / "slack.json"

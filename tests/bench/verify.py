@@ -17,13 +17,13 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.instructions import Instruction
 from dynapipe_ext.executor.lowering import lower_schedule
-from dynapipe_ext.executor.verify import verify
-from dynapipe_ext.executor.verify_collectives import verify_step, with_collectives
+from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proof.step import verify_step, with_collectives
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.simulate import simulate_ns
+from dynapipe_ext.schedules.judge.simulate import simulate_ns
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 
 CASES = [(4, 16, False), (8, 64, False), (8, 64, True)]  # pipeline ranks, micro-batches, split backward
 

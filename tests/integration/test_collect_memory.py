@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from dynapipe_ext.data.inference import build_dynamic_batch_dataloader, generate, generate_batches
-from dynapipe_ext.data.inference_batches import GenerationMemory
-from dynapipe_ext.data.memory_model import LearnedMemory
-from dynapipe_ext.data.memory_profiling import load_model, measured_on, profiled_peak
-from dynapipe_ext.data.memory_records import read_records
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.launch import cli, collect_memory_command
+from dynapipe_ext.inference.batches import GenerationMemory
+from dynapipe_ext.inference.loader import build_dynamic_batch_dataloader, generate, generate_batches
+from dynapipe_ext.inference.memory_model import LearnedMemory
+from dynapipe_ext.inference.memory_profiling import load_model, measured_on, profiled_peak
+from dynapipe_ext.inference.memory_records import read_records
+from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.cli import Subcommand
+from dynapipe_ext.launch.commands import collect_memory as collect_memory_command
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
@@ -34,8 +35,8 @@ SETTINGS += ("--max-tokens", "640", "--batches", "90")
 def commands(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {one.name for one in cli.SUBCOMMANDS}
     mine = (
-        Subcommand("collect-memory", "dynapipe_ext.launch.collect_memory_command", ""),
-        Subcommand("train-memory-model", "dynapipe_ext.launch.train_memory_model_command", ""),
+        Subcommand("collect-memory", "dynapipe_ext.launch.commands.collect_memory", ""),
+        Subcommand("train-memory-model", "dynapipe_ext.launch.commands.train_memory_model", ""),
     )
     monkeypatch.setattr(cli, "SUBCOMMANDS", cli.SUBCOMMANDS + tuple(one for one in mine if one.name not in known))
 

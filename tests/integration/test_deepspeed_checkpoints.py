@@ -18,7 +18,7 @@ import transformers
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.converter import convert, prepare
-from dynapipe_ext.tools.checkpoint.deepspeed import DeepSpeedReader, open_checkpoint, recognises
+from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint, recognises
 from dynapipe_ext.tools.checkpoint.formats import StateKind, WriterOptions
 from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny, tiny_variant
 from tests.support.deepspeed_ranks import (

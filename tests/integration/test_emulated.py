@@ -18,12 +18,12 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.plan_source import Plans, execution_plans
-from dynapipe_ext.executor.verify import verify
+from dynapipe_ext.executor.plans.source import Plans, execution_plans
+from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.schedules.judge.slack import Noise, noisy_costs
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.slack import Noise, noisy_costs
 from dynapipe_ext.topology import Topology
 
 pytestmark = pytest.mark.timeout(240)

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 
-from dynapipe_ext.launch import estimate_command
+from dynapipe_ext.launch.commands import estimate as estimate_command
 
 MODEL = {
     "model_type": "llama",

@@ -23,7 +23,7 @@ from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
-from dynapipe_ext.tools.checkpoint.megatron_names import (
+from dynapipe_ext.tools.checkpoint.megatron.names import (
     EMBEDDING,
     MegatronTensor,
     megatron_tensors,

@@ -16,7 +16,7 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.transport.watched import WatchedTransport
-from dynapipe_ext.launch import rank
+from dynapipe_ext.launch import training_loop as rank
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.job import Variant, analytic_costs, make_planner, model_shape, variants
 from dynapipe_ext.launch.redis_server import RedisServer

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dynapipe_ext.data.inference import (
+from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.inference.batches import PROMPT_TOKENS, GenerationMemory
+from dynapipe_ext.inference.loader import (
     GeneratedBatch,
     build_dynamic_batch_dataloader,
     generate,
     generate_batches,
     is_out_of_memory,
 )
-from dynapipe_ext.data.inference_batches import PROMPT_TOKENS, GenerationMemory
-from dynapipe_ext.errors import ConfigError, ExecutionError
 
 pytest.importorskip("transformers")
 

@@ -15,10 +15,12 @@ import torch
 
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.tensors import tensor_groups
-from dynapipe_ext.tools.checkpoint import converter, megatron_dist, megatron_legacy
+from dynapipe_ext.tools.checkpoint import converter
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, WriterOptions
-from dynapipe_ext.tools.checkpoint.megatron_names import megatron_tensors, to_megatron
-from dynapipe_ext.tools.checkpoint.megatron_state import RNG_NOTICE
+from dynapipe_ext.tools.checkpoint.megatron import dist as megatron_dist
+from dynapipe_ext.tools.checkpoint.megatron import legacy as megatron_legacy
+from dynapipe_ext.tools.checkpoint.megatron.names import megatron_tensors, to_megatron
+from dynapipe_ext.tools.checkpoint.megatron.state import RNG_NOTICE
 from dynapipe_ext.topology import Topology
 from tests.support.megatron_training import ITERATION, SAMPLES, STEPS, Case, Job, Local, Training, on_ranks, saving
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.executor.verify import verify
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import (

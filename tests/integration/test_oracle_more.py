@@ -19,17 +19,17 @@ from dynapipe_ext.costs.analytic import ModelShape
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads, wrap_ddp
 from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
 from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.executor.verify import verify
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import LossNorm, MicroBatch, check_cover
-from dynapipe_ext.planning.rules import fixed_rows
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.splits.rules import fixed_rows
 from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import CPU, costs_of, join, planned, tensors_of, worst_error
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.proof.step import verify_step, with_collectives
 from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.executor.verify_collectives import verify_step, with_collectives
 from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import Case, Model, Spans, build, join, samples_of, step_plan_of, tensors_of
 

@@ -17,11 +17,11 @@ import pytest
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError, StoreError
-from dynapipe_ext.executor import plan_source as plan_source_module
-from dynapipe_ext.executor.course import BatchRule, Place, course
-from dynapipe_ext.executor.plan_source import StorePlanSource, execution_plans, publish_failure
-from dynapipe_ext.executor.planner_pool import PlannerProcesses
-from dynapipe_ext.executor.planner_process import PlannerJob, describe_planner, publish_plans
+from dynapipe_ext.executor.plans import source as plan_source_module
+from dynapipe_ext.executor.plans.course import BatchRule, Place, course
+from dynapipe_ext.executor.plans.planner_pool import PlannerProcesses
+from dynapipe_ext.executor.plans.planner_process import PlannerJob, describe_planner, publish_plans
+from dynapipe_ext.executor.plans.source import StorePlanSource, execution_plans, publish_failure
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
@@ -142,7 +142,7 @@ def test_nothing_secret_stands_in_arguments_or_environment(store: RedisStore) ->
 
 
 def test_planning_processes_do_not_import_torch() -> None:
-    modules = "dynapipe_ext.executor.planner_process, dynapipe_ext.schedules.planner"
+    modules = "dynapipe_ext.executor.plans.planner_process, dynapipe_ext.schedules.planner"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
@@ -226,8 +226,8 @@ def test_planners_end_with_their_owner_and_leave_no_file(
     np.save(tmp_path / "lengths.npy", LENGTHS)
     owner_code = (
         "import sys, numpy as np, time\n"
-        "from dynapipe_ext.executor.planner_pool import PlannerProcesses\n"
-        "from dynapipe_ext.executor.planner_process import PlannerJob\n"
+        "from dynapipe_ext.executor.plans.planner_pool import PlannerProcesses\n"
+        "from dynapipe_ext.executor.plans.planner_process import PlannerJob\n"
         "from dynapipe_ext.executor.store.memory import MemoryStore\n"
         f"job = PlannerJob.from_json(open({str(tmp_path / 'job.json')!r}).read())\n"
         f"pool = PlannerProcesses(job, MemoryStore(), np.load({str(tmp_path / 'lengths.npy')!r}))\n"
@@ -273,7 +273,7 @@ def test_a_planner_whose_input_ends_too_early_says_so(store: RedisStore, order_s
     job = replace(job_of(store), num_samples=100, order_size=order_size)
     sent = 2399 if order_size is None else 2479
     done = subprocess.run(
-        [sys.executable, "-m", "dynapipe_ext.executor.planner_process"],
+        [sys.executable, "-m", "dynapipe_ext.executor.plans.planner_process"],
         input=job.to_json().encode() + b"\n" + bytes(sent),
         capture_output=True,
         timeout=60,
@@ -287,7 +287,7 @@ def test_a_planner_whose_input_ends_too_early_says_so(store: RedisStore, order_s
 def test_a_planner_ends_when_its_input_closes(store: RedisStore) -> None:
     job = replace(job_of(store), num_samples=len(LENGTHS))
     with subprocess.Popen(
-        [sys.executable, "-m", "dynapipe_ext.executor.planner_process"], stdin=subprocess.PIPE
+        [sys.executable, "-m", "dynapipe_ext.executor.plans.planner_process"], stdin=subprocess.PIPE
     ) as process:
         assert process.stdin is not None
         process.stdin.write(job.to_json().encode() + b"\n" + LENGTHS.astype("<i8").tobytes())

@@ -20,7 +20,7 @@ import torch
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.costs.table import CostTable
-from dynapipe_ext.executor import profiling
+from dynapipe_ext.executor.measuring import profiling
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.job import model_shape
 from dynapipe_ext.lengths import SampleLength

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.tools.show_trace import read_trace_file
+from dynapipe_ext.tools.show.timeline import read_trace_file
 
 
 @pytest.fixture(scope="module", params=["packed", "padded"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dynapipe_ext import ActivationFormat, InlineHub, PipelineExecutor, TokenCosts, TorchStage
-from dynapipe_ext.executor.plan_source import execution_plans
+from dynapipe_ext.executor.plans.source import execution_plans
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology

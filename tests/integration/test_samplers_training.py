@@ -1,4 +1,4 @@
-"""Fine-tuning with the sampler on several ranks, by the loops that `dynapipe_ext.data` shows, equals one process.
+"""Fine-tuning with the sampler on several ranks, by the loops that `dynapipe_ext.sampling` shows, equals one process.
 
 The oracle runs every sample alone, one after the other, and divides the sum of losses of a step by its target tokens. A
 step on the ranks adds the same numbers in another order and from rows of another shape: gradients in float32 then agree
@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-import dynapipe_ext.data
-from dynapipe_ext.data import DistributedTokenBatchSampler, PackingCollator
-from dynapipe_ext.data.dynamicat import SUPERVISED, Side, limited, loss_weight, padded, record
-from dynapipe_ext.data.packing_collator import IGNORED
+import dynapipe_ext.sampling
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.packing import PackingCollator
+from dynapipe_ext.packing.collator import IGNORED
+from dynapipe_ext.packing.dynamicat import SUPERVISED, Side, limited, loss_weight, padded, record
+from dynapipe_ext.sampling import DistributedTokenBatchSampler
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -69,8 +70,8 @@ def gpt2() -> Any:
 
 
 def example(title: str) -> str:
-    """The indented code in the docstring of `dynapipe_ext.data` below the paragraph that starts with `title`."""
-    lines = (dynapipe_ext.data.__doc__ or "").splitlines()
+    """The indented code in the docstring of `dynapipe_ext.sampling` below the paragraph that starts with `title`."""
+    lines = (dynapipe_ext.sampling.__doc__ or "").splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith(title))
     start = next(number for number in range(start, len(lines)) if lines[number].startswith("    "))
     stop = next((n for n in range(start, len(lines)) if lines[n] and not lines[n].startswith(" ")), len(lines))

@@ -9,8 +9,8 @@ import pytest
 
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.schedules.csv_notation import from_csv
-from dynapipe_ext.schedules.published import PUBLISHED, published_schedule
-from dynapipe_ext.tools.show_schedule import FOR_COSTS
+from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.tools.show.schedule import FOR_COSTS
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *FOR_COSTS])

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.measure import measure_rate
+from dynapipe_ext.executor.measuring.rate import measure_rate
 from dynapipe_ext.executor.stages.megatron import MegatronStage
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology

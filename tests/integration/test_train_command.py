@@ -22,7 +22,7 @@ from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.launch.job import analytic_costs, model_shape
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.tools.report import RunReport
+from dynapipe_ext.tools.account.report import RunReport
 
 TINY = """
 [run]

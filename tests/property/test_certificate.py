@@ -23,10 +23,10 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute
 from dynapipe_ext.schedules.actions import Action, Kind, linear_schedule
-from dynapipe_ext.schedules.batch_floor import batch_floor
-from dynapipe_ext.schedules.bounds import lower_bound_ns
-from dynapipe_ext.schedules.simulate import makespan_ns
-from dynapipe_ext.tools.recomputed_bounds import batch_bound_ns
+from dynapipe_ext.schedules.judge.batch_floor import batch_floor
+from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
+from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
 from dynapipe_ext.topology import Topology
 
 Lengths = list[tuple[int, int]]

@@ -17,14 +17,14 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError, VerificationError
 from dynapipe_ext.executor.instructions import Backward, Forward, Load, Recv, Send, WaitRecv, WaitSend
 from dynapipe_ext.executor.lowering import lower_schedule
-from dynapipe_ext.executor.plan_source import execution_plans
-from dynapipe_ext.executor.verify import verify
+from dynapipe_ext.executor.plans.source import execution_plans
+from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.judge.simulate import simulate_ns
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.simulate import simulate_ns
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.topology import Topology
 
 FORMAT = ActivationFormat(2)

@@ -17,12 +17,12 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, ReplicaPlan, check_cover, round_up
-from dynapipe_ext.planning import partition
-from dynapipe_ext.planning.balance import assign_replicas
-from dynapipe_ext.planning.packing import micro_batch_evaluate, split_packed
-from dynapipe_ext.planning.padded import ordered, shape_evaluate, split_padded
-from dynapipe_ext.planning.partition import best_partition
-from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
+from dynapipe_ext.splits import partition
+from dynapipe_ext.splits.balance import assign_replicas
+from dynapipe_ext.splits.packing import micro_batch_evaluate, split_packed
+from dynapipe_ext.splits.padded import ordered, shape_evaluate, split_padded
+from dynapipe_ext.splits.partition import best_partition
+from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
 
 COSTS = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.5, overhead_ns=3000, bytes_per_token=10)
 BY_SHAPE, BY_BATCH = shape_evaluate(COSTS, min_in_flight=3), micro_batch_evaluate(COSTS, min_in_flight=3)

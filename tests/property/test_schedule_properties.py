@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.bounds import _preemptive_ns, lower_bound_ns
-from dynapipe_ext.schedules.cyclic import clustered_cyclic, cyclic
-from dynapipe_ext.schedules.dispatch import NEVER, Pipeline, dispatch, rules
-from dynapipe_ext.schedules.gpipe import gpipe
-from dynapipe_ext.schedules.memory import held_bytes, peak_bytes
+from dynapipe_ext.schedules.judge.bounds import _preemptive_ns, lower_bound_ns
+from dynapipe_ext.schedules.judge.memory import held_bytes, peak_bytes
+from dynapipe_ext.schedules.judge.simulate import _run_shared, _steps, makespan_ns, num_slots, simulate, simulate_ns
+from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.notation import format_lines, parse_lines
-from dynapipe_ext.schedules.optimizer import optimize
-from dynapipe_ext.schedules.simulate import _run_shared, _steps, makespan_ns, num_slots, simulate, simulate_ns
-from dynapipe_ext.schedules.validate import validate
+from dynapipe_ext.schedules.search.dispatch import NEVER, Pipeline, dispatch, rules
+from dynapipe_ext.schedules.search.optimizer import optimize
+from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic, cyclic
+from dynapipe_ext.schedules.tables.gpipe import gpipe
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741 torch's letters
 

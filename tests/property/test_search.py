@@ -12,12 +12,12 @@ from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.schedules.bounds import lower_bound_ns
-from dynapipe_ext.schedules.memory import peak_bytes
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.optimizer import Settings, Start, optimize, optimize_best
-from dynapipe_ext.schedules.simulate import makespan_ns
-from dynapipe_ext.schedules.validate import validate
+from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
+from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize, optimize_best
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 0)]
 

@@ -18,15 +18,15 @@ FACADES = {"dynapipe_ext/__init__.py", "dynapipe_ext/megatron.py"}
 # Which files (patterns) may import each of these, at the top or inside a function.
 RIM = {
     "torch": (
-        "dynapipe_ext/data/inference.py",  # a DataLoader, and the driver of generate(); planning needs neither
-        "dynapipe_ext/data/memory_profiling.py",  # measures peaks of the user's model
-        "dynapipe_ext/data/packing_collator.py",  # tensors and attention of transformers models; packing is numpy
+        "dynapipe_ext/inference/loader.py",  # a DataLoader, and the driver of generate(); planning needs neither
+        "dynapipe_ext/inference/memory_profiling.py",  # measures peaks of the user's model
+        "dynapipe_ext/packing/collator.py",  # tensors and attention of transformers models; packing is numpy
         "dynapipe_ext/megatron.py",
-        "executor/accumulator.py",
+        "executor/stages/accumulator.py",
         "executor/device.py",
         "executor/loader.py",
-        "executor/measure.py",  # it times the user's model
-        "executor/profiling.py",  # so does this one
+        "executor/measuring/rate.py",  # it times the user's model
+        "executor/measuring/profiling.py",  # so does this one
         "executor/stages/attention*.py",
         "executor/stages/deepspeed*.py",
         "executor/stages/megatron*.py",
@@ -37,19 +37,19 @@ RIM = {
         "executor/transport/groups.py",
         "executor/transport/strict.py",
         "executor/transport/torch_p2p.py",
-        "launch/doctor.py",
-        "launch/profile_command.py",  # the name of the device
-        "launch/rank.py",
+        "launch/commands/doctor.py",
+        "launch/commands/profile_model.py",  # the name of the device
+        "launch/training_loop.py",
         "launch/train.py",
         "tools/checkpoint/*.py",
     ),
-    "redis": ("executor/store/redis.py", "launch/doctor.py"),
+    "redis": ("executor/store/redis.py", "launch/commands/doctor.py"),
     "megatron": ("dynapipe_ext/megatron.py", "executor/stages/megatron*.py"),
     "deepspeed": ("executor/stages/deepspeed*.py",),
     "transformers": (
-        "dynapipe_ext/data/memory_profiling.py",  # builds the user's model
+        "dynapipe_ext/inference/memory_profiling.py",  # builds the user's model
         "dynapipe_ext/data/preprocessing/transformers_encoder.py",  # tokenizers that only it can load
-        "dynapipe_ext/data/packing_collator.py",  # registers an attention that keeps documents apart
+        "dynapipe_ext/packing/collator.py",  # registers an attention that keeps documents apart
         "executor/stages/transformers*.py",
     ),
     "flash_attn": ("executor/stages/attention*.py",),
@@ -61,10 +61,10 @@ VAGUE = {"utils", "util", "common", "helpers", "helper", "misc"}
 LIGHT = (
     "dynapipe_ext",
     "dynapipe_ext.plan",
-    "dynapipe_ext.planning.planner",
-    "dynapipe_ext.schedules.optimizer",
+    "dynapipe_ext.splits.planner",
+    "dynapipe_ext.schedules.search.optimizer",
     "dynapipe_ext.executor.lowering",
-    "dynapipe_ext.executor.verify",
+    "dynapipe_ext.executor.proof.replica",
     "dynapipe_ext.executor.wire",
     "dynapipe_ext.executor.engine",
     "dynapipe_ext.launch.cli",
@@ -142,7 +142,7 @@ def test_a_module_has_a_telling_name_of_its_own(source: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "text", "says"),
     [
-        ("schedules/order.py", "from dynapipe_ext.executor.wire import encode", "layer to its right"),
+        ("schedules/search/order.py", "from dynapipe_ext.executor.wire import encode", "layer to its right"),
         ("dynapipe_ext/plan.py", "from dynapipe_ext import schedules", "layer to its right"),
         ("dynapipe_ext/plan.py", "def f():\n    import dynapipe_ext.launch.env", "layer to its right"),
         ("executor/engine.py", "from .wire import encode", "relative import"),
@@ -162,7 +162,7 @@ def test_each_rule_finds_its_offence(path: str, text: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("launch/cli.py", "from dynapipe_ext.schedules.order import best"),
+        ("launch/cli.py", "from dynapipe_ext.schedules.search.order import best"),
         ("dynapipe_ext/__init__.py", "from dynapipe_ext.executor.engine import PipelineExecutor"),
         ("executor/stages/megatron.py", "import torch\nfrom megatron.core import parallel_state"),
         ("launch/env.py", "import os\nx = os.environ"),

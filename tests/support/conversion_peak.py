@@ -15,12 +15,12 @@ import torch
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import write_config
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
-from dynapipe_ext.tools.checkpoint.safetensors_file import TensorSpec, write_safetensors
+from dynapipe_ext.tools.checkpoint.files.safetensors_file import TensorSpec, write_safetensors
 
 # The child's resident peak is reset once torch is there: what is left above is the conversion's own.
 _CHILD = """
 import argparse, json, sys, time, torch
-from dynapipe_ext.launch import convert_command
+from dynapipe_ext.launch.commands import convert as convert_command
 
 def kilobytes(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron import packed_parameters, wrap_ddp
 from dynapipe_ext.executor.stages.megatron_model import (
@@ -34,7 +35,6 @@ from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, Cluster
-from dynapipe_ext.models.estimated import EstimatedCosts, Strategy, estimated_costs
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.memory import shape_of
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute

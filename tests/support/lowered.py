@@ -13,7 +13,7 @@ from dynapipe_ext.executor.lowering import lower_schedule
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.simulate import simulate_ns
+from dynapipe_ext.schedules.judge.simulate import simulate_ns
 
 Programs = Sequence[Sequence[Instruction]]
 

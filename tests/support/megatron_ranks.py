@@ -33,12 +33,12 @@ from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import GlobalBatchPlan, Layout, LossNorm, MicroBatch, Recompute, ReplicaPlan
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.memory import peak_bytes
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.optimizer import optimize
-from dynapipe_ext.schedules.published import published_schedule
-from dynapipe_ext.schedules.simulate import makespan_ns, simulate
+from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate
+from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.tables.published import published_schedule
 from dynapipe_ext.topology import Topology
 
 megatron_cpu.install()

@@ -33,7 +33,7 @@ from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.megatron_arguments import write_arguments
-from dynapipe_ext.tools.checkpoint.megatron_names import tied_head_name
+from dynapipe_ext.tools.checkpoint.megatron.names import tied_head_name
 from dynapipe_ext.topology import Topology
 from tests.support.checkpoints import tiny_variant
 from tests.support.megatron_ranks import CPU, join

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from dynapipe_ext.data.inference_batches import (
+from dynapipe_ext.inference.batches import (
     FirstBatch,
 )
-from dynapipe_ext.data.memory_model import LearnedMemory
-from dynapipe_ext.data.memory_records import MeasuredOn, MemoryRecord
+from dynapipe_ext.inference.memory_model import LearnedMemory
+from dynapipe_ext.inference.memory_records import MeasuredOn, MemoryRecord
 
 pytest.importorskip("sklearn")
 

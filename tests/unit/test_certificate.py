@@ -17,11 +17,11 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.schedules.certificate import Certificate, certify, with_bounds
+from dynapipe_ext.schedules.judge.certificate import Certificate, certify, with_bounds
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.tools.plan_file import read_plan_file
-from dynapipe_ext.tools.show_certificate import certificate_of_file
+from dynapipe_ext.tools.check.plan_file import read_plan_file
+from dynapipe_ext.tools.show.certificate import certificate_of_file
 from dynapipe_ext.topology import Topology
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"

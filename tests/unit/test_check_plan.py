@@ -19,7 +19,7 @@ import pytest
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.launch import cli
-from dynapipe_ext.tools.plan_file import BOUNDS
+from dynapipe_ext.tools.check.plan_file import BOUNDS
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 PAIRS = {"gpt_6.7b": [[30, 0], [200, 0], [77, 0], [55, 0], [120, 0], [9, 0], [300, 0], [41, 0]],
@@ -375,7 +375,7 @@ def test_packed_plans_of_a_lengths_file_are_checked_with_its_lengths(
 
 def test_the_check_shares_no_code_with_what_makes_plans(all_sources: Any) -> None:
     files = {source.module: source.file for source in all_sources}
-    reached, todo = set[str](), ["dynapipe_ext.tools.check_plan"]
+    reached, todo = set[str](), ["dynapipe_ext.tools.check.check_plan"]
     while todo:
         module = todo.pop()
         if module in reached or module not in files or module == "dynapipe_ext":  # the facade imports on demand
@@ -384,5 +384,5 @@ def test_the_check_shares_no_code_with_what_makes_plans(all_sources: Any) -> Non
         for node in ast.walk(ast.parse(files[module].read_text())):
             if isinstance(node, ast.ImportFrom) and node.module:
                 todo += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    assert "dynapipe_ext.tools.recomputed_bounds" in reached
-    assert not [module for module in reached if module.startswith(("dynapipe_ext.schedules", "dynapipe_ext.planning"))]
+    assert "dynapipe_ext.tools.check.recomputed_bounds" in reached
+    assert not [module for module in reached if module.startswith(("dynapipe_ext.schedules", "dynapipe_ext.splits"))]

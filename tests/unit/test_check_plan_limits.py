@@ -10,8 +10,8 @@ import pytest
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.launch import cli
-from dynapipe_ext.tools import check_plan
-from dynapipe_ext.tools.plan_file import ShapeFile
+from dynapipe_ext.tools.check import check_plan
+from dynapipe_ext.tools.check.plan_file import ShapeFile
 
 
 def test_a_long_text_in_place_of_an_action_is_not_echoed_whole(

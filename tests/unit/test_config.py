@@ -11,7 +11,7 @@ import pytest
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch import train_command
+from dynapipe_ext.launch.commands import train as train_command
 
 QUICKSTART = Path("launch/configs/quickstart.toml")
 

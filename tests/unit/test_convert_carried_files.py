@@ -11,7 +11,7 @@ import pytest
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.architecture import Architecture, RopeScaling
 from dynapipe_ext.models.huggingface import read_config, write_config
-from dynapipe_ext.tools.checkpoint.carried_files import carried_files, left_behind, settle_config
+from dynapipe_ext.tools.checkpoint.huggingface.carried_files import carried_files, left_behind, settle_config
 
 LLAMA = Architecture(
     family="llama", num_layers=2, hidden_size=64, num_heads=8, num_query_groups=4, head_dim=8, ffn_hidden_size=96,

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.tools.checkpoint import huggingface
 from dynapipe_ext.tools.checkpoint.converter import Outcome, convert, prepare
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
+from dynapipe_ext.tools.checkpoint.huggingface.folder import folder as huggingface
 from tests.support.checkpoints import (
     VARIANTS,
     differences,

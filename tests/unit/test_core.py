@@ -6,7 +6,7 @@ import pytest
 
 from dynapipe_ext.core import active_core, native
 from dynapipe_ext.launch import train
-from dynapipe_ext.launch.doctor import all_checks
+from dynapipe_ext.launch.commands.doctor import all_checks
 from dynapipe_ext.topology import Topology
 
 

@@ -11,9 +11,9 @@ import torch
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import tensor_groups
-from dynapipe_ext.tools.checkpoint import stored_tensor
-from dynapipe_ext.tools.checkpoint.deepspeed import DeepSpeedReader, open_checkpoint, recognises
-from dynapipe_ext.tools.checkpoint.deepspeed_contents import plain
+from dynapipe_ext.tools.checkpoint.deepspeed.contents import plain
+from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint, recognises
+from dynapipe_ext.tools.checkpoint.files import stored_tensor
 from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny, tiny_variant
 
 SMALL = {

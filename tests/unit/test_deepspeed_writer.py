@@ -11,7 +11,7 @@ import torch
 
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
-from dynapipe_ext.tools.checkpoint.deepspeed_writer import DeepSpeedWriter
+from dynapipe_ext.tools.checkpoint.deepspeed.writer import DeepSpeedWriter
 from dynapipe_ext.tools.checkpoint.formats import StateKind, TrainingState, WriterOptions
 
 MIXTRAL = Architecture(

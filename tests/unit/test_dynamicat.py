@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.data.dynamicat import (
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.packing.collator import IGNORED, PackingCollator
+from dynapipe_ext.packing.dynamicat import (
     INFERENCE,
     PRETRAINING,
     SUPERVISED,
@@ -27,8 +29,6 @@ from dynapipe_ext.data.dynamicat import (
     record,
     scaled_learning_rate,
 )
-from dynapipe_ext.data.packing_collator import IGNORED, PackingCollator
-from dynapipe_ext.errors import ConfigError, DataError
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dynapipe_ext.costs.estimated import Strategy
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.cluster import DEVICES, Cluster
-from dynapipe_ext.models.estimated import Strategy
 from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.models.presets import preset
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.tools.estimate import Search, estimate
-from dynapipe_ext.tools.estimate_data import distribution_data
-from dynapipe_ext.tools.estimate_options import Limits, Question, strategy_name
+from dynapipe_ext.tools.estimate.lengths import distribution_data
+from dynapipe_ext.tools.estimate.options import Limits, Question, strategy_name
+from dynapipe_ext.tools.estimate.ranking import Search, estimate
 from dynapipe_ext.topology import Topology
 
 LLAMA = preset("llama-2-70b")
@@ -166,7 +166,7 @@ def test_options_are_ranked_and_the_answer_is_a_pure_function_of_the_question(an
 def test_memory_by_part_is_the_peak_that_the_planner_proved(answer):
     """Stage by stage, without what is reserved."""
     from dynapipe_ext.schedules.planner import Planner
-    from dynapipe_ext.tools.estimate_memory import planned_memory
+    from dynapipe_ext.tools.estimate.memory import planned_memory
 
     option = answer.options[0]
     planner = Planner(

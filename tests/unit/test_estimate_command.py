@@ -10,7 +10,7 @@ import pytest
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.launch import estimate_command
+from dynapipe_ext.launch.commands import estimate as estimate_command
 from dynapipe_ext.launch.job import model_shape, topology_of
 
 SMALL = {

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.costs.analytic import AnalyticCosts, parameters_per_stage
+from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
+from dynapipe_ext.costs.estimated import Strategy, estimated_costs
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.cluster import DEVICES, Cluster
-from dynapipe_ext.models.encoder_decoder import EncoderDecoderCosts
-from dynapipe_ext.models.estimated import Strategy, estimated_costs
 from dynapipe_ext.models.huggingface import write_config
 from dynapipe_ext.models.megatron_arguments import write_arguments
 from dynapipe_ext.models.memory import shape_of, stage_parameters, states

@@ -12,9 +12,9 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.presets import preset
-from dynapipe_ext.tools.estimate import Search, estimate, tokens_bounds
-from dynapipe_ext.tools.estimate_data import distribution_data, file_data
-from dynapipe_ext.tools.estimate_options import Dropped, Limits, Question, balanced_layers, spreads
+from dynapipe_ext.tools.estimate.lengths import distribution_data, file_data
+from dynapipe_ext.tools.estimate.options import Dropped, Limits, Question, balanced_layers, spreads
+from dynapipe_ext.tools.estimate.ranking import Search, estimate, tokens_bounds
 from dynapipe_ext.topology import Topology
 
 QUICK = Search(tokens_per_batch=(1, 1 << 17), most_plans=6, effort=50)

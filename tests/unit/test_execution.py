@@ -14,10 +14,10 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ExecutionError
-from dynapipe_ext.executor.accumulator import ExactAccumulator, PlainAccumulator
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, WaitSend
-from dynapipe_ext.executor.plan_source import execution_plans
+from dynapipe_ext.executor.plans.source import execution_plans
+from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.emulated import EmulatedStage
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub

@@ -11,19 +11,19 @@ import pytest
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
-from dynapipe_ext.schedules.filling import (
+from dynapipe_ext.schedules.judge.filling import (
     filling_makespan_ns,
     latest_weights,
     simulate_filling,
     with_room_to_fill,
 )
-from dynapipe_ext.schedules.memory import peak_bytes
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.optimizer import optimize
-from dynapipe_ext.schedules.simulate import simulate_ns
-from dynapipe_ext.schedules.slack import Noise, noisy_costs
-from dynapipe_ext.schedules.v_shape import zb_v
-from dynapipe_ext.schedules.zero_bubble import zb_h1, zb_h2
+from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.simulate import simulate_ns
+from dynapipe_ext.schedules.judge.slack import Noise, noisy_costs
+from dynapipe_ext.schedules.search.optimizer import optimize
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.tables.v_shape import zb_v
+from dynapipe_ext.schedules.tables.zero_bubble import zb_h1, zb_h2
 
 W = Kind.BACKWARD_WEIGHT
 

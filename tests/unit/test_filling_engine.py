@@ -15,15 +15,15 @@ from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import BackwardWeight, Buffer, ExecutionPlan, Recv, Send
 from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.transport.torch_p2p import _TorchPending
 from dynapipe_ext.executor.transport.watched import WatchedTransport
-from dynapipe_ext.executor.verify import verify
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.schedules.filling import simulate_filling, with_room_to_fill
+from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.timeline import Span
 from dynapipe_ext.topology import Topology

@@ -18,11 +18,11 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.errors import DataError, PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.schedules.notation import parse_lines
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.simulate import simulate
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.timeline import Trace
-from dynapipe_ext.tools.show_trace import TraceRecord, read_trace_file, write_trace_file
+from dynapipe_ext.tools.show.timeline import TraceRecord, read_trace_file, write_trace_file
 from dynapipe_ext.topology import Topology
 
 SHAPE = ModelShape(6, 256, 4, 4, 1024, False, 512, 1024, True)

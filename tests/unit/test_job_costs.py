@@ -20,8 +20,8 @@ from dynapipe_ext.launch.job import analytic_costs, configured_costs, model_shap
 from dynapipe_ext.launch.train import settle_costs
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.simulate import simulate
+from dynapipe_ext.schedules.judge.simulate import simulate
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.topology import Topology
 
 CONFIG = TrainConfig().with_values(topology={"tp": 2, "pp": 2, "dp": 2})

@@ -15,12 +15,14 @@ import torch
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import tensor_groups
-from dynapipe_ext.tools.checkpoint import converter, megatron_dist, megatron_legacy
+from dynapipe_ext.tools.checkpoint import converter
+from dynapipe_ext.tools.checkpoint.files.torch_file import Record, read_pickle
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
-from dynapipe_ext.tools.checkpoint.megatron_folder import iteration_folder
-from dynapipe_ext.tools.checkpoint.megatron_names import EMBEDDING, HEAD
-from dynapipe_ext.tools.checkpoint.megatron_pickle import read_archive
-from dynapipe_ext.tools.checkpoint.torch_file import Record, read_pickle
+from dynapipe_ext.tools.checkpoint.megatron import dist as megatron_dist
+from dynapipe_ext.tools.checkpoint.megatron import legacy as megatron_legacy
+from dynapipe_ext.tools.checkpoint.megatron.folder import iteration_folder
+from dynapipe_ext.tools.checkpoint.megatron.names import EMBEDDING, HEAD
+from dynapipe_ext.tools.checkpoint.megatron.pickles import read_archive
 from tests.support.megatron_files import Published, convert, edited_metadata, edited_rank, published_in, rank_file
 
 

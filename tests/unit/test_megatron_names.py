@@ -13,7 +13,7 @@ import torch
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.tensors import TensorGroup, num_parameters, tensor_groups
-from dynapipe_ext.tools.checkpoint.megatron_names import (
+from dynapipe_ext.tools.checkpoint.megatron.names import (
     from_megatron,
     megatron_tensors,
     tied_head_name,

@@ -17,16 +17,17 @@ from hypothesis import strategies as st
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.tensors import tensor_groups
-from dynapipe_ext.tools.checkpoint import megatron_dist, megatron_legacy
+from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, byte_chunks
+from dynapipe_ext.tools.checkpoint.files.torch_file import Record
 from dynapipe_ext.tools.checkpoint.formats import TrainingState, WriterOptions
-from dynapipe_ext.tools.checkpoint.megatron_archive import ArchiveWriter, Planned
-from dynapipe_ext.tools.checkpoint.megatron_dist import Chunk, Stored, _unflatten
-from dynapipe_ext.tools.checkpoint.megatron_dist_names import Key
-from dynapipe_ext.tools.checkpoint.megatron_names import EMBEDDING, MegatronTensor
-from dynapipe_ext.tools.checkpoint.megatron_shards import Box, Layout, Part, assemble, blocks
-from dynapipe_ext.tools.checkpoint.megatron_state import param_groups
-from dynapipe_ext.tools.checkpoint.stored_tensor import StoredTensor, byte_chunks
-from dynapipe_ext.tools.checkpoint.torch_file import Record
+from dynapipe_ext.tools.checkpoint.megatron import dist as megatron_dist
+from dynapipe_ext.tools.checkpoint.megatron import legacy as megatron_legacy
+from dynapipe_ext.tools.checkpoint.megatron.archive import ArchiveWriter, Planned
+from dynapipe_ext.tools.checkpoint.megatron.dist import Chunk, Stored, _unflatten
+from dynapipe_ext.tools.checkpoint.megatron.dist_names import Key
+from dynapipe_ext.tools.checkpoint.megatron.names import EMBEDDING, MegatronTensor
+from dynapipe_ext.tools.checkpoint.megatron.shards import Box, Layout, Part, assemble, blocks
+from dynapipe_ext.tools.checkpoint.megatron.state import param_groups
 from tests.support.checkpoints import VARIANTS, VOCAB, differences, tensors_in
 from tests.support.megatron_files import Published, convert, edited_metadata, edited_rank, published_in, rank_file
 

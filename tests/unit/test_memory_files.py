@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from dynapipe_ext.data.inference_batches import (
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.inference.batches import (
     FirstBatch,
 )
-from dynapipe_ext.data.memory_model import LearnedMemory
-from dynapipe_ext.data.memory_records import RecordFile, read_records
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.inference.memory_model import LearnedMemory
+from dynapipe_ext.inference.memory_records import RecordFile, read_records
 
 pytest.importorskip("sklearn")
 
-from dynapipe_ext.data.memory_training import Training, train
+from dynapipe_ext.inference.memory_training import Training, train
 from tests.support.memory_law import ON, records, sizes_of
 
 

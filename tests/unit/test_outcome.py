@@ -10,11 +10,11 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.launch.outcome import filled_trace, page_notes
 from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.schedules.filling import filling_makespan_ns, with_room_to_fill
-from dynapipe_ext.schedules.memory import peak_bytes
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.published import published_schedule
-from dynapipe_ext.schedules.simulate import simulate
+from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
+from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.simulate import simulate
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.tables.published import published_schedule
 
 SIZES = (400, 30, 220, 90, 310, 15, 120, 60)
 MICRO_BATCHES = [MicroBatch((sample,)) for sample in sample_lengths(SIZES)]

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynapipe_ext.data.packing_collator import (
+from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
+from dynapipe_ext.packing.collator import (
     IGNORED,
     PackingCollator,
     check_packing,
     pack_rows,
     register_document_attention,
 )
-from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
 
 LENGTHS = (5, 1, 9, 17, 3, 8)
 VOCABULARY = 97

@@ -15,7 +15,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.plan_inputs import read_lengths
+from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.schedules.notation import read_plan_json
 from tests.support.measured import measured_csv
 

@@ -14,7 +14,7 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.plan_source import execution_plans
+from dynapipe_ext.executor.plans.source import execution_plans
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan

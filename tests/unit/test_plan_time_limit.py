@@ -14,7 +14,7 @@ import pytest
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.plan_command import best_in_time
+from dynapipe_ext.launch.commands.plan import best_in_time
 from dynapipe_ext.lengths import SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.schedules.notation import read_plan_json
 from dynapipe_ext.schedules.planner import Planner

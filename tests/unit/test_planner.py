@@ -18,12 +18,12 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.launch.job import check_fits, make_planner, topology_of, variants
 from dynapipe_ext.lengths import SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.plan import check_cover, round_up
-from dynapipe_ext.planning.equal import split_padded_equal
-from dynapipe_ext.planning.padded import shape_evaluate
-from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
-from dynapipe_ext.schedules import optimizer
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.search.joint import optimizer
 from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.splits.equal import split_padded_equal
+from dynapipe_ext.splits.padded import shape_evaluate
+from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
 from dynapipe_ext.topology import Topology
 
 COSTS = TokenCosts(2, ns_per_token_squared=1000)

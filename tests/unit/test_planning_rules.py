@@ -13,10 +13,10 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.planning.balance import assign_replicas
-from dynapipe_ext.planning.packing import micro_batch_evaluate, split_packed
-from dynapipe_ext.planning.padded import shape_evaluate, split_padded
-from dynapipe_ext.planning.rules import dynapipe_rule, fixed_rows, karmarkar_karp, packed_documents, pad_to_batch_max
+from dynapipe_ext.splits.balance import assign_replicas
+from dynapipe_ext.splits.packing import micro_batch_evaluate, split_packed
+from dynapipe_ext.splits.padded import shape_evaluate, split_padded
+from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, karmarkar_karp, packed_documents, pad_to_batch_max
 
 COSTS = TokenCosts(4, ns_per_token=100, ns_per_token_squared=1, overhead_ns=2000)
 BY_SHAPE, BY_BATCH = shape_evaluate(COSTS), micro_batch_evaluate(COSTS)

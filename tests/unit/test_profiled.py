@@ -19,7 +19,7 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch, Recompute
-from dynapipe_ext.tools.profile_errors import held_out_errors
+from dynapipe_ext.tools.account.profile_errors import held_out_errors
 from dynapipe_ext.topology import Topology
 
 _SHAPE = ModelShape(4, 64, 4, 2, 96, True, 256, 512, True, "rope", "rmsnorm", False)

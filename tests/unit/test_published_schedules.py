@@ -7,14 +7,14 @@ import pytest
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.interleaved import interleaved_1f1b
-from dynapipe_ext.schedules.memory import peak_bytes
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.optimizer import optimize
-from dynapipe_ext.schedules.published import published_schedule
-from dynapipe_ext.schedules.simulate import makespan_ns, simulate_ns
-from dynapipe_ext.schedules.v_shape import v_half, zb_v
-from dynapipe_ext.schedules.zero_bubble import zb_h1, zb_h2
+from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate_ns
+from dynapipe_ext.schedules.search.optimizer import optimize
+from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.tables.published import published_schedule
+from dynapipe_ext.schedules.tables.v_shape import v_half, zb_v
+from dynapipe_ext.schedules.tables.zero_bubble import zb_h1, zb_h2
 
 SIZES = [(2, 3), (2, 8), (3, 7), (4, 8), (5, 9), (8, 16), (8, 40)]
 

@@ -23,10 +23,10 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.plan import MicroBatch
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.simulate import simulate
-from dynapipe_ext.tools.report import RunReport, RunResult
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.tools.account.report import RunReport, RunResult
 from dynapipe_ext.topology import Topology
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.flops import Positions, Work
-from dynapipe_ext.tools.report import RunReport, RunResult, StoreInfo, compare_table, summary_table
+from dynapipe_ext.tools.account.report import RunReport, RunResult, StoreInfo, compare_table, summary_table
 from dynapipe_ext.topology import Topology
 
 

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.tools.loss_curve import smooth, write_loss_png
 from dynapipe_ext.tools.progress import StepProgress, WorkProgress
+from dynapipe_ext.tools.show.loss_curve import smooth, write_loss_png
 
 
 def png_size(path: Path) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, ReplicaPlan, check_cover
-from dynapipe_ext.planning.rules import first_fit_in_order, verl_rule
+from dynapipe_ext.splits.rules import first_fit_in_order, verl_rule
 
 STEADY = settings(deadline=None, derandomize=True)
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=60)

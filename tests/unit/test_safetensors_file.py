@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.tools.checkpoint.safetensors_file import TensorSpec, read_header, write_safetensors
-from dynapipe_ext.tools.checkpoint.torch_file import read_torch_file
+from dynapipe_ext.tools.checkpoint.files.safetensors_file import TensorSpec, read_header, write_safetensors
+from dynapipe_ext.tools.checkpoint.files.torch_file import read_torch_file
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
 

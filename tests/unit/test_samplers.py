@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from dynapipe_ext import data
+import dynapipe_ext
+from dynapipe_ext import inference, packing, sampling
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.data.epoch_plan import EpochPlan
-from dynapipe_ext.data.multipack import (
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.sampling.epoch_plan import EpochPlan
+from dynapipe_ext.sampling.multipack import (
     MultipackDistributedBatchSampler,
     MultipackDistributedBatchSampler_LinearAttention,
 )
-from dynapipe_ext.data.samplers import DistributedTokenBatchSampler, quadratic_coefficients, quadratic_costs
-from dynapipe_ext.data.streaming import StreamingTokenBatches
-from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.sampling.samplers import DistributedTokenBatchSampler, quadratic_coefficients, quadratic_costs
+from dynapipe_ext.sampling.streaming import StreamingTokenBatches
 
 
 def chat_lengths(count: int = 6144) -> Any:
@@ -295,7 +296,7 @@ def test_ranks_are_those_of_torch_distributed_where_it_is_in_use(monkeypatch: py
 
 def test_samplers_need_no_torch() -> None:
     script = (
-        "import sys; from dynapipe_ext.data import MultipackDistributedBatchSampler as S, StreamingTokenBatches;"
+        "import sys; from dynapipe_ext.sampling import MultipackDistributedBatchSampler as S, StreamingTokenBatches;"
         "print(len(S(8, [3, 5, 2, 4])), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
@@ -341,12 +342,13 @@ def test_costs_of_fractions_keep_their_ratios_and_never_overflow() -> None:
     assert int(quadratic_costs(many, (0, 10**9)).sum()) < 2**62
 
 
-def test_every_name_that_the_package_offers_is_there_under_its_own_name() -> None:
-    for name in data.__all__:
-        assert getattr(data, name).__name__ == name
-    assert set(data.__all__) <= set(dir(data))
+@pytest.mark.parametrize("facade", [dynapipe_ext, inference, packing, sampling])
+def test_every_name_that_a_package_offers_is_there_under_its_own_name(facade: Any) -> None:
+    for name in facade.__all__:
+        assert getattr(facade, name).__name__ == name
+    assert set(facade.__all__) <= set(dir(facade))
     with pytest.raises(AttributeError, match="no attribute 'Sampler'"):
-        _ = data.Sampler
+        _ = facade.Sampler
 
 
 def test_a_stream_balances_by_coefficients_and_knows_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,15 @@ import pytest
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.schedules.bounds import lower_bound_ns
-from dynapipe_ext.schedules.cyclic import clustered_cyclic, cyclic
-from dynapipe_ext.schedules.gpipe import gpipe
-from dynapipe_ext.schedules.memory import StageMemory, held_bytes, peak_bytes, static_bytes
+from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
+from dynapipe_ext.schedules.judge.memory import StageMemory, held_bytes, peak_bytes, static_bytes
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate, simulate_ns
+from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.notation import parse_lines
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.optimizer import optimize
-from dynapipe_ext.schedules.simulate import makespan_ns, simulate, simulate_ns
-from dynapipe_ext.schedules.validate import validate
+from dynapipe_ext.schedules.search.optimizer import optimize
+from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic, cyclic
+from dynapipe_ext.schedules.tables.gpipe import gpipe
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 
 
 def costs_of(

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.launch.schedule_command import DEFAULT_EFFORT
+from dynapipe_ext.launch.commands.show_schedule import DEFAULT_EFFORT
 from dynapipe_ext.schedules.actions import Kind
-from dynapipe_ext.schedules.memory import peak_bytes
+from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.simulate import makespan_ns
 from dynapipe_ext.schedules.notation import format_lines, picture
-from dynapipe_ext.schedules.published import PUBLISHED, published_schedule
-from dynapipe_ext.schedules.simulate import makespan_ns
-from dynapipe_ext.tools.show_schedule import (
+from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.tools.show.schedule import (
     FOR_COSTS,
     ScheduleView,
     rank_costs,

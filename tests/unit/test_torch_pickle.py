@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.tools.checkpoint.deepspeed_file import read_tree as read_split_tree
-from dynapipe_ext.tools.checkpoint.torch_file import Record, read_pickle, read_torch_file, read_tree
+from dynapipe_ext.tools.checkpoint.deepspeed.file import read_tree as read_split_tree
+from dynapipe_ext.tools.checkpoint.files.torch_file import Record, read_pickle, read_torch_file, read_tree
 
 MEMO_BOMB = b"\x80\x02Nr\xff\xff\xff\x7f."
 BYTES_BOMB = b"\x80\x05\x96\x00\x00\x00\x00\x10\x00\x00\x00."
@@ -101,7 +101,7 @@ def test_a_pickle_cannot_change_what_its_names_stand_for(name: str, state: bytes
 def test_a_name_in_torch_is_not_imported(tmp_path: Path) -> None:
     path = archive(tmp_path / "a.pt", b"\x80\x02ctorch\n_dynamo\n.")
     code = (
-        "import pathlib, sys; from dynapipe_ext.tools.checkpoint.torch_file import Record, read_tree;"
+        "import pathlib, sys; from dynapipe_ext.tools.checkpoint.files.torch_file import Record, read_tree;"
         "found = read_tree(Record(pathlib.Path(sys.argv[1]))); print(found.qualified, 'torch._dynamo' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=120, check=True)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
-from dynapipe_ext.schedules.published import PUBLISHED, published_schedule
-from dynapipe_ext.tools.show_schedule import rank_costs, schedule_for, uneven_factors
+from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.tools.show.schedule import rank_costs, schedule_for, uneven_factors
 
 
 class Stage:

@@ -13,8 +13,8 @@ import pytest
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.timeline import Span, Trace
-from dynapipe_ext.tools import show_trace
-from dynapipe_ext.tools.show_trace import (
+from dynapipe_ext.tools.show import timeline as show_trace
+from dynapipe_ext.tools.show.timeline import (
     TraceRecord,
     pair_steps,
     read_trace_file,

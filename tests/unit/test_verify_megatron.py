@@ -24,7 +24,7 @@ from dynapipe_ext.executor.instructions import (
     WaitSend,
 )
 from dynapipe_ext.executor.lowering import channel_of
-from dynapipe_ext.executor.verify import verify
+from dynapipe_ext.executor.proof.replica import verify
 
 SEQ_LENS = (5, 9, 3, 8, 6, 7, 4, 2)  # of the micro-batches
 

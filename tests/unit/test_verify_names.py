@@ -22,8 +22,8 @@ from dynapipe_ext.executor.instructions import (
     WaitRecv,
     WaitSend,
 )
-from dynapipe_ext.executor.verify import verify
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
+from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from tests.support.lowered import lowered, uniform_costs
 
 NUM_RANKS, NUM_MICRO_BATCHES = 3, 2

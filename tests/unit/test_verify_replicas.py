@@ -15,17 +15,17 @@ from dynapipe_ext.costs.fitted import Fit, FittedCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import VerificationError
-from dynapipe_ext.executor.course import Place
 from dynapipe_ext.executor.instructions import Backward, BackwardWeight, Forward
-from dynapipe_ext.executor.plan_source import execution_plans
-from dynapipe_ext.executor.planner_process import publish_plans
+from dynapipe_ext.executor.plans.course import Place
+from dynapipe_ext.executor.plans.planner_process import publish_plans
+from dynapipe_ext.executor.plans.source import execution_plans
+from dynapipe_ext.executor.proof.step import Collective, crossing_collectives, with_collectives
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
-from dynapipe_ext.executor.verify_collectives import Collective, crossing_collectives, with_collectives
 from dynapipe_ext.lengths import SampleLength, as_length_array
-from dynapipe_ext.schedules.gpipe import gpipe
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.schedules.tables.gpipe import gpipe
 from dynapipe_ext.topology import Topology
 
 SHAPE = ModelShape(2, 32, 4, 4, 64, False, 128, 128, True, num_experts=4, top_k=2)

@@ -26,16 +26,16 @@ from dynapipe_ext.executor.instructions import (
     WaitSend,
 )
 from dynapipe_ext.executor.lowering import SENDS_IN_FLIGHT, lower, lower_schedule
-from dynapipe_ext.executor.verify import verify
+from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.one_f_one_b import one_f_one_b
-from dynapipe_ext.schedules.optimizer import optimize
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate_ns
+from dynapipe_ext.schedules.judge.slack import Noise, noisy_costs
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.simulate import makespan_ns, simulate_ns
-from dynapipe_ext.schedules.slack import Noise, noisy_costs
-from dynapipe_ext.schedules.zero_bubble import zb_h2
+from dynapipe_ext.schedules.search.optimizer import optimize
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.tables.zero_bubble import zb_h2
 from dynapipe_ext.topology import Topology
 
 NUM_STAGES, NUM_MICRO_BATCHES = 4, 16

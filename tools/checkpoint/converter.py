@@ -21,7 +21,7 @@ from typing import Any
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint import journal as journals
-from dynapipe_ext.tools.checkpoint.carried_files import CONFIG, settle_config
+from dynapipe_ext.tools.checkpoint.files.stored_tensor import digest
 from dynapipe_ext.tools.checkpoint.formats import (
     CheckpointReader,
     CheckpointWriter,
@@ -30,9 +30,9 @@ from dynapipe_ext.tools.checkpoint.formats import (
     Tensors,
     WriterOptions,
 )
+from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, settle_config
 from dynapipe_ext.tools.checkpoint.journal import Finished, Journal
 from dynapipe_ext.tools.checkpoint.recognise import Format, format_of, recognise
-from dynapipe_ext.tools.checkpoint.stored_tensor import digest
 
 Key = tuple[str, StateKind]  # a group's name, and what of it
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -35,31 +35,31 @@ class Format:
         """Errors: ConfigError where the format cannot heed the options, or is only read."""
         if not self.writer:
             raise ConfigError(f"--to {self.name}: this format is only read; give one of {', '.join(TARGETS)}")
-        writer: CheckpointWriter = _member(*self.writer.split("."))(directory, reader, options, **own)
+        writer: CheckpointWriter = _member(*self.writer.rsplit(".", 1))(directory, reader, options, **own)
         return writer
 
 
 FORMATS = (
     Format(
         "hf",
-        "huggingface",
-        "huggingface.HuggingFaceWriter",
+        "huggingface.folder",
+        "huggingface.folder.HuggingFaceWriter",
         "config.json with model*.safetensors or pytorch_model*.bin",
     ),
-    Format("meta", "meta", "", "params.json with consolidated.00.pth"),
+    Format("meta", "meta.folder", "", "params.json with consolidated.00.pth"),
     Format(
         "megatron",
-        "megatron_dist",
-        "megatron_dist_writer.MegatronDistWriter",
+        "megatron.dist",
+        "megatron.dist_writer.MegatronDistWriter",
         "iter_XXXXXXX with .metadata and *.distcp",
     ),
     Format(
         "megatron-legacy",
-        "megatron_legacy",
-        "megatron_legacy_writer.MegatronLegacyWriter",
+        "megatron.legacy",
+        "megatron.legacy_writer.MegatronLegacyWriter",
         "iter_XXXXXXX with mp_rank_XX[_YYY]",
     ),
-    Format("deepspeed", "deepspeed", "deepspeed_writer.DeepSpeedWriter", "a tag folder with *model_states.pt"),
+    Format("deepspeed", "deepspeed.reader", "deepspeed.writer.DeepSpeedWriter", "a tag folder with *model_states.pt"),
 )
 TARGETS = tuple(known.name for known in FORMATS if known.writer)
 

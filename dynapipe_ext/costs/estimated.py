@@ -1,0 +1,291 @@
+"""Costs of a published model on a cluster: counted work and bytes, its ZeRO states and its collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
+from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.links import Link
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
+from dynapipe_ext.costs.tokens import fingerprint
+from dynapipe_ext.costs.unfused import PlainLayers
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.cluster import Cluster, Precision
+from dynapipe_ext.models.memory import Offload, States, shape_of, stage_layers, states
+from dynapipe_ext.plan import Layout, MicroBatch, Recompute
+from dynapipe_ext.topology import Topology
+
+LAYER_OVERHEAD_NS = 20_000  # of a forward or a backward of one layer: kernel launches, norms, residuals
+VOCAB_MULTIPLE = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """How a model is spread: the topology (with layers on its stages), ZeRO, and what lies on the host."""
+
+    topology: Topology
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    offload: Offload = "none"
+    ep: int = 1
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EstimatedCosts:
+    """A `CostModel` of any family: what `base` counts, plus what happens between ranks.
+
+    Tensor parallel ranks sum two activations a layer in each direction (a decoder layer of T5 three; Megatron-LM,
+    Shoeybi et al. 2019, sec. 3), rings of 2 (t - 1) / t times the bytes; full recomputation sums those of forwards
+    again. Experts exchange tokens twice a layer and direction. From ZeRO stage 2 on a backward also scatters its
+    gradients and at stage 3 weights are gathered for every forward and backward; these overlap with the work, so the
+    longer of both counts. `plain` layers keep what operators one by one keep. Static bytes are those of `states`;
+    working bytes hold what ZeRO has whole at once and, between stages, two messages on either side and direction.
+    """
+
+    base: AnalyticCosts | EncoderDecoderCosts
+    states: States
+    strategy: Strategy
+    recipe: StateRecipe
+    tensor_link: Link
+    replica_link: Link
+    expert_link: Link
+    host_bytes_per_s: float
+    plain: PlainLayers | None = None
+    _layers: IntArray = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_layers", np.array(self._stage_layers(), np.int64))
+
+    def _stage_layers(self) -> list[tuple[int, int]]:
+        if isinstance(self.base, EncoderDecoderCosts):
+            return stage_layers(self.base.architecture, self.base.topology)
+        return [(n, 0) for n in self.base.layers_per_stage]
+
+    @property
+    def topology(self) -> Topology:
+        return self.base.topology
+
+    @property
+    def num_stages(self) -> int:
+        return self.base.num_stages
+
+    @property
+    def layers_per_stage(self) -> IntArray:
+        """Of both sides, shape (S,)."""
+        counts: IntArray = self._layers.sum(axis=1)
+        return counts
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        rows = np.array([m.rows for m in micro_batches], np.int64)
+        enc = np.array([m.encoder_len for m in micro_batches], np.int64)
+        dec = np.array([m.decoder_len for m in micro_batches], np.int64)
+        recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
+        return self._with_cluster(self.base.evaluate(micro_batches), rows, enc, dec, recompute)
+
+    def evaluate_shapes(
+        self,
+        rows: npt.ArrayLike,
+        encoder_len: npt.ArrayLike,
+        decoder_len: npt.ArrayLike = 0,
+        recompute: Recompute = "none",
+    ) -> MicroBatchCosts:
+        r, e, d = (
+            x.reshape(-1)
+            for x in np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))
+        )
+        counted = self.base.evaluate_shapes(r, e, d, recompute)
+        costs = self._with_cluster(counted, r, e, d, np.full(r.shape, recompute))
+        bad = counted.forward_ns[0] >= INFEASIBLE
+        if bad.any():
+            for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes"):
+                getattr(costs, name)[:, bad] = INFEASIBLE
+        return costs
+
+    def _with_cluster(
+        self, costs: MicroBatchCosts, rows: IntArray, enc: IntArray, dec: IntArray, recompute: npt.NDArray[np.str_]
+    ) -> MicroBatchCosts:
+        full = recompute == "full"
+        forward_ns, backward_ns = self._collectives_ns(rows * enc, rows * dec, full)
+        gather_ns, scatter_ns = self._replicas_ns()
+        stored, working = costs.stored_bytes, costs.working_bytes
+        if self.plain is not None:
+            stored, working = self._plain_bytes(self.plain, rows * enc, enc, recompute)
+        return replace(
+            costs,
+            forward_ns=np.maximum(costs.forward_ns + forward_ns, gather_ns),
+            backward_ns=np.maximum(costs.backward_ns + backward_ns, gather_ns + scatter_ns),
+            stored_bytes=stored,
+            working_bytes=working + self.states.buffers[:, None] + self.message_bytes(costs),
+            static_bytes=self.states.device.total,
+        )
+
+    def message_bytes(self, costs: MicroBatchCosts) -> IntArray:
+        """Buffers of messages of a micro-batch on every stage: two a direction on either side."""
+        padded = np.zeros((self.num_stages + 1, costs.num_micro_batches), np.int64)
+        padded[1:-1] = costs.transfer_bytes
+        either: IntArray = 4 * np.maximum(padded[:-1], padded[1:])
+        return either
+
+    def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
+        """The part of the last stage's stored bytes that is the head's: norm, logits; shape (M,)."""
+        if self.plain is not None:
+            return self.plain.head_bytes(np.array([m.padded_tokens for m in micro_batches], np.int64))
+        if isinstance(self.base, EncoderDecoderCosts):
+            return self.base.head_bytes(micro_batches)
+        without = replace(self.base, head_bytes_factor=0.0).evaluate(micro_batches)
+        head: IntArray = self.base.evaluate(micro_batches).stored_bytes[-1] - without.stored_bytes[-1]
+        return head
+
+    def _collectives_ns(
+        self, enc: IntArray, dec: IntArray, full: npt.NDArray[np.bool_]
+    ) -> tuple[IntArray, npt.NDArray[np.int64]]:
+        num_enc, num_dec = self._layers[:, :1], self._layers[:, 1:]
+        forward = np.zeros((len(self._layers), len(enc)))
+        backward = forward
+        a_token = self.base.activation_bytes_per_value * self._hidden_size
+        tp = self.topology.tp
+        if tp > 1:
+            per_byte, latency = _ring(self.tensor_link, tp, times=2)
+            cross = num_dec * (3 * dec * a_token * per_byte + 3 * latency)
+            forward = num_enc * (2 * enc * a_token * per_byte + 2 * latency) + cross
+            backward = forward + num_dec * enc * a_token * per_byte
+        ep = self.strategy.ep
+        if ep > 1 and isinstance(self.base, AnalyticCosts):
+            per_byte, latency = _ring(self.expert_link, ep, times=1)
+            rows = self.base.shape.top_k * enc / (tp if self.strategy.sequence_parallel else 1)
+            exchange = 2 * num_enc * (rows * a_token * per_byte + latency)
+            forward, backward = forward + exchange, backward + exchange
+        backward = backward + np.where(full, forward, 0)
+        return np.rint(forward).astype(np.int64), np.rint(backward).astype(np.int64)
+
+    @property
+    def _hidden_size(self) -> int:
+        if isinstance(self.base, EncoderDecoderCosts):
+            return self.base.architecture.hidden_size
+        return self.base.shape.hidden_size
+
+    def _replicas_ns(self) -> tuple[IntArray, IntArray]:
+        """Of every stage and micro-batch: gathering weights, scattering gradients; shape (S, 1)."""
+        nothing = np.zeros((self.num_stages, 1), np.int64)
+        dp, zero = self.topology.dp, self.strategy.zero_stage
+        if zero < 2 or dp == 1:
+            return nothing, nothing
+        weight, gradient, _ = BYTES_PER_PARAMETER[self.recipe]
+        per_byte, latency = _ring(self.replica_link, dp, times=1)
+        common = self.states.parameters.common[:, None]
+        scatter = np.rint(common * gradient * per_byte + latency).astype(np.int64)
+        if zero == 2:
+            return nothing, scatter
+        from_host = 1e9 / (dp * self.host_bytes_per_s) if self.strategy.offload == "all" else 0.0
+        gather = np.rint(common * weight * (per_byte + from_host) + latency).astype(np.int64)
+        return gather, scatter
+
+    def _plain_bytes(
+        self, plain: PlainLayers, tokens: IntArray, positions: IntArray, recompute: npt.NDArray[np.str_]
+    ) -> tuple[IntArray, IntArray]:
+        """Stored and working bytes. When a layer runs backwards the head's are gone, and at the end the layers' too."""
+        layers = self._layers[:, :1]
+        stages = np.arange(self.num_stages)[:, None]
+        is_first, is_last = stages == 0, stages == self.num_stages - 1
+        kept = np.where(recompute == "full", plain.checkpoint_bytes(tokens), plain.layer_bytes(tokens, positions))
+        head = is_last * plain.head_bytes(tokens)
+        tied = plain.shape.tied_embeddings and self.num_stages == 1
+        shared = np.where(recompute == "full", plain.shared_bytes(positions), 0)
+        stored = layers * kept + (layers > 0) * shared + head
+        of_layer = np.where(layers > 0, plain.layer_working_bytes(tokens, kept, positions, tied=tied) - head, 0)
+        of_head = is_last * plain.head_working_bytes(tokens, tied=tied)
+        of_embedding = is_first * plain.embedding_working_bytes(tied=tied) - stored
+        return stored, np.maximum(np.maximum(of_layer, of_head), np.maximum(of_embedding, 0))
+
+    def fingerprint(self) -> str:
+        return fingerprint(
+            {"base": self.base.to_json(), "static": self.states.device.total.tolist(), "recipe": self.recipe}
+            | {"zero_stage": self.strategy.zero_stage, "offload": self.strategy.offload, "ep": self.strategy.ep}
+            | {"plain": self.plain is not None}
+        )
+
+
+def _ring(link: Link, size: int, *, times: int) -> tuple[float, float]:
+    """(ns a byte, ns a collective) of one that moves `times` x (size - 1) / size of its bytes over every link."""
+    return times * (size - 1) / size * 1e9 / link.bytes_per_s, float(link.latency_ns)
+
+
+def ring_s(num_bytes: float, link: Link, size: int, *, times: int = 1) -> float:
+    """Seconds of one collective over `size` ranks: 1 for a gather, a scatter or an exchange, 2 for a sum."""
+    if size == 1 or not num_bytes:
+        return 0.0
+    per_byte, latency = _ring(link, size, times=times)
+    return (num_bytes * per_byte + latency) / 1e9
+
+
+def estimated_costs(
+    architecture: Architecture,
+    cluster: Cluster,
+    strategy: Strategy,
+    *,
+    precision: Precision,
+    recipe: StateRecipe,
+    layout: Layout = "padded",
+) -> EstimatedCosts:
+    """Costs under a strategy. Errors: ConfigError for sizes that do not divide over it."""
+    a, topology = architecture, strategy.topology
+    tp, links = topology.tp, cluster.links
+    wide = precision == "fp32"
+    values: Literal[2, 4] = 4 if wide else 2
+    vocab_size = a.padded_vocab_size(VOCAB_MULTIPLE, tp)
+    held = states(
+        a,
+        topology,
+        vocab_size=vocab_size,
+        recipe=recipe,
+        zero_stage=strategy.zero_stage,
+        offload=strategy.offload,
+        ep=strategy.ep,
+    )
+    base: AnalyticCosts | EncoderDecoderCosts
+    if a.num_decoder_layers:
+        base = EncoderDecoderCosts(
+            architecture=a,
+            topology=topology,
+            vocab_size=vocab_size,
+            flops_per_s=cluster.flops_per_s(precision),
+            links=links,
+            layer_overhead_ns=LAYER_OVERHEAD_NS,
+            activation_bytes_per_value=values,
+            sequence_parallel=strategy.sequence_parallel,
+        )
+    else:
+        base = AnalyticCosts(
+            shape_of(a, vocab_size),
+            topology,
+            flops_per_s=cluster.flops_per_s(precision),
+            overhead_ns=0,
+            layer_overhead_ns=LAYER_OVERHEAD_NS,
+            activation_bytes_per_value=values,
+            param_bytes=values,
+            sequence_parallel=strategy.sequence_parallel,
+            links=links,
+            ep=strategy.ep,
+        )
+    plain = None
+    if isinstance(base, AnalyticCosts) and not cluster.device.is_fused and not a.num_experts:
+        plain = PlainLayers.of(base, packed=layout == "packed")
+    return EstimatedCosts(
+        base=base,
+        states=held,
+        strategy=strategy,
+        recipe=recipe,
+        tensor_link=cluster.group_link(1, tp),
+        replica_link=cluster.group_link(tp, topology.dp),
+        expert_link=cluster.group_link(tp, strategy.ep),
+        host_bytes_per_s=cluster.host_bytes_per_s,
+        plain=plain,
+    )

@@ -1,0 +1,36 @@
+"""Records and rows for transformers models. In: records of text fields, or documents of token ids. Out: inputs of a
+model whose documents do not see each other. Users' own training loops call it.
+
+The names below load on first use, torch and transformers only with those that need them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dynapipe_ext.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from dynapipe_ext.packing.collator import PackingCollator, check_packing, register_document_attention
+    from dynapipe_ext.packing.dynamicat import loss_weight, scaled_learning_rate
+    from dynapipe_ext.packing.record_tokens import tokenize_records
+
+_HOMES = {
+    "PackingCollator": "dynapipe_ext.packing.collator",
+    "check_packing": "dynapipe_ext.packing.collator",
+    "loss_weight": "dynapipe_ext.packing.dynamicat",
+    "register_document_attention": "dynapipe_ext.packing.collator",
+    "scaled_learning_rate": "dynapipe_ext.packing.dynamicat",
+    "tokenize_records": "dynapipe_ext.packing.record_tokens",
+}
+
+__all__ = [
+    "PackingCollator",
+    "check_packing",
+    "loss_weight",
+    "register_document_attention",
+    "scaled_learning_rate",
+    "tokenize_records",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,0 +1,237 @@
+"""Samples of a global batch as packed micro-batches: documents end to end, balanced by what they cost."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynapipe_ext.costs.model import CostModel, IntArray
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import Attention, MicroBatch, Recompute
+from dynapipe_ext.splits.padded import bottleneck
+
+# Micro-batches -> (bottleneck ns, bytes) of each. Raises PlanError for one that cannot run.
+MicroBatchEvaluate = Callable[[Sequence[MicroBatch]], tuple[IntArray, IntArray]]
+
+_COUNTS_TO_TRY = 12
+
+
+def micro_batch_evaluate(costs: CostModel, *, min_in_flight: int = 1) -> MicroBatchEvaluate:
+    """The `evaluate` of `split_packed` for a cost model (see `padded.bottleneck` for what it counts)."""
+
+    def evaluate(micro_batches: Sequence[MicroBatch]) -> tuple[IntArray, IntArray]:
+        return bottleneck(costs.evaluate(micro_batches), min_in_flight)
+
+    return evaluate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRule:
+    """How samples become a packed row: the row's room in positions, and the settings of the micro-batch."""
+
+    max_tokens: int
+    pad_multiple: int = 1
+    recompute: Recompute = "none"
+    attention: Attention = "document"
+
+    @property
+    def room(self) -> int:
+        """Positions that documents may fill so that the row, rounded up, has at most `max_tokens`."""
+        return self.max_tokens // self.pad_multiple * self.pad_multiple
+
+    def row(self, samples: Sequence[SampleLength]) -> MicroBatch:
+        """One packed micro-batch, documents in the order of their index."""
+        ordered = tuple(sorted(samples, key=lambda s: (s.index, s.start)))
+        return MicroBatch(ordered, "packed", self.recompute, self.attention, self.pad_multiple)
+
+    def check(self, samples: Sequence[SampleLength]) -> None:
+        """Refuse, by name, a sample that is longer than a row."""
+        for sample in samples:
+            if max(sample.encoder, sample.decoder) > self.room:
+                raise PlanError(
+                    f"sample {sample.index} has {max(sample.encoder, sample.decoder)} positions but a packed row has"
+                    f" {self.room} (max_tokens {self.max_tokens}, pad_multiple {self.pad_multiple}): raise max_tokens"
+                    " or truncate the sample"
+                )
+
+
+def split_packed(
+    samples: Sequence[SampleLength],
+    evaluate: MicroBatchEvaluate,
+    *,
+    max_tokens: int,
+    pp: int = 1,
+    dp: int = 1,
+    num_micro_batches: int | None = None,
+    max_bytes: int | None = None,
+    pad_multiple: int = 1,
+    recompute: Recompute = "none",
+    attention: Attention = "document",
+    equal_counts: bool = False,
+) -> list[MicroBatch]:
+    """Packed micro-batches of one row of at most `max_tokens` positions (of each side of an encoder-decoder).
+
+    Documents go, dearest first, to the row that has cost least so far and has room. The number of rows is
+    `num_micro_batches` or, of a dozen multiples of `dp` from the fewest that hold the batch, the one with the smallest
+    sum(t) / dp + (pp - 1) max(t), t being a row's bottleneck time; rows above `max_bytes`, or that `evaluate` cannot
+    price, rule a number out. There are never fewer rows than replicas; under `equal_counts` only multiples of `dp`.
+
+    Raises PlanError for a sample longer than a row or above the byte cap alone (by name), or for an impossible number.
+    """
+    if not samples:
+        return []
+    rule = RowRule(max_tokens=max_tokens, pad_multiple=pad_multiple, recompute=recompute, attention=attention)
+    rule.check(samples)
+    if len(samples) < dp:
+        raise PlanError(f"{len(samples)} samples cannot feed {dp} replicas: enlarge the global batch or lower dp")
+    weights = document_costs(samples, evaluate, rule)
+    least = max(-(-sum(s.encoder for s in samples) // rule.room), -(-sum(s.decoder for s in samples) // rule.room), 1)
+    if num_micro_batches is not None:
+        if not least <= num_micro_batches <= len(samples):
+            raise PlanError(
+                f"{num_micro_batches} packed rows cannot hold {len(samples)} samples: between {least} rows (of"
+                f" {rule.room} positions) and one a sample are possible"
+            )
+        rows = pack(samples, weights, num_micro_batches, rule.room)
+        if rows is None:
+            raise PlanError(
+                f"{num_micro_batches} rows of {rule.room} positions were too tight to pack: allow more rows or tokens"
+            )
+        micro_batches = [rule.row(row) for row in rows]
+        _, num_bytes = evaluate(micro_batches)
+        _check_bytes(micro_batches, num_bytes, max_bytes)
+        return micro_batches
+
+    best: tuple[int, list[MicroBatch]] | None = None
+    tried = 0
+    most = len(samples) // dp * dp if equal_counts else len(samples)
+    for count in _counts(least, most, dp):
+        rows = pack(samples, weights, count, rule.room)
+        if rows is None:
+            continue
+        micro_batches = [rule.row(row) for row in rows]
+        try:
+            time_ns, num_bytes = evaluate(micro_batches)
+        except PlanError:  # a row outside a measured grid: shorter rows may be inside
+            if count == most and best is None:
+                raise
+            continue
+        if max_bytes is not None and int(num_bytes.max()) > max_bytes:
+            if count == most:
+                _check_bytes(micro_batches, num_bytes, max_bytes)
+            continue
+        value = int(time_ns.sum()) + dp * (pp - 1) * int(time_ns.max())
+        if best is None or value < best[0]:
+            best = (value, micro_batches)
+        tried += 1
+        if tried == _COUNTS_TO_TRY:
+            break
+    if best is None:  # one row a sample always packs, but under equal_counts the last rows may have to be shared
+        raise PlanError(
+            f"no multiple of {dp} replicas from {least} to {most} rows of {rule.room} positions holds these"
+            f" {len(samples)} samples: raise max_tokens, or let counts differ"
+        )
+    return best[1]
+
+
+def _counts(least: int, most: int, dp: int) -> Iterator[int]:
+    """Numbers of rows from `least` to `most`, in multiples of dp that grow ever wider apart; `most` comes last."""
+    count = min(most, -(-least // dp) * dp)
+    while count < most:
+        yield count
+        count += max(dp, count // 8 // dp * dp)
+    yield most
+
+
+def document_costs(samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> list[int]:
+    """Cost of each sample as its share of a full row of its like: linear and quadratic parts, without the overhead of a
+    micro-batch of one short document. The row is halved while `evaluate` cannot price it, down to the longest sample.
+    """
+    shapes = {(s.encoder, s.decoder): s for s in samples}
+    longest = max(max(shape) for shape in shapes)
+    row_len = rule.room
+    while True:
+        rows = [
+            MicroBatch((sample,) * max(1, row_len // max(shape)), "packed", rule.recompute, rule.attention)
+            for shape, sample in shapes.items()
+        ]
+        try:
+            time_ns, _ = evaluate(rows)
+        except PlanError:
+            if row_len <= longest:
+                raise
+            row_len = max(longest, row_len // 2)
+        else:
+            break
+    each = {shape: int(t) // len(row.samples) for shape, t, row in zip(shapes, time_ns, rows, strict=True)}
+    return [each[s.encoder, s.decoder] for s in samples]
+
+
+def pack(
+    samples: Sequence[SampleLength], weights: Sequence[int], num_rows: int, room: int
+) -> list[list[SampleLength]] | None:
+    """`num_rows` rows of balanced weight, none above `room` positions a side and none empty; None where it fails.
+
+    Dearest first into the least loaded row with room; if a document finds none, longest first into the fullest row that
+    takes it (best fit), which packs tighter.
+    """
+    if num_rows > len(samples):
+        return None
+    return _pack_balanced(samples, weights, num_rows, room) or _pack_tight(samples, num_rows, room)
+
+
+def _pack_balanced(
+    samples: Sequence[SampleLength], weights: Sequence[int], num_rows: int, room: int
+) -> list[list[SampleLength]] | None:
+    order = sorted(range(len(samples)), key=lambda i: (-weights[i], -samples[i].tokens, i))
+    rows: list[list[SampleLength]] = [[samples[i]] for i in order[:num_rows]]
+    filled = [[row[0].encoder, row[0].decoder] for row in rows]
+    heap = [(weights[i], row) for row, i in enumerate(order[:num_rows])]
+    heapq.heapify(heap)
+    for i in order[num_rows:]:
+        sample, passed = samples[i], []
+        while heap:
+            load, row = heapq.heappop(heap)
+            if filled[row][0] + sample.encoder <= room and filled[row][1] + sample.decoder <= room:
+                rows[row].append(sample)
+                filled[row][0] += sample.encoder
+                filled[row][1] += sample.decoder
+                passed.append((load + weights[i], row))
+                break
+            passed.append((load, row))
+        else:
+            return None
+        for entry in passed:
+            heapq.heappush(heap, entry)
+    return rows
+
+
+def _pack_tight(samples: Sequence[SampleLength], num_rows: int, room: int) -> list[list[SampleLength]] | None:
+    order = sorted(samples, key=lambda s: (-max(s.encoder, s.decoder), -s.tokens, s.index, s.start))
+    rows: list[list[SampleLength]] = [[sample] for sample in order[:num_rows]]
+    free = np.array([(room - row[0].encoder, room - row[0].decoder) for row in rows], np.int64)
+    for sample in order[num_rows:]:
+        need = np.array([sample.encoder, sample.decoder])
+        fits = (free >= need).all(axis=1)
+        if not fits.any():
+            return None
+        row = int(np.where(fits, free.sum(axis=1), 2 * room + 1).argmin())
+        rows[row].append(sample)
+        free[row] -= need
+    return rows
+
+
+def _check_bytes(micro_batches: Sequence[MicroBatch], num_bytes: IntArray, max_bytes: int | None) -> None:
+    if max_bytes is None or int(num_bytes.max()) <= max_bytes:
+        return
+    worst = int(num_bytes.argmax())
+    samples = micro_batches[worst].samples
+    longest = max(samples, key=lambda s: s.tokens)
+    raise PlanError(
+        f"a packed row of {len(samples)} samples (the longest is {longest.index} with {longest.tokens} positions) needs"
+        f" {num_bytes[worst]} B but {max_bytes} B is the limit: lower max_tokens, recompute more or raise tp"
+    )

@@ -1,0 +1,363 @@
+"""The peers' ways to make micro-batches, for comparison: each returns the micro-batches of every replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import Layout, MicroBatch, Recompute, round_up
+from dynapipe_ext.splits.balance import assign_replicas, karmarkar_karp
+from dynapipe_ext.splits.equal import check_enough, split_padded_equal
+from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_costs, pack
+from dynapipe_ext.splits.padded import ShapeEvaluate, split_padded
+
+Replicas = list[list[MicroBatch]]
+
+DYNAPIPE_THINNING_NS = 5_000_000  # DynaPipe tries one bound on the micro-batch time in every 5 ms
+_RECOMPUTE_ORDER: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+def _check(samples: Sequence[SampleLength], dp: int, *, equal_counts: bool, decoder_only: bool = False) -> None:
+    """A batch of fewer samples than replicas leaves some of them empty, unless their counts must be equal."""
+    if dp < 1:
+        raise PlanError(f"dp is {dp} but must be at least 1")
+    if not samples:
+        raise PlanError("the batch has no samples: give at least one")
+    if equal_counts:
+        check_enough(len(samples), dp)
+    if decoder_only and any(s.decoder for s in samples):
+        sample = next(s for s in samples if s.decoder)
+        raise PlanError(
+            f"sample {sample.index} has a decoder side of {sample.decoder} positions, but this rule is for decoder-only"
+            " models: use split_padded or dynapipe_rule"
+        )
+
+
+def pad_to_batch_max(
+    samples: Sequence[SampleLength],
+    *,
+    dp: int,
+    rows_per_micro_batch: int | None = None,
+    max_tokens: int | None = None,
+    pad_multiple: int = 1,
+    recompute: Recompute = "none",
+    equal_counts: bool = False,
+) -> Replicas:
+    """Every row padded to the longest sample of the global batch; equal row counts, in order, dealt to the replicas.
+
+    Give `rows_per_micro_batch`, or `max_tokens` for as many rows as fit. Rows are fewer where the batch would not reach
+    all replicas; with fewer samples than replicas the last replicas are empty. Under `equal_counts` row counts differ
+    by one where the batch does not divide. Decoder-only. Raises PlanError for a longest sample above `max_tokens`, and
+    under `equal_counts` for too few samples.
+    """
+    _check(samples, dp, equal_counts=equal_counts, decoder_only=True)
+    if (rows_per_micro_batch is None) == (max_tokens is None):
+        raise PlanError(f"give one of rows_per_micro_batch {rows_per_micro_batch} and max_tokens {max_tokens}")
+    longest = max(samples, key=lambda s: s.encoder)
+    row_len = MicroBatch((longest,), pad_multiple=pad_multiple).encoder_len
+    rows = rows_per_micro_batch if rows_per_micro_batch is not None else (max_tokens or 0) // row_len
+    if rows < 1:
+        raise PlanError(
+            f"a micro-batch of {rows} rows: sample {longest.index} makes rows of {row_len} positions, max_tokens is"
+            f" {max_tokens} and rows_per_micro_batch {rows_per_micro_batch}: raise them or truncate the sample"
+        )
+    if equal_counts:
+        count = round_up(-(-len(samples) // rows), dp)
+        if count > len(samples):
+            raise PlanError(
+                f"{len(samples)} samples cannot make {count} micro-batches of at most {rows} rows, the next multiple of"
+                f" {dp} replicas of equal counts: allow more rows, enlarge the global batch or let counts differ"
+            )
+        bounds = _even_bounds(len(samples), count)
+    else:
+        rows = max(1, min(rows, len(samples) // dp))
+        bounds = [*range(0, len(samples), rows), len(samples)]
+    micro_batches = [
+        MicroBatch(tuple(samples[a:b]), "padded", recompute, pad_multiple=pad_multiple, min_len=row_len)
+        for a, b in pairwise(bounds)
+    ]
+    return [micro_batches[rank::dp] for rank in range(dp)]
+
+
+def _even_bounds(num_items: int, num_parts: int) -> list[int]:
+    """Ends of contiguous parts whose sizes differ by one at most, from 0.
+
+    >>> _even_bounds(7, 3)
+    [0, 2, 4, 7]
+    """
+    return [num_items * part // num_parts for part in range(num_parts + 1)]
+
+
+def fixed_rows(
+    samples: Sequence[SampleLength],
+    *,
+    row_len: int,
+    dp: int,
+    recompute: Recompute = "none",
+    pad_multiple: int = 1,
+    equal_counts: bool = False,
+) -> Replicas:
+    """Megatron's GPT dataset rule: samples end to end in order, cut at every `row_len` positions, attention over rows.
+
+    The last row is padded. A cut sample becomes pieces (`SampleLength.start`) whose targets are those of its positions:
+    a sample's targets are its last ones. A batch of fewer rows than replicas leaves the last replicas empty; under
+    `equal_counts` rows are filled less, all alike, so that their number is the next multiple of `dp`. Decoder-only.
+    Raises PlanError under `equal_counts` for fewer samples than replicas or too few positions.
+    """
+    if row_len < 1:
+        raise PlanError(f"row_len is {row_len} but must be at least 1")
+    if row_len % pad_multiple:
+        raise PlanError(f"row_len {row_len} is not a multiple of pad_multiple {pad_multiple}: round it")
+    _check(samples, dp, equal_counts=equal_counts, decoder_only=True)
+    positions = sum(s.encoder for s in samples)
+    bounds = [*range(0, positions, row_len), positions]
+    if equal_counts:
+        count = round_up(len(bounds) - 1, dp)
+        if count > positions:
+            raise PlanError(
+                f"{positions} positions cannot fill {count} rows, the next multiple of {dp} replicas of equal counts:"
+                " raise row_len, enlarge the global batch or let counts differ"
+            )
+        bounds = _even_bounds(positions, count)
+    micro_batches = [
+        MicroBatch(tuple(row), "packed", recompute, "row", pad_multiple=pad_multiple, min_len=row_len)
+        for row in _cut(samples, [b - a for a, b in pairwise(bounds)])
+    ]
+    return [micro_batches[rank::dp] for rank in range(dp)]
+
+
+def _cut(samples: Sequence[SampleLength], row_lens: Sequence[int]) -> list[list[SampleLength]]:
+    """Samples end to end as rows of these numbers of positions, cut where a row ends."""
+    rows: list[list[SampleLength]] = [[]]
+    room = row_lens[0]
+    for sample in samples:
+        done = 0
+        while done < sample.encoder:
+            if room == 0:
+                room = row_lens[len(rows)]
+                rows.append([])
+            length = min(room, sample.encoder - done)
+            rows[-1].append(piece(sample, done, length))
+            done, room = done + length, room - length
+    return rows
+
+
+def piece(sample: SampleLength, offset: int, length: int) -> SampleLength:
+    """Positions offset .. offset + length of a decoder-only sample, with the targets that lie in them.
+
+    >>> [piece(SampleLength(7, 10, target=4), at, 5).target for at in (0, 3, 5)]
+    [0, 2, 4]
+    """
+    first_target = sample.encoder - sample.target
+    target = max(0, offset + length - max(offset, first_target))
+    return SampleLength(sample.index, length, 0, target, sample.start + offset)
+
+
+def packed_documents(
+    samples: Sequence[SampleLength],
+    evaluate: MicroBatchEvaluate,
+    *,
+    max_tokens: int,
+    dp: int,
+    pad_multiple: int = 1,
+    recompute: Recompute = "none",
+    equal_counts: bool = False,
+) -> Replicas:
+    """Greedy packing with document attention, rows balanced over the replicas by cost.
+
+    Documents go longest first into the first row with room (first-fit decreasing); if that leaves fewer rows than
+    replicas (or, under `equal_counts`, a number that does not divide), the documents are spread over the next number
+    that does, or else packed into the one before. With fewer samples than replicas, each has a row and the last
+    replicas are empty. Raises PlanError for a sample longer than a row, by name, and under `equal_counts` for fewer
+    samples than replicas or where no such number of rows holds the batch.
+    """
+    _check(samples, dp, equal_counts=equal_counts)
+    rule = RowRule(max_tokens=max_tokens, pad_multiple=pad_multiple, recompute=recompute)
+    rule.check(samples)
+    rows = _first_fit(sorted(samples, key=lambda s: (-s.tokens, s.index, s.start)), rule.room)
+    wanted = round_up(len(rows), dp)
+    if equal_counts and len(rows) != wanted:
+        rows = _spread(samples, evaluate, rule, [wanted, wanted - dp] if wanted > dp else [wanted], dp)
+    elif len(rows) < dp:
+        rows = _spread(samples, evaluate, rule, [min(dp, len(samples))], dp)
+    micro_batches = [rule.row(row) for row in rows]
+    time_ns, _ = evaluate(micro_batches)
+    busy = min(dp, len(rows))
+    shares = assign_replicas([int(t) for t in time_ns], busy, equal_counts=equal_counts)
+    return [[micro_batches[i] for i in share] for share in shares] + [[] for _ in range(dp - busy)]
+
+
+def _spread(
+    samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule, counts: Sequence[int], dp: int
+) -> list[list[SampleLength]]:
+    """Balanced rows, of the first of `counts` that holds the samples."""
+    weights = document_costs(samples, evaluate, rule)
+    for count in counts:
+        rows = pack(samples, weights, count, rule.room)
+        if rows is not None:
+            return rows
+    raise PlanError(
+        f"{len(samples)} samples do not spread over {' or '.join(map(str, counts))} rows of {rule.room} positions for"
+        f" {dp} replicas: enlarge the global batch, raise max_tokens or let counts differ"
+    )
+
+
+def _first_fit(samples: Sequence[SampleLength], room: int) -> list[list[SampleLength]]:
+    rows: list[list[SampleLength]] = []
+    free: list[tuple[int, int]] = []
+    for sample in samples:
+        for index, (encoder, decoder) in enumerate(free):
+            if sample.encoder <= encoder and sample.decoder <= decoder:
+                rows[index].append(sample)
+                free[index] = (encoder - sample.encoder, decoder - sample.decoder)
+                break
+        else:
+            rows.append([sample])
+            free.append((room - sample.encoder, room - sample.decoder))
+    return rows
+
+
+def dynapipe_rule(
+    samples: Sequence[SampleLength],
+    evaluate: ShapeEvaluate | Mapping[Recompute, ShapeEvaluate],
+    *,
+    pp: int,
+    dp: int,
+    max_bytes: int | None = None,
+    pad_multiple: int = 1,
+    recompute: Recompute = "none",
+    thinning_ns: int = DYNAPIPE_THINNING_NS,
+    equal_counts: bool = False,
+) -> Replicas:
+    """DynaPipe's micro-batches (arXiv 2311.10418, sec. 4): sorted samples, contiguous cuts, balanced replicas.
+
+    The cuts minimise (pp - 1) max(t) + sum(t) / dp for bounds on t thinned to one in `thinning_ns`; its one recompute
+    type per plan is the first of none, selective, full (of those given an `evaluate`) that has a feasible split.
+    Replicas are balanced by t with the largest differencing method (Karmarkar and Karp 1982). Three changes, in its
+    favour: the bound kept of each interval is its largest, so that small models stay feasible; a split of fewer micro-
+    batches than replicas is cut again; encoder-decoder samples take the better of two orders, for its tours of a
+    travelling salesman. To charge the LM head to every stage as it does, give an `evaluate` whose cost table has
+    lm_head "every". With fewer samples than replicas some replicas are empty; under `equal_counts` that is refused, the
+    split has a multiple of `dp` micro-batches, and the replicas are balanced at equal counts instead.
+    """
+    _check(samples, dp, equal_counts=equal_counts)
+    choices = evaluate if isinstance(evaluate, Mapping) else {recompute: evaluate}
+    micro_batches: list[MicroBatch] = []
+    kinds = [kind for kind in _RECOMPUTE_ORDER if kind in choices]
+    if not kinds:
+        raise PlanError("dynapipe_rule was given no recomputation type to choose from: give at least one evaluate")
+    split = split_padded_equal if equal_counts else split_padded
+    for kind in kinds:
+        try:
+            micro_batches = split(
+                samples,
+                {kind: choices[kind]},
+                pp=pp,
+                dp=min(dp, len(samples)),
+                max_bytes=max_bytes,
+                pad_multiple=pad_multiple,
+                thinning_ns=thinning_ns,
+            )
+            break
+        except PlanError:
+            if kind == kinds[-1]:
+                raise
+    times = [_time_ns(choices[m.recompute], m) for m in micro_batches]
+    shares = assign_replicas(times, dp, equal_counts=True) if equal_counts else karmarkar_karp(times, dp)
+    return [[micro_batches[i] for i in share] for share in shares]
+
+
+def _time_ns(evaluate: ShapeEvaluate, m: MicroBatch) -> int:
+    time_ns, _ = evaluate(np.array([m.rows]), np.array([m.encoder_len]), np.array([m.decoder_len]))
+    return int(time_ns[0])
+
+
+def first_fit_in_order(
+    samples: Sequence[SampleLength],
+    *,
+    max_tokens: int,
+    dp: int,
+    layout: Layout = "packed",
+    pad_multiple: int = 1,
+    recompute: Recompute = "none",
+    equal_counts: bool = False,
+) -> Replicas:
+    """Megatron's sequence packing: samples in the order of the data, each into the first micro-batch that has room.
+
+    A micro-batch has room for `max_tokens` positions, padding included; micro-batches go to the replicas in turn, as
+    they were opened. Packed rows are Megatron's own layout; "padded" makes the same micro-batches of rows instead.
+    With fewer micro-batches than replicas the last replicas are empty. Raises PlanError for a sample that is longer
+    than a micro-batch, by name, and under `equal_counts` for a number of micro-batches that does not divide.
+    """
+    _check(samples, dp, equal_counts=equal_counts)
+    groups: list[list[SampleLength]] = []
+    sides: list[tuple[int, int]] = []  # of each micro-batch: the longest row so far (padded), or the sum (packed)
+    for sample in samples:
+        for index in range(len(groups) + 1):
+            known, rows = (sides[index], len(groups[index]) + 1) if index < len(groups) else ((0, 0), 1)
+            pair = zip(known, (sample.encoder, sample.decoder), strict=True)
+            encoder, decoder = (max(a, b) if layout == "padded" else a + b for a, b in pair)
+            positions = round_up(encoder, pad_multiple) + round_up(decoder, pad_multiple)
+            if (rows if layout == "padded" else 1) * positions <= max_tokens:
+                break
+        else:
+            raise PlanError(
+                f"sample {sample.index} needs {positions} positions but a micro-batch has {max_tokens}: truncate the"
+                " sample or raise max_tokens"
+            )
+        if index == len(groups):
+            groups.append([])
+            sides.append((0, 0))
+        groups[index].append(sample)
+        sides[index] = (encoder, decoder)
+    if equal_counts and len(groups) % dp:
+        raise PlanError(
+            f"first fit makes {len(groups)} micro-batches, which do not divide over {dp} replicas of equal counts:"
+            " change max_tokens or let counts differ"
+        )
+    micro_batches = [MicroBatch(tuple(group), layout, recompute, pad_multiple=pad_multiple) for group in groups]
+    return [micro_batches[rank::dp] for rank in range(dp)]
+
+
+VERL_TOKEN_WORK = 24_576  # verl's workload of a sequence of L tokens is 24576 L + L^2
+
+
+def verl_rule(
+    samples: Sequence[SampleLength],
+    *,
+    max_tokens: int,
+    dp: int,
+    layout: Layout = "packed",
+    pad_multiple: int = 1,
+    recompute: Recompute = "none",
+) -> Replicas:
+    """verl's balancing: Karmarkar-Karp by 24576 L + L^2 over the replicas, then over micro-batches in each.
+
+    Replicas get equal numbers of samples where these divide. All have as many micro-batches as the one that needs most
+    of `max_tokens` each (fewer where a replica has fewer samples); the cap guides that number and is not checked again,
+    as there. The cheaper micro-batches come first and last, for a short fill and drain. With fewer samples than
+    replicas the last replicas are empty. Raises PlanError for a sample longer than `max_tokens`, by name.
+    """
+    _check(samples, dp, equal_counts=False)
+    longest = max(samples, key=lambda s: s.tokens)
+    if longest.tokens > max_tokens:
+        raise PlanError(
+            f"sample {longest.index} has {longest.tokens} tokens but a micro-batch has {max_tokens}: truncate the"
+            " sample or raise max_tokens"
+        )
+    work = [VERL_TOKEN_WORK * s.tokens + s.tokens**2 for s in samples]
+    busy = min(dp, len(samples))
+    shares = karmarkar_karp(work, busy, equal_counts=len(samples) % busy == 0)
+    count = max(-(-sum(samples[i].tokens for i in share) // max_tokens) for share in shares)
+    replicas: Replicas = []
+    for share in shares:
+        parts = karmarkar_karp([work[i] for i in share], min(count, len(share)))
+        falling = sorted(parts, key=lambda part: (-sum(work[share[k]] for k in part), part))
+        hill = falling[::2][::-1] + falling[1::2]
+        groups = [tuple(samples[share[k]] for k in part) for part in hill]
+        replicas.append([MicroBatch(group, layout, recompute, pad_multiple=pad_multiple) for group in groups])
+    return replicas + [[] for _ in range(dp - busy)]

@@ -1,0 +1,104 @@
+"""`dynapipe check-plan`: whether a plan's file is valid and as good as it claims, by code that did not make it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.launch.commands.plan_inputs import (
+    Priced,
+    add_cost_arguments,
+    add_length_arguments,
+    fitted,
+    memory_limit_bytes,
+    priced_costs,
+    read_batch,
+    read_lengths,
+)
+from dynapipe_ext.tools.check.check_plan import Lengths, check, verdict_json, verdict_table
+from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
+
+_NOT_VALID_STATUS = 1
+_MOST_FAULTS = 20  # one mistake can make thousands
+_PIPE_COLUMNS = 140
+
+_EPILOG = """examples:
+  dynapipe check-plan plan.json --costs DIR --model gpt_6.7b --layers 32 --memory-mb 36000 \\
+      --batch batches.json --index 0 --extra -1 0
+  dynapipe check-plan plan.json --config mine.toml --lengths lengths.npy
+
+Give the costs, the memory limit and the lengths that the plan was made with: the plan's file has none of them. Without
+lengths the rows and the bound of the batch go unchecked. Exit status: 0 valid, 1 not, 2 nothing could be checked.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("plan", metavar="PLAN.json", help="a plan that `dynapipe plan --json` wrote")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--batch", metavar="FILE", help="the plan holds all samples of one object in this JSON list")
+    source.add_argument("--lengths", metavar="FILE", help="the plan holds some samples of these (.npy or text)")
+    add_length_arguments(parser)
+    add_cost_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    plan = read_plan_file(args.plan)
+    config = _config(args, plan)
+    priced = priced_costs(args, config, plan.topology)
+    limit_bytes = memory_limit_bytes(args, config)
+    verdict = check(
+        plan,
+        priced.costs,
+        memory_limit_bytes=limit_bytes,
+        lengths=_lengths(args, priced),
+        whole_batch=args.batch is not None,
+    )
+    if args.json:
+        json.dump(verdict_json(verdict), sys.stdout, indent=1)
+        print()
+    else:
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=_PIPE_COLUMNS)
+        console.print(f"costs: {priced.provenance}")
+        console.print(f"limit: {limit_bytes / 1e9:g} GB a rank")
+        console.print(verdict_table(verdict))
+        for fault in verdict.faults[:_MOST_FAULTS]:
+            console.print(Text(f"fault: {fault}"), soft_wrap=True)
+        if len(verdict.faults) > _MOST_FAULTS:
+            console.print(f"and {len(verdict.faults) - _MOST_FAULTS:,} more: --json has them all")
+    return _NOT_VALID_STATUS if verdict.faults else 0
+
+
+def _config(args: argparse.Namespace, plan: PlanFile) -> TrainConfig:
+    """The file's settings, or the defaults, for the plan's topology, with the limit of the flags."""
+    config = TrainConfig.read(args.config) if args.config else TrainConfig()
+    t = plan.topology
+    tables: dict[str, dict[str, Any]] = {
+        "topology": {"tp": t.tp, "pp": t.pp, "dp": t.dp, "layers_per_stage": t.layers_per_stage}
+    }
+    if args.memory_mb is not None or args.memory_limit_gb is not None:
+        limit_gb = args.memory_mb / 1e3 if args.memory_mb is not None else args.memory_limit_gb
+        tables["plan"] = {"memory_limit_gb": limit_gb}
+    return config.with_values(**tables)
+
+
+def _lengths(args: argparse.Namespace, priced: Priced) -> Lengths | None:
+    """(encoder, decoder) positions of samples by index, as the model takes them; None where no file is given."""
+    if args.batch:
+        table = read_batch(args.batch, args.index or 0)
+    elif args.lengths:
+        table = read_lengths(args.lengths)
+    else:
+        return None
+    table, _ = fitted(table, args.extra, args.truncate, priced.has_decoder)
+    return {index: (encoder, decoder) for index, (encoder, decoder, _) in enumerate(table.tolist())}

@@ -1,0 +1,232 @@
+"""`dynapipe estimate`: what a model needs and how to train it on a cluster, planned without touching either."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from typing import Any, get_args
+
+from rich.console import Console
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.states import RECIPES, StateRecipe
+from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.launch.commands.plan_inputs import read_lengths
+from dynapipe_ext.launch.job import topology_of
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.cluster import DEVICES, PRECISIONS, Cluster
+from dynapipe_ext.models.memory import OFFLOADS
+from dynapipe_ext.models.presets import PRESETS, read_model
+from dynapipe_ext.plan import Layout
+from dynapipe_ext.tools.estimate.config import settings, toml_text, train_fault
+from dynapipe_ext.tools.estimate.lengths import LengthData, distribution_data, file_data
+from dynapipe_ext.tools.estimate.options import Limits, Question, RecomputeChoice
+from dynapipe_ext.tools.estimate.ranking import Estimate, Search, estimate
+from dynapipe_ext.tools.estimate.table import Prices, estimate_json, show, trainable
+from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.tools.progress import WorkProgress
+
+_PIPE_COLUMNS = 190  # no terminal to fit into
+_MOST_TOKENS_PER_BATCH = 4 << 20  # what large models were trained with
+_STATES: tuple[StateRecipe, ...] = tuple(recipe for recipe in RECIPES if recipe != "fp32")
+_NOTHING_FITS = 1
+
+_EPILOG = f"""examples:
+  dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --device a100 --gpu-memory-gb 80
+  dynapipe estimate --model config.json --nodes 2 --lengths lengths.npy --tokens 0.7e9 --price-per-gpu-hour 2.5
+  dynapipe estimate --model gpt2 --gpus-per-node 2 --device cpu --precision fp32 --write best.toml
+  dynapipe train --config best.toml
+
+presets: {", ".join(PRESETS)}
+
+A lengths file is .npy of shape (N,), (N, 2) = encoder, decoder or (N, 3) = encoder, decoder, targets; or text. Without
+one every sample is as long as the model was made for, up to 8,192 tokens. The exit status is {_NOTHING_FITS} where
+nothing fits.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument(
+        "--model", required=True, metavar="FILE|NAME", help="config.json, Megatron's arguments as JSON, or a preset"
+    )
+    cluster = parser.add_argument_group("cluster")
+    cluster.add_argument("--nodes", type=int, default=1, metavar="N")
+    cluster.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
+    cluster.add_argument(
+        "--device", choices=tuple(DEVICES), default="h100", help="whose published figures count (h100)"
+    )
+    for flag, what in (
+        ("--gpu-memory-gb", "of one device, 10^9 bytes"),
+        ("--reserve-gb", "of that left to the framework: contexts, communicators, fragmentation"),
+        ("--host-memory-gb", "of one node; limits what is offloaded"),
+        ("--efficiency", "share of the peak rate that a layer's kernels reach, 0 to 1"),
+        ("--intra-gb-per-s", "between devices of a node, one direction"),
+        ("--inter-gb-per-s", "between nodes, per device, one direction"),
+        ("--host-gb-per-s", "between device and host, one direction"),
+    ):
+        cluster.add_argument(flag, type=float, metavar="X", help=what)
+    data = parser.add_argument_group("data")
+    lengths = data.add_mutually_exclusive_group()
+    lengths.add_argument("--lengths", metavar="FILE", help="lengths of the samples (.npy or text)")
+    lengths.add_argument("--length-distribution", metavar="D", help="uniform:N or lognormal:mean,sigma,max")
+    data.add_argument("--truncate", type=int, metavar="N", help="cut lengths of the file at N")
+    data.add_argument("--tokens", type=float, metavar="N", help="real tokens of the whole run, for days and cost")
+    data.add_argument("--tokens-per-batch", metavar="N|LOW:HIGH", help="of a global batch; searched within a range")
+    data.add_argument("--max-samples", type=int, default=1024, metavar="N", help="of a global batch (1024)")
+    data.add_argument("--data", default="", metavar="FILE", help="training data that --write names")
+    ways = parser.add_argument_group("ways to train, to keep the search to some: one, or several with commas")
+    ways.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    ways.add_argument("--states", choices=_STATES, default="megatron", help="who keeps what for a 16-bit parameter")
+    for flag, values in (
+        ("--tp", "N"),
+        ("--pp", "N"),
+        ("--zero", "0,1,2,3"),
+        ("--offload", ",".join(OFFLOADS)),
+        ("--recompute", ",".join(get_args(RecomputeChoice))),
+        ("--layout", ",".join(get_args(Layout))),
+    ):
+        ways.add_argument(flag, metavar=values)
+    search = parser.add_argument_group("search and output")
+    search.add_argument("--plans", type=int, default=24, metavar="N", help="options that are planned (24)")
+    search.add_argument("--effort", type=int, default=8000, metavar="N", help="moves tried in the last plans (8000)")
+    search.add_argument("--seed", type=int, default=0, metavar="N", help="of the data order and the search")
+    search.add_argument("--top", type=int, default=12, metavar="N", help="options in the table (12)")
+    search.add_argument("--price-per-gpu-hour", type=float, default=0.0, metavar="X", help="with --tokens: the cost")
+    search.add_argument("--json", nargs="?", const="-", metavar="FILE", help="everything as JSON, alone, or to a file")
+    search.add_argument("--write", metavar="FILE", help="the best that dynapipe train can run, for its --config")
+
+
+def run(args: argparse.Namespace) -> int:
+    question, search, prices = question_of(args), search_of(args), prices_of(args)
+    only_json = args.json == "-"
+    console = Console(highlight=False, soft_wrap=False, stderr=only_json)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_COLUMNS, stderr=only_json)
+    with WorkProgress("planning", search.most_plans, console=Console(stderr=True), enabled=sys.stderr.isatty()) as bar:
+        found = estimate(question, search, bar.advance)
+    if only_json:
+        print(json.dumps(estimate_json(found, prices), indent=1, allow_nan=False))
+    else:
+        show(found, prices, console, most=args.top)
+    if args.json and not only_json:
+        write_atomic(args.json, json.dumps(estimate_json(found, prices), indent=1, allow_nan=False) + "\n")
+        console.print(f"the estimate is in {args.json}")
+    if args.write:
+        console.print(write_best(found, args.write, data_path=args.data, total_tokens=prices.total_tokens))
+    return 0 if found.options else _NOTHING_FITS
+
+
+def question_of(args: argparse.Namespace) -> Question:
+    """Errors: ConfigError, DataError for what cannot be asked."""
+    architecture, name = read_model(args.model)
+    cluster = Cluster.of(
+        DEVICES[args.device],
+        nodes=args.nodes,
+        gpus_per_node=args.gpus_per_node,
+        gpu_memory_gb=args.gpu_memory_gb,
+        reserved_gb=args.reserve_gb,
+        efficiency=args.efficiency,
+        host_memory_gb=args.host_memory_gb,
+        **{
+            f"{link}_bytes_per_s": None if value is None else value * 1e9
+            for link, value in (
+                ("intra", args.intra_gb_per_s),
+                ("inter", args.inter_gb_per_s),
+                ("host", args.host_gb_per_s),
+            )
+        },
+    )
+    if args.precision == "fp32" and args.states != "megatron":
+        raise ConfigError(f"--states {args.states} is about 16-bit weights: leave it out with --precision fp32")
+    return Question(
+        architecture=architecture,
+        name=name,
+        cluster=cluster,
+        data=_data(args, architecture),
+        precision=args.precision,
+        recipe=args.states,
+        limits=Limits(
+            tp=_numbers(args.tp, "--tp"),
+            pp=_numbers(args.pp, "--pp"),
+            zero_stages=_numbers(args.zero, "--zero", most=3, least=0),
+            offloads=_words(args.offload, "--offload", OFFLOADS),
+            recomputes=_words(args.recompute, "--recompute", get_args(RecomputeChoice)),
+            layouts=_words(args.layout, "--layout", get_args(Layout)),
+        ),
+        seed=args.seed,
+    )
+
+
+def _data(args: argparse.Namespace, architecture: Architecture) -> LengthData:
+    if args.truncate is not None and (args.truncate < 1 or not args.lengths):
+        raise ConfigError(f"--truncate is {args.truncate}: give at least 1, and --lengths with what is to be cut")
+    if args.seed < 0:
+        raise ConfigError(f"--seed is {args.seed} but must be at least 0")
+    if args.lengths:
+        return file_data(read_lengths(args.lengths), args.lengths, architecture, args.truncate or 0)
+    return distribution_data(args.length_distribution or "", architecture, args.seed)
+
+
+def search_of(args: argparse.Namespace) -> Search:
+    for name, least in (("plans", 1), ("effort", 0), ("top", 1), ("max_samples", 1)):
+        if getattr(args, name) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)} but must be at least {least}")
+    bounds = (1, _MOST_TOKENS_PER_BATCH)
+    samples = args.max_samples
+    if args.tokens_per_batch:
+        least, colon, most = args.tokens_per_batch.partition(":")
+        numbers = _numbers(f"{least},{most}" if colon else least, "--tokens-per-batch", most=1 << 32)
+        bounds = (numbers[0], numbers[-1])
+        samples = samples if colon else 1 << 20  # a size that is asked for is kept
+    return Search(tokens_per_batch=bounds, most_samples=samples, most_plans=args.plans, effort=args.effort)
+
+
+def prices_of(args: argparse.Namespace) -> Prices:
+    tokens, price = args.tokens or 0.0, args.price_per_gpu_hour
+    for flag, value in (("--tokens", tokens), ("--price-per-gpu-hour", price)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{flag} is {value:g} but must be at least 0 and finite")
+    if price and not tokens:
+        raise ConfigError(f"--price-per-gpu-hour {price:g} makes a cost of a whole run: give its --tokens too")
+    return Prices(total_tokens=tokens, per_gpu_hour=price)
+
+
+def write_best(found: Estimate, path: str, *, data_path: str, total_tokens: float) -> str:
+    """Write the fastest option that `dynapipe train` can run; says which. Errors: ConfigError where there is none."""
+    first = trainable(found)
+    if first is None:
+        if not found.options:
+            raise ConfigError(f"nothing fits, so there is nothing to write to {path}: raise the memory or the devices")
+        fault = train_fault(found.question, found.options[0])
+        raise ConfigError(
+            f"dynapipe train can run none of the {len(found.options)} planned options ({fault}), so nothing is written"
+            f" to {path}: plan more with --plans, or keep to --zero 0,1 --offload none"
+        )
+    place, option = first
+    text = toml_text(found.question, option, place, data_path=data_path, total_tokens=total_tokens)
+    topology_of(TrainConfig.from_json(settings(found.question, option), "the estimate"))
+    write_atomic(path, text)
+    passed = "" if place == 1 else f"; dynapipe train does not run what is before it: {_fault_before(found)}"
+    return f"option {place} is in {path}, for dynapipe train --config{passed}"
+
+
+def _fault_before(found: Estimate) -> str:
+    return train_fault(found.question, found.options[0])
+
+
+def _numbers(text: str | None, flag: str, *, least: int = 1, most: int = 1 << 20) -> tuple[int, ...]:
+    words = [] if text is None else text.split(",")
+    if not all(word.isascii() and word.isdigit() and len(word) <= 12 and least <= int(word) <= most for word in words):
+        raise ConfigError(f"{flag} is {short(text)} but must be numbers of {least} to {most:,}, like 1,2,4")
+    return tuple(int(word) for word in words)
+
+
+def _words(text: str | None, flag: str, known: tuple[Any, ...]) -> tuple[Any, ...]:
+    words = [] if text is None else text.split(",")
+    if unknown := [word for word in words if word not in known]:
+        raise ConfigError(f"{flag} is {short(unknown[0])}: choose from {', '.join(known)}")
+    return tuple(words)

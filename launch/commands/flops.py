@@ -1,0 +1,166 @@
+"""`dynapipe flops`: FLOPs, MFU and HFU of a run, of a log, or of a step whose seconds are known."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.commands.plan_inputs import read_lengths
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.cluster import DEVICES, PRECISIONS
+from dynapipe_ext.models.flops import Positions, Work
+from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.plan import RECOMPUTES
+from dynapipe_ext.tools.account.flops import Account, account, accounts_of_report, flops_table, read_log
+from dynapipe_ext.tools.console import show
+
+_EPILOG = """examples:
+  dynapipe flops runs/latest
+  dynapipe flops --model llama-2-7b --seq-len 4096 --batch-size 512 --seconds-per-step 21.3 --gpus 64 --device h100
+  dynapipe flops --model config.json --lengths lengths.npy --seconds-per-step 2.1 --gpus 8
+  dynapipe flops --log train.log --model config.json
+
+Model FLOPs count real tokens, attention document by document, forward and backward; what padding and recomputation add
+is counted apart. MFU is model FLOPs over the devices' peak, HFU all that was executed over it.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("report", nargs="?", metavar="REPORT", help="report.json of a run, or the run's folder")
+    parser.add_argument("--log", metavar="FILE", help="a training log of Megatron-LM")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="config.json, Megatron's arguments as JSON, or a preset's name"
+    )
+    parser.add_argument("--lengths", metavar="FILE", help="lengths of one step's samples (.npy or text), unpadded")
+    parser.add_argument("--seq-len", type=int, metavar="S", help="positions of every sample instead")
+    parser.add_argument("--decoder-len", type=int, metavar="S", help="decoder positions of every sample")
+    parser.add_argument("--batch-size", type=int, metavar="B", help="samples of one step, with --seq-len")
+    parser.add_argument("--padded-tokens", type=int, metavar="N", help="rows x length that a step really executed")
+    parser.add_argument("--recompute", choices=RECOMPUTES, help="what every micro-batch recomputed")
+    parser.add_argument("--seconds-per-step", type=float, metavar="S")
+    parser.add_argument("--gpus", type=int, metavar="N")
+    peak = parser.add_mutually_exclusive_group()
+    peak.add_argument("--device", choices=sorted(DEVICES), help="whose published peak counts")
+    peak.add_argument("--peak-tflops", type=float, metavar="T", help="of one device in the run's precision")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products (bf16)")
+    parser.add_argument("--causal", action="store_true", help="count half of the attention that a causal mask hides")
+    parser.add_argument("--json", action="store_true", help="print the account as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    peak = _peak(args)
+    accounts = _of_report(args, peak) if args.report else [_of_step(args, peak)]
+    if args.json:
+        print(json.dumps([one.to_json() for one in accounts], indent=1))
+        return 0
+    show(flops_table(accounts), *([] if peak else ["Give --device or --peak-tflops for MFU and HFU."]))
+    return 0
+
+
+def _peak(args: argparse.Namespace) -> float:
+    """FLOP/s of one device, 0 where nobody said."""
+    if args.device:
+        return DEVICES[args.device].peak_flops_per_s[args.precision]
+    if args.peak_tflops is None:
+        return 0.0
+    if not 0 < args.peak_tflops < float("inf"):
+        raise ConfigError(f"--peak-tflops is {args.peak_tflops} but must be above 0")
+    peak: float = args.peak_tflops * 1e12
+    return peak
+
+
+def _of_report(args: argparse.Namespace, peak: float) -> list[Account]:
+    given: tuple[str, ...] = (
+        "log",
+        "model",
+        "lengths",
+        "seq_len",
+        "decoder_len",
+        "batch_size",
+        "seconds_per_step",
+        "gpus",
+    )
+    given += ("padded_tokens", "recompute")
+    if also := [f"--{name.replace('_', '-')}" for name in given if getattr(args, name) is not None]:
+        raise ConfigError(f"a report says what was run: give it, or {', '.join(also)}")
+    path = Path(args.report)
+    path = path / "report.json" if path.is_dir() else path
+    return accounts_of_report(path, peak_flops_per_s=peak, causal=args.causal)
+
+
+def _of_step(args: argparse.Namespace, peak: float) -> Account:
+    if not args.model:
+        raise ConfigError("give a run's report, or --model with the step's samples, --seconds-per-step and --gpus")
+    architecture, _ = read_model(args.model)
+    seconds, gpus, recompute = args.seconds_per_step, args.gpus, args.recompute
+    shape = _Shape(args.batch_size, args.seq_len, args.decoder_len)
+    if args.log:
+        logged = read_log(Path(args.log))
+        seconds = logged.seconds_per_step if seconds is None else seconds
+        gpus, recompute = gpus or logged.gpus, recompute or logged.recompute
+        if args.lengths is None:
+            decoder_len = logged.decoder_len if architecture.family == "t5" else 0
+            shape = _Shape(
+                shape.batch_size or logged.batch_size,
+                shape.seq_len or logged.seq_len,
+                shape.decoder_len or decoder_len,
+            )
+    missing = [name for name, value in (("--seconds-per-step", seconds), ("--gpus", gpus)) if not value]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)} must be given{' (the log does not say)' if args.log else ''}")
+    real, longest = _positions(args, architecture, shape)
+    executed = real
+    if args.padded_tokens is not None:
+        if args.padded_tokens < real.total or architecture.family == "t5":
+            raise ConfigError(
+                f"--padded-tokens is {args.padded_tokens} for {real.total} real tokens of {architecture.family}:"
+                " give as many at least, of a decoder-only model"
+            )
+        seen = min(longest, architecture.sliding_window or longest)
+        executed = Positions(args.padded_tokens, 0, max(args.padded_tokens * seen, real.encoder_squares))
+    return account(
+        Path(args.log or args.model).name,
+        architecture,
+        Work(real, {recompute or "none": executed}),
+        seconds=seconds,
+        gpus=gpus,
+        peak_flops_per_s=peak,
+        causal=args.causal,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    batch_size: int | None
+    seq_len: int | None
+    decoder_len: int | None
+
+
+def _positions(args: argparse.Namespace, architecture: Architecture, shape: _Shape) -> tuple[Positions, int]:
+    """Of the step's samples, with the longest of them."""
+    if (args.lengths is None) == (shape.seq_len is None):
+        raise ConfigError("give the step's samples as --lengths FILE, or as --seq-len with --batch-size: one of them")
+    t5, window = architecture.family == "t5", architecture.sliding_window
+    if args.lengths is not None:
+        if shape.batch_size is not None or shape.decoder_len is not None:
+            raise ConfigError("--lengths has all samples: leave --batch-size and --decoder-len out")
+        pairs = read_lengths(args.lengths)[:, :2].tolist()
+        if not pairs:
+            raise ConfigError(f"--lengths {args.lengths} has no samples: give those of one step")
+        if any(bool(decoder) != t5 for _, decoder in pairs):
+            raise ConfigError(
+                f"--lengths {args.lengths}: samples of a {architecture.family} model have"
+                f" {'a decoder length' if t5 else 'one length'} each"
+            )
+        return Positions.of_samples(((e, d) for e, d in pairs), window=window), max(e for e, _ in pairs)
+    batch_size, seq_len, decoder_len = shape.batch_size or 0, shape.seq_len or 0, shape.decoder_len or 0
+    if min(batch_size, seq_len) < 1 or decoder_len < 0:
+        raise ConfigError(f"--seq-len {seq_len} and --batch-size {batch_size}: give both, at least 1")
+    if t5 != bool(decoder_len):
+        raise ConfigError(f"--decoder-len is {decoder_len}: above 0 for t5 models, and for them alone")
+    return Positions.of_rows(seq_len, decoder_len, batch_size, window=window), seq_len

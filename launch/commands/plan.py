@@ -1,0 +1,221 @@
+"""`dynapipe plan`: the plan of one global batch, from nothing but lengths and costs, without training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+from rich.console import Console
+
+from dynapipe_ext.config import ScheduleName, TrainConfig
+from dynapipe_ext.core import active_core
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.launch.commands.plan_inputs import (
+    add_cost_arguments,
+    add_length_arguments,
+    batch_samples,
+    memory_limit_bytes,
+    priced_costs,
+)
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import Layout
+from dynapipe_ext.schedules.judge.certificate import certify, with_bounds
+from dynapipe_ext.schedules.notation import plan_json
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
+from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.tools.show.certificate import certificate_of_file, certificate_table
+from dynapipe_ext.tools.show.plan import of_step_plan, read_plan, rendered
+
+_MOST_TP, _MOST_DP = 1 << 20, 1 << 16
+_PIPE_COLUMNS = 140  # no terminal to fit into: room for the timeline's labels
+
+_EPILOG = """examples:
+  dynapipe plan --lengths lengths.npy --tokens-per-batch 65536 --tp 1 --pp 4 --dp 2
+  dynapipe plan --lengths runs/latest/data/lengths.npy --step 3 --layout packed --json plan.json
+  dynapipe plan --lengths lengths.npy --pp 4 --time-limit 60 --json best.json
+  dynapipe plan --show plan.json
+
+A lengths file is .npy of shape (N,), (N, 2) = encoder, decoder or (N, 3) = encoder, decoder, targets; or text with one
+length, or "encoder decoder", a line. For a decoder-only model a sample's two lengths are joined to one row.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--lengths", metavar="FILE", help="the lengths of all samples (.npy or text)")
+    source.add_argument("--batch", metavar="FILE", help='JSON list of {"lengths": [[encoder, decoder], ...]}')
+    source.add_argument("--show", metavar="FILE", help="show a plan that --json wrote")
+    parser.add_argument("--step", type=int, metavar="K", help="which global batch of the lengths file (0)")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--tokens-per-batch", type=int, metavar="N", help="real tokens of a global batch")
+    size.add_argument("--batch-size", type=int, metavar="N", help="samples of a global batch")
+    add_length_arguments(parser)
+    add_cost_arguments(parser)
+    for name in ("tp", "pp", "dp"):
+        parser.add_argument(f"--{name}", type=int, metavar="N")
+    parser.add_argument("--layout", choices=get_args(Layout), help="of micro-batches")
+    parser.add_argument("--schedule", choices=get_args(ScheduleName), help="of the pipeline")
+    parser.add_argument("--pad-multiple", type=int, metavar="N", help="rows are rounded up to it (CSV folder: 1)")
+    parser.add_argument("--effort", type=int, metavar="N", help="moves tried by the search")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the data order and the search")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="search again with the next seeds until the time is over and keep the best: not reproducible",
+    )
+    parser.add_argument("--split-backward", action="store_true", default=None, help="run B as I and W")
+    parser.add_argument(
+        "--replica-counts", choices=("free", "equal"), help="equal: as many micro-batches on every replica (free)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the plan as dynapipe-plan/1")
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    if args.show:
+        view, file = read_plan(args.show), read_plan_file(args.show)
+        _refuse_no_numbers(file, args.show)
+        console.print(rendered(view, width=console.width))
+        if claimed := certificate_of_file(file):
+            console.print(certificate_table(claimed))
+        return 0
+    config = _config(args)
+    _refuse_too_many_ranks(config)
+    priced = priced_costs(args, config)
+    limit_bytes = memory_limit_bytes(args, config)
+    samples, chosen, notes = batch_samples(args, config, priced.has_decoder)
+    multiple = args.pad_multiple or (1 if priced.measured_grid else config.plan.pad_multiple)
+    planner = Planner(
+        priced.topology,
+        priced.costs,
+        limit_bytes,
+        config.run.seed,
+        layout=config.plan.layout,
+        schedule=config.plan.schedule,
+        rule=config.plan.rule,
+        pad_multiple=multiple,
+        max_tokens=config.plan.max_tokens,
+        effort=config.plan.effort,
+        loss_norm=config.plan.loss_norm,
+        recompute=None if config.plan.recompute == "auto" else config.plan.recompute,
+        equal_counts=config.plan.replica_counts == "equal",
+        split_backward=config.plan.split_backward,
+    )
+    start_s = time.perf_counter()
+    if args.time_limit is None:
+        plan, num_tried = planner.plan(samples, step=args.step or 0), 0
+    else:
+        plan, num_tried = best_in_time(planner, samples, args.step or 0, args.time_limit)
+    planning_s = time.perf_counter() - start_s
+    certificate = plan.certificate or certify(plan, planner.costs, samples, memory_limit_bytes=limit_bytes)
+    console.print(f"batch: {chosen}, {len(samples):,} samples, {sum(s.tokens for s in samples):,} tokens")
+    for note in notes:
+        console.print(f"lengths: {note}")
+    console.print(f"costs: {priced.provenance}")
+    console.print(f"limits: {limit_bytes / 1e9:g} GB a rank, rows rounded up to a multiple of {multiple}")
+    console.print(f"search: {planner.effort:,} moves on the {active_core()} core")
+    if num_tried:
+        tried = f"{num_tried:,} {'search' if num_tried == 1 else 'searches'} from seed {planner.seed} on"
+        console.print(f"tried: {tried} in {args.time_limit:g} s; how many fit is not reproducible")
+    console.print(rendered(of_step_plan(plan, planner.topology, planning_s=planning_s), width=console.width))
+    console.print(certificate_table(certificate))
+    if planner.equal_counts:
+        free = replace(planner, equal_counts=False).plan(samples, step=args.step or 0)
+        cost = plan.makespan_s / free.makespan_s - 1
+        console.print(
+            f"equal counts cost {100 * cost:.1f} %: {plan.makespan_s:.6g} s against {free.makespan_s:.6g} s with free"
+            f" counts ({', '.join(str(len(r.micro_batches)) for r in free.batch.replicas)})"
+        )
+    if args.json:
+        raw = with_bounds(plan_json(plan, planner.topology), certificate)
+        if num_tried:
+            raw |= {"reproducible": False, "time_limit_s": args.time_limit}
+        write_atomic(args.json, json.dumps(raw, indent=1, allow_nan=False) + "\n")
+        console.print(f"the plan is in {args.json}")
+    return 0
+
+
+def _refuse_no_numbers(file: PlanFile, path: str) -> None:
+    """Errors: DataError where a second or a bound is not a number."""
+    for replica in file.replicas:
+        claimed = {"makespan_s": replica.makespan_s, "lower_bound_s": replica.lower_bound_s, **replica.bounds_s}
+        claimed["batch_bound_s"] = file.batch_bound_s or 0.0
+        for name, value in claimed.items():
+            if math.isnan(value):
+                raise DataError(f"{path}: {name} is not a number: write the plan again, or ask check-plan what it is")
+
+
+def _refuse_too_many_ranks(config: TrainConfig) -> None:
+    for name, most in (("tp", _MOST_TP), ("dp", _MOST_DP)):
+        if (value := getattr(config.topology, name)) > most:
+            raise ConfigError(f"{name} is {value} but a plan has at most {most:,}: lower it")
+
+
+def best_in_time(
+    planner: Planner,
+    samples: Sequence[SampleLength],
+    step: int,
+    limit_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[StepPlan, int]:
+    """The plan that ends first (of equals the first found) and how many were tried: one a seed, from the planner's on.
+
+    The first search always ends, and the one that runs when the time is over; so the plan is never worse than without
+    a limit. Errors: ConfigError for a limit of no use; PlanError where the first search finds no plan.
+    """
+    if not (math.isfinite(limit_s) and limit_s > 0):
+        raise ConfigError(f"--time-limit is {limit_s:g} s but must be above 0 and finite: leave it out for one search")
+    if planner.schedule != "adaptive" or not planner.effort:
+        found = f"schedule {planner.schedule!r} and effort {planner.effort}"
+        raise ConfigError(
+            f"--time-limit searches again with other seeds, but {found} search nothing: leave it out, or take the"
+            " adaptive schedule with effort above 0"
+        )
+    end_s = clock() + limit_s
+    best, num_tried = planner.plan(samples, step=step), 1
+    while clock() < end_s:
+        again = replace(planner, seed=planner.seed + num_tried)
+        num_tried += 1
+        try:
+            plan = again.plan(samples, step=step)
+        except PlanError:  # another seed found nothing that fits; there is a plan already
+            continue
+        if plan.makespan_s < best.makespan_s:
+            best = replace(plan, batch=replace(plan.batch, seed=planner.seed))  # the batch's seed is dropout's
+    return best, num_tried
+
+
+def _config(args: argparse.Namespace) -> TrainConfig:
+    """The file's settings, or the defaults, with the flags on top."""
+    config = TrainConfig.read(args.config) if args.config else TrainConfig()
+    names = {
+        "topology": ("tp", "pp", "dp"),
+        "plan": ("layout", "schedule", "effort", "pad_multiple", "memory_limit_gb", "split_backward", "replica_counts"),
+        "data": ("tokens_per_batch", "batch_size"),
+        "run": ("seed",),
+    }
+    tables: dict[str, dict[str, Any]] = {
+        table: {name: getattr(args, name) for name in fields if getattr(args, name) is not None}
+        for table, fields in names.items()
+    }
+    if args.batch_size is not None:
+        tables["data"]["tokens_per_batch"] = 0
+    if args.tokens_per_batch is not None:
+        tables["data"]["batch_size"] = 0
+    if args.memory_mb is not None:
+        tables["plan"]["memory_limit_gb"] = args.memory_mb / 1e3
+    if config.topology.layers_per_stage and args.pp not in (None, config.topology.pp):
+        tables["topology"]["layers_per_stage"] = ()
+    return config.with_values(**tables)

@@ -1,0 +1,289 @@
+"""`dynapipe profile`: measure the user's model on this device, and write what planning asks for."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import platform
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.analytic import ModelShape, parameters_per_stage
+from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
+from dynapipe_ext.costs.tokens import fingerprint
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.launch.env import RankEnv, limit_threads
+from dynapipe_ext.launch.job import model_shape
+from dynapipe_ext.launch.outcome import versions
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.memory import shape_of
+from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute, round_up
+from dynapipe_ext.tools.account.profile_errors import errors_table, held_out_errors
+from dynapipe_ext.tools.console import show
+from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
+from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.topology import Topology
+
+_FORMAT = "dynapipe-profile-part/1"
+_VOCAB_MULTIPLE = 128
+_MOST_LEN = 4096  # unless asked for more: longer rows take minutes each on a CPU
+_EPILOG = """examples:
+  dynapipe profile --config mine.toml --out costs.json
+  dynapipe profile --model config.json --dtype bfloat16 --max-tokens 32768 --out costs.json
+  dynapipe plan --costs costs.json --memory-limit-gb 72 --pp 4 --dp 2 --lengths lengths.npy
+
+Give the table to `dynapipe plan --costs`, or as `costs` under [plan] to `dynapipe train --config`. Measurements are
+kept in OUT.part as they are made: the same command goes on after an interruption.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--config", metavar="FILE", help="settings of a training run in TOML: its model")
+    model.add_argument("--model", metavar="MODEL", help="config.json, Megatron's arguments as JSON, or a preset's name")
+    parser.add_argument("--out", metavar="FILE", required=True, help="the cost table to write (JSON)")
+    parser.add_argument("--tp", type=int, metavar="N", help="ranks that share a layer (the settings', or 1)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights (the model's)")
+    parser.add_argument("--min-len", type=int, metavar="N", help="shortest row (16)")
+    parser.add_argument("--max-len", type=int, metavar="N", help=f"longest row (the model's, up to {_MOST_LEN})")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most rows x length (4 x the longest row)")
+    parser.add_argument("--recompute", choices=RECOMPUTES, nargs="+", default=RECOMPUTES, help="kinds to measure (all)")
+    parser.add_argument("--error-target", type=float, default=0.05, metavar="E", help="mean error of times (0.05)")
+    parser.add_argument("--max-shapes", type=int, default=24, metavar="N", help="most shapes to measure (24)")
+    parser.add_argument("--max-seconds", type=float, default=600.0, metavar="S", help="stop choosing shapes then (600)")
+    parser.add_argument("--held-out", type=int, default=6, metavar="N", help="shapes that tell the error (6)")
+    parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer states divided over replicas")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the held-out shapes")
+    parser.add_argument("--json", action="store_true", help="print the errors as JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is measured, and where it goes."""
+
+    args: argparse.Namespace
+    model: ModelShape | Architecture
+    shape: ModelShape
+    dtype: str
+    tp: int
+    sequence_parallel: bool
+    within: ProfileRange
+
+
+def run(args: argparse.Namespace) -> int:
+    job, out = _job(args), Path(args.out)
+    if not out.parent.is_dir() or out.is_dir():
+        raise ConfigError(f"--out is {out}, but must name a file in a folder that exists")
+    warnings.filterwarnings("ignore", module="megatron")
+    import torch
+
+    import dynapipe_ext.executor.measuring.profiling  # noqa: F401  # once, before ranks are forked
+
+    torch.set_num_threads(limit_threads())  # more would count as CPU seconds of one
+    with _alone(out):
+        run_local(partial(_measure, job), job.tp)
+    return 0
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Errors: ConfigError where another process measures for the same file: both would spoil the other's times."""
+    try:
+        lock = out.with_name(f".{out.name}.lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written ({error.strerror}): choose another folder") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"{out} is being measured by another process: wait for it, or end it") from error
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                Path(lock.name).unlink()
+
+
+def _measure(job: _Job, env: RankEnv) -> int:
+    """On this rank of those that share layers; the first shows and writes."""
+    from dynapipe_ext.executor.device import rank_device
+    from dynapipe_ext.executor.measuring.profiling import LayerProfiler, Ranks
+
+    args, shape, within = job.args, job.shape, job.within
+    device = rank_device(env.local_rank)
+    name = _device_name(device)
+    made_of = {"model": asdict(job.model), "dtype": job.dtype, "device": name, "tp": job.tp}
+    made_of |= {"recomputes": list(within.recomputes), "sequence_parallel": job.sequence_parallel}
+    kept = _Kept(Path(args.out), made_of)
+    profile = kept.read()
+    first = env.rank == 0
+    ranks = Ranks(rank=env.rank, tp=job.tp, init_method=env.init_method, sequence_parallel=job.sequence_parallel)
+    start_s = time.monotonic()
+    with LayerProfiler(job.model, dtype=job.dtype, device=device, ranks=ranks) as profiler:
+        deadline_s = start_s + args.max_seconds
+        with WorkProgress("measuring shapes", args.max_shapes, enabled=first) as progress:
+            progress.advance(done := len(profile.shapes()))
+
+            def go_on(profile: Profile, error: float | None) -> bool:
+                nonlocal done
+                progress.advance(len(profile.shapes()) - done)
+                done = len(profile.shapes())
+                if first:
+                    kept.write(profile)
+                return profiler.agree(time.monotonic() < deadline_s)
+
+            choose_and_measure(
+                profile,
+                profiler.measure,
+                within,
+                error_target=args.error_target,
+                most_shapes=args.max_shapes,
+                go_on=go_on,
+            )
+        provenance = {
+            "device": name,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "dtype": job.dtype,
+            "tp": job.tp,
+            "sequence_parallel": job.sequence_parallel,
+            "clock": "CPU seconds" if device.type == "cpu" else "seconds",
+            "versions": versions(),
+            "model": asdict(shape),
+            "measured": profile.to_json(),
+        }
+        table = cost_table(
+            profile,
+            within,
+            shape,
+            value_bytes=4 if job.dtype == "float32" else 2,
+            tp=job.tp,
+            distributed_optimizer=args.distributed_optimizer,
+            provenance=provenance,
+        )
+        groups = _held_out(within, args.held_out, args.seed)
+        errors = {group: held_out_errors(table, profiler.measure, batches) for group, batches in groups.items()}
+    if not first:
+        return 0
+    provenance["held_out_error"] = {group: one.mean for group, one in errors.items()}
+    write_atomic(args.out, json.dumps(table.to_json() | {"provenance": provenance}, separators=(",", ":")) + "\n")
+    kept.remove()
+    took_s = time.monotonic() - start_s
+    if args.json:
+        summary = {"out": str(args.out), "shapes": len(profile.shapes()), "seconds": took_s, "device": name}
+        print(json.dumps(summary | {"held_out_error": {group: one.to_json() for group, one in errors.items()}}))
+        return 0
+    show(errors_table(errors), f"{args.out}: {len(profile.shapes())} shapes measured in {took_s:.0f} s on {name}")
+    return 0
+
+
+def _job(args: argparse.Namespace) -> _Job:
+    for name, number in (("--error-target", args.error_target), ("--max-seconds", args.max_seconds)):
+        if not number > 0:
+            raise ConfigError(f"{name} is {number} but must be above 0")
+    counts = {"--max-shapes": 1, "--held-out": 1, "--seed": 0, "--tp": 1, "--min-len": 1, "--max-len": 1}
+    for name, least in (counts | {"--max-tokens": 1}).items():
+        count = getattr(args, name[2:].replace("-", "_"))
+        if count is not None and count < least:
+            raise ConfigError(f"{name} is {count} but must be at least {least}")
+    model: ModelShape | Architecture
+    sequence_parallel = False
+    if args.config:
+        config = TrainConfig.read(args.config)
+        model = shape = model_shape(config, config.data.vocab_size)
+        dtype: str = config.model.dtype
+        tp, sequence_parallel = args.tp or config.topology.tp, config.topology.sequence_parallel
+    else:
+        model, _ = read_model(args.model)
+        if model.family == "t5":
+            raise ConfigError("the model has an encoder and a decoder: training runs, and this measures, decoders only")
+        tp, dtype = args.tp or 1, model.dtype
+        shape = shape_of(model, model.padded_vocab_size(_VOCAB_MULTIPLE, tp))
+    dtype = args.dtype or dtype
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"the model's weights are {dtype}: give --dtype float32 or bfloat16")
+    sequence_parallel = sequence_parallel and tp > 1
+    parameters_per_stage(shape, Topology(tp=tp))  # refuses what does not divide
+    within = _range(args, shape, tp if sequence_parallel else 1)
+    return _Job(args, model, shape, dtype, tp, sequence_parallel, within)
+
+
+def _range(args: argparse.Namespace, shape: ModelShape, multiple: int) -> ProfileRange:
+    longest = args.max_len or min(shape.max_seq_len, _MOST_LEN)
+    if longest > shape.max_seq_len and shape.position == "learned":
+        raise ConfigError(f"--max-len is {longest} but the model has {shape.max_seq_len} positions")
+    return ProfileRange(
+        min_len=args.min_len or round_up(min(16, longest), multiple),
+        max_len=longest,
+        max_tokens=args.max_tokens or 4 * longest,
+        multiple=multiple,
+        recomputes=tuple(r for r in RECOMPUTES if r in args.recompute),
+    )
+
+
+def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence[MicroBatch]]:
+    """Padded shapes, and packed rows of documents of very different lengths, within what the table knows."""
+    shapes = within.held_out(count, seed)
+    kinds: list[Recompute] = [within.recomputes[i % len(within.recomputes)] for i in range(count)]
+    padded = [
+        MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), recompute=kind)
+        for (rows, length), kind in zip(shapes, kinds, strict=True)
+    ]
+    random, packed = np.random.default_rng(seed + 1), []
+    for kind in kinds:
+        lengths, room = [], within.max_tokens - within.multiple
+        for exponent in random.uniform(np.log(within.min_len), np.log(within.max_len), size=16):
+            if (length := round(float(np.exp(exponent)))) <= room:
+                lengths.append(length)
+                room -= length
+        samples = tuple(SampleLength(i, n) for i, n in enumerate(lengths))
+        packed.append(MicroBatch(samples, "packed", kind, pad_multiple=within.multiple))
+    return {"padded": padded, "packed": packed}
+
+
+def _device_name(device: Any) -> str:
+    if device.type == "cpu":
+        return f"cpu ({platform.machine()})"
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+class _Kept:
+    """Measurements on disk while they are made, beside the table that they will be in."""
+
+    def __init__(self, out: Path, made_of: dict[str, Any]) -> None:
+        self._path, self._key, self._out = out.with_name(f"{out.name}.part"), fingerprint(made_of), out
+
+    def read(self) -> Profile:
+        if not self._path.exists():
+            return Profile()
+        fields = Fields(read_json(self._path, _FORMAT, "measurements"), str(self._path))
+        if fields.one("key", str) != self._key:
+            raise ConfigError(
+                f"{self._path} holds measurements of another model, device or precision: remove it, or write to another"
+                f" file than {self._out}"
+            )
+        return Profile.from_json(fields.one("points", list), str(self._path))
+
+    def write(self, profile: Profile) -> None:
+        write_atomic(self._path, json.dumps({"format": _FORMAT, "key": self._key, "points": profile.to_json()}))
+
+    def remove(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()

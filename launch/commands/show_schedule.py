@@ -1,0 +1,200 @@
+"""`dynapipe show-schedule`: a published schedule, one made for the costs, or one from a file, with its figures."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.csv_notation import to_csv
+from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.tools.show.schedule import (
+    FILE_KINDS,
+    FOR_COSTS,
+    MEAN_BYTES,
+    rank_costs,
+    read_schedule,
+    rendered,
+    schedule_for,
+    uneven_factors,
+    view_of,
+    write_html,
+)
+
+DEFAULT_RANKS = 4
+DEFAULT_MICRO_BATCHES = 8
+DEFAULT_EFFORT = 1000
+_MOST_CELLS = 80_000  # ranks x micro-batches x stages a rank: pages and pictures of more are of no use
+_MOST_SEARCHED = 50_000_000  # cells x moves: about ten seconds with the native core
+_PIPE_COLUMNS = 140  # no terminal to fit into: room for the timeline's labels
+
+_NAMES = (*PUBLISHED, *FOR_COSTS)
+_EPILOG = f"""schedules: {", ".join(PUBLISHED)};
+and, made for the costs and the limit: cyclic (DynaPipe's), adaptive (the search that `dynapipe plan` uses)
+
+examples:
+  dynapipe show-schedule zb-h1 --pp 4 --micro-batches 8
+  dynapipe show-schedule interleaved-1f1b --stages-per-rank 3 --times 1,1.2,0.8
+  dynapipe show-schedule 1f1b --pp 8 --micro-batches 32 --costs-cv 0.6 --seed 1 --html 1f1b.html
+  dynapipe show-schedule adaptive --split-backward --costs-cv 0.6 --seed 1 --memory-mb 3
+  dynapipe show-schedule zb-v --csv zb_v.csv
+  dynapipe show-schedule plan.json --replica 1
+
+A .csv is torch.distributed.pipelining's (compute only), a .txt has lines such as "0: 0F0 0B0", a .json is what
+`dynapipe plan --json` wrote. Files hold orders, no durations: times are those of --times for them, too. Activations
+are in proportion to times: a micro-batch of mean size holds {MEAN_BYTES / 1e6:g} MB on a rank.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("schedule", metavar="NAME|FILE", help="a schedule's name, or a file .csv, .txt or .json")
+    parser.add_argument("--pp", type=int, metavar="N", help=f"pipeline ranks ({DEFAULT_RANKS})")
+    parser.add_argument("--micro-batches", type=int, metavar="M", help=f"({DEFAULT_MICRO_BATCHES})")
+    parser.add_argument("--stages-per-rank", type=int, metavar="V", help="of interleaved-1f1b (2) and adaptive (1)")
+    parser.add_argument(
+        "--times", default="1,1,1", metavar="F,I,W", help="ms of a micro-batch on a rank, B = I + W (1,1,1)"
+    )
+    parser.add_argument(
+        "--costs-cv", type=float, metavar="CV", help="uneven micro-batches: lognormal factors of mean 1"
+    )
+    parser.add_argument("--seed", type=int, metavar="S", help="of --costs-cv (0)")
+    parser.add_argument(
+        "--memory-mb", type=float, metavar="MB", help="limit of a rank (cyclic, adaptive: the peak of 1f1b)"
+    )
+    parser.add_argument("--effort", type=int, metavar="N", help=f"moves of adaptive's search ({DEFAULT_EFFORT})")
+    parser.add_argument("--split-backward", action="store_true", help="adaptive: run B as I and W")
+    parser.add_argument("--replica", type=int, metavar="D", help="which replica of a plan (0)")
+    parser.add_argument("--html", metavar="FILE", help="also write a page that needs no network")
+    parser.add_argument("--csv", metavar="FILE", help="also write the schedule as torch.distributed.pipelining's CSV")
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    _check_flags(args)
+    given = None if args.schedule in FOR_COSTS else _schedule(args)
+    stage_ranks, num_micro_batches = _shape(args) if given is None else (given.stage_ranks, given.num_micro_batches)
+    times = _times(args.times)
+    provenance = f"F {times[0]:g}, I {times[1]:g}, W {times[2]:g} ms of a micro-batch on a rank, transfers free"
+    factors = None
+    if args.costs_cv is not None:
+        seed = 0 if args.seed is None else args.seed
+        factors = uneven_factors(num_micro_batches, cv=args.costs_cv, seed=seed)
+        provenance += f"; times lognormal factors of variation {args.costs_cv:g} (seed {seed})"
+    costs = rank_costs(stage_ranks, num_micro_batches, times, factors)
+    limit_bytes = None if args.memory_mb is None else round(args.memory_mb * 1e6)
+    if given is None:
+        if limit_bytes is None:
+            ranks = range(max(stage_ranks) + 1)
+            natural = one_f_one_b(len(ranks), num_micro_batches)
+            limit_bytes = max(peak_bytes(natural, rank_costs(ranks, num_micro_batches, times, factors)))
+        schedule = _for_costs(args, costs, stage_ranks, limit_bytes)
+        provenance += f"; at most {limit_bytes / 1e6:.4g} MB a rank"
+    else:
+        schedule = given
+    view = view_of(schedule, costs, provenance)
+    if limit_bytes is not None and max(view.peak_bytes) > limit_bytes:
+        raise PlanError(
+            f"{args.schedule} holds {max(view.peak_bytes)} B on rank {view.peak_bytes.index(max(view.peak_bytes))} but"
+            f" --memory-mb allows {limit_bytes} B: raise it, or choose cyclic or adaptive, which keep to it"
+        )
+    console.print(rendered(view, width=console.width))
+    if args.html:
+        write_html(args.html, view)
+        console.print(f"the page is {args.html}")
+    if args.csv:
+        write_atomic(args.csv, to_csv(schedule))
+        console.print(f"the schedule is in {args.csv}")
+    return 0
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse what the schedule asked for has no use for, rather than pass over it."""
+    if args.seed is not None and args.costs_cv is None:
+        raise ConfigError("--seed makes uneven micro-batches: say how uneven with --costs-cv CV")
+    if args.memory_mb is not None and not 0 < args.memory_mb < 1e9:
+        raise ConfigError(f"--memory-mb is {args.memory_mb:g} but must lie above 0 and below 10^9")
+    if args.schedule != "adaptive" and (args.effort is not None or args.split_backward):
+        flag = "--split-backward" if args.split_backward else "--effort"
+        raise ConfigError(f"{flag} is for the search: {args.schedule} is not searched, choose adaptive or leave it out")
+    if args.schedule in _NAMES:
+        if args.replica is not None:
+            raise ConfigError(f"--replica picks a replica of a plan's .json: {args.schedule} has none")
+        return
+    if Path(args.schedule).suffix not in FILE_KINDS:
+        raise ConfigError(
+            f"schedule {args.schedule!r} is not known: choose one of {', '.join(_NAMES)}, or a file"
+            f" {', '.join(FILE_KINDS)}"
+        )
+    for flag, value in (
+        ("--pp", args.pp),
+        ("--micro-batches", args.micro_batches),
+        ("--stages-per-rank", args.stages_per_rank),
+    ):
+        if value is not None:
+            raise ConfigError(f"{flag} is what {args.schedule} says itself: leave it out for a file")
+
+
+def _schedule(args: argparse.Namespace) -> PipelineSchedule:
+    if args.schedule not in PUBLISHED:
+        return read_schedule(args.schedule, replica=args.replica)
+    num_ranks, num_micro_batches = _counts(args)
+    return published_schedule(args.schedule, num_ranks, num_micro_batches, stages_per_rank=args.stages_per_rank)
+
+
+def _shape(args: argparse.Namespace) -> tuple[tuple[int, ...], int]:
+    """The rank of each stage, stages dealt round, and the number of micro-batches."""
+    num_ranks, num_micro_batches = _counts(args)
+    stages_per_rank = 1 if args.stages_per_rank is None else args.stages_per_rank
+    if min(num_ranks, num_micro_batches, stages_per_rank) < 1:
+        raise ConfigError(
+            f"{args.schedule} with {num_ranks} ranks, {num_micro_batches} micro-batches and {stages_per_rank} stages a"
+            " rank: give at least 1 of each"
+        )
+    if args.schedule == "cyclic" and stages_per_rank != 1:
+        raise ConfigError(f"cyclic has 1 stage a rank, not {stages_per_rank}: leave that out, or choose adaptive")
+    return tuple(range(num_ranks)) * stages_per_rank, num_micro_batches
+
+
+def _counts(args: argparse.Namespace) -> tuple[int, int]:
+    num_ranks = DEFAULT_RANKS if args.pp is None else args.pp
+    num_micro_batches = DEFAULT_MICRO_BATCHES if args.micro_batches is None else args.micro_batches
+    if num_ranks * num_micro_batches * max(1, args.stages_per_rank or 1) > _MOST_CELLS:
+        raise ConfigError(
+            f"{num_micro_batches} micro-batches on {num_ranks} ranks cannot be drawn: a picture takes at most"
+            f" {_MOST_CELLS} of both multiplied (and by --stages-per-rank), so lower them"
+        )
+    return num_ranks, num_micro_batches
+
+
+def _for_costs(
+    args: argparse.Namespace, costs: MicroBatchCosts, stage_ranks: tuple[int, ...], limit_bytes: int
+) -> PipelineSchedule:
+    effort = DEFAULT_EFFORT if args.effort is None else args.effort
+    cells = costs.num_stages * costs.num_micro_batches
+    if args.schedule == "adaptive" and effort * cells > _MOST_SEARCHED:
+        raise ConfigError(
+            f"{effort} moves over {cells} stages x micro-batches take too long for a picture: lower --effort to"
+            f" {_MOST_SEARCHED // cells} or less"
+        )
+    return schedule_for(
+        args.schedule, costs, stage_ranks, memory_limit_bytes=limit_bytes, effort=effort, split=args.split_backward
+    )
+
+
+def _times(text: str) -> tuple[float, float, float]:
+    try:
+        forward, gradient, weight = map(float, text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--times is {text!r} but must be three numbers F,I,W such as 1,1,1") from error
+    return forward, gradient, weight

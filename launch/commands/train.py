@@ -1,0 +1,160 @@
+"""`dynapipe train`: settings, data, costs and store are settled first, then ranks are forked on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+
+from dynapipe_ext.config import ScheduleName, TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.store.redis import RedisStore
+from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads
+from dynapipe_ext.launch.job import check_batches, check_fits, prepare_data, topology_of
+from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.launch.train import Job, data_progress, ranks_line, run_rank, settle_costs, store_address
+from dynapipe_ext.plan import Layout, LossNorm
+
+_EPILOG = """examples:
+  dynapipe train
+  dynapipe train --data my.jsonl --truncate --steps 100 --run-dir runs/mine
+  dynapipe train --config launch/configs/quickstart.toml --layout packed --compare
+"""
+
+# flag -> (table, name, keyword arguments of argparse); a flag left out keeps the setting of the file.
+_FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "--data": (
+        "data",
+        "path",
+        {
+            "metavar": "FILE",
+            "help": "JSONL (also compressed), or a folder of `dynapipe preprocess`",
+        },
+    ),
+    "--truncate": ("data", "truncate", {"action": "store_true", "help": "cut samples that are too long"}),
+    "--tokens-per-batch": ("data", "tokens_per_batch", {"type": int, "metavar": "N", "help": "real tokens a step"}),
+    "--batch-size": ("data", "batch_size", {"type": int, "metavar": "N", "help": "samples a step, instead of tokens"}),
+    "--num-workers": ("data", "num_workers", {"type": int, "metavar": "N", "help": "planner processes; 0: in line"}),
+    "--steps": ("run", "steps", {"type": int, "metavar": "N", "help": "optimizer steps"}),
+    "--seed": ("run", "seed", {"type": int, "metavar": "N", "help": "of data order, weights and dropout"}),
+    "--run-dir": ("run", "run_dir", {"metavar": "DIR", "help": "where report, traces and prepared data go"}),
+    "--tp": ("topology", "tp", {"type": int, "metavar": "N", "help": "tensor parallel ranks"}),
+    "--pp": ("topology", "pp", {"type": int, "metavar": "N", "help": "pipeline ranks"}),
+    "--dp": ("topology", "dp", {"type": int, "metavar": "N", "help": "data parallel replicas"}),
+    "--sequence-parallel": ("topology", "sequence_parallel", {"action": "store_true", "help": "over the tp ranks"}),
+    "--max-seq-len": ("model", "max_seq_len", {"type": int, "metavar": "N", "help": "longest sample in tokens"}),
+    "--dtype": ("model", "dtype", {"choices": ("float32", "bfloat16"), "help": "of weights; gradients are float32"}),
+    "--layout": ("plan", "layout", {"choices": get_args(Layout), "help": "of micro-batches"}),
+    "--schedule": ("plan", "schedule", {"choices": get_args(ScheduleName), "help": "of the pipeline"}),
+    "--split-backward": ("plan", "split_backward", {"action": "store_true", "help": "B as I and W"}),
+    "--fill-waits": ("plan", "fill_waits", {"action": "store_true", "help": "run W while a transfer is waited for"}),
+    "--costs": ("plan", "costs", {"metavar": "FILE", "help": "cost table; default: measure this machine"}),
+    "--memory-limit-gb": ("plan", "memory_limit_gb", {"type": float, "metavar": "GB", "help": "per rank"}),
+    "--loss-norm": ("plan", "loss_norm", {"choices": get_args(LossNorm), "help": "divide by target tokens or samples"}),
+    "--strict": ("job", "strict", {"action": "store_true", "help": "enforce NCCL's ordering rules over gloo"}),
+    "--redis-server": ("job", "redis_server", {"metavar": "PATH", "help": "server binary of the embedded store"}),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EPILOG
+    parser.add_argument("--config", metavar="FILE", help="settings in TOML; flags override them")
+    for flag, (_, _, options) in _FLAGS.items():
+        parser.add_argument(flag, default=None, **options)
+    parser.add_argument("--layers-per-stage", metavar="N,N,…", help="layers of each stage, e.g. 3,5")
+    parser.add_argument("--store", metavar="URL", help="your own Redis-compatible server; default: an embedded one")
+    parser.add_argument("--compare", action="store_true", help="run the usual ways beside the configured one")
+
+
+def config_from(args: argparse.Namespace) -> TrainConfig:
+    """The file's settings, or the defaults, with the flags on top."""
+    config = TrainConfig.read(args.config) if args.config else TrainConfig()
+    tables: dict[str, dict[str, Any]] = {}
+    for flag, (table, name, _) in _FLAGS.items():
+        value = getattr(args, flag.lstrip("-").replace("-", "_"))
+        if value is not None:
+            tables.setdefault(table, {})[name] = value
+    if args.batch_size is not None and args.tokens_per_batch is None:
+        tables["data"]["tokens_per_batch"] = 0
+    if args.tokens_per_batch is not None and args.batch_size is None:
+        tables["data"]["batch_size"] = 0
+    if args.layers_per_stage is not None:
+        parts = args.layers_per_stage.split(",")
+        if not all(part.strip().isdigit() for part in parts):
+            raise ConfigError(f"--layers-per-stage is {args.layers_per_stage!r} but must be integers like 3,5")
+        tables.setdefault("topology", {})["layers_per_stage"] = tuple(int(part) for part in parts)
+    return config.with_values(**tables)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = config_from(args)
+    limit_threads()
+    keep_cuda_forkable()
+    console = Console(stderr=True, highlight=False)
+    topology = topology_of(config)  # refuses what does not divide before anything is prepared
+    address = store_address(args.store) if args.store else None
+    _make_run_dir(Path(config.run.run_dir))
+    if address is not None:
+        RedisStore(address, namespace="greeting").close()  # refused here, once, rather than by every rank
+    progress, advance = data_progress(config, enabled=True)
+    with progress:
+        dataset = prepare_data(config, advance)
+    truncated = f", {dataset.num_truncated:,} truncated" if dataset.num_truncated else ""
+    console.print(f"data: {len(dataset):,} samples, {int(dataset.lengths[:, :2].sum()):,} tokens{truncated}")
+    check_batches(config, dataset.lengths)
+    given = settle_costs(config, dataset.vocab_size) if config.plan.costs else None
+    with ExitStack() as stack:
+        if address is None:
+            server = stack.enter_context(RedisServer(binary=config.job.redis_server or None))
+            address = server.address
+            console.print(f"store: embedded {server.name} {server.version} on a unix socket")
+        _import_once()
+        costs = given or _measure(config, dataset.vocab_size)
+        check_fits(config, costs, dataset.lengths)
+        console.print(ranks_line(topology), soft_wrap=True)
+        run_local(partial(_rank, Job(config, args.compare, address, costs)), topology.world_size)
+    return 0
+
+
+def _make_run_dir(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run directory {path} cannot be made ({error.strerror}): choose another") from error
+
+
+def _rank(job: Job, env: RankEnv) -> int:
+    return run_rank(env, job)
+
+
+def _import_once() -> None:
+    """What the ranks need, imported before they are forked: once instead of once a rank."""
+    from dynapipe_ext.executor.stages import megatron_cpu
+    from dynapipe_ext.launch import outcome  # noqa: F401  (the ranks find them loaded)
+    from dynapipe_ext.launch import training_loop as rank  # noqa: F401  (the ranks find them loaded)
+
+    megatron_cpu.install()
+
+
+def _measure(config: TrainConfig, vocab_size: int) -> CostModel:
+    """In a process of its own: torch's threads and process groups do not survive a fork."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "costs.json"
+
+        def alone(env: RankEnv) -> int:
+            costs = settle_costs(config, vocab_size)
+            path.write_text(json.dumps(cost_model_to_json(costs)))  # type: ignore[arg-type]
+            return 0
+
+        run_local(alone, 1, timeout_s=config.job.timeout_s)
+        return cost_model_from_json(json.loads(path.read_text()))

@@ -1,0 +1,259 @@
+"""The own optimizer: where to cut the batch, recomputation, replicas, order, warm-up depth and the place of I and W.
+
+A search (`search`) over cuts, injection orders and dispatch rules (`dispatch`) under a byte limit, whose only judge is
+the simulated makespan, for any placement of stages on ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.core import native
+from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, rules
+from dynapipe_ext.schedules.search.joint import GONE, Found, Problem, Run, records_of, search
+from dynapipe_ext.schedules.search.order import start_orders
+
+_TRIAL = 16  # of the moves, one part in so many for each of several starts
+_REPLICAS = 4  # that one measure of effort is for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is asked of the search; `seed` and `effort` make it a function.
+
+    `effort` is the number of random moves for up to 7 replicas, twice as many for 8, three times for 12, and so on.
+    """
+
+    memory_limit_bytes: int
+    split: bool  # run backwards as I and W
+    effort: int
+    seed: int = 0
+    stage_ranks: Sequence[int] | None = None  # default: stage s on rank s
+    equal_counts: bool = False
+    use_native: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Start:
+    """Runs, which cover the items of a batch in turn, grouped by replica.
+
+    `kind_costs` price every shape under each kind of recomputation (INFEASIBLE forwards: cannot run so);
+    `shapes[j, r - 1]`, int32, is the shape of the run of r items that ends at item j, or -1 where that may not be a
+    micro-batch. With one column only, items are micro-batches and stay what they are.
+    """
+
+    kind_costs: tuple[MicroBatchCosts, ...]
+    shapes: npt.NDArray[np.int32]
+    runs: tuple[Run, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of_micro_batches(
+        cls, kind_costs: Sequence[MicroBatchCosts], groups: Sequence[Sequence[int]], kinds: Sequence[int]
+    ) -> Start:
+        """Micro-batches as they are, each with its index into `kind_costs`."""
+        shapes = np.arange(len(kinds), dtype=np.int32).reshape(-1, 1)
+        runs = tuple((m, m + 1, kind) for m, kind in enumerate(kinds))
+        return cls(kind_costs=tuple(kind_costs), shapes=shapes, runs=runs, groups=tuple(map(tuple, groups)))
+
+
+@dataclass(frozen=True, slots=True)
+class Optimized:
+    """Each replica's runs in injection order, and schedules in which micro-batch i is the replica's i-th run."""
+
+    replicas: tuple[tuple[Run, ...], ...]
+    schedules: tuple[PipelineSchedule, ...]
+    makespan_ns: tuple[int, ...]
+
+
+def optimize(
+    costs: MicroBatchCosts,
+    *,
+    memory_limit_bytes: int,
+    split: bool,
+    effort: int,
+    seed: int = 0,
+    stage_ranks: Sequence[int] | None = None,
+) -> PipelineSchedule:
+    """The best schedule found for one replica's micro-batches in `effort` random moves; a function of its arguments.
+
+    `split` runs every backward as I and W. `stage_ranks` places stages on ranks (default: stage s on rank s). No rank
+    exceeds the limit at any time.
+
+    Errors: PlanError for a micro-batch that does not fit alone; ConfigError for a negative effort or a bad placement.
+    """
+    count = costs.num_micro_batches
+    settings = Settings(
+        memory_limit_bytes=memory_limit_bytes, split=split, effort=effort, seed=seed, stage_ranks=stage_ranks
+    )
+    _, found = optimize_best([Start.of_micro_batches([costs], [range(count)], [0] * count)], settings)
+    schedule = renumbered(found.schedules[0], {i: first for i, (first, _, _) in enumerate(found.replicas[0])})
+    validate(schedule, count)
+    peaks = peak_bytes(schedule, costs)
+    if max(peaks) > memory_limit_bytes:
+        raise PlanError(
+            f"the {schedule.name} schedule needs {max(peaks)} B on rank {peaks.index(max(peaks))} but the limit is"
+            f" {memory_limit_bytes} B: raise the limit, tp or pp"
+        )
+    return schedule
+
+
+def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Optimized]:
+    """The best found from the best start (the first of equals), and which that is.
+
+    Of several starts each is tried with a small part of the moves, in threads where there are cores, and the best goes
+    on with all of them; how many cores there are changes nothing else.
+    Moves change the order, the rule, a run's kind, its replica and, where there is a choice, where the items are cut;
+    `equal_counts` keeps the number of runs of each replica. Nothing is proven here: simulate and validate the result.
+
+    Errors: PlanError where no start has an order that fits; ConfigError as optimize.
+    """
+    moves = settings.effort * max(1, len(starts[0].groups) // _REPLICAS)
+    possible: list[tuple[int, Problem, list[Run], list[list[list[int]]]]] = []
+    records: dict[int, IntArray] = {}  # starts share costs
+    refusal: PlanError | None = None
+    for index, start in enumerate(starts):
+        try:
+            if id(start.kind_costs) not in records:
+                records[id(start.kind_costs)] = records_of(start.kind_costs, split=settings.split)
+            problem = _problem(start, settings, records[id(start.kind_costs)])
+            runs = _fitting(problem, start, settings.memory_limit_bytes)
+        except PlanError as error:
+            refusal = refusal or error
+            continue
+        orders = [[[group[i] for i in o] for o in start_orders(_costs(start, runs, group))] for group in start.groups]
+        possible.append((index, problem, runs, orders))
+
+    def trial(one: tuple[int, Problem, list[Run], list[list[list[int]]]]) -> Found:
+        _, problem, runs, orders = one
+        return _found(problem, runs, orders, settings, moves // _TRIAL if len(starts) > 1 else 0)
+
+    cores = len(os.sched_getaffinity(0))
+    if min(cores, len(possible)) > 1 and settings.use_native and native is not None:  # the core runs without the lock
+        with ThreadPoolExecutor(min(cores, len(possible))) as pool:
+            founds = list(pool.map(trial, possible))
+    else:
+        founds = [trial(one) for one in possible]
+    tried = [(*one[:2], found) for one, found in zip(possible, founds, strict=True) if max(found.makespan_ns) < NEVER]
+    if not tried:
+        limit = settings.memory_limit_bytes
+        raise refusal or PlanError(f"no order of these micro-batches fits in {limit} B: raise the limit, tp or pp")
+    index, problem, found = min(tried, key=lambda one: (one[2].value, one[0]))
+    if settings.effort:
+        runs, orders = _in_turn(found)
+        found = _found(problem, runs, orders, settings, moves)
+    return index, Optimized(
+        tuple(tuple(found.runs[m] for m in group) for group in found.groups),
+        tuple(_schedule(actions, problem) for actions in found.actions),
+        tuple(found.makespan_ns),
+    )
+
+
+def _in_turn(found: Found) -> tuple[list[Run], list[list[list[int]]]]:
+    """Runs that cover the items in turn, and each replica's one order of them."""
+    alive = sorted((m for m, run in enumerate(found.runs) if run != GONE), key=lambda m: found.runs[m])
+    place = {m: i for i, m in enumerate(alive)}
+    return [found.runs[m] for m in alive], [[[place[m] for m in group]] for group in found.groups]
+
+
+def _found(
+    problem: Problem, runs: Sequence[Run], orders: Sequence[Sequence[Sequence[int]]], settings: Settings, effort: int
+) -> Found:
+    return search(
+        problem,
+        runs,
+        orders,
+        effort=effort,
+        seed=settings.seed,
+        equal_counts=settings.equal_counts,
+        use_native=settings.use_native,
+    )
+
+
+def _problem(start: Start, settings: Settings, records: IntArray) -> Problem:
+    first = start.kind_costs[0]
+    stages = first.num_stages
+    ranks = tuple(range(stages)) if settings.stage_ranks is None else tuple(settings.stage_ranks)
+    if settings.effort < 0:
+        raise ConfigError(f"effort is {settings.effort} but must be a count of at least 0")
+    if len(ranks) != stages or set(ranks) != set(range(max(ranks) + 1)):
+        raise ConfigError(f"placement {ranks} must put each of {stages} stages on a rank, with none left out")
+    free = [settings.memory_limit_bytes] * (max(ranks) + 1)
+    for rank, num_bytes in zip(ranks, first.static_bytes.tolist(), strict=True):
+        free[rank] -= num_bytes
+    return Problem(
+        stage_ranks=ranks,
+        free_bytes=tuple(free),
+        split=settings.split,
+        working_in_backward=first.working_in != "F",
+        records=records,
+        shapes=start.shapes,
+        rules=tuple(rules(split=settings.split)),
+    )
+
+
+def _fitting(problem: Problem, start: Start, limit_bytes: int) -> list[Run]:
+    """Each run under its kind, or the first that lets it run alone; PlanError where none does."""
+    ranks, free = np.array(problem.stage_ranks), np.array(problem.free_bytes, np.int64)
+    runs = start.runs
+    shapes = _shapes(start, runs)
+    needed = np.zeros((len(start.kind_costs), len(free), len(runs)), np.int64)
+    possible = np.zeros((len(start.kind_costs), len(runs)), bool)
+    for kind, costs in enumerate(start.kind_costs):
+        stored, working = costs.stored_bytes[:, shapes], costs.working_bytes[:, shapes]
+        for rank in range(len(free)):
+            needed[kind, rank] = stored[ranks == rank].sum(axis=0) + working[ranks == rank].max(axis=0)
+        possible[kind] = costs.forward_ns[:, shapes].max(axis=0) < INFEASIBLE
+    fits = (needed <= free[:, None]).all(axis=1) & possible
+    chosen = []
+    for m, (first, end, kind) in enumerate(runs):
+        if not fits[:, m].any():
+            over = (needed[:, :, m] - free).min(axis=0)
+            rank = int(over.argmax())
+            most = limit_bytes - int(free[rank])
+            raise PlanError(
+                f"micro-batch {m} alone needs {int(needed[:, rank, m].min()) + most} B on rank {rank} but the limit is"
+                f" {limit_bytes} B: make the micro-batch smaller, recompute more of it, or raise tp or pp"
+            )
+        chosen.append((first, end, kind if fits[kind, m] else int(fits[:, m].argmax())))
+    return chosen
+
+
+def _costs(start: Start, runs: Sequence[Run], group: Sequence[int]) -> MicroBatchCosts:
+    """Costs of some runs, each under its own kind."""
+    mine = [runs[m] for m in group]
+    return MicroBatchCosts.choose(start.kind_costs, np.array([kind for _, _, kind in mine]), _shapes(start, mine))
+
+
+def _shapes(start: Start, runs: Sequence[Run]) -> IntArray:
+    first, end, _ = np.array(runs, np.int64).reshape(-1, 3).T
+    shapes: IntArray = start.shapes[end - 1, end - first - 1].astype(np.int64)
+    return shapes
+
+
+def _schedule(actions: list[list[Chosen]], problem: Problem) -> PipelineSchedule:
+    letters = (Kind.FORWARD, Kind.BACKWARD_INPUT if problem.split else Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    ranks = tuple(tuple(Action(s, letters[letter], position) for letter, s, position in rank) for rank in actions)
+    name = "adaptive-split" if problem.split else "adaptive"
+    return PipelineSchedule(name, ranks or tuple(() for _ in set(problem.stage_ranks)), problem.stage_ranks)
+
+
+def renumbered(schedule: PipelineSchedule, place: dict[int, int]) -> PipelineSchedule:
+    """The schedule with micro-batch m called place[m]."""
+    return PipelineSchedule(
+        schedule.name,
+        tuple(tuple(Action(a.stage, a.kind, place[a.micro_batch]) for a in rank) for rank in schedule.ranks),
+        schedule.stage_ranks,
+    )

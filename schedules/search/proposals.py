@@ -1,0 +1,278 @@
+"""What the search begins with: splits of a batch into micro-batches and replicas, ours and the peers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar, cast
+
+import numpy as np
+
+from dynapipe_ext.config import Rule
+from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import Layout, MicroBatch, Recompute, round_up
+from dynapipe_ext.schedules.search.joint import Run
+from dynapipe_ext.schedules.search.optimizer import Start
+from dynapipe_ext.splits.balance import assign_replicas
+from dynapipe_ext.splits.exact import MOST_SAMPLES, good_partitions
+from dynapipe_ext.splits.packing import micro_batch_evaluate, split_packed
+from dynapipe_ext.splits.padded import (
+    Caps,
+    Order,
+    ShapeCosts,
+    ShapeEvaluate,
+    bottleneck,
+    members_of,
+    ordered,
+    shape_evaluate,
+    subset_costs,
+    under_fastest,
+)
+from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
+from dynapipe_ext.splits.runs import Cut, Runs, price_runs
+from dynapipe_ext.topology import Topology
+
+Replicas = list[list[MicroBatch]]
+Made = TypeVar("Made")
+
+_MOST_FEW = 8  # splits of a few samples by each of three objectives
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A start of the search, and what a run of its result is as a micro-batch."""
+
+    start: Start
+    micro_batch: Callable[[Run], MicroBatch]
+
+    def replicas(self, found: Sequence[Sequence[Run]]) -> Replicas:
+        return [[self.micro_batch(run) for run in replica] for replica in found]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposals:
+    """Makes splits under the settings of a `Planner`; `kinds` of recomputation may be chosen from.
+
+    A batch of fewer samples than replicas leaves the last of them empty, unless counts must be equal. All methods raise
+    PlanError where nothing they could propose stays within the caps.
+    """
+
+    topology: Topology
+    costs: CostModel
+    limit_bytes: int
+    layout: Layout
+    rule: Rule
+    pad_multiple: int
+    max_tokens: int
+    kinds: tuple[Recompute, ...]
+    equal_counts: bool
+
+    def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
+        """Ordered samples that the search may cut anywhere."""
+        proposed = []
+        stages = self.topology.num_stages
+        runs, firsts = self._first_cuts(samples, (stages, (stages + 1) // 2))
+        for cuts in firsts:
+            start = Start(
+                kind_costs=runs.kind_costs,
+                shapes=runs.shapes,
+                runs=tuple(cuts),
+                groups=tuple(map(tuple, self._assigned(runs.times(cuts), samples, step))),
+            )
+            proposed.append(Proposal(start, runs.micro_batch))
+        if len(samples) <= MOST_SAMPLES and any(s.decoder for s in samples) and not self.equal_counts:
+            proposed += self.fixed(self._few(samples, step))
+        return proposed
+
+    def _few(self, samples: list[SampleLength], step: int) -> list[Replicas]:
+        """Good splits of a few samples with decoder sides, which runs of one order may miss."""
+        choices, busy = self._shapes(self._shape_costs, 1), min(self.topology.dp, len(samples))
+        order, costs = subset_costs(samples, choices, self._caps)
+        splits = good_partitions(costs.tolist(), (0, busy, busy * (self.topology.num_stages - 1)), _MOST_FEW)
+        made = []
+        for masks in splits:
+            parts = [MicroBatch(members_of(order, mask), pad_multiple=self.pad_multiple) for mask in masks]
+            made.append(self._with_replicas(under_fastest(parts, choices, self.limit_bytes), samples, step))
+        return made
+
+    def splits(self, samples: list[SampleLength], step: int) -> list[Replicas]:
+        """Micro-batches of every replica that stay what they are, for schedules that hold few of them or many."""
+        stages = self.topology.num_stages
+        if self.rule != "dynapipe-ext":
+            return _possible(self._peer_rules(samples))
+        if self.layout == "padded":
+            runs, firsts = self._first_cuts(samples, (stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages))
+            micro_batches = [[runs.micro_batch(cut) for cut in cuts] for cuts in firsts]
+        else:
+            held = dict.fromkeys((1, (stages + 1) // 2, stages))
+            dp = min(self.topology.dp, len(samples))
+            micro_batches = _possible(partial(self._packed, samples, in_flight, dp) for in_flight in held)
+        return [self._with_replicas(parts, samples, step) for parts in micro_batches]
+
+    def _with_replicas(self, parts: list[MicroBatch], samples: Sequence[SampleLength], step: int) -> Replicas:
+        parts = _at_least(parts, min(self.topology.dp, len(samples)))
+        time_ns, _ = bottleneck(self.costs.evaluate(parts))
+        return [[parts[i] for i in group] for group in self._assigned(time_ns.tolist(), samples, step)]
+
+    def fixed(self, splits: Sequence[Replicas]) -> list[Proposal]:
+        """Splits as starts of a search that leaves micro-batches whole; a peer's keep to its kinds of recomputation."""
+        proposed = []
+        for replicas in splits:
+            micro_batches = [m for replica in replicas for m in replica]
+            ends = np.cumsum([0] + [len(replica) for replica in replicas]).tolist()
+            kinds = self.kinds if self.rule == "dynapipe-ext" else tuple({m.recompute: None for m in micro_batches})
+            like = self.costs.evaluate(micro_batches)
+            start = Start.of_micro_batches(
+                [self._under(kind, micro_batches, like) for kind in kinds],
+                [range(a, b) for a, b in pairwise(ends)],
+                [kinds.index(m.recompute) for m in micro_batches],
+            )
+            proposed.append(Proposal(start, partial(_with_kind, micro_batches, kinds)))
+        return proposed
+
+    @property
+    def _caps(self) -> Caps:
+        return Caps(max_bytes=self.limit_bytes, max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple)
+
+    @property
+    def _shape_costs(self) -> ShapeCosts:
+        if not hasattr(self.costs, "evaluate_shapes"):
+            raise ConfigError(f"{type(self.costs).__name__} cannot price padded shapes: it lacks evaluate_shapes")
+        return cast(ShapeCosts, self.costs)
+
+    def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[Runs, list[list[Cut]]]:
+        """Runs of the ordered samples, and cuts for pipelines that hold so many in flight (or one, if that is all)."""
+        stages, dp = self.topology.num_stages, min(self.topology.dp, len(samples))
+        order: Order = "classes" if any(s.decoder for s in samples) else "sorted"
+
+        weight = self.topology.dp * (stages - 1)
+        runs = price_runs(
+            ordered(samples, order),
+            self._shape_costs,
+            self.kinds,
+            self._caps,
+            weight=weight,
+            equal_counts=self.equal_counts,
+        )
+
+        def cut(min_in_flight: int) -> list[Cut]:
+            return runs.cuts(pp=stages, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
+
+        try:
+            found = _possible(partial(cut, held) for held in dict.fromkeys(in_flight))
+        except PlanError:  # only what fits by itself is left
+            found = [cut(1)]
+        return runs, [cuts for i, cuts in enumerate(found) if cuts not in found[:i]]
+
+    def _assigned(self, times_ns: list[int], samples: Sequence[SampleLength], step: int) -> list[list[int]]:
+        """Indices of the micro-batches of each replica; as many replicas as there are samples have some."""
+        busy = min(self.topology.dp, len(samples))
+        idle: list[list[int]] = [[] for _ in range(self.topology.dp - busy)]
+        return assign_replicas(times_ns, busy, equal_counts=self.equal_counts, seed=step) + idle
+
+    def _under(self, kind: Recompute, micro_batches: list[MicroBatch], like: MicroBatchCosts) -> MicroBatchCosts:
+        """Costs of all micro-batches under one kind of recomputation; INFEASIBLE where one cannot be priced."""
+        asked = [replace(m, recompute=kind) for m in micro_batches]
+        try:
+            return self.costs.evaluate(asked)
+        except PlanError:
+            return MicroBatchCosts.join([self._alone(m, like) for m in asked], like=like)
+
+    def _alone(self, micro_batch: MicroBatch, like: MicroBatchCosts) -> MicroBatchCosts:
+        try:
+            return self.costs.evaluate([micro_batch])
+        except PlanError:
+            column = like.take([0])
+            never = np.full_like(column.forward_ns, INFEASIBLE)
+            return replace(column, forward_ns=never, backward_ns=never)
+
+    def _shapes(self, priced: ShapeCosts, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
+        return {kind: shape_evaluate(priced, recompute=kind, min_in_flight=min_in_flight) for kind in self.kinds}
+
+    def _packed(self, samples: list[SampleLength], min_in_flight: int, dp: int) -> list[MicroBatch]:
+        pp, limit = self.topology.num_stages, self.limit_bytes
+        longest = max(max(s.encoder, s.decoder) for s in samples)
+        room = self.max_tokens or max(4096, round_up(longest, self.pad_multiple))
+        refusal: PlanError | None = None
+        for kind in self.kinds:
+            try:
+                return split_packed(
+                    samples,
+                    micro_batch_evaluate(self.costs, min_in_flight=min_in_flight),
+                    max_tokens=room,
+                    pp=pp,
+                    dp=dp,
+                    max_bytes=limit,
+                    pad_multiple=self.pad_multiple,
+                    recompute=kind,
+                    equal_counts=self.equal_counts,
+                )
+            except PlanError as error:
+                refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    def _peer_rules(self, samples: list[SampleLength]) -> Iterator[Callable[[], Replicas]]:
+        """A peer's splits; where its rule leaves a size open, several are judged, so that the peer is at its best."""
+        dp, multiple, limit = self.topology.dp, self.pad_multiple, self.limit_bytes
+        longest = round_up(max(s.encoder for s in samples), multiple)
+        room = max(round_up(self.max_tokens, multiple), round_up(max(s.decoder for s in samples), multiple), longest)
+        match self.rule:
+            case "batch-max":
+                most = (self.max_tokens or limit) // longest
+                make = partial(pad_to_batch_max, samples, dp=dp, pad_multiple=multiple, equal_counts=self.equal_counts)
+                for rows in (1, 2, 4, 8, 16, 32):
+                    for kind in self.kinds if rows == 1 or rows <= most else ():
+                        yield partial(make, rows_per_micro_batch=rows, recompute=kind)
+            case "fixed-rows":
+                cut = partial(fixed_rows, samples, dp=dp, pad_multiple=multiple, equal_counts=self.equal_counts)
+                for kind in self.kinds:
+                    yield partial(cut, row_len=room, recompute=kind)
+            case "packed-balanced":
+                pack = partial(packed_documents, samples, micro_batch_evaluate(self.costs), max_tokens=room, dp=dp)
+                for kind in self.kinds:
+                    yield partial(pack, pad_multiple=multiple, recompute=kind, equal_counts=self.equal_counts)
+            case _:
+                stages = self.topology.num_stages
+                rule = partial(
+                    dynapipe_rule, samples, self._shapes(self._shape_costs, stages), pp=stages, dp=dp, max_bytes=limit
+                )
+                yield partial(rule, pad_multiple=multiple, equal_counts=self.equal_counts)
+
+
+def _possible(makers: Iterable[Callable[[], Made]]) -> list[Made]:
+    """What the makers make; where all refuse, the first refusal is raised."""
+    made: list[Made] = []
+    refusal: PlanError | None = None
+    for make in makers:
+        try:
+            made.append(make())
+        except PlanError as error:
+            refusal = refusal or error
+    if not made:
+        assert refusal is not None
+        raise refusal
+    return made
+
+
+def _at_least(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
+    """Cut the largest micro-batch of several samples in two until there are `count`; there are as many samples."""
+    parts = list(micro_batches)
+    while len(parts) < count:
+        several = [k for k, part in enumerate(parts) if len(part.samples) > 1]
+        i = max(several, key=lambda k: (parts[k].rows, parts[k].padded_tokens, -k))
+        half = len(parts[i].samples) // 2
+        parts[i : i + 1] = [
+            replace(parts[i], samples=parts[i].samples[:half]),
+            replace(parts[i], samples=parts[i].samples[half:]),
+        ]
+    return parts
+
+
+def _with_kind(micro_batches: Sequence[MicroBatch], kinds: Sequence[Recompute], run: Run) -> MicroBatch:
+    return replace(micro_batches[run[0]], recompute=kinds[run[2]])

@@ -1,0 +1,75 @@
+"""DynaPipe's memory-aware adaptive schedule, wait-free cyclic, for uneven micro-batches under a limit in bytes.
+
+Jiang et al. 2024, "DynaPipe" (arXiv 2311.10418), sec. 5. One stage a rank, whole backwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linear_schedule
+from dynapipe_ext.schedules.judge.memory import StageMemory
+from dynapipe_ext.schedules.judge.simulate import makespan_ns
+
+_CLUSTERS = 3
+
+
+def cyclic(costs: MicroBatchCosts, *, memory_limit_bytes: int, order: Sequence[int] | None = None) -> PipelineSchedule:
+    """In each cycle, every stage runs one backward and one forward of what was there when the cycle began.
+
+    Micro-batches enter in `order` (default 0..M-1); a forward that does not fit the limit waits for a later cycle.
+    Times play no part. No deadlock: no stage holds anything older than the oldest micro-batch in the pipeline, and a
+    stage that it has not reached holds nothing at all, so it has room.
+
+    Errors: ConfigError for an order that is no permutation; PlanError for a micro-batch that does not fit alone.
+    """
+    stages, last = costs.num_stages, costs.num_stages - 1
+    entering = _checked(order, costs.num_micro_batches)
+    memory = [StageMemory(costs, stage, memory_limit_bytes) for stage in range(stages)]
+    forwards = [deque(entering), *(deque[int]() for _ in range(last))]
+    backwards = [deque[int]() for _ in range(stages)]
+    actions: list[list[Action]] = [[] for _ in range(stages)]
+    left = len(entering)
+    while left:
+        sent: list[tuple[deque[int], int]] = []
+        for s in range(stages):
+            if backwards[s]:
+                m = backwards[s].popleft()
+                memory[s].release(m)
+                actions[s].append(Action(s, Kind.BACKWARD, m))
+                if s:
+                    sent.append((backwards[s - 1], m))
+                else:
+                    left -= 1
+            if forwards[s] and memory[s].admit(forwards[s][0]):
+                m = forwards[s].popleft()
+                actions[s].append(Action(s, Kind.FORWARD, m))
+                sent.append((backwards[s] if s == last else forwards[s + 1], m))
+        for queue, m in sent:
+            queue.append(m)
+    return linear_schedule("cyclic", actions)
+
+
+def clustered_cyclic(costs: MicroBatchCosts, *, memory_limit_bytes: int) -> PipelineSchedule:
+    """The fastest cyclic schedule whose injection order is a permutation of three clusters of micro-batches by time.
+
+    Errors: PlanError as cyclic.
+    """
+    time_ns = (costs.forward_ns + costs.backward_ns).max(axis=0)
+    clusters = [part.tolist() for part in np.array_split(np.argsort(time_ns, kind="stable"), _CLUSTERS)]
+    orders = dict.fromkeys(tuple(itertools.chain(*chosen)) for chosen in itertools.permutations(clusters))
+    found = [cyclic(costs, memory_limit_bytes=memory_limit_bytes, order=order) for order in orders]
+    return min(found, key=lambda schedule: makespan_ns(schedule, costs))
+
+
+def _checked(order: Sequence[int] | None, num_micro_batches: int) -> list[int]:
+    chosen = list(range(num_micro_batches) if order is None else order)
+    if sorted(chosen) != list(range(num_micro_batches)):
+        raise ConfigError(f"order {chosen} must list each of the micro-batches 0..{num_micro_batches - 1} exactly once")
+    return chosen

@@ -1,0 +1,55 @@
+"""The published schedules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.tables.gpipe import gpipe
+from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
+from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.schedules.tables.v_shape import v_half, zb_v
+from dynapipe_ext.schedules.tables.zero_bubble import zb_h1, zb_h2
+
+# Each takes the numbers of ranks and of micro-batches; interleaved-1f1b the stages a rank as well.
+PUBLISHED: Mapping[str, Callable[..., PipelineSchedule]] = MappingProxyType(
+    {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "interleaved-1f1b": interleaved_1f1b,
+        "zb-h1": zb_h1,
+        "zb-h2": zb_h2,
+        "zb-v": zb_v,
+        "v-half": v_half,
+    }
+)
+_STAGES_PER_RANK = {"zb-v": 2, "v-half": 2}
+
+
+def published_schedule(
+    name: str, num_ranks: int, num_micro_batches: int, *, stages_per_rank: int | None = None
+) -> PipelineSchedule:
+    """The schedule of that name in PUBLISHED; `stages_per_rank` is free (2) for interleaved-1f1b alone.
+
+    Errors: ConfigError for a name that is none, naming those that are, for counts below 1, and for stages a rank that
+    the schedule cannot have.
+    """
+    if name not in PUBLISHED:
+        raise ConfigError(f"schedule {name!r} is not known: choose one of {', '.join(PUBLISHED)}")
+    given = {"ranks": num_ranks, "micro-batches": num_micro_batches}
+    if stages_per_rank is not None:
+        given["stages a rank"] = stages_per_rank
+    for what, count in given.items():
+        if count < 1:
+            raise ConfigError(f"{name} with {count} {what}: give at least 1")
+    if name == "interleaved-1f1b":
+        return interleaved_1f1b(num_ranks, num_micro_batches, 2 if stages_per_rank is None else stages_per_rank)
+    fixed = _STAGES_PER_RANK.get(name, 1)
+    if stages_per_rank not in (None, fixed):
+        raise ConfigError(
+            f"{name} has {fixed} stage{'s' * (fixed > 1)} a rank, not {stages_per_rank}:"
+            " leave that out, or choose interleaved-1f1b"
+        )
+    return PUBLISHED[name](num_ranks, num_micro_batches)

@@ -1,0 +1,252 @@
+"""What a run computed and how well its devices were used: model FLOPs, MFU and HFU, with padding and recomputation."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.flops import StepFlops, Work, step_flops
+from dynapipe_ext.plan import RECOMPUTES, Recompute
+from dynapipe_ext.tools.account.report import RunReport
+
+_NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)(?![0-9.])"
+_ITERATION = re.compile(rf"elapsed time per iteration \(ms\):\s*{_NUMBER}")
+_BATCH = re.compile(r"global batch size:\s*([0-9]+)")
+_WORLD = re.compile(r"using world size:\s*([0-9]+)")
+_ARGUMENT = re.compile(r"\b(seq_length|encoder_seq_length|decoder_seq_length|recompute_granularity) \.{2,} (\w+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """FLOPs of `steps` steps that took `seconds` on `gpus` devices, whose peak is known or 0."""
+
+    name: str
+    flops: StepFlops
+    seconds: float
+    gpus: int
+    steps: int
+    real_tokens: int
+    padded_tokens: int
+    peak_flops_per_s: float = 0.0
+
+    @property
+    def model_tflops_per_gpu(self) -> float:
+        """Achieved, of what the model needs for its real tokens."""
+        return self.flops.model / self.seconds / self.gpus / 1e12
+
+    @property
+    def executed_tflops_per_gpu(self) -> float:
+        """Achieved, padding and recomputation included."""
+        return self.flops.executed / self.seconds / self.gpus / 1e12
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over what the devices could do (Chowdhery et al. 2022, appendix B)."""
+        return self.model_tflops_per_gpu * 1e12 / self.peak_flops_per_s if self.peak_flops_per_s else None
+
+    @property
+    def hfu(self) -> float | None:
+        """Executed FLOPs over what the devices could do."""
+        return self.executed_tflops_per_gpu * 1e12 / self.peak_flops_per_s if self.peak_flops_per_s else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "gpus": self.gpus,
+            "model_flops": self.flops.model,
+            "attention_flops": self.flops.attention,
+            "head_flops": self.flops.head,
+            "padding_flops": self.flops.padding,
+            "recompute_flops": self.flops.recompute,
+            "executed_flops": self.flops.executed,
+            "real_tokens": self.real_tokens,
+            "padded_tokens": self.padded_tokens,
+            "model_tflops_per_gpu": self.model_tflops_per_gpu,
+            "executed_tflops_per_gpu": self.executed_tflops_per_gpu,
+            "peak_tflops": self.peak_flops_per_s / 1e12 or None,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+        }
+
+
+def account(
+    name: str,
+    architecture: Architecture,
+    work: Work,
+    *,
+    seconds: float,
+    gpus: int,
+    steps: int = 1,
+    peak_flops_per_s: float = 0.0,
+    causal: bool = False,
+) -> Account:
+    """Errors: ConfigError for a time or a number of devices that cannot be."""
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"{name}: took {seconds} s, but FLOPs a second need a time above 0")
+    if gpus < 1:
+        raise ConfigError(f"{name}: gpus is {gpus} but must be at least 1")
+    if not 0 < work.real.total <= work.all_executed.total or min(work.numbers()) < 0:
+        raise DataError(
+            f"{name}: {work.real.total} real of {work.all_executed.total} executed positions cannot be: a step has"
+            " some, and executes all of them"
+        )
+    return Account(
+        name=name,
+        flops=step_flops(architecture, work, causal=causal),
+        seconds=seconds,
+        gpus=gpus,
+        steps=steps,
+        real_tokens=work.real.total,
+        padded_tokens=work.all_executed.total,
+        peak_flops_per_s=peak_flops_per_s,
+    )
+
+
+def accounts_of_report(path: Path, *, peak_flops_per_s: float = 0.0, causal: bool = False) -> list[Account]:
+    """One account for the run and for each run that it was compared with. Errors: DataError, ConfigError."""
+    report = RunReport.read(path)
+    architecture = architecture_of_run(report.model, str(path))
+    found = []
+    for result in (report.result, *(report.compare or ())):
+        found.append(
+            account(
+                result.name,
+                architecture,
+                result.work,
+                seconds=result.elapsed_s,
+                gpus=report.topology.world_size,
+                steps=len(result.losses),
+                peak_flops_per_s=peak_flops_per_s,
+                causal=causal,
+            )
+        )
+    return found
+
+
+def architecture_of_run(model: Mapping[str, Any], where: str) -> Architecture:
+    """Of the settings that a report keeps under "model". Errors: DataError."""
+    try:
+        heads, hidden, learned = model["num_heads"], model["hidden_size"], model["position"] == "learned"
+        if hidden % heads or model["position"] not in ("learned", "rope"):
+            raise ConfigError(f"{heads} heads of {hidden}, position {model['position']!r}")
+        return Architecture(
+            family="gpt2" if learned else "llama",
+            num_layers=model["num_layers"],
+            hidden_size=hidden,
+            num_heads=heads,
+            num_query_groups=model["num_query_groups"],
+            head_dim=hidden // heads,
+            ffn_hidden_size=model["ffn_hidden_size"],
+            vocab_size=model["vocab_size"],
+            max_seq_len=model["max_seq_len"],
+            tied_embeddings=model["tied_embeddings"],
+            gated_mlp=model["gated_mlp"],
+            position="learned" if learned else "rope",
+        )
+    except (KeyError, TypeError, ZeroDivisionError, ConfigError) as error:
+        raise DataError(f"{where}: its model cannot be read ({error!r}): it was written by another version") from error
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRun:
+    """What a log of Megatron-LM tells of its last start; 0 where it does not. `seconds_per_step`: the median over the
+    iterations of the last batch size.
+    """
+
+    seconds_per_step: float
+    batch_size: int
+    gpus: int
+    seq_len: int
+    decoder_len: int
+    recompute: Recompute
+
+
+def read_log(path: Path) -> LoggedRun:
+    """Lines may have any prefix. Errors: DataError where no iteration was logged, or none in a way that can be read."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    arguments: dict[str, str] = {}
+    gpus, by_batch = 0, dict[int, list[float]]()
+    batch = 0
+    for number, line in enumerate(lines, 1):
+        if world := _WORLD.search(line):
+            gpus, by_batch = int(world[1]), {}
+        if argument := _ARGUMENT.search(line):
+            arguments[argument[1]] = argument[2]
+        if "elapsed time per iteration (ms):" in line:
+            if not (took := _ITERATION.search(line)):
+                raise DataError(f"{path}: line {number}: the time of an iteration is no number: correct it")
+            batch = int(size[1]) if (size := _BATCH.search(line)) else 0
+            by_batch.setdefault(batch, []).append(float(took[1].replace(",", "")))
+    if not by_batch:
+        raise DataError(f'{path}: has no "elapsed time per iteration (ms): ..." of Megatron-LM: give its training log')
+
+    def length(*names: str) -> int:
+        return next((int(arguments[n]) for n in names if arguments.get(n, "").isdigit()), 0)
+
+    granularity = arguments.get("recompute_granularity", "None")
+    return LoggedRun(
+        seconds_per_step=statistics.median(by_batch[batch]) / 1e3,
+        batch_size=batch,
+        gpus=gpus,
+        seq_len=length("encoder_seq_length", "seq_length"),
+        decoder_len=length("decoder_seq_length"),
+        recompute=next((kind for kind in RECOMPUTES if kind == granularity), "none"),
+    )
+
+
+def flops_table(accounts: Sequence[Account]) -> Table:
+    """A column an account; model FLOPs, then what is executed beyond them."""
+    table = Table(title="FLOPs")
+    table.add_column("")
+    for one in accounts:
+        table.add_column(one.name, justify="right")
+
+    def row(label: str, values: Sequence[str]) -> None:
+        table.add_row(label, *values)
+
+    row("model FLOPs a step", [_flops(a.flops.model / a.steps) for a in accounts])
+    row("of which attention", [_share(a.flops.attention, a.flops.model) for a in accounts])
+    row("of which LM head", [_share(a.flops.head, a.flops.model) for a in accounts])
+    row("padding adds", [_share(a.flops.padding, a.flops.model) for a in accounts])
+    row("recomputation adds", [_share(a.flops.recompute, a.flops.model) for a in accounts])
+    row("real ÷ padded tokens", [f"{a.real_tokens / max(1, a.padded_tokens):.3f}" for a in accounts])
+    row("seconds a step", [f"{a.seconds / a.steps:.4g}" for a in accounts])
+    row("real tokens a second", [f"{a.real_tokens / a.seconds:,.0f}" for a in accounts])
+    row("model TFLOP/s a device", [f"{a.model_tflops_per_gpu:.4g}" for a in accounts])
+    row("executed TFLOP/s a device", [f"{a.executed_tflops_per_gpu:.4g}" for a in accounts])
+    if any(a.peak_flops_per_s for a in accounts):
+        row("MFU", [_percent(a.mfu) for a in accounts])
+        row("HFU", [_percent(a.hfu) for a in accounts])
+    return table
+
+
+def _flops(value: float) -> str:
+    """
+    >>> _flops(2.5e15)
+    '2.5 PFLOP'
+    """
+    for factor, unit in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+        if value >= factor:
+            return f"{value / factor:.4g} {unit}"
+    return f"{value / 1e6:.4g} MFLOP"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"

@@ -1,0 +1,389 @@
+"""A plan's file proven or refused by code that shares nothing with what made it but the cost model's numbers.
+
+plan.json ─► plan_file.read_plan_file ─► check ─► Verdict ─► verdict_table, verdict_json
+
+Checked: every sample in one row that holds it; on every stage F before B (or I before W) of each micro-batch; no
+deadlock; a simulation in the order of the lists; peak bytes under the limit; every bound. What the plan claims of
+these must be what comes out. Packed rows are priced with attention that restarts at each document.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+from rich.table import Table
+
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.errors import ConfigError, PlanError, short
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.tools.check.plan_file import BOUNDS, PlanFile, ReplicaFile, ShapeFile
+from dynapipe_ext.tools.check.recomputed_bounds import Need, batch_bound_ns, replica_bounds_ns
+from dynapipe_ext.topology import Topology
+
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
+_TOLERANCE = 1e-6  # of claimed seconds: those in the file were rounded, and floors were summed in another order
+
+Action = tuple[int, str, int]  # stage, kind, micro-batch
+Lengths = Mapping[int, Need]  # of samples, by index
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One figure, as claimed (None: it is not) and as found (None: it could not be); seconds, or bytes."""
+
+    where: str
+    what: str
+    claimed: float | None
+    found: float | None
+    unit: str = "s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Every reason against a plan (none: it is valid), and the figures. Bounds and gaps are those found here."""
+
+    faults: tuple[str, ...]
+    figures: tuple[Compared, ...]
+    makespan_s: float | None = None
+    bound_s: float | None = None
+    batch_bound_s: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """Makespan over the largest bound of any replica, less 1."""
+        return self.makespan_s / self.bound_s - 1 if self.makespan_s and self.bound_s else None
+
+    @property
+    def batch_gap(self) -> float | None:
+        """Makespan over the bound of every plan of the batch, less 1."""
+        return self.makespan_s / self.batch_bound_s - 1 if self.makespan_s and self.batch_bound_s else None
+
+
+def check(
+    plan: PlanFile,
+    costs: CostModel,
+    *,
+    memory_limit_bytes: int,
+    lengths: Lengths | None = None,
+    whole_batch: bool = True,
+) -> Verdict:
+    """The verdict on a plan under `costs`, made for the plan's own topology.
+
+    `lengths` are those of the samples that the plan must hold, each once (or may hold, unless `whole_batch`); without
+    them neither rows nor the batch bound can be checked, and packed rows cannot be priced. Errors: ConfigError for
+    packed rows without lengths, and for costs of another number of stages.
+    """
+    stage_ranks = plan.topology.stage_ranks
+    if costs.num_stages != len(stage_ranks):
+        raise ConfigError(
+            f"the cost model has {costs.num_stages} stages but the plan has {len(stage_ranks)}: name the one it was"
+            " made with"
+        )
+    if lengths is None and any(m.layout == "packed" for replica in plan.replicas for m in replica.micro_batches):
+        raise ConfigError(
+            "the plan packs, and packed rows cannot be priced without their documents' lengths: give them"
+        )
+    faults = _cover_faults(plan, lengths, whole_batch=whole_batch)
+    figures: list[Compared] = []
+    makespans: list[int] = []
+    bounds: list[int] = []
+    split = False
+    for number, replica in enumerate(plan.replicas):
+        where = f"replica {number}"
+        actions, wrong = _ordered_actions(replica, plan.topology)
+        wrong += _shape_faults(replica, lengths)
+        if not wrong:
+            try:
+                priced = costs.evaluate([_micro_batch(m, lengths) for m in replica.micro_batches])
+            except PlanError as error:
+                wrong.append(str(error))
+        if wrong:
+            faults += [f"{where}: {reason}" for reason in wrong]
+            continue
+        is_split = any(kind == "I" for rank in actions for _, kind, _ in rank)
+        split = split or is_split
+        makespan, stuck = _simulated_ns(actions, priced, stage_ranks)
+        if makespan is None:
+            faults.append(f"{where}: deadlock, waiting for ever at {', '.join(stuck)}: the lists have a circular wait")
+            continue
+        found = replica_bounds_ns(priced, stage_ranks, split=is_split, limit_bytes=memory_limit_bytes)
+        peaks = _peak_bytes(actions, priced, stage_ranks)
+        compared, wrong = _compared(replica, where, makespan, found, peaks, memory_limit_bytes)
+        figures += compared
+        faults += [f"{where}: {reason}" for reason in wrong]
+        makespans.append(makespan)
+        bounds.append(max(found.values()))
+    if len(makespans) < len(plan.replicas):
+        return Verdict(faults=tuple(faults), figures=tuple(figures))
+    batch = None
+    planned = [s for replica in plan.replicas for m in replica.micro_batches for s in m.samples]
+    if lengths is not None and all(s in lengths for s in planned):
+        packed = any(m.layout == "packed" for replica in plan.replicas for m in replica.micro_batches)
+        needs = [lengths[s] for s in planned]
+        batch = batch_bound_ns(
+            costs,
+            needs,
+            stage_ranks,
+            dp=len(plan.replicas),
+            split=split,
+            packed=packed,
+            limit_bytes=memory_limit_bytes,
+        )
+    figures.append(Compared("batch", "bound of every plan", plan.batch_bound_s, None if batch is None else batch / 1e9))
+    if batch is not None and not (plan.batch_bound_s or 0.0) <= batch / 1e9 * (1 + _TOLERANCE):
+        faults.append(
+            f"the batch bound is claimed to be {plan.batch_bound_s:.6f} s but no more than"
+            f" {batch / 1e9:.6f} s can be proven: a better plan may exist"
+        )
+    return Verdict(
+        faults=tuple(faults),
+        figures=tuple(figures),
+        makespan_s=max(makespans) / 1e9,
+        bound_s=max(bounds) / 1e9,
+        batch_bound_s=None if batch is None else batch / 1e9,
+    )
+
+
+def _cover_faults(plan: PlanFile, lengths: Lengths | None, *, whole_batch: bool) -> list[str]:
+    used = Counter(s for replica in plan.replicas for m in replica.micro_batches for s in m.samples)
+    faults = [f"sample {s} is used {count} times: it must train once" for s, count in sorted(used.items()) if count > 1]
+    faults += [f"sample {s} is no index of a sample" for s in sorted(used) if s < 0]
+    if lengths is not None:
+        faults += [f"sample {s} is not in the batch" for s in sorted(used.keys() - lengths.keys())]
+        missing = sorted(lengths.keys() - used.keys()) if whole_batch else []
+        faults += [f"sample {s} is in no micro-batch" for s in missing]
+    return faults
+
+
+def _shape_faults(replica: ReplicaFile, lengths: Lengths | None) -> list[str]:
+    faults = []
+    for i, m in enumerate(replica.micro_batches):
+        rows = {"padded": len(m.samples), "packed": 1}.get(m.layout)
+        if (
+            rows != m.rows
+            or not m.samples
+            or m.recompute not in RECOMPUTES
+            or min(m.encoder_len, m.decoder_len + 1) < 1
+        ):
+            faults.append(
+                f"micro-batch {i}: {m.rows} x ({m.encoder_len} + {m.decoder_len}), layout {short(m.layout)} and"
+                f" recompute {short(m.recompute)} cannot be for {len(m.samples)} samples"
+            )
+            continue
+        known = [(s, lengths[s]) for s in m.samples if lengths is not None and s in lengths]
+        if m.layout == "padded":
+            faults += [
+                f"micro-batch {i}: rows of {m.encoder_len} + {m.decoder_len} are too short for sample {s}, which needs"
+                f" {encoder} + {decoder}"
+                for s, (encoder, decoder) in known
+                if encoder > m.encoder_len or decoder > m.decoder_len
+            ]
+        elif lengths is not None and len(known) == len(m.samples) and _packed(m, lengths) is None:
+            sums = " + ".join(str(sum(need[side] for _, need in known)) for side in (0, 1))
+            faults.append(
+                f"micro-batch {i}: a packed row of {m.encoder_len} + {m.decoder_len} does not follow from documents of"
+                f" {sums} in all, by any rounding"
+            )
+        elif len(known) < len(m.samples):
+            faults.append(f"micro-batch {i} packs samples of unknown length: it has no price")
+    return faults
+
+
+def _micro_batch(m: ShapeFile, lengths: Lengths | None) -> MicroBatch:
+    """What the cost model prices; its rows are as long as the file says."""
+    if m.layout == "packed":
+        packed = None if lengths is None else _packed(m, lengths)
+        assert packed is not None  # _shape_faults has seen to it
+        return packed
+    samples = tuple(SampleLength(s, m.encoder_len, m.decoder_len) for s in m.samples)
+    return MicroBatch(samples, "padded", cast(Recompute, m.recompute))
+
+
+def _packed(m: ShapeFile, lengths: Lengths) -> MicroBatch | None:
+    """A packed row with these documents and the file's lengths; None if rounding up cannot lead to them."""
+    samples = tuple(SampleLength(s, *lengths[s]) for s in m.samples)
+    sides = [sum(lengths[s][side] for s in m.samples) for side in (0, 1)]
+    if m.encoder_len < sides[0] or m.decoder_len < sides[1]:
+        return None
+    if not m.decoder_len:
+        return MicroBatch(samples, "packed", cast(Recompute, m.recompute), min_len=m.encoder_len)
+    for multiple in _divisors(math.gcd(m.encoder_len, m.decoder_len)):
+        if [-(-side // multiple) * multiple for side in sides] == [m.encoder_len, m.decoder_len]:
+            return MicroBatch(samples, "packed", cast(Recompute, m.recompute), pad_multiple=multiple)
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    """Ascending.
+
+    >>> _divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _ordered_actions(replica: ReplicaFile, topology: Topology) -> tuple[list[list[Action]], list[str]]:
+    """Each rank's actions, and what is wrong with them."""
+    faults = []
+    if len(replica.ranks) != topology.pp:
+        return [], [f"there are lists of {len(replica.ranks)} pipeline ranks but pp is {topology.pp}"]
+    ranks: list[list[Action]] = []
+    kinds: dict[tuple[int, int], str] = {}
+    for rank, texts in enumerate(replica.ranks):
+        ranks.append([])
+        for text in texts:
+            match = _ACTION.fullmatch(text)
+            stage, m = (int(match[1]), int(match[3])) if match else (-1, -1)
+            at_home = 0 <= stage < topology.num_stages and topology.stage_ranks[stage] == rank
+            if not match or not at_home or m >= len(replica.micro_batches):
+                faults.append(f"rank {rank}: {short(text)} is no action of this rank's stages and micro-batches")
+                continue
+            ranks[rank].append((stage, match[2], m))
+            kinds[stage, m] = kinds.get((stage, m), "") + match[2]
+    for stage in range(topology.num_stages):
+        for m in range(len(replica.micro_batches)):
+            if (found := kinds.get((stage, m), "nothing")) not in ("FB", "FIW"):
+                faults.append(f"micro-batch {m} runs {found} on stage {stage}: it must run F and B, or F, I and W")
+    return ranks, faults
+
+
+def _simulated_ns(
+    ranks: Sequence[Sequence[Action]], costs: MicroBatchCosts, stage_ranks: Sequence[int]
+) -> tuple[int | None, list[str]]:
+    """The makespan; or None, and where each rank that cannot go on stands."""
+    last = costs.num_stages - 1
+    done: dict[tuple[str, int, int], int] = {}  # ends of F ("F") and of B or I ("G")
+    clock, position = [0] * len(ranks), [0] * len(ranks)
+
+    def arrival(kind: str, stage: int, source: int, m: int) -> int | None:
+        end = done.get((kind, source, m))
+        if end is None or stage_ranks[stage] == stage_ranks[source]:
+            return end
+        return end + int(costs.transfer_ns[min(stage, source), m])
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(ranks):
+            while position[rank] < len(actions):
+                stage, kind, m = actions[position[rank]]
+                if kind == "F":
+                    ready = arrival("F", stage, stage - 1, m) if stage else 0
+                    duration = costs.forward_ns[stage, m]
+                elif kind == "W":
+                    ready, duration = done.get(("G", stage, m)), costs.weight_ns[stage, m]
+                else:
+                    ready = arrival("G", stage, stage + 1, m) if stage < last else done.get(("F", stage, m))
+                    duration = costs.backward_ns[stage, m] - (costs.weight_ns[stage, m] if kind == "I" else 0)
+                if ready is None:
+                    break
+                clock[rank] = max(clock[rank], ready) + int(duration)
+                if kind != "W":
+                    done["F" if kind == "F" else "G", stage, m] = clock[rank]
+                position[rank] += 1
+                moved = True
+    stuck = [
+        f"rank {rank} {stage}{kind}{m}"
+        for rank, actions in enumerate(ranks)
+        for stage, kind, m in actions[position[rank] : position[rank] + 1]
+    ]
+    return (None if stuck else max(clock, default=0)), stuck
+
+
+def _peak_bytes(
+    ranks: Sequence[Sequence[Action]], costs: MicroBatchCosts, stage_ranks: Sequence[int]
+) -> tuple[int, ...]:
+    peaks = []
+    for rank, actions in enumerate(ranks):
+        held = sum(int(num_bytes) for s, num_bytes in enumerate(costs.static_bytes) if stage_ranks[s] == rank)
+        peak = held
+        for stage, kind, m in actions:
+            held += int(costs.stored_bytes[stage, m]) if kind == "F" else 0
+            working = int(costs.working_bytes[stage, m]) if kind in costs.working_in else 0
+            peak = max(peak, held + working)
+            held -= int(costs.stored_bytes[stage, m]) if kind in "BW" else 0
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _compared(
+    replica: ReplicaFile, where: str, makespan_ns: int, bounds_ns: Mapping[str, int], peaks: tuple[int, ...], limit: int
+) -> tuple[list[Compared], list[str]]:
+    """A replica's figures, and the reasons for which they refuse the plan."""
+    bounds = {name: ns / 1e9 for name, ns in bounds_ns.items()}
+    figures = [Compared(where, "makespan", replica.makespan_s, makespan_ns / 1e9)]
+    figures += [Compared(where, f"{name} bound", replica.bounds_s.get(name), bounds[name]) for name in BOUNDS]
+    faults = [
+        f"the {figure.what} is claimed to be {figure.claimed:.9f} s but is {figure.found:.9f} s: plan it again"
+        + (" (or check it under the limit it was made for)" if figure.what == "byte_time bound" else "")
+        for figure in figures
+        if figure.claimed is not None and figure.found is not None and not _close(figure.claimed, figure.found)
+    ]
+    low, high = bounds["heads_tails"], max(bounds.values())
+    figures.append(Compared(where, "lower bound", replica.lower_bound_s, high))
+    if not (
+        low <= replica.lower_bound_s <= high
+        or _close(replica.lower_bound_s, low)
+        or _close(replica.lower_bound_s, high)
+    ):
+        faults.append(
+            f"the lower bound is claimed to be {replica.lower_bound_s:.9f} s but is {low:.9f} s by heads and tails and"
+            f" {high:.9f} s at the most: plan it again"
+        )
+    if len(replica.peak_bytes) != len(peaks):
+        faults.append(f"peaks of {len(replica.peak_bytes)} ranks are claimed but there are {len(peaks)}")
+    for rank, peak in enumerate(peaks):
+        claimed = replica.peak_bytes[rank] if rank < len(replica.peak_bytes) else None
+        figures.append(Compared(where, f"peak bytes of pipeline rank {rank}", claimed, peak, "B"))
+        if claimed is not None and claimed != peak:
+            faults.append(f"pipeline rank {rank} is claimed to need {claimed} B at its peak but needs {peak} B")
+        if peak > limit:
+            faults.append(f"pipeline rank {rank} needs {peak} B at its peak but the limit is {limit} B: raise it")
+    return figures, faults
+
+
+def _close(claimed: float, found: float) -> bool:
+    return abs(claimed - found) <= _TOLERANCE * found
+
+
+def verdict_table(verdict: Verdict) -> Table:
+    """Claims beside what was found."""
+    title = f"The plan is {'not valid' if verdict.faults else 'valid'}"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in ("", "", "claimed", "found"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+
+    def text(value: float | None, unit: str) -> str:
+        if value is None:
+            return "-"
+        return f"{value:,.0f} B" if unit == "B" else f"{value:.6f} s"
+
+    for figure in verdict.figures:
+        name = figure.what.replace("_", " ")
+        table.add_row(figure.where, name, text(figure.claimed, figure.unit), text(figure.found, figure.unit))
+    for name, seconds in (("makespan", verdict.makespan_s), ("bound of these micro-batches", verdict.bound_s)):
+        table.add_row("step", name, "", text(seconds, "s"))
+    for name, gap in (("gap to that bound", verdict.gap), ("gap to the bound of every plan", verdict.batch_gap)):
+        table.add_row("step", name, "", "-" if gap is None else f"{100 * gap:.2f} %")
+    return table
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """The verdict, ready for json.dump."""
+    return {
+        "valid": not verdict.faults,
+        "faults": list(verdict.faults),
+        "makespan_s": verdict.makespan_s,
+        "bound_s": verdict.bound_s,
+        "gap": verdict.gap,
+        "batch_bound_s": verdict.batch_bound_s,
+        "batch_gap": verdict.batch_gap,
+        "figures": [asdict(figure) for figure in verdict.figures],
+    }

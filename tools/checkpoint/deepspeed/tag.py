@@ -1,0 +1,134 @@
+"""What lies in one tag's folder of a DeepSpeed checkpoint: which layout it is, read into `Contents`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynapipe_ext.errors import DataError, short
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.tools.checkpoint.deepspeed.contents import (
+    EXPERT_FILE,
+    LAYER_FILE,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    SHARD_FILE,
+    Contents,
+    mapping,
+    named,
+    numbered,
+    ranks_of,
+    shape,
+    tensor,
+    tensors,
+    training_state,
+)
+from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, joined, read_tree
+from dynapipe_ext.tools.checkpoint.deepspeed.pipeline import read_pipeline
+from dynapipe_ext.tools.checkpoint.deepspeed.universal import is_universal, read_universal
+from dynapipe_ext.tools.checkpoint.deepspeed.whole import read_whole
+from dynapipe_ext.tools.checkpoint.deepspeed.zero import ZeroState, read_zero
+
+
+def read_tag(tag: Path, architecture: Architecture) -> Contents:
+    """Errors: DataError for expert and tensor parallelism and whatever is not whole."""
+    if experts := [file.name for file in sorted(tag.iterdir()) if EXPERT_FILE.fullmatch(file.name)]:
+        raise DataError(f"{tag} has {named(experts)}: experts that DeepSpeed spreads over ranks are not supported")
+    if (tag / "offloaded_tensors").exists():
+        raise DataError(
+            f"{tag} has tensors that were offloaded to NVMe, apart from the rest: save it without that offload"
+        )
+    models, shards = numbered(tag, MODEL_FILE), numbered(tag, SHARD_FILE)
+    layers, optimizers = numbered(tag, LAYER_FILE), numbered(tag, OPTIMIZER_FILE)
+    if layers:
+        return read_pipeline(tag, architecture, layers, models, optimizers)
+    universal = is_universal(tag)
+    sharded = not universal and (not models or _says_stage_3(optimizers))
+    files = shards if sharded or not models else models
+    if not files:
+        raise DataError(f"{tag} has optimizer states of ZeRO-3 but no zero_pp_rank_*_model_states.pt: copy them too")
+    split = sorted({key[-1] for key in (*files, *optimizers)} - {0})
+    if split and not universal:
+        raise DataError(
+            f"{tag} is split over tensor parallel ranks (mp_rank_{split[0]:02d}): make it a universal checkpoint with"
+            " ds_to_universal.py, or save it from an engine without tensor parallelism"
+        )
+    where = next(iter(files.values()))
+    model = read_tree(where)
+    if not isinstance(model, Mapping):
+        raise DataError(f"{where} holds {short(model)} where a mapping must be: was DeepSpeed its writer?")
+    if model.get("module") is None:
+        raise DataError(
+            f"{tag} is of a pipeline but has no layer_*-model_states.pt: copy them in from where it was saved"
+        )
+    if universal:
+        zero = read_universal(tag, model, where)
+        if models and not split:
+            return _contents(_module(model, where), {}, zero, model)
+        frozen = _frozen(model, where, ranks_of(shards, len(shards), "model states", tag))
+        return _from_masters(zero, frozen, model, where)
+    if not sharded:
+        if optimizers:
+            zero = read_zero(model, where, optimizers)
+        elif isinstance(model.get("optimizer"), Mapping):
+            zero = read_whole(model["optimizer"], _module(model, where), where)
+        else:
+            zero = ZeroState(0, 1, {}, notices=["no optimizer files are there: the weights alone are carried"])
+        return _contents(_module(model, where), {}, zero, model)
+    if not optimizers:
+        raise DataError(f"{tag} has no *_optim_states.pt, which hold the weights of ZeRO-3: copy them too")
+    zero = read_zero(model, where, optimizers)
+    frozen = _frozen(model, where, ranks_of(shards, zero.num_ranks, "model states", tag))
+    return _from_masters(zero, frozen, model, where)
+
+
+def _says_stage_3(optimizers: Mapping[tuple[int, ...], Path]) -> bool:
+    for path in optimizers.values():
+        tree = read_tree(path)
+        return isinstance(tree, Mapping) and mapping(tree, "optimizer_state_dict", path).get("zero_stage") == 3
+    return False
+
+
+def _module(model: Mapping[Any, Any], where: Path) -> dict[str, SplitTensor]:
+    return tensors(mapping(model, "module", where), where)
+
+
+def _from_masters(
+    zero: ZeroState, frozen: Mapping[str, SplitTensor], model: Mapping[Any, Any], where: Path
+) -> Contents:
+    """The module rebuilt from its masters. ZeRO-3 saves empty tensors in the place of weights: they tell the types."""
+    masters, dtypes = zero.states.get("master", {}), {name: t.dtype for name, t in _module(model, where).items()}
+    casts = {name: dtypes[name] for name in masters if name in dtypes}
+    return _contents({**masters, **frozen}, casts, zero, model)
+
+
+def _frozen(model: Mapping[Any, Any], where: Path, paths: list[Path]) -> dict[str, SplitTensor]:
+    """Frozen parameters of ZeRO-3: every rank's model file has its part of each."""
+    if not model.get("frozen_param_shapes"):
+        return {}
+    shapes = {str(n): shape(s, str(n), where) for n, s in mapping(model, "frozen_param_shapes", where).items()}
+    trees = [mapping(read_tree(path), "frozen_param_fragments", path) for path in paths]
+    found = {}
+    for name, size in shapes.items():
+        parts = [tensor(tree.get(name), f"the part of {name}", path) for tree, path in zip(trees, paths, strict=True)]
+        whole = joined([part.part(0, (part.size,)) for part in parts], (sum(part.size for part in parts),))
+        found[name] = whole.part(0, size)
+    return found
+
+
+def _contents(
+    weights: dict[str, SplitTensor], casts: dict[str, torch.dtype], zero: ZeroState, model: Mapping[Any, Any]
+) -> Contents:
+    shared = model.get("shared_params")
+    aliases = {str(a): str(b) for a, b in shared.items()} if isinstance(shared, Mapping) else {}
+    return Contents(
+        weights=weights,
+        casts=casts,
+        states={kind: found for kind, found in zero.states.items() if found and zero.has_optimizer},
+        aliases={a: b for a, b in aliases.items() if a not in weights},
+        training=training_state(model, zero.step, zero.groups),
+        notices=tuple(zero.notices),
+    )

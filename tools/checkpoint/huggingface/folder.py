@@ -1,0 +1,243 @@
+"""Hugging Face's folder: config.json beside safetensors or pytorch_model.bin, whole or in shards with an index.
+
+Names are as transformers writes them. What files of other times add is known by name: the `transformer.` that GPT-2's
+first files lack, masks and rotary frequencies that are no weights, second copies of tied weights (which must be equal).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.huggingface import read_config
+from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
+from dynapipe_ext.tools.checkpoint.files.safetensors_file import TensorSpec, read_header, write_safetensors
+from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_faults, shape_faults
+from dynapipe_ext.tools.checkpoint.files.torch_file import read_torch_file
+from dynapipe_ext.tools.checkpoint.formats import (
+    CheckpointReader,
+    Piece,
+    Source,
+    StateKind,
+    Tensors,
+    TrainingState,
+    WriterOptions,
+)
+from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, left_behind, read_json_object
+from dynapipe_ext.tools.json_file import write_atomic
+
+SHARD_BYTES = 5_000_000_000
+_INDEX = "model.safetensors.index.json"
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+# The first that is there counts, as in transformers.
+_WEIGHT_FILES = ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+_NOT_WEIGHTS = re.compile(
+    r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"  # GPT-2's causal mask
+    r"|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+    # In T5's first files, of no use: cross attention has no positions.
+    r"|decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+)
+_T5_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def recognises(path: Path) -> bool:
+    """Whether `path` is a folder with config.json and weights."""
+    return (path / CONFIG).is_file() and any((path / name).is_file() for name in _WEIGHT_FILES)
+
+
+def open_checkpoint(path: Path) -> HuggingFaceReader:
+    """Errors: DataError, ConfigError naming the file and the field."""
+    return HuggingFaceReader(path)
+
+
+class HuggingFaceReader:
+    """Reads one tensor at a time by its place in the files. `notices` say what is there and is not carried."""
+
+    kinds: tuple[StateKind, ...] = ("weight",)
+    state: TrainingState | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        raw = read_json_object(path / CONFIG, "a Hugging Face model's folder")
+        architecture = read_config(raw, str(path / CONFIG))
+        self._index_faults, stored = _stored_tensors(path)
+        prefixed = {_full_name(architecture, name): tensor for name, tensor in stored.items()}
+        if len(prefixed) != len(stored):
+            raise DataError(f"{path} has tensors both with and without `transformer.`: take one of each pair out")
+        buffers = sorted(name for name in prefixed if _NOT_WEIGHTS.fullmatch(name))
+        self._stored = {name: tensor for name, tensor in prefixed.items() if name not in buffers}
+        self.architecture = self._with_own_head(architecture)
+        self._unequal_copies = self._resolve_copies()
+        self.files = carried_files(path)
+        self.notices: tuple[str, ...] = ()
+        if buffers:
+            self.notices += (f"{len(buffers)} buffers are no weights and are left out: {_some(buffers)}",)
+        if unread := [name for name in _WEIGHT_FILES if (path / name).is_file()][1:]:
+            self.notices += (f"{path} has its weights more than once: {_some(unread)} is not read",)
+        if others := left_behind(path):
+            self.notices += (f"not carried from {path}: {_some(others)}",)
+        # What the weights are stored as, whatever the configuration says of it.
+        groups = tensor_groups(self.architecture)
+        first = self._stored.get(groups[0].tensors[0].name)
+        if first is not None and first.dtype in _FLOATS:
+            self.architecture = replace(self.architecture, dtype=str(first.dtype).removeprefix("torch."))
+
+    def check(self) -> None:
+        """Errors: DataError with every missing, extra and misshapen tensor."""
+        groups = tensor_groups(self.architecture)
+        wanted = {info.name: info.shape for group in groups for info in group.tensors}
+        faults = shape_faults(wanted, {name: tensor.shape for name, tensor in self._stored.items()})
+        advice = f"Correct {CONFIG}, or give the files that belong to the model"
+        for group in groups:
+            dtypes = {self._stored[info.name].dtype for info in group.tensors if info.name in self._stored}
+            if len(dtypes) > 1 or not dtypes <= set(_FLOATS):
+                names = ", ".join(info.name for info in group.tensors)
+                stored = ", ".join(sorted(map(str, dtypes)))
+                faults.append(f"{names} stored as {stored}, not as one of float32, bfloat16 and float16")
+                advice = "Cast them to one of these types first"
+        faults += [f"{copy} differs from {own}, which {CONFIG} ties to it" for copy, own in self._unequal_copies]
+        refuse_faults(self.path, self._index_faults + faults, advice)
+
+    def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype:
+        return self._find(group.tensors[0].name).dtype
+
+    def read(self, group: TensorGroup, kind: StateKind) -> Tensors:
+        return {info.name: self._find(info.name).read() for info in group.tensors}
+
+    def _find(self, name: str) -> StoredTensor:
+        if name not in self._stored:
+            raise DataError(f"{self.path} has no tensor {name}: give the files that belong to the model")
+        return self._stored[name]
+
+    def _with_own_head(self, architecture: Architecture) -> Architecture:
+        """transformers 5 writes that T5 ties its head, even where it does not: the files tell."""
+        if architecture.family != "t5" or not architecture.tied_embeddings:
+            return architecture
+        head = self._stored.get("lm_head.weight")
+        shared = next((self._stored[name] for name in ("shared.weight", *_T5_COPIES) if name in self._stored), None)
+        tied = head is None or shared is None or head.equals(shared)
+        return replace(architecture, tied_embeddings=tied)
+
+    def _resolve_copies(self) -> list[tuple[str, str]]:
+        """Keep one of each set of tied tensors, under the name that counts; pairs that are not equal."""
+        embedding = tensor_groups(self.architecture)[0].tensors[0].name
+        copies = list(_T5_COPIES) if self.architecture.family == "t5" else []
+        copies += ["lm_head.weight"] if self.architecture.tied_embeddings else []
+        unequal = []
+        for name in copies:
+            copy = self._stored.pop(name, None)
+            if copy is not None and not self._stored.setdefault(embedding, copy).equals(copy):
+                unequal.append((name, embedding))
+        return unequal
+
+
+class HuggingFaceWriter:
+    """Writes safetensors shards of at most `shard_bytes`, their index, the carried files and, last, config.json."""
+
+    def __init__(
+        self, directory: Path, reader: CheckpointReader, options: WriterOptions, shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        if options.tp != 1 or options.pp != 1 or options.layers_per_stage:
+            raise ConfigError("a Hugging Face folder has no ranks: leave out --tp, --pp and --layers-per-stage")
+        if shard_bytes < 1:
+            raise ConfigError(f"shards of {shard_bytes} bytes: give at least 1")
+        self._directory, self._reader = directory, reader
+        self._shards = _shards(reader, shard_bytes)
+
+    def pieces(self) -> Sequence[Piece]:
+        return [
+            Piece(name, tuple((group, "weight") for group in groups))
+            for name, groups in zip(_shard_names(len(self._shards)), self._shards, strict=True)
+        ]
+
+    def write(self, piece: Piece, source: Source) -> Mapping[str, Any]:
+        specs = [
+            TensorSpec(info.name, self._reader.dtype(group, kind), info.shape)
+            for group, kind in piece.groups
+            for info in group.tensors
+        ]
+        return write_safetensors(self._directory / piece.name, specs, _one_by_one(piece, source))
+
+    def finish(self, records: Mapping[str, Mapping[str, Any]]) -> None:
+        if len(records) > 1:
+            weights = {name: shard for shard, record in records.items() for name in record["tensors"]}
+            total = sum(record["bytes"] for record in records.values())
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+            write_atomic(self._directory / _INDEX, json.dumps(index, indent=2) + "\n")
+        for file in sorted(self._reader.files, key=lambda file: file.name == CONFIG):  # without it nothing looks whole
+            shutil.copyfile(file, self._directory / file.name)
+
+
+def _one_by_one(piece: Piece, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+    for group, kind in piece.groups:
+        tensors = dict(source(group, kind))
+        for info in group.tensors:
+            yield info.name, tensors.pop(info.name)  # so that no two groups are in memory
+
+
+def _shards(reader: CheckpointReader, shard_bytes: int) -> list[list[TensorGroup]]:
+    shards: list[list[TensorGroup]] = []
+    filled = 0
+    for group in tensor_groups(reader.architecture):
+        num_bytes = group.size * reader.dtype(group, "weight").itemsize
+        if not shards or filled + num_bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(group)
+        filled += num_bytes
+    return shards
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{shard:05d}-of-{count:05d}.safetensors" for shard in range(1, count + 1)]
+
+
+def _stored_tensors(path: Path) -> tuple[list[str], dict[str, StoredTensor]]:
+    """What is wrong between index and shards, and all tensors by the names in the files."""
+    name = next((name for name in _WEIGHT_FILES if (path / name).is_file()), None)
+    if name is None:
+        raise DataError(f"{path} has no weights: one of {', '.join(_WEIGHT_FILES)} is needed")
+    if name in _WHOLE:
+        return [], _read_weights(path / name)
+    told = read_json_object(path / name, "the index of the model's shards").get("weight_map")
+    if not isinstance(told, dict) or not all(isinstance(shard, str) for shard in told.values()):
+        raise DataError(f"{path / name} has no weight_map of names to files: copy it again")
+    shards = sorted(set(told.values()))
+    if outside := [shard for shard in shards if Path(shard).name != shard]:
+        raise DataError(f"{path / name} points to {short(outside[0])}, outside its folder: name files beside it")
+    if absent := [shard for shard in shards if not (path / shard).is_file()]:
+        raise DataError(f"{path} lacks {_some(absent)}, which {name} names: copy them too")
+    found: dict[str, StoredTensor] = {}
+    faults = []
+    for shard in shards:
+        tensors = _read_weights(path / shard)
+        faults += [f"{tensor} is in {shard} and another shard" for tensor in tensors if tensor in found]
+        faults += [f"{tensor} is in {shard} but not in {name}" for tensor in tensors if told.get(tensor) != shard]
+        found |= tensors
+    faults += [f"{tensor} is in {name} but in no file" for tensor in told if tensor not in found]
+    return faults, found
+
+
+def _read_weights(file: Path) -> dict[str, StoredTensor]:
+    return read_header(file) if file.suffix == ".safetensors" else read_torch_file(file)
+
+
+def _full_name(architecture: Architecture, name: str) -> str:
+    bare = architecture.family == "gpt2" and not name.startswith(("transformer.", "lm_head."))
+    return f"transformer.{name}" if bare else name
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,124 @@
+"""A folder of Megatron checkpoints: which iteration counts, what model it is, and how a written one is laid out.
+
+ROOT/latest_checkpointed_iteration.txt     "10", or "release" for weights without a place in training
+ROOT/iter_0000010/                         the checkpoint
+ROOT/huggingface/                          config.json, tokenizer, generation config: carried along
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.huggingface import read_config
+from dynapipe_ext.models.megatron_arguments import read_arguments
+from dynapipe_ext.tools.checkpoint.formats import TrainingState
+from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files
+from dynapipe_ext.tools.json_file import write_atomic
+
+TRACKER = "latest_checkpointed_iteration.txt"
+CARRIED = "huggingface"
+RELEASE = "release"
+_ITERATION = re.compile(r"iter_(\d{7,})|release")
+_OTHER_MEANING: Mapping[str, tuple[Any, ...]] = {  # argument -> values under which weights are what families have
+    "apply_layernorm_1p": (None, False),
+    "rotary_interleaved": (None, False),
+    "rotary_percent": (None, 1, 1.0),
+    "multi_latent_attention": (None, False),
+}
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def iteration_folder(path: Path) -> Path:
+    """The checkpoint that `path` means: itself, or the iteration that its tracker file names, or its only one.
+
+    Errors: DataError where that is not one folder.
+    """
+    if _ITERATION.fullmatch(path.name) or not path.is_dir():
+        return path
+    tracker = path / TRACKER
+    if tracker.is_file():
+        try:
+            text = tracker.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{tracker} cannot be read ({error}): write the iteration into it") from error
+        if text != RELEASE and not text.isdecimal():
+            raise DataError(f"{tracker} says {short(text)}: it must be a number or {RELEASE!r}")
+        return path / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
+    found = sorted(entry for entry in path.iterdir() if entry.is_dir() and _ITERATION.fullmatch(entry.name))
+    if len(found) > 1:
+        names = ", ".join(entry.name for entry in found)
+        raise DataError(f"{path} holds {names} and no {TRACKER}: give the one that you mean")
+    return found[0] if found else path
+
+
+def carried(folder: Path) -> tuple[Path, ...]:
+    """The model's files besides its weights, beside an iteration's folder or inside."""
+    for place in (folder / CARRIED, folder.parent / CARRIED):
+        if place.is_dir():
+            return carried_files(place)
+    for place in (folder, folder.parent):
+        if (place / CONFIG).is_file():
+            return carried_files(place)
+    return ()
+
+
+def read_architecture(
+    folder: Path, files: Sequence[Path], arguments: Mapping[str, Any], dtype: torch.dtype | None
+) -> tuple[Architecture, tuple[str, ...]]:
+    """The model of a checkpoint, and what is to be said of it; `dtype` is that of its weights.
+
+    Errors: DataError where neither a config.json nor arguments tell.
+    """
+    for name, usual in _OTHER_MEANING.items():
+        if (value := arguments.get(name)) not in usual:
+            raise DataError(
+                f"{folder}: {name} is {short(value)}: no published family has such weights, they stay Megatron's"
+            )
+    notices: list[str] = []
+    config = next((file for file in files if file.name == CONFIG), None)
+    try:
+        if config is not None:
+            try:
+                raw = json.loads(config.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise DataError(f"{config} cannot be read ({error}): put the model's configuration there") from error
+            found = read_config(raw, str(config))
+        elif arguments:
+            found = read_arguments(arguments, f"{folder}: arguments")
+            if not isinstance(arguments.get("vocab_size"), int):
+                notices.append(
+                    f"the vocabulary is taken as {found.vocab_size:,}, padding included: the checkpoint does not say"
+                    f" the size before padding; put the model's {CONFIG} into {folder.parent / CARRIED} to have it"
+                    " removed"
+                )
+        else:
+            raise DataError(f"{folder} does not say which model it is: put its {CONFIG} into {folder.parent / CARRIED}")
+    except ConfigError as error:
+        raise DataError(str(error)) from error
+    if dtype in _DTYPES:
+        found = replace(found, dtype=_DTYPES[dtype])
+    return found, tuple(notices)
+
+
+def iteration_name(state: TrainingState | None) -> str:
+    """Of the folder to write: weights alone are a release, which Megatron starts from at iteration 0."""
+    return RELEASE if state is None else f"iter_{state.iteration:07d}"
+
+
+def finish_folder(directory: Path, files: Sequence[Path], state: TrainingState | None) -> None:
+    """Carried files, then the tracker that makes `directory` a checkpoint."""
+    if files:
+        (directory / CARRIED).mkdir(exist_ok=True)
+        for file in files:
+            shutil.copyfile(file, directory / CARRIED / file.name)
+    write_atomic(directory / TRACKER, RELEASE if state is None else str(state.iteration))

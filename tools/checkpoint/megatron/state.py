@@ -1,0 +1,183 @@
+"""What a Megatron checkpoint keeps besides tensors: arguments, the optimizer's groups and step, the schedule."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dynapipe_ext.models.megatron_arguments import write_arguments
+from dynapipe_ext.models.tensors import tensor_groups
+from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, StateKind, TrainingState, WriterOptions
+from dynapipe_ext.tools.checkpoint.megatron.pickles import is_plain, plain, scalar
+from dynapipe_ext.tools.checkpoint.megatron.shards import Layout
+
+MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
+RNG_NOTICE = (
+    "random number states are not carried: they belong to the ranks of the source; start Megatron with --no-load-rng"
+)
+_KNOWN = {
+    "args", "checkpoint_version", "iteration", "model", "optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state",
+    "content_metadata", "num_floating_point_operations_so_far", "rerun_state_machine", "tokens",
+}  # fmt: skip
+_PROGRESS = ("num_floating_point_operations_so_far", "tokens")
+_GROUP = {
+    "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "lr": 1e-4, "max_lr": None,
+    "min_lr": None, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "bias_correction": True, "amsgrad": False,
+    "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Plain values of a checkpoint; `progress` and `grad_scaler` are carried as they are."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    state: TrainingState | None = None
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    grad_scaler: Mapping[str, Any] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+    dropped_arguments: tuple[str, ...] = ()  # whose values are no plain ones, like members of enumerations
+
+
+def read_contents(common: Mapping[str, Any]) -> Contents:
+    """From the top level of common.pt, or of a rank's model_optim_rng.pt."""
+    arguments = vars(common["args"]) if isinstance(common.get("args"), argparse.Namespace) else {}
+    kept = {name: plain(value) for name, value in arguments.items() if is_plain(value)}
+    dropped = tuple(sorted(str(name) for name in arguments.keys() - kept.keys()))
+    notices = []
+    if others := sorted(name for name in common if name not in _KNOWN and not re.fullmatch(r"model\d*", str(name))):
+        notices.append(f"the checkpoint also holds {', '.join(map(str, others))}, which are not carried")
+    optimizer = _inner(common.get("optimizer"))
+    groups = tuple(
+        {name: plain(value) for name, value in group.items() if name not in ("params", "step") and is_plain(value)}
+        for group in _groups(optimizer)
+    )
+    state = None
+    if optimizer or common.get("opt_param_scheduler") or int(scalar(common.get("iteration"))) > 0:
+        schedule = common.get("opt_param_scheduler") or common.get("lr_scheduler")
+        state = TrainingState(
+            iteration=int(scalar(common.get("iteration"))),
+            optimizer_step=_step(optimizer),
+            consumed_samples=int(scalar(kept.get("consumed_train_samples"))),
+            param_groups=groups,
+            scheduler=plain(schedule) if isinstance(schedule, Mapping) else {},
+        )
+    progress = {name: plain(common[name]) for name in _PROGRESS if name in common and is_plain(common[name])}
+    outer = common.get("optimizer")
+    scaler = outer.get("grad_scaler") if isinstance(outer, Mapping) else None
+    loss_scale = plain(scaler) if isinstance(scaler, Mapping) else {}
+    return Contents(kept, state, progress, loss_scale, tuple(notices), dropped)
+
+
+def _inner(optimizer: Any) -> Mapping[str, Any]:
+    """Of the mixed-precision optimizer's dictionary, torch's; of several chained ones, the first with all groups."""
+    if isinstance(optimizer, Sequence) and not isinstance(optimizer, str):
+        optimizer = dict(enumerate(optimizer))
+    if not isinstance(optimizer, Mapping):
+        return {}
+    chained = [_inner(optimizer[key]) for key in optimizer if isinstance(key, int)]
+    if chained:
+        return {**chained[0], "param_groups": [group for one in chained for group in _groups(one)]}
+    inside = optimizer.get("optimizer")
+    return inside if isinstance(inside, Mapping) else optimizer
+
+
+def _groups(optimizer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    groups = optimizer.get("param_groups")
+    yield from (group for group in (groups if isinstance(groups, list) else []) if isinstance(group, Mapping))
+
+
+def _step(optimizer: Mapping[str, Any]) -> int:
+    """Of the first place that says it: a common step, a group's, a parameter's."""
+    states = optimizer.get("state")
+    found = [states.get("common_step")] if isinstance(states, Mapping) else []
+    found += [group.get("step") for group in _groups(optimizer)]
+    found += (
+        [one.get("step") for one in states.values() if isinstance(one, Mapping)] if isinstance(states, Mapping) else []
+    )
+    return next((int(scalar(step)) for step in found if step is not None), 0)
+
+
+def written_kinds(reader: CheckpointReader) -> tuple[StateKind, ...]:
+    """Weights, and the optimizer's tensors where all that Megatron needs are there: fp32 weights have no copies."""
+    if reader.state is None or not set(MOMENTS) <= set(reader.kinds):
+        return ("weight",)
+    dtypes = {reader.dtype(group, "weight") for group in tensor_groups(reader.architecture)}
+    if dtypes == {torch.float32}:
+        return ("weight", *MOMENTS)
+    return ("weight", "master", *MOMENTS) if "master" in reader.kinds else ("weight",)
+
+
+def writer_notices(reader: CheckpointReader, state: TrainingState | None) -> tuple[str, ...]:
+    """What a Megatron checkpoint made of another does not have."""
+    notices: tuple[str, ...] = (RNG_NOTICE,) if state is not None else ()
+    if dropped := getattr(reader, "dropped_arguments", ()):
+        notices += (f"arguments whose values are no plain ones are not carried: {', '.join(dropped)}",)
+    return notices
+
+
+def param_groups(state: TrainingState) -> list[dict[str, Any]]:
+    """Megatron's groups of parameters, those of expert parallel ranks joined with the others, as on one such rank.
+
+    Groups of other libraries lend their settings to Megatron's two: with weight decay, and without.
+    """
+    groups = [dict(group) for group in state.param_groups]
+    if not groups or not all("wd_mult" in group or "pre_wd_mult" in group for group in groups):
+        decayed = {**_GROUP, **{key: value for key, value in (groups[0] if groups else {}).items() if key in _GROUP}}
+        return [decayed, {**decayed, "wd_mult": 0.0, "weight_decay": 0.0}]
+    lacking = {key: _GROUP[key] for key in ("is_decoupled_lr", "lr_mult")}
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in sorted(groups, key=lambda group: bool(group.get("is_expert_parallel"))):
+        whole = {**lacking, **group, "is_expert_parallel": False}
+        key = tuple(whole.get(name, whole.get(f"pre_{name}")) for name in ("wd_mult", "lr_mult", "is_decoupled_lr"))
+        found.setdefault(key, whole)
+    return list(found.values())
+
+
+def decays(group: Mapping[str, Any]) -> bool:
+    """Whether a group of Megatron's has weight decay."""
+    return float(group.get("wd_mult", group.get("pre_wd_mult", 1.0))) != 0
+
+
+def arguments_of(reader: CheckpointReader, layout: Layout, options: WriterOptions, *, is_training: bool) -> Any:
+    """Megatron's argument namespace: the source's where it has one, the model's, and the new layout."""
+    known = dict(getattr(reader, "arguments", {}))
+    known.setdefault("add_position_embedding", True)
+    known.setdefault("tokenizer_type", None)
+    described = write_arguments(layout.architecture)
+    known |= {
+        **described,
+        "make_vocab_size_divisible_by": options.vocab_divisible_by,
+        "padded_vocab_size": layout.padded_vocab_size,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "no_save_rng": True,
+        "no_save_optim": not is_training,
+        "iteration": reader.state.iteration if reader.state and is_training else 0,
+        "consumed_train_samples": reader.state.consumed_samples if reader.state and is_training else 0,
+    }
+    known |= _uneven(layout)
+    return argparse.Namespace(**known)
+
+
+def _uneven(layout: Layout) -> dict[str, Any]:
+    """How Megatron is told of uneven stages: a pipeline layout, "Et*2|t*3L"; None where they are even."""
+    counts = layout.layers_per_stage
+    if len(set(counts)) == 1:
+        return {"pipeline_model_parallel_layout": None}
+    stages = [f"t*{count}" if count else "" for count in counts]
+    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
+    return {"pipeline_model_parallel_layout": "|".join(stages)}
+
+
+def grad_scaler(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A loss scaler's dictionary as Megatron loads it: the scale is a tensor of one value."""
+    return {name: torch.tensor([float(value)]) if name == "scale" else value for name, value in saved.items()}

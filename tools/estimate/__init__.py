@@ -1,0 +1,3 @@
+"""What a model needs on a cluster. In: an `Architecture`, a `Cluster` and lengths. Out: every way to train it that
+fits, with its memory and step time, ranked. `ranking.py` is the way in; `dynapipe estimate` calls it.
+"""

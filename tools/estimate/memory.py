@@ -1,0 +1,128 @@
+"""Where the bytes of a planned step are: by part, on every pipeline rank, when it is fullest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from dynapipe_ext.costs.estimated import EstimatedCosts
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
+from dynapipe_ext.schedules.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes of one rank of a stage. `activations`: of layers, of all micro-batches in flight; `logits`: the head's;
+    `working`: what runs at that moment (recomputed layers, gradients of activations); `buffers`: messages, and units
+    that ZeRO has whole; `reserved`: left to the framework.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int = 0
+    logits: int = 0
+    working: int = 0
+    buffers: int = 0
+    reserved: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> tuple[StageMemory, ...]:
+    """Of every stage: its fullest moment on the replica where that is most."""
+    best: list[StageMemory] = []
+    for replica, schedule in zip(plan.batch.replicas, plan.schedules, strict=True):
+        if not replica.micro_batches:
+            continue
+        priced = costs.evaluate(replica.micro_batches)
+        head = np.zeros_like(priced.stored_bytes)
+        head[-1] = costs.head_bytes(replica.micro_batches)
+        found = [_at_peak(schedule, stage, priced, head, costs, reserved_bytes) for stage in range(costs.num_stages)]
+        best = [max(pair, key=lambda m: m.total) for pair in zip(best, found, strict=True)] if best else found
+    return tuple(best)
+
+
+def _at_peak(
+    schedule: PipelineSchedule,
+    stage: int,
+    priced: MicroBatchCosts,
+    head: IntArray,
+    costs: EstimatedCosts,
+    reserved_bytes: int,
+) -> StageMemory:
+    stored, working, heads = (table[stage].tolist() for table in (priced.stored_bytes, priced.working_bytes, head))
+    messages = costs.message_bytes(priced)[stage].tolist()
+    held = held_head = peak = 0
+    at_peak = (0, 0, 0, int(costs.states.buffers[stage]))  # stored, head's part of it, working, buffers
+    for action in schedule.ranks[schedule.stage_ranks[stage]]:
+        m = action.micro_batch
+        if action.kind is Kind.FORWARD:
+            held, held_head = held + stored[m], held_head + heads[m]
+        if action.kind is not Kind.BACKWARD_WEIGHT and held + working[m] > peak:
+            peak = held + working[m]
+            buffers = messages[m] + int(costs.states.buffers[stage])
+            at_peak = held, held_head, working[m] - buffers, buffers
+        if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            held, held_head = held - stored[m], held_head - heads[m]
+    kept, logits, temporary, buffers = at_peak
+    device = costs.states.device
+    return StageMemory(
+        weights=int(device.weights[stage]),
+        gradients=int(device.gradients[stage]),
+        optimizer=int(device.optimizer[stage]),
+        activations=kept - logits,
+        logits=logits,
+        working=temporary,
+        buffers=buffers,
+        reserved=reserved_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Forwards alone over one global batch. `beside_bytes`: of the fullest rank that keeps its training states;
+    `alone_bytes`: with weights only. Of a layer's activations nothing is kept.
+    """
+
+    beside_bytes: int
+    alone_bytes: int
+    seconds: float
+
+
+def evaluation(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> Evaluation:
+    """The micro-batches of the plan, one after the other through the pipeline."""
+    seconds, running = 0.0, np.zeros(costs.num_stages, np.int64)
+    for replica in plan.batch.replicas:
+        if not replica.micro_batches:
+            continue
+        priced = costs.evaluate(replica.micro_batches)
+        busy = priced.forward_ns.sum(axis=1)
+        fill = int(priced.forward_ns[:, 0].sum() + priced.transfer_ns[:, 0].sum()) - int(priced.forward_ns[:, 0].max())
+        seconds = max(seconds, (int(busy.max()) + fill) / 1e9)
+        running = np.maximum(running, _forward_bytes(replica.micro_batches, costs))
+    device = costs.states.device
+    return Evaluation(
+        beside_bytes=int((device.total + running).max()) + reserved_bytes,
+        alone_bytes=int((device.weights + running).max()) + reserved_bytes,
+        seconds=seconds,
+    )
+
+
+def _forward_bytes(micro_batches: tuple[MicroBatch, ...], costs: EstimatedCosts) -> IntArray:
+    """While a forward runs whose layers keep nothing: one layer at a time with its input, then the head."""
+    checkpointed = [
+        MicroBatch(m.samples, m.layout, "full", m.attention, m.pad_multiple, m.min_len) for m in micro_batches
+    ]
+    priced = costs.evaluate(checkpointed)
+    layers = costs.layers_per_stage[:, None]
+    head = np.zeros_like(priced.stored_bytes)
+    head[-1] = costs.head_bytes(checkpointed)
+    one = (priced.stored_bytes - head) // np.maximum(1, layers) + head + priced.working_bytes
+    most: IntArray = one.max(axis=1)
+    return most

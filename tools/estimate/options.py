@@ -1,0 +1,302 @@
+"""Every way to spread a model over a cluster, and why some cannot work or do not fit."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
+from dynapipe_ext.costs.states import StateRecipe
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.cluster import Cluster, Precision
+from dynapipe_ext.models.memory import OFFLOADS, Offload
+from dynapipe_ext.plan import RECOMPUTES, Layout, Recompute
+from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
+from dynapipe_ext.topology import Topology
+
+RecomputeChoice = Literal["none", "selective", "full", "auto"]
+_PAD_MULTIPLE = 8
+_MIXED = 0.98
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What may be chosen; empty tuples leave the choice to the search."""
+
+    tp: tuple[int, ...] = ()
+    pp: tuple[int, ...] = ()
+    zero_stages: tuple[int, ...] = ()
+    offloads: tuple[Offload, ...] = ()
+    recomputes: tuple[RecomputeChoice, ...] = ()
+    layouts: tuple[Layout, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked: a model, a cluster, data, and how it is to be trained. `recipe` 16-bit only; fp32 has its own."""
+
+    architecture: Architecture
+    name: str
+    cluster: Cluster
+    data: LengthData
+    precision: Precision = "bf16"
+    recipe: StateRecipe = "megatron"
+    limits: Limits = Limits()
+    seed: int = 0
+
+    @property
+    def states_recipe(self) -> StateRecipe:
+        return "fp32" if self.precision == "fp32" else self.recipe
+
+    def costs(self, strategy: Strategy, layout: Layout) -> EstimatedCosts:
+        return estimated_costs(
+            self.architecture,
+            self.cluster,
+            strategy,
+            precision=self.precision,
+            recipe=self.states_recipe,
+            layout=layout,
+        )
+
+
+class Dropped:
+    """Counts of options by the reason that ruled them out, with the least excess in bytes where they did not fit."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.least_excess: dict[str, tuple[int, str]] = {}
+
+    def add(self, reason: str, *, excess_bytes: int = 0, option: str = "") -> None:
+        self.counts[reason] += 1
+        if excess_bytes and excess_bytes < self.least_excess.get(reason, (1 << 62, ""))[0]:
+            self.least_excess[reason] = excess_bytes, option
+
+    def lines(self) -> list[str]:
+        """One a reason, the most frequent first."""
+        found = []
+        for reason, count in self.counts.most_common():
+            text = f"{count:,} x {reason}"
+            if reason in self.least_excess:
+                num_bytes, option = self.least_excess[reason]
+                text += f" (closest: {option}, by {num_bytes / 1e9:,.1f} GB)"
+            found.append(text)
+        return found
+
+
+def pad_multiple(tp: int) -> int:
+    """Rows are rounded up to it: 8, or what sequence parallelism needs."""
+    return math.lcm(_PAD_MULTIPLE, tp)
+
+
+def spreads(question: Question, dropped: Dropped) -> Iterator[Strategy]:
+    """All strategies that use every device and divide the model."""
+    cluster, a, limits = question.cluster, question.architecture, question.limits
+    for tp in _divisors(cluster.world_size):
+        if limits.tp and tp not in limits.tp:
+            continue
+        if reason := _tp_fault(a, cluster, tp):
+            dropped.add(reason)
+            continue
+        for pp in _divisors(cluster.world_size // tp):
+            if limits.pp and pp not in limits.pp:
+                continue
+            if pp > a.total_layers:
+                dropped.add(f"pp exceeds the {a.total_layers} layers")
+                continue
+            topology = Topology(tp=tp, pp=pp, dp=cluster.world_size // tp // pp)
+            layers = balanced_layers(a, topology)
+            yield from _with_states(question, replace(topology, layers_per_stage=layers), dropped)
+
+
+def _tp_fault(a: Architecture, cluster: Cluster, tp: int) -> str:
+    if cluster.gpus_per_node % tp:
+        return f"tp does not divide the {cluster.gpus_per_node} devices of a node"
+    for name, size in (
+        ("heads", a.num_heads),
+        ("query groups", a.num_query_groups),
+        ("values of the MLP", a.ffn_hidden_size),
+        ("values of the hidden size", a.hidden_size),
+    ):
+        if size % tp:
+            return f"tp does not divide the {size:,} {name}"
+    return ""
+
+
+def _with_states(question: Question, topology: Topology, dropped: Dropped) -> Iterator[Strategy]:
+    a, limits, dp = question.architecture, question.limits, topology.dp
+    shares = [n for n in _divisors(math.gcd(dp, a.num_experts)) if n == 1 or a.num_experts] if a.num_experts else [1]
+    for zero_stage in (0, 1, 2, 3):
+        if limits.zero_stages and zero_stage not in limits.zero_stages:
+            continue
+        if dp == 1 and zero_stage and limits.zero_stages != (zero_stage,):
+            continue  # one replica has nobody to divide with: the same as stage 0
+        if zero_stage >= 2 and topology.pp > 1:
+            dropped.add("ZeRO stage 2 or 3 under a pipeline, whose stages add gradients of many micro-batches")
+            continue
+        for offload in limits.offloads or (OFFLOADS if question.cluster.device.has_host else ("none",)):
+            if offload == "all" and zero_stage != 3:
+                continue
+            for ep in shares:
+                yield Strategy(
+                    topology=topology,
+                    zero_stage=zero_stage,
+                    offload=offload,
+                    ep=ep,
+                    sequence_parallel=topology.tp > 1,
+                )
+
+
+def balanced_layers(a: Architecture, topology: Topology) -> tuple[int, ...]:
+    """Layers of every stage such that the fullest has the least to do, the head counted as what it is of a layer.
+
+    What does not divide goes to later stages, which hold fewer micro-batches at a time. Encoder-decoders are cut
+    evenly. Empty where even is as good, as Megatron cuts.
+    """
+    even = topology.with_layers(a.total_layers).layers_per_stage
+    if a.num_decoder_layers or topology.pp == 1:
+        return ()
+    mlps = a.top_k if a.num_experts else 1
+    layer = a.hidden_size * (2 * a.query_size + 2 * a.kv_size)
+    layer += mlps * a.hidden_size * a.ffn_hidden_size * (3 if a.gated_mlp else 2)
+    work = [0.0] * (topology.pp - 1) + [a.vocab_size * a.hidden_size / layer]
+    layers = [1] * topology.pp
+    for _ in range(a.total_layers - topology.pp):
+        least = min(range(topology.pp), key=lambda s: (round(layers[s] + work[s], 6), -s))
+        layers[least] += 1
+    return () if tuple(layers) == even else tuple(layers)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidate:
+    """A strategy with one kind of recomputation that fits, with what screening expects of it.
+
+    `work_s_per_token`: of the fullest stage, over all replicas; `fill_s`: what a pipeline waits for a mean sample;
+    `fixed_s`: of a step, whatever its batch; `waits`: memory keeps the pipeline from being full.
+    """
+
+    strategy: Strategy
+    recompute: RecomputeChoice
+    layout: Layout
+    costs: EstimatedCosts
+    work_s_per_token: float
+    fill_s: float
+    fixed_s: float
+    waits: bool = False
+
+    def step_s(self, tokens: float) -> float:
+        return tokens * self.work_s_per_token + self.fill_s + self.fixed_s
+
+    @property
+    def name(self) -> str:
+        return f"{strategy_name(self.strategy)}, recompute {self.recompute}"
+
+
+def strategy_name(strategy: Strategy) -> str:
+    t = strategy.topology
+    text = f"tp {t.tp} x pp {t.pp} x dp {t.dp}"
+    text += f" x ep {strategy.ep}" if strategy.ep > 1 else ""
+    text += f", ZeRO {strategy.zero_stage}" if strategy.zero_stage else ""
+    return text + (f", offload {strategy.offload}" if strategy.offload != "none" else "")
+
+
+def screened(question: Question, strategy: Strategy, fixed_s: float, dropped: Dropped) -> list[Candidate]:
+    """The kinds of recomputation under which the longest sample fits, priced sample by sample."""
+    cluster, name = question.cluster, strategy_name(strategy)
+    found: list[Candidate] = []
+    layouts: tuple[Layout, ...] = question.limits.layouts or (
+        ("padded",) if question.data.is_uniform else ("padded", "packed")
+    )
+    choices = question.limits.recomputes or ("none", "selective", "full", "auto")
+    for layout in layouts:
+        try:
+            costs = question.costs(strategy, layout)
+        except ConfigError as error:
+            dropped.add(str(error))
+            return []
+        over = int((costs.states.device.total + costs.states.buffers).max()) - cluster.limit_bytes
+        if over > 0:
+            dropped.add("weights and states alone do not fit", excess_bytes=over, option=name)
+            return found
+        if reason := _host_fault(question, costs):
+            dropped.add(reason)
+            return found
+        priced = {kind: _screen(question, costs, kind, layout, fixed_s) for kind in RECOMPUTES}
+        if all(isinstance(p, int) for p in priced.values()):
+            over = min(p for p in priced.values() if isinstance(p, int))
+            dropped.add("the longest sample does not fit even alone", excess_bytes=over, option=name)
+            return found
+        fitting = {kind: p for kind, p in priced.items() if isinstance(p, Candidate)}
+        for kind in choices:
+            if kind == "auto":
+                best = min(fitting.values(), key=lambda p: p.step_s(1e6))
+                if choices == ("auto",) or best.recompute != "none" or best.waits:
+                    # A mixture can only be better than one kind for all: it is planned before them.
+                    found.append(replace(best, recompute="auto", work_s_per_token=_MIXED * best.work_s_per_token))
+            elif kind in fitting:
+                found.append(fitting[kind])
+            else:
+                excess = priced[kind]
+                assert isinstance(excess, int)
+                dropped.add(f"the longest sample does not fit with recompute {kind}", excess_bytes=excess, option=name)
+    return found
+
+
+def _host_fault(question: Question, costs: EstimatedCosts) -> str:
+    need = host_bytes_per_node(question, costs)
+    if question.cluster.host_memory_gb and need > question.cluster.host_memory_gb * 1e9:
+        return f"offloaded states exceed the host's {question.cluster.host_memory_gb:g} GB a node"
+    return ""
+
+
+def host_bytes_per_node(question: Question, costs: EstimatedCosts) -> int:
+    """Of the fullest node: consecutive ranks share one."""
+    host, topology = [int(n) for n in costs.states.host], costs.topology
+    per_stage = topology.tp * topology.dp
+    ranks = [host[rank // per_stage] for rank in range(topology.world_size)]
+    size = question.cluster.gpus_per_node
+    return max(sum(ranks[start : start + size]) for start in range(0, len(ranks), size))
+
+
+def _screen(
+    question: Question, costs: EstimatedCosts, kind: Recompute, layout: Layout, fixed_s: float
+) -> Candidate | int:
+    """Expected work, or how many bytes the longest sample is above the limit."""
+    strategy = costs.strategy
+    lengths, share = typical_shapes(question.data, pad_multiple(strategy.topology.tp))
+    rows = np.ones(len(lengths), np.int64)
+    try:
+        priced = costs.evaluate_shapes(rows, lengths[:, 0], lengths[:, 1], kind)
+    except PlanError:
+        return 1
+    limit, static = question.cluster.limit_bytes, priced.static_bytes[:, None]
+    need = int((static + priced.stored_bytes + priced.working_bytes).max())
+    if need > limit:
+        return need - limit
+    busy_ns = (priced.forward_ns + priced.backward_ns) @ share
+    tokens = question.data.mean_tokens
+    stages, dp = costs.num_stages, strategy.topology.dp
+    room = (limit - static[:, 0]) / np.maximum(1.0, priced.stored_bytes @ share)
+    in_flight = np.maximum(1.0, np.minimum(room, np.arange(stages, 0, -1)))
+    slowdown = float((np.arange(stages, 0, -1) / in_flight).max())  # a pipeline that cannot hold enough waits
+    work_ns = float(busy_ns.max()) * max(1.0, slowdown)
+    return Candidate(
+        strategy=strategy,
+        recompute=kind,
+        layout=layout,
+        costs=costs,
+        work_s_per_token=work_ns / 1e9 / tokens / dp,
+        fill_s=float(busy_ns.sum() - busy_ns.max()) / 1e9,
+        fixed_s=fixed_s,
+        waits=slowdown > 1.0,
+    )

@@ -1,0 +1,304 @@
+"""What a model needs and how to train it on a cluster: every way that fits, planned, timed and ranked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy
+from dynapipe_ext.costs.states import ZERO_STAGES, state_bytes
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.models.tensors import num_parameters
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.tools.estimate.memory import Evaluation, StageMemory, evaluation, planned_memory
+from dynapipe_ext.tools.estimate.options import (
+    Candidate,
+    Dropped,
+    Question,
+    host_bytes_per_node,
+    pad_multiple,
+    screened,
+    spreads,
+)
+from dynapipe_ext.tools.estimate.step_time import StepTime, model_flops, step_time
+
+COARSE_EFFORT = 100
+AS_FAST = 0.95  # of the fastest: an estimate does not tell such options apart, and the simplest is taken
+_WORTH = 0.97  # a batch is large enough when twice as many tokens would bring no more than the rest
+_FINALISTS = 4
+
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """Bounds of a search. `tokens_per_batch`: least and most of a global batch, equal to fix it; `most_samples` of one.
+    `most_plans`: options that are planned at all; `effort`: of the last plans of the best.
+    """
+
+    tokens_per_batch: tuple[int, int]
+    most_samples: int = 1024
+    most_plans: int = 24
+    effort: int = 8000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Option:
+    """One planned way to train, of a mean step over the planned batches."""
+
+    candidate: Candidate
+    tokens_per_batch: int
+    real_tokens: float
+    num_samples: float
+    num_micro_batches: tuple[int, int]  # least and most of a replica
+    largest: MicroBatch
+    recomputes: Counter[str]
+    padding_efficiency: float
+    bubble_ratio: float
+    lower_bound_s: float
+    time: StepTime
+    mfu: float
+    memory: tuple[StageMemory, ...]
+    evaluation: Evaluation
+    host_bytes_per_node: int
+    effort: int
+    batch_curve: tuple[tuple[int, float], ...] = ()  # tokens of a batch, tokens/s, where others were tried
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.candidate.strategy
+
+    @property
+    def costs(self) -> EstimatedCosts:
+        return self.candidate.costs
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.real_tokens / self.time.total_s
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(stage.total for stage in self.memory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Estimate:
+    """The answer: options from the fastest on, but first the simplest of those within 5 % of it; what was dropped and
+    why; and figures that no choice changes.
+    """
+
+    question: Question
+    search: Search
+    num_parameters: int
+    options: tuple[Option, ...]
+    dropped: Dropped
+    num_fitting: int
+    states_if_replicated: tuple[int, ...] = ()  # bytes of a device under ZeRO 0 to 3, one replica each
+
+
+def estimate(question: Question, search: Search, advance: Advance | None = None) -> Estimate:
+    """All options that fit, the most promising planned, the best of them with full effort; a pure function of both.
+
+    `advance` hears of every option that is planned, of `search.most_plans` in all.
+    Errors: ConfigError for data that no batch of the search can hold.
+    """
+    least, most = search.tokens_per_batch
+    if not 1 <= least <= most:
+        raise ConfigError(f"tokens of a global batch are {least} to {most}: give a range from 1 up")
+    if most < question.data.most_tokens:
+        raise ConfigError(
+            f"a sample has {question.data.most_tokens:,} tokens but a global batch has at most {most:,}: raise"
+            " --tokens-per-batch"
+        )
+    dropped = Dropped()
+    candidates = [
+        candidate
+        for strategy in spreads(question, dropped)
+        for candidate in screened(question, strategy, _fixed_s(question, strategy), dropped)
+    ]
+    sized = [(candidate, batch_tokens(question, search, candidate)) for candidate in candidates]
+    sized.sort(key=lambda pair: (pair[0].step_s(pair[1]) / pair[1], _simplicity(pair[0])))
+    chosen = _chosen(sized, search.most_plans)
+    if len(sized) > len(chosen):
+        dropped.counts[f"screened out: expected to be slower than the {len(chosen)} that were planned"] = len(
+            sized
+        ) - len(chosen)
+    options = []
+    for candidate, tokens in chosen:
+        try:
+            options.append(_grown(question, search, planned(question, candidate, tokens, COARSE_EFFORT)))
+        except PlanError:
+            dropped.add("no plan of a whole batch fits")
+        if advance:
+            advance(1)
+    options = _simplest_first(_distinct(options, dropped))
+    options = _simplest_first([*(_final(question, search, o) for o in options[:_FINALISTS]), *options[_FINALISTS:]])
+    if options and not options[0].batch_curve:  # it moved up as others were looked at closer
+        options = _simplest_first([_final(question, search, options[0]), *options[1:]])
+    return Estimate(
+        question=question,
+        search=search,
+        num_parameters=num_parameters(question.architecture),
+        options=tuple(options),
+        dropped=dropped,
+        num_fitting=len(candidates),
+        states_if_replicated=replicated_states(question),
+    )
+
+
+def _chosen(sized: Sequence[tuple[Candidate, int]], most: int) -> list[tuple[Candidate, int]]:
+    """The first of every topology, with and without offload, then the next; `sized` has the fastest first."""
+    seen: Counter[object] = Counter()
+    turns = []
+    for place, (candidate, _) in enumerate(sized):
+        key = candidate.strategy.topology, candidate.strategy.offload == "none"
+        turns.append((seen[key] > 0, place))
+        seen[key] += 1
+    return [sized[place] for _, place in sorted(sorted(turns)[:most], key=lambda turn: turn[1])]
+
+
+def _simplest_first(options: Sequence[Option]) -> list[Option]:
+    """From the fastest on, but before all the simplest of those as fast as it, as far as an estimate can tell."""
+    ranked = sorted(options, key=lambda option: (-option.tokens_per_s, _simplicity(option.candidate)))
+    as_fast = [option for option in ranked if option.tokens_per_s >= AS_FAST * ranked[0].tokens_per_s]
+    as_fast.sort(key=lambda option: _simplicity(option.candidate))
+    return [*as_fast[:1], *(option for option in ranked if option is not as_fast[0])]
+
+
+def _simplicity(candidate: Candidate) -> tuple[object, ...]:
+    """Of equals the one with less machinery comes first."""
+    s, t = candidate.strategy, candidate.strategy.topology
+    kinds = ("none", "selective", "full", "auto")
+    return s.offload != "none", s.zero_stage, s.ep, kinds.index(candidate.recompute), t.tp, t.pp, candidate.layout
+
+
+def _distinct(options: Sequence[Option], dropped: Dropped) -> list[Option]:
+    """Without plans of "auto" that chose one kind alone: that kind is an option of its own."""
+    fixed = {(o.strategy, o.candidate.layout, o.candidate.recompute) for o in options}
+    kept = []
+    for option in options:
+        kinds = list(option.recomputes)
+        again = (option.strategy, option.candidate.layout, kinds[0])
+        if option.candidate.recompute == "auto" and len(kinds) == 1 and again in fixed:
+            dropped.add("recompute auto chose one kind for all, which is an option of its own")
+        else:
+            kept.append(option)
+    return kept
+
+
+def _grown(question: Question, search: Search, option: Option) -> Option:
+    """The option in the batch, doubled while that gains more than 3 %: where overheads count, a mean sample's cost says
+    too little of a large batch's.
+    """
+    _, most = tokens_bounds(question, search)
+    while 2 * option.tokens_per_batch <= most:
+        try:
+            larger = planned(question, option.candidate, 2 * option.tokens_per_batch, COARSE_EFFORT)
+        except PlanError:
+            break
+        if option.tokens_per_s >= _WORTH * larger.tokens_per_s:
+            break
+        option = larger
+    return option
+
+
+def _final(question: Question, search: Search, option: Option) -> Option:
+    """The option again with full effort, in the smallest batch that is as good as half and twice of it."""
+    least, most = tokens_bounds(question, search)
+    rates = {option.tokens_per_batch: option.tokens_per_s}
+    for other in (option.tokens_per_batch // 2, option.tokens_per_batch * 2):
+        if least <= other <= most:
+            try:
+                rates[other] = planned(question, option.candidate, other, COARSE_EFFORT).tokens_per_s
+            except PlanError:
+                continue
+    tokens = min(t for t, rate in rates.items() if rate >= _WORTH * max(rates.values()))
+    num_batches = 1 if question.data.is_uniform else 2
+    with suppress(PlanError):  # a second batch may not fit where the first did
+        option = planned(question, option.candidate, tokens, search.effort, num_batches)
+    return replace(option, batch_curve=tuple(sorted(rates.items())))
+
+
+def tokens_bounds(question: Question, search: Search) -> tuple[int, int]:
+    """Least and most tokens of a batch that the data and the search allow."""
+    data = question.data
+    least, most = search.tokens_per_batch
+    most = max(data.most_tokens, min(most, int(data.mean_tokens * search.most_samples)))
+    if data.is_file:
+        most = max(data.most_tokens, min(most, data.total_tokens))
+    return min(max(least, data.most_tokens), most), most
+
+
+def batch_tokens(question: Question, search: Search, candidate: Candidate) -> int:
+    """The smallest batch, by doublings, that trains within 3 % of the rate of the largest."""
+    least, most = tokens_bounds(question, search)
+    least = min(most, max(least, round(candidate.strategy.topology.dp * question.data.mean_tokens)))
+    best = most / candidate.step_s(most)
+    tokens = least
+    while tokens < most and tokens / candidate.step_s(tokens) < _WORTH * best:
+        tokens = min(2 * tokens, most)
+    return tokens
+
+
+def planned(question: Question, candidate: Candidate, tokens: int, effort: int, num_batches: int = 1) -> Option:
+    """Global batches of so many tokens, as the planner would run them. Errors: PlanError where one does not fit."""
+    costs, strategy = candidate.costs, candidate.strategy
+    recompute = None if candidate.recompute == "auto" else candidate.recompute
+    planner = Planner(
+        costs.topology,
+        costs,
+        question.cluster.limit_bytes,
+        question.seed,
+        layout=candidate.layout,
+        pad_multiple=pad_multiple(costs.topology.tp),
+        effort=effort,
+        recompute=recompute,
+        equal_counts=strategy.zero_stage >= 2 or strategy.ep > 1,
+    )
+    plans = [
+        planner.plan(question.data.batch(tokens, question.seed, index), step=index) for index in range(num_batches)
+    ]
+    fullest = max(plans, key=lambda plan: plan.peak_bytes)
+    micro_batches = [m for plan in plans for m in plan.batch.micro_batches]
+    counts = [len(replica.micro_batches) for plan in plans for replica in plan.batch.replicas]
+    real = float(np.mean([plan.batch.real_tokens for plan in plans]))
+    reserved = round(question.cluster.reserved_gb * 1e9)
+    time = step_time(question, costs, float(np.mean([plan.makespan_s for plan in plans])))
+    return Option(
+        candidate=candidate,
+        tokens_per_batch=tokens,
+        real_tokens=real,
+        num_samples=float(np.mean([plan.batch.num_samples for plan in plans])),
+        num_micro_batches=(min(counts), max(counts)),
+        largest=max(micro_batches, key=lambda m: m.padded_tokens),
+        recomputes=Counter(m.recompute for m in micro_batches),
+        padding_efficiency=real / float(np.mean([plan.batch.padded_tokens for plan in plans])),
+        bubble_ratio=float(np.mean([plan.bubble_ratio for plan in plans])),
+        lower_bound_s=float(np.mean([plan.lower_bound_s for plan in plans])),
+        time=time,
+        mfu=float(np.mean([model_flops(plan, costs) for plan in plans]))
+        / (time.total_s * question.cluster.world_size * question.cluster.device.peak_flops_per_s[question.precision]),
+        memory=planned_memory(fullest, costs, reserved),
+        evaluation=evaluation(fullest, costs, reserved),
+        host_bytes_per_node=host_bytes_per_node(question, costs),
+        effort=effort,
+    )
+
+
+def _fixed_s(question: Question, strategy: Strategy) -> float:
+    """Of a step without its pipeline; 0 where the sizes do not divide, which screening reports."""
+    try:
+        return step_time(question, question.costs(strategy, "padded"), 0.0).total_s
+    except ConfigError:
+        return 0.0
+
+
+def replicated_states(question: Question) -> tuple[int, ...]:
+    """Bytes of a device's weights, gradients and optimizer under ZeRO stages 0 to 3, every device a replica."""
+    total, dp = num_parameters(question.architecture), question.cluster.world_size
+    return tuple(int(state_bytes(total, question.states_recipe, zero_stage=z, dp=dp).total[0]) for z in ZERO_STAGES)

@@ -1,0 +1,283 @@
+"""An estimate as text for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
+from dynapipe_ext.tools.estimate.config import train_fault
+from dynapipe_ext.tools.estimate.memory import StageMemory
+from dynapipe_ext.tools.estimate.options import Question
+from dynapipe_ext.tools.estimate.ranking import Estimate, Option, tokens_bounds
+from dynapipe_ext.tools.estimate.step_time import HOST_UPDATE_BYTES_PER_S
+
+FORMAT = "dynapipe-estimate/1"
+_GB = 1e9
+_PARTS: tuple[str, ...] = tuple(StageMemory.__dataclass_fields__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What a whole run is counted with: real tokens to train on, and the price of a device's hour; 0 for not known."""
+
+    total_tokens: float = 0.0
+    per_gpu_hour: float = 0.0
+
+    def days(self, option: Option) -> float | None:
+        return self.total_tokens / option.tokens_per_s / 86_400 if self.total_tokens else None
+
+    def cost(self, option: Option, world_size: int) -> float | None:
+        days = self.days(option)
+        return days * 24 * world_size * self.per_gpu_hour if days is not None and self.per_gpu_hour else None
+
+
+def assumptions(question: Question) -> list[str]:
+    """Everything that the figures rest on besides the model, the cluster's size and the data."""
+    cluster, device = question.cluster, question.cluster.device
+    peak = device.peak_flops_per_s[question.precision]
+    lines = [
+        f"rate: {peak / 1e12:g} TFLOP/s {question.precision} x efficiency {cluster.efficiency:g} (--efficiency), and"
+        f" {LAYER_OVERHEAD_NS / 1e3:g} us a layer ({device.source})",
+        f"links: {cluster.intra_bytes_per_s / _GB:g} GB/s in a node, {cluster.inter_bytes_per_s / _GB:g} between nodes,"
+        f" {cluster.host_bytes_per_s / _GB:g} to the host, per device and direction; hosts update"
+        f" {HOST_UPDATE_BYTES_PER_S / _GB:g} GB/s a node",
+        f"memory: {cluster.reserved_gb:g} of {cluster.gpu_memory_gb:g} GB are left to the framework (--reserve-gb);"
+        f" states as {question.states_recipe} keeps them",
+    ]
+    if not cluster.host_memory_gb:
+        lines.append("hosts: as much memory as is needed (--host-memory-gb)")
+    if question.architecture.num_decoder_layers:
+        lines.append("attention: scores are kept, as relative position biases rule out flash kernels")
+    if not device.is_fused:
+        lines.append("layers: plain operators, as dynapipe train runs on a CPU, which keep more than fused kernels")
+    if question.architecture.num_experts:
+        lines.append("experts: tokens are spread evenly over them")
+    return lines
+
+
+def show(estimate: Estimate, prices: Prices, console: Console, *, most: int) -> None:
+    """Model, assumptions, the ranked options, the best one's memory by stage, and what was dropped."""
+    question, cluster = estimate.question, estimate.question.cluster
+    a = question.architecture
+    console.print(
+        f"model: {question.name} ({a.family}), {estimate.num_parameters:,} parameters, {a.total_layers} layers of"
+        f" {a.hidden_size:,}"
+    )
+    console.print(
+        f"cluster: {cluster.nodes} x {cluster.gpus_per_node} {cluster.device.name} of {cluster.gpu_memory_gb:g} GB"
+    )
+    console.print(f"data: {question.data.description}, {question.data.mean_tokens:,.0f} tokens a sample on average")
+    for line in assumptions(question):
+        console.print(line)
+    states = ", ".join(f"ZeRO {z}: {_gb(n)}" for z, n in enumerate(estimate.states_if_replicated))
+    console.print(f"states of a device, if each held a replica, in GB: {states}")
+    if not estimate.options:
+        console.print("no option fits")
+    else:
+        console.print(options_table(estimate, prices, most=most))
+        _show_best(estimate, console)
+    planned = len(estimate.options)
+    others = "; the others:" if estimate.dropped.counts else ""
+    console.print(f"{estimate.num_fitting:,} options fit, {planned:,} are planned{others}")
+    for line in estimate.dropped.lines():
+        console.print(f"  {line}")
+
+
+def options_table(estimate: Estimate, prices: Prices, *, most: int) -> Table:
+    question = estimate.question
+    title = f"{min(most, len(estimate.options))} fastest options; the first is the simplest within 5 % of the fastest"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("", "tp x pp x dp", "ZeRO", "recompute", "layout"):
+        table.add_column(name, no_wrap=True)
+    numbers = ["batch tokens", "micro-batches", "largest", "step s", "tokens/s", "MFU %", "bubble %", "GB"]
+    offloads = any(option.host_bytes_per_node for option in estimate.options[:most])
+    numbers += (
+        ["host GB"] * offloads
+        + ["days"] * bool(prices.total_tokens)
+        + ["cost"] * bool(prices.total_tokens and prices.per_gpu_hour)
+    )
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    for place, option in enumerate(estimate.options[:most], 1):
+        table.add_row(str(place), *_row(question, option, prices, offloads=offloads))
+    return table
+
+
+def _row(question: Question, option: Option, prices: Prices, *, offloads: bool) -> list[str]:
+    t, s = option.strategy.topology, option.strategy
+    least, most = option.num_micro_batches
+    zero = str(s.zero_stage) + {"none": "", "optimizer": " + host", "all": " + host all"}[s.offload]
+    largest = f"{option.largest.rows} x {option.largest.encoder_len:,}"
+    if option.largest.decoder_len:
+        largest += f" + {option.largest.decoder_len:,}"
+    row = [
+        f"{t.tp} x {t.pp} x {t.dp}" + (f", ep {s.ep}" if s.ep > 1 else ""),
+        zero,
+        _recompute(option),
+        option.candidate.layout,
+        f"{option.real_tokens:,.0f}",
+        f"{least:,}" if least == most else f"{least:,}-{most:,}",
+        largest,
+        f"{option.time.total_s:.3g}",
+        f"{option.tokens_per_s:,.0f}",
+        f"{100 * option.mfu:.1f}",
+        f"{100 * max(0.0, option.bubble_ratio):.1f}",
+        _gb(option.peak_bytes),
+        *([_gb(option.host_bytes_per_node)] * offloads),
+    ]
+    if (days := prices.days(option)) is not None:
+        row.append(f"{days:,.1f}")
+    if (cost := prices.cost(option, question.cluster.world_size)) is not None:
+        row.append(f"{cost:,.0f}")
+    return row
+
+
+def _gb(num_bytes: int) -> str:
+    """
+    >>> _gb(79_030_000_000), _gb(43_889_664)
+    ('79.0', '0.044')
+    """
+    return f"{num_bytes / _GB:,.1f}" if num_bytes >= _GB or not num_bytes else f"{num_bytes / _GB:.3f}"
+
+
+def _recompute(option: Option) -> str:
+    if len(option.recomputes) == 1:
+        return next(iter(option.recomputes))
+    ((kind, count), *_) = option.recomputes.most_common()
+    return f"{kind} {100 * count / sum(option.recomputes.values()):.0f} %, mixed"
+
+
+def _show_best(estimate: Estimate, console: Console) -> None:
+    best = estimate.options[0]
+    console.print(memory_table(best))
+    time = best.time
+    console.print(
+        f"step: pipeline {time.pipeline_s:.4g} s (no order of it under {best.lower_bound_s:.4g}), gradients and weights"
+        f" between replicas {time.exchange_s:.3g}, optimizer {time.optimizer_s:.3g}, host link {time.offload_s:.3g}"
+    )
+    evaluation = best.evaluation
+    console.print(
+        f"evaluation of one such batch: {evaluation.seconds:.4g} s; fullest rank {_gb(evaluation.beside_bytes)} GB"
+        f" beside training, {_gb(evaluation.alone_bytes)} GB alone"
+    )
+    if best.host_bytes_per_node:
+        console.print(f"host: {_gb(best.host_bytes_per_node)} GB of the fullest node")
+    curve = ", ".join(f"{tokens:,}: {rate:,.0f}" for tokens, rate in best.batch_curve)
+    console.print(f"tokens/s by tokens of a global batch: {curve}")
+    least, most = tokens_bounds(estimate.question, estimate.search)
+    if least < most < 2 * best.tokens_per_batch:
+        console.print(f"no batch above {most:,} tokens was tried: raise --tokens-per-batch or --max-samples")
+    console.print(f"padding efficiency: {100 * best.padding_efficiency:.1f} %")
+
+
+def memory_table(option: Option) -> Table:
+    """GB of one rank of every stage at its fullest moment."""
+    table = Table(title="memory of option 1, GB a rank", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("stage", "layers", *_PARTS, "total"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for stage, (memory, layers) in enumerate(zip(option.memory, option.costs.layers_per_stage.tolist(), strict=True)):
+        digits = 2 if option.peak_bytes >= _GB else 4
+        parts = [f"{getattr(memory, name) / _GB:.{digits}f}" for name in (*_PARTS, "total")]
+        table.add_row(str(stage), str(layers), *parts)
+    return table
+
+
+def estimate_json(estimate: Estimate, prices: Prices) -> dict[str, Any]:
+    """Everything, options in the order of the estimate; bytes and seconds."""
+    question, cluster = estimate.question, estimate.question.cluster
+    a, excess = question.architecture, estimate.dropped.least_excess
+    return {
+        "format": FORMAT,
+        "model": {
+            "name": question.name,
+            "family": a.family,
+            "parameters": estimate.num_parameters,
+            "num_layers": a.total_layers,
+            "hidden_size": a.hidden_size,
+        },
+        "cluster": {
+            "device": cluster.device.name,
+            "nodes": cluster.nodes,
+            "gpus_per_node": cluster.gpus_per_node,
+            "gpu_memory_gb": cluster.gpu_memory_gb,
+            "reserved_gb": cluster.reserved_gb,
+            "efficiency": cluster.efficiency,
+            "peak_flops_per_s": cluster.device.peak_flops_per_s[question.precision],
+        },
+        "data": {
+            "description": question.data.description,
+            "mean_tokens": question.data.mean_tokens,
+            "most_tokens": question.data.most_tokens,
+        },
+        "precision": question.precision,
+        "states": question.states_recipe,
+        "assumptions": assumptions(question),
+        "states_if_replicated_bytes": list(estimate.states_if_replicated),
+        "num_fitting": estimate.num_fitting,
+        "options": [_option_json(option, prices, question) for option in estimate.options],
+        "dropped": [
+            {
+                "reason": reason,
+                "count": count,
+                "least_excess_bytes": excess.get(reason, (0, ""))[0],
+            }
+            for reason, count in estimate.dropped.counts.most_common()
+        ],
+    }
+
+
+def _option_json(option: Option, prices: Prices, question: Question) -> dict[str, Any]:
+    t, s, largest = option.strategy.topology, option.strategy, option.largest
+    return {
+        "tp": t.tp,
+        "pp": t.pp,
+        "dp": t.dp,
+        "ep": s.ep,
+        "layers_per_stage": option.costs.layers_per_stage.tolist(),
+        "sequence_parallel": s.sequence_parallel,
+        "zero_stage": s.zero_stage,
+        "offload": s.offload,
+        "recompute": option.candidate.recompute,
+        "recomputes": dict(sorted(option.recomputes.items())),
+        "layout": option.candidate.layout,
+        "tokens_per_batch": option.tokens_per_batch,
+        "real_tokens": option.real_tokens,
+        "samples": option.num_samples,
+        "micro_batches": list(option.num_micro_batches),
+        "largest_micro_batch": [largest.rows, largest.encoder_len, largest.decoder_len],
+        "padding_efficiency": option.padding_efficiency,
+        "bubble_ratio": option.bubble_ratio,
+        "step_s": option.time.total_s,
+        "pipeline_s": option.time.pipeline_s,
+        "pipeline_lower_bound_s": option.lower_bound_s,
+        "exchange_s": option.time.exchange_s,
+        "optimizer_s": option.time.optimizer_s,
+        "offload_s": option.time.offload_s,
+        "tokens_per_s": option.tokens_per_s,
+        "mfu": option.mfu,
+        "days": prices.days(option),
+        "cost": prices.cost(option, question.cluster.world_size),
+        "peak_bytes": option.peak_bytes,
+        "stages": [{name: getattr(m, f"{name}") for name in _PARTS} | {"total": m.total} for m in option.memory],
+        "evaluation": {
+            "beside_training_bytes": option.evaluation.beside_bytes,
+            "alone_bytes": option.evaluation.alone_bytes,
+            "seconds": option.evaluation.seconds,
+        },
+        "host_bytes_per_node": option.host_bytes_per_node,
+        "effort": option.effort,
+        "tokens_per_s_by_batch": [{"tokens": tokens, "tokens_per_s": rate} for tokens, rate in option.batch_curve],
+        "why_not_trained_here": train_fault(question, option),
+    }
+
+
+def trainable(estimate: Estimate) -> tuple[int, Option] | None:
+    """The first option that `dynapipe train` can run, and its place."""
+    ranked: Sequence[Option] = estimate.options
+    return next(((i, o) for i, o in enumerate(ranked, 1) if not train_fault(estimate.question, o)), None)

@@ -1,0 +1,263 @@
+"""A planned step for people: tables of micro-batches, what the plan promises, and the timeline as text.
+
+StepPlan ─► of_step_plan ─┐
+plan.json ─► read_plan ───┴► PlanView ─► summary_table, micro_batch_table, timeline
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dynapipe_ext.errors import DataError
+from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.notation import PLAN_FORMAT, draw, format_lines, plan_json, read_plan_json
+from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.timeline import Trace
+from dynapipe_ext.tools.account.report import format_bytes
+from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
+from dynapipe_ext.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchView:
+    """One micro-batch. `real_tokens` is None where only a plan's file is known: it holds shapes, not lengths."""
+
+    num_samples: int
+    rows: int
+    encoder_len: int
+    decoder_len: int
+    recompute: str
+    real_tokens: int | None = None
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.rows * (self.encoder_len + self.decoder_len)
+
+    @property
+    def shape(self) -> str:
+        """
+        >>> MicroBatchView(num_samples=2, rows=2, encoder_len=64, decoder_len=8, recompute="none").shape
+        '2 x (64 + 8)'
+        """
+        if self.decoder_len:
+            return f"{self.rows} x ({self.encoder_len} + {self.decoder_len})"
+        return f"{self.rows} x {self.encoder_len}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaView:
+    """One replica; `peak_bytes` is per pipeline rank. A plan's file has no trace: no durations are stored in it."""
+
+    dp_rank: int
+    layout: str
+    micro_batches: tuple[MicroBatchView, ...]
+    schedule: PipelineSchedule
+    makespan_s: float
+    lower_bound_s: float
+    peak_bytes: tuple[int, ...]
+    bubble_ratio: float | None = None
+    trace: Trace | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanView:
+    """What is shown of a plan. The bound is that of the replica with the largest one, as in StepPlan."""
+
+    topology: Topology
+    replicas: tuple[ReplicaView, ...]
+    planning_s: float | None = None
+    bubble_ratio: float | None = None
+
+    @property
+    def micro_batches(self) -> Iterator[MicroBatchView]:
+        return (micro_batch for replica in self.replicas for micro_batch in replica.micro_batches)
+
+    @property
+    def makespan_s(self) -> float:
+        return max(replica.makespan_s for replica in self.replicas)
+
+    @property
+    def lower_bound_s(self) -> float:
+        return max(replica.lower_bound_s for replica in self.replicas)
+
+    @property
+    def padded_tokens(self) -> int:
+        return sum(m.padded_tokens for m in self.micro_batches)
+
+    @property
+    def real_tokens(self) -> int | None:
+        known = [m.real_tokens for m in self.micro_batches]
+        return None if None in known else sum(tokens for tokens in known if tokens is not None)
+
+
+def of_step_plan(plan: StepPlan, topology: Topology, *, planning_s: float | None = None) -> PlanView:
+    replicas = []
+    for replica, schedule, prediction in zip(plan.batch.replicas, plan.schedules, plan.predictions, strict=True):
+        replicas.append(
+            ReplicaView(
+                dp_rank=replica.dp_rank,
+                layout=_layout([m.layout for m in replica.micro_batches]),
+                micro_batches=tuple(
+                    MicroBatchView(
+                        num_samples=len(m.samples),
+                        rows=m.rows,
+                        encoder_len=m.encoder_len,
+                        decoder_len=m.decoder_len,
+                        recompute=m.recompute,
+                        real_tokens=m.real_tokens,
+                    )
+                    for m in replica.micro_batches
+                ),
+                schedule=schedule,
+                makespan_s=prediction.makespan_ns / 1e9,
+                lower_bound_s=prediction.lower_bound_ns / 1e9,
+                peak_bytes=prediction.peak_bytes,
+                bubble_ratio=prediction.bubble_ratio,
+                trace=prediction.trace,
+            )
+        )
+    return PlanView(topology=topology, replicas=tuple(replicas), planning_s=planning_s, bubble_ratio=plan.bubble_ratio)
+
+
+def write_plan(path: str | Path, plan: StepPlan, topology: Topology) -> None:
+    """Write a dynapipe-plan/1 file; readers see the old one or the whole new one."""
+    write_atomic(path, json.dumps(plan_json(plan, topology), indent=1, allow_nan=False) + "\n")
+
+
+def read_plan(path: str | Path) -> PlanView:
+    """The plan in a dynapipe-plan/1 file. Errors: DataError naming the file or field, PlanError naming the action."""
+    raw = read_json(path, PLAN_FORMAT, "a plan")
+    topology, micro_batches, schedules = read_plan_json(raw)
+    by_rank = sorted(raw["replicas"], key=lambda replica: int(replica["dp_rank"]))
+    replicas = []
+    for dp_rank, (shapes, schedule) in enumerate(zip(micro_batches, schedules, strict=True)):
+        predicted = Fields(by_rank[dp_rank], f"{path}: replica {dp_rank}").sub("predicted")
+        peaks = predicted.many("peak_bytes", int)
+        if len(peaks) != topology.pp:
+            raise DataError(
+                f"{path}: replica {dp_rank} has peak_bytes of {len(peaks)} ranks but pp is {topology.pp}: give one"
+                " a rank"
+            )
+        replicas.append(
+            ReplicaView(
+                dp_rank=dp_rank,
+                layout=_layout([shape["layout"] for shape in shapes]),
+                micro_batches=tuple(_from_json(shape) for shape in shapes),
+                schedule=schedule,
+                makespan_s=predicted.one("makespan_s", float),
+                lower_bound_s=predicted.one("lower_bound_s", float),
+                peak_bytes=peaks,
+            )
+        )
+    return PlanView(topology=topology, replicas=tuple(replicas))
+
+
+def _from_json(shape: dict[str, Any]) -> MicroBatchView:
+    return MicroBatchView(
+        num_samples=len(shape["samples"]),
+        rows=shape["rows"],
+        encoder_len=shape["encoder_len"],
+        decoder_len=shape["decoder_len"],
+        recompute=shape["recompute"],
+    )
+
+
+def _layout(layouts: Sequence[str]) -> str:
+    return " and ".join(sorted(set(layouts))) or "empty"
+
+
+def rendered(view: PlanView, *, width: int) -> RenderableType:
+    """Everything there is to see of a plan, for a console of `width` columns."""
+    parts: list[RenderableType] = []
+    for replica in view.replicas:
+        parts += [micro_batch_table(replica), timeline(replica, width=width)]
+    return Group(*parts, summary_table(view))
+
+
+def summary_table(view: PlanView) -> Table:
+    t = view.topology
+    table = Table(title=f"Plan for TP{t.tp} × PP{t.pp} × DP{t.dp}", title_justify="left", title_style="bold")
+    table.add_column("")
+    for replica in view.replicas:
+        table.add_column(f"replica {replica.dp_rank}", justify="right", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+
+    def row(name: str, each: Sequence[str], whole: str) -> None:
+        table.add_row(name, *each, whole)
+
+    replicas = view.replicas
+    row("micro-batches", [str(len(r.micro_batches)) for r in replicas], str(sum(1 for _ in view.micro_batches)))
+    row("makespan", [_seconds(r.makespan_s) for r in replicas], _seconds(view.makespan_s))
+    row("lower bound", [_seconds(r.lower_bound_s) for r in replicas], _seconds(view.lower_bound_s))
+    row(
+        "gap to the bound",
+        [_gap(r.makespan_s, r.lower_bound_s) for r in replicas],
+        _gap(view.makespan_s, view.lower_bound_s),
+    )
+    row("bubble", [_percent(r.bubble_ratio) for r in replicas], _percent(view.bubble_ratio))
+    row("padding efficiency", [_efficiency(r.micro_batches) for r in replicas], _efficiency(list(view.micro_batches)))
+    for rank in range(max(len(r.peak_bytes) for r in replicas)):
+        peaks = [r.peak_bytes[rank] for r in replicas]
+        row(f"peak bytes of pipeline rank {rank}", [format_bytes(peak) for peak in peaks], format_bytes(max(peaks)))
+    if view.planning_s is not None:
+        row("planning took", ["" for _ in replicas], _seconds(view.planning_s))
+    return table
+
+
+def micro_batch_table(replica: ReplicaView) -> Table:
+    table = Table(
+        title=f"Replica {replica.dp_rank}: {replica.layout} micro-batches in injection order",
+        title_justify="left",
+        title_style="bold",
+    )
+    for heading in ("#", "samples", "rows x length", "tokens", "padded"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("recompute", no_wrap=True)
+    for number, m in enumerate(replica.micro_batches):
+        real = "-" if m.real_tokens is None else f"{m.real_tokens:,}"
+        table.add_row(str(number), str(m.num_samples), m.shape, real, f"{m.padded_tokens:,}", m.recompute)
+    return table
+
+
+def timeline(replica: ReplicaView, *, width: int) -> Text:
+    """The simulated schedule, one row a pipeline rank; only the order of the actions where no times are known."""
+    if not replica.micro_batches:
+        return Text(f"replica {replica.dp_rank} has nothing to do in this step\n", style="yellow")
+    if replica.trace is None:
+        return Text(f"{replica.schedule.name}, order of the actions:\n{format_lines(replica.schedule)}")
+    margin = len(str(len(replica.schedule.ranks) - 1)) + len(" ||")
+    legend = "forward 3--- backward 3'== idle ..."
+    picture = draw(replica.schedule, replica.trace, width=max(1, width - margin))
+    return Text(f"{replica.schedule.name}, {_seconds(replica.makespan_s)} from left to right; {legend}\n{picture}")
+
+
+def _efficiency(micro_batches: Sequence[MicroBatchView]) -> str:
+    padded = sum(m.padded_tokens for m in micro_batches)
+    known = [m.real_tokens for m in micro_batches if m.real_tokens is not None]
+    if not padded or len(known) < len(micro_batches):
+        return "-"
+    return _percent(sum(known) / padded)
+
+
+def _gap(makespan_s: float, lower_bound_s: float) -> str:
+    """
+    >>> _gap(1.05, 1.0), _gap(0.0, 0.0)
+    ('5.0 %', '-')
+    """
+    return _percent(makespan_s / lower_bound_s - 1) if lower_bound_s > 0 else "-"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"

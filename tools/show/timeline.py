@@ -1,0 +1,318 @@
+"""The timeline of a run as one self-contained HTML page, as Chrome JSON, and as a small file to redraw it from.
+
+A page shows measured above simulated spans of one step at a time on a common time axis. Bubble ratios here count waits
+as idle time: a rank that waits for a peer does no work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal
+
+from dynapipe_ext.errors import DataError
+from dynapipe_ext.timeline import Span, Trace, chrome_events
+from dynapipe_ext.tools.json_file import read_json, write_atomic
+
+FORMAT = "dynapipe-trace/1"
+TRACE_FILE = "trace.json"
+HTML_FILE = "trace.html"
+
+SpanKind = Literal["F", "B", "I", "W", "reduce", "wait", "other"]
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
+_WAITS = ("wait", "recv", "idle", "stall")
+_REDUCTIONS = (
+    "reduce",
+    "all-reduce",
+    "allreduce",
+    "all_reduce",
+    "optimizer",
+    "optim",
+    "step",
+    "finish",
+    "clip",
+    "sync",
+)
+_COLUMNS = ("rank", "label", "shape", "start_ns", "end_ns", "cpu_ns", "bytes")
+
+
+def span_kind(label: str) -> SpanKind:
+    """The colour class of a span by its label.
+
+    >>> [span_kind(label) for label in ("2F0", "0I11", "wait 1F3", "reduce gradients", "load")]
+    ['F', 'I', 'wait', 'reduce', 'other']
+    """
+    if match := _ACTION.fullmatch(label):
+        kind: SpanKind = match[2]  # type: ignore[assignment]  # the pattern admits only F, B, I and W
+        return kind
+    lower = label.lower()
+    if lower.startswith(_WAITS):
+        return "wait"
+    return "reduce" if lower.startswith(_REDUCTIONS) else "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRecord:
+    """All that the page shows. Traces of the same name are one step; see `pair_steps`."""
+
+    measured: tuple[Trace, ...] = ()
+    simulated: tuple[Trace, ...] = ()
+    title: str = ""
+    subtitle: str = ""
+    notes: tuple[str, ...] = ()
+    rank_names: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSummary:
+    """The figures above a pane. `micro_batches` counts per replica; `busy` is the share of the makespan by rank."""
+
+    makespan_s: float
+    bubble_ratio: float
+    micro_batches: Mapping[str, int]
+    peak_bytes: int
+    busy: Mapping[int, float]
+
+
+def replica_of(rank_name: str) -> str:
+    """
+    >>> replica_of("dp1 pp0 tp0"), replica_of("rank 3")
+    ('dp1', '')
+    """
+    match = re.search(r"\bdp\d+\b", rank_name)
+    return match[0] if match else ""
+
+
+def summarize(trace: Trace, rank_names: Mapping[int, str]) -> TraceSummary:
+    """Makespan, bubble ratio with waits as idle time, micro-batches of each replica, peak bytes of any rank."""
+    makespan_s = trace.makespan_s
+    worked: dict[int, list[tuple[float, float]]] = {span.rank: [] for span in trace.spans}
+    micro_batches: set[tuple[str, str]] = set()
+    for span in trace.spans:
+        if span_kind(span.label) != "wait":
+            worked[span.rank].append((span.start_s, span.end_s))
+        if match := _ACTION.fullmatch(span.label):
+            micro_batches.add((replica_of(rank_names.get(span.rank, "")), match[3]))
+    busy_s = {rank: _covered_s(intervals) for rank, intervals in sorted(worked.items())}
+    whole_s = makespan_s * len(busy_s)
+    return TraceSummary(
+        makespan_s=makespan_s,
+        bubble_ratio=1.0 - sum(busy_s.values()) / whole_s if whole_s > 0 else 0.0,
+        micro_batches=dict(sorted(Counter(replica for replica, _ in micro_batches).items())),
+        peak_bytes=max((span.num_bytes for span in trace.spans), default=0),
+        busy={rank: s / makespan_s if makespan_s > 0 else 0.0 for rank, s in busy_s.items()},
+    )
+
+
+def _covered_s(intervals: list[tuple[float, float]]) -> float:
+    """Length of the union, so that nested spans (a reduction inside an optimizer step) count once."""
+    covered_s, end_s = 0.0, -math.inf
+    for start_s, stop_s in sorted(intervals):
+        covered_s += max(0.0, stop_s - max(start_s, end_s))
+        end_s = max(end_s, stop_s)
+    return covered_s
+
+
+def pair_steps(measured: Sequence[Trace], simulated: Sequence[Trace]) -> list[tuple[str, Trace | None, Trace | None]]:
+    """(name, measured, simulated) of every step: by name where names are unique and shared, else by place.
+
+    >>> [(n, m is not None, s is not None) for n, m, s in pair_steps([Trace((), "step 9")], [Trace(()), Trace(())])]
+    [('step 9', True, True), ('step 1', False, True)]
+    """
+    by_name = {trace.name: trace for trace in measured}, {trace.name: trace for trace in simulated}
+    unique = len(by_name[0]) == len(measured) and len(by_name[1]) == len(simulated)
+    if unique and "" not in by_name[0] | by_name[1] and by_name[0].keys() & by_name[1].keys():
+        names = list(dict.fromkeys([*by_name[0], *by_name[1]]))
+        return [(name, by_name[0].get(name), by_name[1].get(name)) for name in names]
+    return [
+        ((ours.name if ours else "") or (theirs.name if theirs else "") or f"step {i}", ours, theirs)
+        for i, (ours, theirs) in enumerate(zip_longest(measured, simulated))
+    ]
+
+
+def write_trace_html(
+    path: str | Path,
+    *,
+    measured: Sequence[Trace],
+    simulated: Sequence[Trace],
+    title: str,
+    subtitle: str = "",
+    notes: Sequence[str] = (),
+    rank_names: Mapping[int, str],
+) -> None:
+    """Write one page that needs no network: the timeline of every rank, measured above simulated.
+
+    `rank_names` ("dp0 pp1 tp0") group the rows by replica and order them by pipeline rank; ranks without a name are
+    shown by number. Raises DataError for spans whose times are not finite or end before they start.
+    """
+    steps = [
+        {
+            "name": name,
+            "measured": _pane(ours, rank_names) if ours else None,
+            "simulated": _pane(theirs, rank_names) if theirs else None,
+        }
+        for name, ours, theirs in pair_steps(measured, simulated)
+    ]
+    data = {"steps": steps, "rank_names": {str(rank): name for rank, name in sorted(rank_names.items())}}
+    shown_notes = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    parts = {
+        "TITLE": html.escape(title),
+        "SUBTITLE": html.escape(subtitle),
+        "NOTES": f'<aside class="notes" role="note">{shown_notes}</aside>' if notes else "",
+        "STYLE": _page_part("page.css"),
+        "VIEW": _page_part("view.js"),
+        "DRAW": _page_part("draw.js"),
+        "INPUT": _page_part("input.js"),
+        "DATA": script_json(data),
+    }
+    page = re.sub(r"\{\{([A-Z]+)\}\}", lambda match: parts[match[1]], _page_part("page.html"))
+    write_atomic(path, page)
+
+
+def script_json(value: Any) -> str:
+    """JSON that is safe inside a script element: no character in it can end the element or open a comment.
+
+    >>> script_json("</script>")
+    '"\\\\u003c/script\\\\u003e"'
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII only, so U+2028 is escaped already
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _page_part(name: str) -> str:
+    return (files("dynapipe_ext.tools.show") / "trace_page" / name).read_text(encoding="utf-8")
+
+
+def _pane(trace: Trace, rank_names: Mapping[int, str]) -> dict[str, Any]:
+    columns = _columns(trace)
+    summary = summarize(trace, rank_names)
+    return {
+        **columns,
+        "kinds": [span_kind(label) for label in columns["labels"]],
+        "makespan_ns": round(summary.makespan_s * 1e9),
+        "bubble_ratio": summary.bubble_ratio,
+        "micro_batches": summary.micro_batches,
+        "peak_bytes": summary.peak_bytes,
+        "busy": {str(rank): share for rank, share in summary.busy.items()},
+    }
+
+
+def _columns(trace: Trace) -> dict[str, Any]:
+    """A trace as parallel lists with tables of labels and shapes: a third of the size of one object a span."""
+    labels: dict[str, int] = {}
+    shapes: dict[tuple[int, ...], int] = {}
+    columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
+    for span in trace.spans:
+        times = (span.start_s, span.end_s, span.cpu_s)
+        if not all(map(math.isfinite, times)) or span.end_s < span.start_s:
+            raise DataError(
+                f"span {span.label!r} of rank {span.rank} runs from {span.start_s} to {span.end_s} s with {span.cpu_s}"
+                " CPU s: times must be finite and end after they start; check the clock of the recorder"
+            )
+        row = (
+            span.rank,
+            labels.setdefault(span.label, len(labels)),
+            shapes.setdefault(span.shape, len(shapes)),
+            *(round(t * 1e9) for t in times),
+            span.num_bytes,
+        )
+        for name, value in zip(_COLUMNS, row, strict=True):
+            columns[name].append(value)
+    return {"name": trace.name, "labels": list(labels), "shapes": [list(shape) for shape in shapes], **columns}
+
+
+def _trace(data: Any, where: str) -> Trace:
+    """The inverse of `_columns`; raises DataError with the name of what is missing."""
+    try:
+        labels, shapes = list(data["labels"]), [tuple(int(n) for n in shape) for shape in data["shapes"]]
+        rows = zip(*([int(value) for value in data[name]] for name in _COLUMNS), strict=True)
+        spans = tuple(
+            Span(
+                rank=rank,
+                label=str(labels[label]),
+                start_s=start_ns / 1e9,
+                end_s=end_ns / 1e9,
+                cpu_s=cpu_ns / 1e9,
+                num_bytes=num_bytes,
+                shape=shapes[shape],
+            )
+            for rank, label, shape, start_ns, end_ns, cpu_ns, num_bytes in rows
+        )
+        return Trace(spans, str(data["name"]))
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{where} is damaged ({type(error).__name__}: {error}): it needs name, labels, shapes and the columns"
+            f" {', '.join(_COLUMNS)} of equal length; write it again with `write_trace_file`"
+        ) from error
+
+
+def write_trace_file(path: str | Path, record: TraceRecord) -> None:
+    """Keep a record as `dynapipe-trace/1` JSON, times to the nanosecond."""
+    data = {
+        "format": FORMAT,
+        "title": record.title,
+        "subtitle": record.subtitle,
+        "notes": list(record.notes),
+        "rank_names": {str(rank): name for rank, name in sorted(record.rank_names.items())},
+        "measured": [_columns(trace) for trace in record.measured],
+        "simulated": [_columns(trace) for trace in record.simulated],
+    }
+    write_atomic(path, json.dumps(data, separators=(",", ":"), allow_nan=False) + "\n")
+
+
+def read_trace_file(path: str | Path) -> TraceRecord:
+    """The record in a file; DataError where the file is absent, of another format or damaged."""
+    data = read_json(path, FORMAT, "a trace file")
+    try:
+        return TraceRecord(
+            measured=tuple(_trace(t, f"{path}: measured[{i}]") for i, t in enumerate(data["measured"])),
+            simulated=tuple(_trace(t, f"{path}: simulated[{i}]") for i, t in enumerate(data["simulated"])),
+            title=str(data["title"]),
+            subtitle=str(data["subtitle"]),
+            notes=tuple(str(note) for note in data["notes"]),
+            rank_names={int(rank): str(name) for rank, name in data["rank_names"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error}): record the run again") from error
+
+
+def write_chrome_trace(path: str | Path, traces: Sequence[Trace]) -> None:
+    """Chrome trace JSON (chrome://tracing, ui.perfetto.dev): one process a trace, one thread a rank."""
+    events = [event for process, trace in enumerate(traces) for event in chrome_events(trace, process)]
+    write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False) + "\n")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, help=f"a run directory with {TRACE_FILE}, or such a file")
+    parser.add_argument("--out", type=Path, help=f"where the page goes (default: {HTML_FILE} beside {TRACE_FILE})")
+    parser.add_argument("--chrome", type=Path, metavar="FILE", help="also write Chrome/Perfetto JSON here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw a recorded run again; prints the path of the page and returns the exit status."""
+    source = args.run_dir / TRACE_FILE if args.run_dir.is_dir() else args.run_dir
+    record = read_trace_file(source)
+    out = args.out or source.parent / HTML_FILE
+    write_trace_html(
+        out,
+        measured=record.measured,
+        simulated=record.simulated,
+        title=record.title,
+        subtitle=record.subtitle,
+        notes=record.notes,
+        rank_names=record.rank_names,
+    )
+    print(out)
+    if args.chrome:
+        write_chrome_trace(args.chrome, [*record.measured, *record.simulated])
+        print(args.chrome)
+    return 0
