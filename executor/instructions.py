@@ -114,7 +114,8 @@ class ExecutionPlan:
 
     `micro_batches` are those of the whole replica. The loss of a step is sum(weight x loss over positions) over all
     replicas divided by `loss_divisor` (the global number of target tokens, or of samples). `real_tokens` and
-    `padded_tokens` count the whole global batch; `num_micro_batches` has one count a replica.
+    `padded_tokens` count the whole global batch; `num_micro_batches` has one count a replica. A `forward_only` plan
+    evaluates: it has no backwards, and gradients are left alone.
     """
 
     step: int
@@ -130,6 +131,7 @@ class ExecutionPlan:
     padded_tokens: int
     num_micro_batches: tuple[int, ...]
     seed: int
+    forward_only: bool = False
 
     @property
     def makespan_s(self) -> float:
@@ -151,3 +153,8 @@ class ExecutionPlan:
     @property
     def num_stages(self) -> int:
         return len(self.stage_ranks)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Stages of this rank, in their order."""
+        return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == self.pp_rank)

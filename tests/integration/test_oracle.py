@@ -7,6 +7,7 @@ shows that nothing is left over from the first, and that clipping and updates ag
 from __future__ import annotations
 
 import tempfile
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from tests.support.megatron_ranks import (
     Model,
     Spans,
     build,
+    build_ddps,
     join,
     length_of,
     samples_of,
@@ -40,6 +42,8 @@ from tests.support.megatron_ranks import (
 
 NUM_STEPS = 2
 TP2, TP2PP2, ALL = Topology(tp=2), Topology(tp=2, pp=2), Topology(tp=2, pp=2, dp=2)
+INTERLEAVED, V = Topology(pp=2, placement=(0, 1, 0, 1)), Topology(pp=2, placement=(0, 1, 1, 0))
+TP2V = replace(V, tp=2)
 UNTIED, LEARNED = Model(tied=False), Model(position="learned")
 GPT2 = Model(tied=False, position="learned", modern=False)
 MAIN_JOB = Model(modern=False)  # as `dynapipe train` builds it where nothing else is said
@@ -109,7 +113,7 @@ def rank_main(case: Case, oracle_path: Path):
         model, ddp, optimizer = build(case, topology, env.rank)
         groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
         transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
-        executor = PipelineExecutor(MegatronStage(ddp, dropout=case.dropout > 0), transport)
+        executor = PipelineExecutor(MegatronStage([ddp], dropout=case.dropout > 0), transport)
         shards = topology.tp if case.sequence_parallel else 1
         form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
         expected = torch.load(oracle_path, weights_only=True)
@@ -124,7 +128,7 @@ def rank_main(case: Case, oracle_path: Path):
             loss = executor.execute(plan, [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches])
             # Under a distributed optimizer sums are reduce-scattered: the buffer holds only this rank's shard of them.
             whole = not case.distributed_optimizer
-            error = worst_error(case.model.shape, topology, env.rank, model, expected[step][2]) if whole else 0.0
+            error = worst_error(case.model.shape, topology, env.rank, [model], expected[step][2]) if whole else 0.0
             results.append((loss, optimizer.step(), error))
         transport.close()
         dist.barrier()
@@ -140,11 +144,17 @@ def oracle_folder():
         yield Path(folder)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_and_losses_equal_one_process_one_sample_at_a_time(case, run_ranks, oracle_folder):
-    path = oracle_folder / f"{case.model}-{case.loss_norm}.pt"
+def recorded(case: Case, run_ranks, folder: Path) -> Path:
+    """The oracle's record for a model and a norm, made once."""
+    path = folder / f"{case.model}-{case.loss_norm}.pt"
     if not path.exists():
         run_ranks(1, oracle(case, path))
+    return path
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_and_losses_equal_one_process_one_sample_at_a_time(case, run_ranks, oracle_folder):
+    path = recorded(case, run_ranks, oracle_folder)
     expected = torch.load(path, weights_only=True)
     results = run_ranks(case.topology.world_size, rank_main(case, path))
     for rank, steps in enumerate(results):
@@ -156,27 +166,67 @@ def test_gradients_and_losses_equal_one_process_one_sample_at_a_time(case, run_r
             assert error <= limit, f"rank {rank} step {step}"
 
 
+CHUNK_CASES = [
+    Case(INTERLEAVED, schedule="interleaved-1f1b"),
+    Case(INTERLEAVED, "packed", UNTIED, weights_lag=1, schedule="interleaved-1f1b"),
+    Case(V, "packed", schedule="zb-v"),
+    Case(Topology(pp=2, placement=(0, 1, 0), layers_per_stage=(1, 2, 1)), model=LEARNED, schedule="adaptive"),
+    Case(TP2V, "packed", sequence_parallel=True, recompute="selective", schedule="zb-v"),
+    Case(replace(TP2V, dp=2), model=GPT2, recompute="full", schedule="adaptive"),
+]
+
+
+@pytest.mark.parametrize("case", CHUNK_CASES, ids=str)
+def test_several_chunks_a_rank_have_the_gradients_of_one_process_twice_over(case, run_ranks, oracle_folder):
+    """The second run of the same step shows that nothing is left over from the first."""
+    path = recorded(case, run_ranks, oracle_folder)
+    expected_loss, _, gradients = torch.load(path, weights_only=True)[0]
+
+    def main(env):
+        join(env)
+        ddps = build_ddps(case, case.topology, env.rank)
+        steps = []
+        with executed(case, env, MegatronStage(ddps), num_steps=2) as losses:
+            for loss in losses:
+                models = [ddp.module for ddp in ddps]
+                steps.append((loss, worst_error(case.model.shape, case.topology, env.rank, models, gradients)))
+        return steps
+
+    for rank, steps in enumerate(run_ranks(case.topology.world_size, main)):
+        for loss, error in steps:
+            assert loss == pytest.approx(expected_loss, rel=1e-5), f"rank {rank}"
+            assert error <= 1e-5, f"rank {rank}"
+
+
+@contextmanager
+def executed(case: Case, env, stage: MegatronStage, *, num_steps: int = 1, recorder=None):
+    """The losses of step 0, run `num_steps` times under the strict transport by this rank; then leaves the job."""
+    topology, me = case.topology, case.topology.coordinates(env.rank)
+    groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
+    transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
+    form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1)
+    plans = lower(*step_plan_of(case, 0), form)
+    for replica in plans:
+        verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
+    plan = plans[me.dp_rank][me.pp_rank]
+    batches = [tensors_of(m, samples_of(0), case.loss_norm) for m in plan.micro_batches]
+    executor = PipelineExecutor(stage, transport, recorder=recorder)
+    yield (executor.execute(plan, batches) for _ in range(num_steps))
+    transport.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def one_step(case: Case):
     """Returns (loss, {name: gradient}, bytes held after each action) of one step on this rank."""
 
     def main(env):
         join(env)
-        me = case.topology.coordinates(env.rank)
-        _, ddp, _ = build(case, case.topology, env.rank)
-        groups = make_pipeline_groups(case.topology, env.rank, timeout_s=60)
-        transport = StrictTransport(case.topology, env.rank, groups, timeout_s=30)
-        step_plan, costs = step_plan_of(case, 0)
-        shards = case.topology.tp if case.sequence_parallel else 1
-        form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
-        plan = lower(step_plan, costs, form)[me.dp_rank][me.pp_rank]
-        batches = [tensors_of(m, samples_of(0), case.loss_norm) for m in plan.micro_batches]
-        spans = Spans()
-        stage = MegatronStage(ddp, dropout=case.dropout > 0)
-        loss = PipelineExecutor(stage, transport, recorder=spans).execute(plan, batches)
-        gradients = {name: gradient.numpy().copy() for name, gradient in main_grads(ddp).items()}
-        transport.close()
-        dist.barrier()
-        dist.destroy_process_group()
+        ddps, spans = build_ddps(case, case.topology, env.rank), Spans()
+        with executed(case, env, MegatronStage(ddps, dropout=case.dropout > 0), recorder=spans) as losses:
+            (loss,) = losses
+            grads = {f"{i}.{name}": g for i, ddp in enumerate(ddps) for name, g in main_grads(ddp).items()}
+            gradients = {name: gradient.numpy().copy() for name, gradient in grads.items()}
         return loss, gradients, [span.num_bytes for span in spans]
 
     return main
@@ -205,10 +255,10 @@ def test_dropout_depends_neither_on_the_schedule_nor_on_recomputation(run_ranks)
 
 def test_dropout_masks_depend_neither_on_the_pipeline_nor_on_the_replica(run_ranks):
     losses = [
-        run_ranks(topology.world_size, one_step(Case(topology, "packed", GPT2, dropout=0.2)))[0][0]
-        for topology in (TP2, TP2PP2, ALL)
+        run_ranks(topology.world_size, one_step(Case(topology, "packed", GPT2, schedule=schedule, dropout=0.2)))[0][0]
+        for topology, schedule in ((TP2, "1f1b"), (TP2PP2, "1f1b"), (ALL, "1f1b"), (TP2V, "zb-v"))
     ]
-    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 3
 
 
 SPLIT_CASES = [

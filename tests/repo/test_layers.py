@@ -24,6 +24,7 @@ RIM = {
         "dynapipe_ext/megatron.py",
         "executor/stages/accumulator.py",
         "executor/device.py",
+        "executor/stages/chunk_runner.py",
         "executor/loader.py",
         "executor/measuring/rate.py",  # it times the user's model
         "executor/measuring/profiling.py",  # so does this one
