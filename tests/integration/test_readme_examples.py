@@ -11,6 +11,7 @@ import torch
 
 from dynapipe_ext import ActivationFormat, InlineHub, PipelineExecutor, TokenCosts, TorchStage
 from dynapipe_ext.executor.plans.source import execution_plans
+from dynapipe_ext.executor.transport.inline import InlineReductions
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
@@ -85,14 +86,14 @@ def train_once(make, modules, parts, loss_sum, planner, samples):
     import threading
 
     plans = execution_plans(planner, samples, step=0)[0]
-    hub, losses = InlineHub(timeout_s=20), {}
+    hub, losses, parallel = InlineHub(timeout_s=20), {}, InlineReductions(Topology(pp=2), timeout_s=20)
     everything = torch.nn.ModuleDict({str(s): m for s, m in parts.items()})
     everything.zero_grad(set_to_none=True)
 
     def rank(pp_rank):
         own = {pp_rank: modules[pp_rank]}
         if make is TorchStage:
-            stage = TorchStage(own, loss_sum, parameters=parts[pp_rank].parameters())
+            stage = TorchStage(own, loss_sum, parameters=parts[pp_rank].parameters(), parallel=parallel)
         else:
             wrapped = torch.nn.Module()
             wrapped.forward = own[pp_rank]
