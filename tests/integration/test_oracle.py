@@ -20,7 +20,13 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof.replica import verify
-from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads
+from dynapipe_ext.executor.stages.megatron import (
+    MegatronGradients,
+    MegatronStage,
+    finalize_grads,
+    main_grads,
+    unwrapped,
+)
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.plan import MicroBatch
@@ -196,6 +202,47 @@ def test_several_chunks_a_rank_have_the_gradients_of_one_process_twice_over(case
         for loss, error in steps:
             assert loss == pytest.approx(expected_loss, rel=1e-5), f"rank {rank}"
             assert error <= 1e-5, f"rank {rank}"
+
+
+def forward_step(iterator, model):
+    """As in Megatron-LM's pretrain_gpt.py: (output, what makes (loss sum, number of tokens, log) of it)."""
+    batch = next(iterator)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+    def loss_func(losses):
+        weights = batch["loss_weights"]
+        loss = (losses.float() * weights).sum()
+        return loss, weights.sum(), {"lm loss": loss.detach()}
+
+    return output, loss_func
+
+
+def test_the_call_of_the_model_and_the_end_of_its_gradients_are_the_users(run_ranks, oracle_folder):
+    """Behind the call stands a `forward_step` of Megatron-LM; its caller finalises the gradients."""
+    case = Case(INTERLEAVED, schedule="interleaved-1f1b")
+    expected_loss, _, gradients = torch.load(recorded(case, run_ranks, oracle_folder), weights_only=True)[0]
+
+    def call(chunk, batch, *inputs):
+        unwrapped(chunk).set_input_tensor(inputs[0] if inputs else None)
+        output, loss_func = forward_step(iter([batch]), chunk)
+        return loss_func(output)[0] if unwrapped(chunk).post_process else output
+
+    def main(env):
+        join(env)
+        ddps = build_ddps(case, case.topology, env.rank)
+        models = [ddp.module for ddp in ddps]
+        stage = MegatronStage(ddps, call=call, gradients=MegatronGradients(ddps, finalize=None))
+        with executed(case, env, stage) as losses:
+            (loss,) = losses
+            unfinished = worst_error(case.model.shape, case.topology, env.rank, models, gradients)
+            finalize_grads(ddps)
+            finished = worst_error(case.model.shape, case.topology, env.rank, models, gradients)
+        return loss, unfinished, finished
+
+    for loss, unfinished, finished in run_ranks(2, main):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert unfinished > 1e-3  # the two copies of the tied embedding had a part of its gradient each
+        assert finished <= 1e-5
 
 
 @contextmanager
