@@ -109,7 +109,7 @@ class MegatronStage:
             measure_bytes=measure_bytes,
         )
         self._counts_loss = parallel_state.get_tensor_model_parallel_rank() == 0
-        self._num_weight_bytes = sum(p.numel() * (p.element_size() + 4) for p in parameters)
+        self._num_weight_bytes: int = sum(p.numel() * (p.element_size() + 4) for p in parameters)
         self._layers = [[m for m in chunk.modules() if isinstance(m, TransformerLayer)] for chunk in self._chunks]
         if dropout:
             self._key_dropout()

@@ -14,7 +14,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.topology import Topology
 
 
-class PlacedLayout(PipelineParallelLayerLayout):
+class PlacedLayout(PipelineParallelLayerLayout):  # type: ignore[misc] # megatron has no types
     """Megatron's pipeline layout with stage s on rank `placement[s]`, of which it is the next virtual stage.
 
     Megatron's own puts stage s on rank s mod pp. Layer numbers are global; ranks may hold unequal numbers of stages.
