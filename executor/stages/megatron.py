@@ -81,7 +81,8 @@ class MegatronStage:
 
     With `dropout`, random numbers are keyed by (seed, step, samples of the micro-batch, layer); the tensor parallel
     rank is added by Megatron's tracker, and recomputation replays them. `measure_bytes` counts stored activations with
-    saved-tensor hooks. Errors: ConfigError for chunks that cannot be a stage each.
+    saved-tensor hooks. Whether chunks train or evaluate is theirs (`train()`, `eval()`).
+    Errors: ConfigError for chunks that cannot be a stage each.
     """
 
     def __init__(

@@ -31,6 +31,7 @@ from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology
+from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import (
     NUM_SAMPLES,
     Case,
@@ -183,23 +184,24 @@ CHUNK_CASES = [
 
 
 @pytest.mark.parametrize("case", CHUNK_CASES, ids=str)
-def test_several_chunks_a_rank_have_the_gradients_of_one_process_twice_over(case, run_ranks, oracle_folder):
-    """The second run of the same step shows that nothing is left over from the first."""
+def test_several_chunks_a_rank_have_loss_and_gradients_of_one_process(case, run_ranks, oracle_folder):
+    """A second run of the step shows that nothing is left over; its forwards alone find the loss and change nothing."""
     path = recorded(case, run_ranks, oracle_folder)
     expected_loss, _, gradients = torch.load(path, weights_only=True)[0]
 
     def main(env):
         join(env)
         ddps = build_ddps(case, case.topology, env.rank)
-        steps = []
-        with executed(case, env, MegatronStage(ddps), num_steps=2) as losses:
-            for loss in losses:
-                models = [ddp.module for ddp in ddps]
-                steps.append((loss, worst_error(case.model.shape, case.topology, env.rank, models, gradients)))
-        return steps
+        models = [ddp.module for ddp in ddps]
+        found = []
+        with in_job(case, env, MegatronStage(ddps)) as (executor, plan, batches):
+            for step in (plan, plan, forwards_of(plan)):
+                loss = executor.execute(step, batches)
+                found.append((loss, worst_error(case.model.shape, case.topology, env.rank, models, gradients)))
+        return found
 
-    for rank, steps in enumerate(run_ranks(case.topology.world_size, main)):
-        for loss, error in steps:
+    for rank, found in enumerate(run_ranks(case.topology.world_size, main)):
+        for loss, error in found:
             assert loss == pytest.approx(expected_loss, rel=1e-5), f"rank {rank}"
             assert error <= 1e-5, f"rank {rank}"
 
@@ -232,8 +234,8 @@ def test_the_call_of_the_model_and_the_end_of_its_gradients_are_the_users(run_ra
         ddps = build_ddps(case, case.topology, env.rank)
         models = [ddp.module for ddp in ddps]
         stage = MegatronStage(ddps, call=call, gradients=MegatronGradients(ddps, finalize=None))
-        with executed(case, env, stage) as losses:
-            (loss,) = losses
+        with in_job(case, env, stage) as (executor, plan, batches):
+            loss = executor.execute(plan, batches)
             unfinished = worst_error(case.model.shape, case.topology, env.rank, models, gradients)
             finalize_grads(ddps)
             finished = worst_error(case.model.shape, case.topology, env.rank, models, gradients)
@@ -246,8 +248,8 @@ def test_the_call_of_the_model_and_the_end_of_its_gradients_are_the_users(run_ra
 
 
 @contextmanager
-def executed(case: Case, env, stage: MegatronStage, *, num_steps: int = 1, recorder=None):
-    """The losses of step 0, run `num_steps` times under the strict transport by this rank; then leaves the job."""
+def in_job(case: Case, env, stage: MegatronStage, recorder=None):
+    """This rank's executor over the strict transport, its plan of step 0 and the batches; leaves the job afterwards."""
     topology, me = case.topology, case.topology.coordinates(env.rank)
     groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
     transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
@@ -257,8 +259,7 @@ def executed(case: Case, env, stage: MegatronStage, *, num_steps: int = 1, recor
         verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
     plan = plans[me.dp_rank][me.pp_rank]
     batches = [tensors_of(m, samples_of(0), case.loss_norm) for m in plan.micro_batches]
-    executor = PipelineExecutor(stage, transport, recorder=recorder)
-    yield (executor.execute(plan, batches) for _ in range(num_steps))
+    yield PipelineExecutor(stage, transport, recorder=recorder), plan, batches
     transport.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -270,8 +271,9 @@ def one_step(case: Case):
     def main(env):
         join(env)
         ddps, spans = build_ddps(case, case.topology, env.rank), Spans()
-        with executed(case, env, MegatronStage(ddps, dropout=case.dropout > 0), recorder=spans) as losses:
-            (loss,) = losses
+        stage = MegatronStage(ddps, dropout=case.dropout > 0)
+        with in_job(case, env, stage, spans) as (executor, plan, batches):
+            loss = executor.execute(plan, batches)
             grads = {f"{i}.{name}": g for i, ddp in enumerate(ddps) for name, g in main_grads(ddp).items()}
             gradients = {name: gradient.numpy().copy() for name, gradient in grads.items()}
         return loss, gradients, [span.num_bytes for span in spans]

@@ -13,7 +13,7 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.instructions import Backward, Buffer, Recv, Send, WaitRecv, WaitSend
+from dynapipe_ext.executor.instructions import Buffer, Recv, Send, WaitRecv, WaitSend
 from dynapipe_ext.executor.measuring.profiler_ranges import profiler_ranges
 from dynapipe_ext.executor.plans.source import execution_plans
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
@@ -21,6 +21,7 @@ from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
+from tests.support.lowered import forwards_of
 
 HIDDEN, VOCAB = 8, 17
 SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((3, 11, 4, 5, 9, 2, 7))]
@@ -31,16 +32,6 @@ def plans_of(topology: Topology, **settings):
     costs, form = TokenCosts(topology.num_stages), ActivationFormat(HIDDEN, order="bsh")
     planner = Planner(topology, costs, 10**9, pad_multiple=1, format=form, effort=200, **settings)
     return execution_plans(planner, SAMPLES, step=0)[0]
-
-
-def forwards_of(plan):
-    """The plan without its backwards and what belongs to them."""
-    kept = [
-        i
-        for i in plan.instructions
-        if not isinstance(i, Backward) and not (hasattr(i, "buffer") and i.buffer.payload == "gradient")
-    ]
-    return replace(plan, instructions=tuple(kept), forward_only=True)
 
 
 def parts_of(num_stages: int) -> list[torch.nn.Module]:
