@@ -302,12 +302,24 @@ def test_dropout_depends_neither_on_the_schedule_nor_on_recomputation(run_ranks)
     assert abs(runs[4][0][0] - runs[0][0][0]) > 1e-5  # it does drop
 
 
-def test_dropout_masks_depend_neither_on_the_pipeline_nor_on_the_replica(run_ranks):
-    losses = [
-        run_ranks(topology.world_size, one_step(Case(topology, "packed", GPT2, schedule=schedule, dropout=0.2)))[0][0]
-        for topology, schedule in ((TP2, "1f1b"), (TP2PP2, "1f1b"), (ALL, "1f1b"), (TP2V, "zb-v"))
+def test_dropout_masks_depend_neither_on_the_pipeline_nor_on_the_replica_nor_on_chunks(run_ranks):
+    dropping = Case(TP2, "packed", GPT2, dropout=0.2)
+    runs = [
+        run_ranks(topology.world_size, one_step(replace(dropping, topology=topology, schedule=name, recompute=kind)))
+        for topology, name, kind in (
+            (TP2, "1f1b", "none"),
+            (TP2PP2, "1f1b", "none"),
+            (ALL, "1f1b", "none"),
+            (TP2V, "zb-v", "none"),
+            (TP2V, "zb-v", "full"),
+        )
     ]
-    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 3
+    losses = [ranks[0][0] for ranks in runs]
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 4
+    for (_, gradients, _), (_, recomputed, _) in zip(runs[3], runs[4], strict=True):
+        for name, gradient in gradients.items():
+            scale = max(1e-12, float(np.abs(gradient).max()))
+            assert float(np.abs(recomputed[name] - gradient).max()) <= 1e-5 * scale, name
 
 
 SPLIT_CASES = [
