@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.config import Rule, ScheduleName, check_fill_waits
+from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, short
@@ -29,6 +30,7 @@ from dynapipe_ext.schedules.judge.certificate import certify
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.search.flow_shop import forward_schedule, injection_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
@@ -37,6 +39,8 @@ from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
 
 Schedules = tuple[PipelineSchedule, ...]
+
+_PLACES = 8  # moves of effort for which one micro-batch of forwards alone tries all places in the order
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class Planner:
     `filling`). `max_tokens` caps the positions (of padded rows: of both sides; of packed ones: of either) of
     one micro-batch (0: memory alone does). `rule` other than "dynapipe-ext" splits as a peer does, for comparisons.
     `recompute` None lets the planner choose per micro-batch. `activation_format` is needed to lower plans to
-    instructions, not to make them.
+    instructions, not to make them. `for_forwards` gives the planner of evaluation.
     """
 
     topology: Topology
@@ -87,6 +91,8 @@ class Planner:
                 " use the adaptive schedule"
             )
         check_fill_waits(self.fill_waits, self.schedule, self.split_backward)
+        if self.forward_only:
+            _check_forward_only(self)
         if self.max_tokens and self.max_tokens < self.pad_multiple:
             raise ConfigError(f"max_tokens {self.max_tokens} is below pad_multiple {self.pad_multiple}")
 
@@ -95,6 +101,28 @@ class Planner:
         if self.format is None:
             raise ConfigError("this planner has no activation format: pass format=ActivationFormat(hidden_size, dtype)")
         return self.format
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether steps are forwards alone: the costs then say so."""
+        return isinstance(self.costs, ForwardCosts)
+
+    def for_forwards(self) -> Planner:
+        """The planner of evaluation on the same ranks, for loaders of their own: steps of forwards alone.
+
+        Micro-batches are cut anew, as nothing is held between F and B; so recomputation, schedule and all that concerns
+        backwards falls away.
+        """
+        if self.forward_only:
+            return self
+        return replace(
+            self,
+            costs=ForwardCosts(self.costs),
+            schedule="adaptive",
+            split_backward=False,
+            fill_waits=False,
+            recompute=None,
+        )
 
     def plan(self, lengths: Sequence[SampleLength] | Sequence[int] | LengthArray, *, step: int = 0) -> StepPlan:
         """The best plan found for one global batch.
@@ -107,8 +135,10 @@ class Planner:
         if self.equal_counts:
             check_enough(len(samples), self.topology.dp)
         proposals = self._proposals
-        if self.schedule != "adaptive":
-            plan, priced = self._natural_best(proposals.splits(samples, step), step)
+        if self.forward_only:
+            plan, priced = self._first_to_end(map(self._in_good_order, proposals.splits(samples, step)), step)
+        elif self.schedule != "adaptive":
+            plan, priced = self._first_to_end(map(self._natural, proposals.splits(samples, step)), step)
         elif self.rule == "dynapipe-ext" and self.layout == "padded":
             plan, priced = self._predicted(*self._searched(proposals.cuts(samples, step)), step)
         else:
@@ -129,14 +159,28 @@ class Planner:
         return Proposals(
             topology=self.topology,
             costs=self.costs,
-            limit_bytes=int(self.memory_limit_bytes),
+            limit_bytes=int(self.memory_limit_bytes) - (self._beside_bytes if self.forward_only else 0),
             layout=self.layout,
             rule=self.rule,
             pad_multiple=self.pad_multiple,
             max_tokens=self.max_tokens,
-            kinds=RECOMPUTES if self.recompute is None else (self.recompute,),
+            kinds=self._recomputes,
             equal_counts=self.equal_counts,
+            forward_only=self.forward_only,
         )
+
+    @property
+    def _recomputes(self) -> tuple[Recompute, ...]:
+        if self.forward_only:
+            return ("none",)
+        return RECOMPUTES if self.recompute is None else (self.recompute,)
+
+    @property
+    def _beside_bytes(self) -> int:
+        """The most static bytes that a rank's other stages hold beside one that runs: splits see one stage at a time."""
+        static, ranks = self.costs.evaluate([]).static_bytes.tolist(), self.topology.stage_ranks
+        own = [[num_bytes for num_bytes, r in zip(static, ranks, strict=True) if r == rank] for rank in set(ranks)]
+        return max(sum(of_rank) - min(of_rank) for of_rank in own)
 
     def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules]:
         settings = Settings(
@@ -150,12 +194,13 @@ class Planner:
         index, found = optimize_best([proposal.start for proposal in proposed], settings)
         return proposed[index].replicas(found.replicas), found.schedules
 
-    def _natural_best(self, splits: Sequence[Replicas], step: int) -> tuple[StepPlan, list[MicroBatchCosts]]:
-        """Of several splits under a published schedule, the first to end."""
+    def _first_to_end(
+        self, scheduled: Iterable[tuple[Replicas, Schedules]], step: int
+    ) -> tuple[StepPlan, list[MicroBatchCosts]]:
+        """Of several splits with their schedules, the first to end."""
         found: list[tuple[StepPlan, list[MicroBatchCosts]]] = []
         refusal: PlanError | None = None
-        for replicas in splits:
-            schedules = tuple(self._natural(len(replica)) for replica in replicas)
+        for replicas, schedules in scheduled:
             try:
                 found.append(self._predicted(replicas, schedules, step))
             except PlanError as error:  # this split holds too much at once; others may fit
@@ -194,10 +239,24 @@ class Planner:
         batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
         return StepPlan(batch, tuple(schedules), tuple(predictions)), priced
 
-    def _natural(self, num_micro_batches: int) -> PipelineSchedule:
-        if not num_micro_batches:
-            return linear_schedule(self.schedule, [()] * self.topology.num_stages)
-        return published_schedule(self.schedule, self.topology.num_stages, num_micro_batches)
+    def _natural(self, replicas: Replicas) -> tuple[Replicas, Schedules]:
+        """A split under a published schedule."""
+        stages = self.topology.num_stages
+        return replicas, tuple(
+            published_schedule(self.schedule, stages, len(replica))
+            if replica
+            else linear_schedule(self.schedule, [()] * stages)
+            for replica in replicas
+        )
+
+    def _in_good_order(self, replicas: Replicas) -> tuple[Replicas, Schedules]:
+        """A split with each replica's micro-batches in an order that is good for forwards alone."""
+        stage_ranks, effort = self.topology.stage_ranks, self.effort // (_PLACES * self.topology.dp)
+        priced = [self.costs.evaluate(replica) for replica in replicas]
+        orders = [injection_order(costs, stage_ranks, effort=effort) for costs in priced]
+        return [[replica[m] for m in order] for replica, order in zip(replicas, orders, strict=True)], tuple(
+            forward_schedule(costs.take(order), stage_ranks) for costs, order in zip(priced, orders, strict=True)
+        )
 
     def with_memory_limit(self, limit_bytes: int) -> Planner:
         """The same planner under another limit. Raises PlanError for a limit that leaves nothing."""
@@ -226,6 +285,22 @@ class Planner:
             format=None if raw["format"] is None else ActivationFormat(**raw["format"]),
             **{name: raw[name] for name in _PLAIN_FIELDS},
         )
+
+
+def _check_forward_only(planner: Planner) -> None:
+    """Refuse what concerns backwards. Errors: ConfigError."""
+    given = {
+        "schedule": planner.schedule != "adaptive",
+        "split_backward": planner.split_backward,
+        "fill_waits": planner.fill_waits,
+        "recompute": planner.recompute not in (None, "none"),
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ConfigError(
+                f"{name} is {getattr(planner, name)!r} but steps of forwards alone have no backward:"
+                " leave it out, or take Planner.for_forwards(), which does"
+            )
 
 
 _BOUNDS = {"pad_multiple": (1, 1 << 24), "max_tokens": (0, 1 << 40), "effort": (0, 10**9)}

@@ -56,7 +56,8 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposals:
-    """Makes splits under the settings of a `Planner`; `kinds` of recomputation may be chosen from.
+    """Makes splits under the settings of a `Planner`; `kinds` of recomputation may be chosen from. Forwards alone hold
+    nothing, so no split of theirs depends on how many micro-batches are in flight.
 
     A batch of fewer samples than replicas leaves the last of them empty, unless counts must be equal. All methods raise
     PlanError where nothing they could propose stays within the caps.
@@ -71,6 +72,7 @@ class Proposals:
     max_tokens: int
     kinds: tuple[Recompute, ...]
     equal_counts: bool
+    forward_only: bool = False
 
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Ordered samples that the search may cut anywhere."""
@@ -106,12 +108,13 @@ class Proposals:
         if self.rule != "dynapipe-ext":
             return _possible(self._peer_rules(samples))
         if self.layout == "padded":
-            runs, firsts = self._first_cuts(samples, (stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages))
+            held = (1,) if self.forward_only else (stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages)
+            runs, firsts = self._first_cuts(samples, held)
             micro_batches = [[runs.micro_batch(cut) for cut in cuts] for cuts in firsts]
         else:
-            held = dict.fromkeys((1, (stages + 1) // 2, stages))
+            held = (1,) if self.forward_only else (1, (stages + 1) // 2, stages)
             dp = min(self.topology.dp, len(samples))
-            micro_batches = _possible(partial(self._packed, samples, in_flight, dp) for in_flight in held)
+            micro_batches = _possible(partial(self._packed, samples, in_flight, dp) for in_flight in dict.fromkeys(held))
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
     def _with_replicas(self, parts: list[MicroBatch], samples: Sequence[SampleLength], step: int) -> Replicas:
