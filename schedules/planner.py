@@ -177,7 +177,7 @@ class Planner:
 
     @property
     def _beside_bytes(self) -> int:
-        """The most static bytes that a rank's other stages hold beside one that runs: splits see one stage at a time."""
+        """The most static bytes that a rank's other stages hold beside the one that runs: splits see each by itself."""
         static, ranks = self.costs.evaluate([]).static_bytes.tolist(), self.topology.stage_ranks
         own = [[num_bytes for num_bytes, r in zip(static, ranks, strict=True) if r == rank] for rank in set(ranks)]
         return max(sum(of_rank) - min(of_rank) for of_rank in own)

@@ -74,13 +74,6 @@ class ForwardCosts:
 
 
 def _forwards(none: MicroBatchCosts, full: MicroBatchCosts) -> MicroBatchCosts:
-    """Costs without recomputation, less all that backwards need; `full`: the same under full recomputation."""
-    zeros = np.zeros_like(none.forward_ns)
-    return replace(
-        none,
-        backward_ns=zeros,
-        weight_ns=zeros,
-        stored_bytes=zeros,
-        working_bytes=np.minimum(none.stored_bytes + none.working_bytes, full.stored_bytes + full.working_bytes),
-        working_in="F",
-    )
+    """Forwards of what costs `none` without and `full` under full recomputation."""
+    alone = none.forwards()
+    return replace(alone, working_bytes=np.minimum(alone.working_bytes, full.forwards().working_bytes))

@@ -136,7 +136,7 @@ def injection_order(costs: MicroBatchCosts, stage_ranks: Sequence[int], *, effor
 
 def forward_schedule(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> PipelineSchedule:
     """Forwards alone, in the order of the costs' columns on every stage; a free rank takes the oldest micro-batch that
-    is there, or waits for the next.
+    is there, or waits for the next. On ranks with several stages that keeps few messages waiting.
     """
     stages, count = len(stage_ranks), costs.num_micro_batches
     forward: Table = costs.forward_ns.tolist()

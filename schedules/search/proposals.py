@@ -114,7 +114,9 @@ class Proposals:
         else:
             held = (1,) if self.forward_only else (1, (stages + 1) // 2, stages)
             dp = min(self.topology.dp, len(samples))
-            micro_batches = _possible(partial(self._packed, samples, in_flight, dp) for in_flight in dict.fromkeys(held))
+            micro_batches = _possible(
+                partial(self._packed, samples, in_flight, dp) for in_flight in dict.fromkeys(held)
+            )
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
     def _with_replicas(self, parts: list[MicroBatch], samples: Sequence[SampleLength], step: int) -> Replicas:
