@@ -43,8 +43,8 @@ def evaluate(
     for micro_batches, plan in islice(loader, num_steps):
         if not plan.forward_only:
             raise ConfigError(
-                f"the plan of step {plan.step} has backwards, which would change gradients: give the evaluation's loader"
-                " planner.for_forwards()"
+                f"the plan of step {plan.step} has backwards, which would change gradients: give the loader"
+                " of evaluation planner.for_forwards()"
             )
         losses.append(executor.execute(plan, micro_batches))
         divisors.append(plan.loss_divisor)
