@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, get_args
 
@@ -40,7 +40,8 @@ from dynapipe_ext.topology import Topology
 
 Schedules = tuple[PipelineSchedule, ...]
 
-_PLACES = 8  # moves of effort for which one micro-batch of forwards alone tries all places in the order
+_LESS = 4  # of the effort, one part in so many for cuts and replicas of forwards alone, which leave less to choose
+_PLACES = 8  # moves of effort for which one micro-batch of theirs tries all places in the order
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +136,8 @@ class Planner:
         if self.equal_counts:
             check_enough(len(samples), self.topology.dp)
         proposals = self._proposals
-        if self.forward_only:
-            plan, priced = self._first_to_end(map(self._in_good_order, proposals.splits(samples, step)), step)
-        elif self.schedule != "adaptive":
-            plan, priced = self._first_to_end(map(self._natural, proposals.splits(samples, step)), step)
+        if self.schedule != "adaptive":
+            plan, priced = self._natural_best(proposals.splits(samples, step), step)
         elif self.rule == "dynapipe-ext" and self.layout == "padded":
             plan, priced = self._predicted(*self._searched(proposals.cuts(samples, step)), step)
         else:
@@ -178,7 +177,8 @@ class Planner:
     @property
     def _beside_bytes(self) -> int:
         """The most static bytes that a rank's other stages hold beside the one that runs: splits see each by itself."""
-        static, ranks = self.costs.evaluate([]).static_bytes.tolist(), self.topology.stage_ranks
+        static: list[int] = self.costs.evaluate([]).static_bytes.tolist()
+        ranks = self.topology.stage_ranks
         own = [[num_bytes for num_bytes, r in zip(static, ranks, strict=True) if r == rank] for rank in set(ranks)]
         return max(sum(of_rank) - min(of_rank) for of_rank in own)
 
@@ -186,21 +186,22 @@ class Planner:
         settings = Settings(
             memory_limit_bytes=int(self.memory_limit_bytes),
             split=self.split_backward,
-            effort=self.effort,
+            effort=self.effort // _LESS if self.forward_only else self.effort,
             seed=self.seed,
             stage_ranks=self.topology.stage_ranks,
             equal_counts=self.equal_counts,
         )
         index, found = optimize_best([proposal.start for proposal in proposed], settings)
-        return proposed[index].replicas(found.replicas), found.schedules
+        replicas = proposed[index].replicas(found.replicas)
+        # Forwards alone are searched with backwards that take no time: good cuts and replicas, another order to come.
+        return self._forwards_in_order(replicas) if self.forward_only else (replicas, found.schedules)
 
-    def _first_to_end(
-        self, scheduled: Iterable[tuple[Replicas, Schedules]], step: int
-    ) -> tuple[StepPlan, list[MicroBatchCosts]]:
-        """Of several splits with their schedules, the first to end."""
+    def _natural_best(self, splits: Sequence[Replicas], step: int) -> tuple[StepPlan, list[MicroBatchCosts]]:
+        """Of several splits under a published schedule, the first to end."""
         found: list[tuple[StepPlan, list[MicroBatchCosts]]] = []
         refusal: PlanError | None = None
-        for replicas, schedules in scheduled:
+        for replicas in splits:
+            schedules = tuple(self._natural(len(replica)) for replica in replicas)
             try:
                 found.append(self._predicted(replicas, schedules, step))
             except PlanError as error:  # this split holds too much at once; others may fit
@@ -239,24 +240,22 @@ class Planner:
         batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
         return StepPlan(batch, tuple(schedules), tuple(predictions)), priced
 
-    def _natural(self, replicas: Replicas) -> tuple[Replicas, Schedules]:
-        """A split under a published schedule."""
-        stages = self.topology.num_stages
-        return replicas, tuple(
-            published_schedule(self.schedule, stages, len(replica))
-            if replica
-            else linear_schedule(self.schedule, [()] * stages)
-            for replica in replicas
-        )
+    def _natural(self, num_micro_batches: int) -> PipelineSchedule:
+        if not num_micro_batches:
+            return linear_schedule(self.schedule, [()] * self.topology.num_stages)
+        return published_schedule(self.schedule, self.topology.num_stages, num_micro_batches)
 
-    def _in_good_order(self, replicas: Replicas) -> tuple[Replicas, Schedules]:
-        """A split with each replica's micro-batches in an order that is good for forwards alone."""
+    def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules]:
+        """A split for forwards alone, each replica's micro-batches in a good order, and that order's schedules."""
         stage_ranks, effort = self.topology.stage_ranks, self.effort // (_PLACES * self.topology.dp)
-        priced = [self.costs.evaluate(replica) for replica in replicas]
-        orders = [injection_order(costs, stage_ranks, effort=effort) for costs in priced]
-        return [[replica[m] for m in order] for replica, order in zip(replicas, orders, strict=True)], tuple(
-            forward_schedule(costs.take(order), stage_ranks) for costs, order in zip(priced, orders, strict=True)
-        )
+        ordered: Replicas = []
+        schedules: list[PipelineSchedule] = []
+        for replica in replicas:
+            costs = self.costs.evaluate(replica)
+            order = injection_order(costs, stage_ranks, effort=effort)
+            ordered.append([replica[m] for m in order])
+            schedules.append(forward_schedule(costs.take(order), stage_ranks))
+        return ordered, tuple(schedules)
 
     def with_memory_limit(self, limit_bytes: int) -> Planner:
         """The same planner under another limit. Raises PlanError for a limit that leaves nothing."""

@@ -154,8 +154,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_backwards(args: argparse.Namespace) -> None:
-    """Errors: ConfigError for flags that say how backwards run, and for a search by seeds, where there is none."""
-    for flag in ("schedule", "split_backward", "time_limit"):
+    """Errors: ConfigError for flags that say how backwards run."""
+    for flag in ("schedule", "split_backward"):
         if getattr(args, flag) is not None:
             raise ConfigError(
                 f"--{flag.replace('_', '-')} has nothing to change in forwards alone: leave it or --forward-only out"

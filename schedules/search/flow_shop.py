@@ -117,7 +117,8 @@ def injection_order(costs: MicroBatchCosts, stage_ranks: Sequence[int], *, effor
     if count <= 1 or costs.num_stages <= 2:
         return orders[-1]
     if count <= _FEW:
-        return list(min(itertools.permutations(range(count)), key=shop.makespan_ns))
+        every = (list(order) for order in itertools.permutations(range(count)))
+        return min(every, key=shop.makespan_ns)
     best = min(orders, key=shop.makespan_ns)
     best_ns, bound_ns = shop.makespan_ns(best), shop.bound_ns()
     since = 0  # micro-batches in a row that stand where they should

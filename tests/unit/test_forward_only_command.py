@@ -108,7 +108,7 @@ def test_a_damaged_plan_of_forwards_is_refused_for_its_reason(
     assert any(says in fault for fault in verdict["faults"]), verdict["faults"]
 
 
-@pytest.mark.parametrize("flag", [("--schedule", "1f1b"), ("--split-backward",), ("--time-limit", "1")])
+@pytest.mark.parametrize("flag", [("--schedule", "1f1b"), ("--split-backward",)])
 def test_flags_that_say_how_backwards_run_are_refused(
     flag: tuple[str, ...], lengths: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
