@@ -142,6 +142,15 @@ def test_forwards_fit_micro_batches_that_training_cannot_hold() -> None:
     assert forwards_most > 2 * training_most
 
 
+def test_micro_batches_are_cut_for_what_all_stages_of_a_rank_leave_free() -> None:
+    """Each rank holds the weights of two stages, 20 kB of 26 kB: a micro-batch of 6 kB fits, one of 16 kB does not."""
+    costs = TokenCosts(4, bytes_per_token=100, static_bytes=10_000, overhead_ns=10**9)
+    planning = Planner(Topology(pp=2, placement=(0, 1, 1, 0)), costs, 26_000).for_forwards()
+    plan = planning.plan([30] * 12)
+    assert {m.rows for m in plan.batch.micro_batches} == {1}
+    assert plan.peak_bytes == 20_000 + 32 * 100
+
+
 def test_a_training_schedule_without_backwards_is_refused_by_validate_verify_and_the_reader_of_plans() -> None:
     plan = planner().plan(LENGTHS)
     forwards = plan.schedules[0]
