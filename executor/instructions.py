@@ -143,8 +143,8 @@ class ExecutionPlan:
 
     `micro_batches` are those of the whole replica. The loss of a step is sum(weight x loss over positions) over all
     replicas divided by `loss_divisor` (the global number of target tokens, or of samples). `real_tokens` and
-    `padded_tokens` count the whole global batch; `num_micro_batches` has one count a replica. A `forward_only` plan
-    evaluates: it has no backwards, and gradients are left alone.
+    `padded_tokens` count the whole global batch; `num_micro_batches` has one count a replica. `forward_only`: no
+    backward follows (evaluation), so nothing is kept after a forward, and gradients stay as they are.
     """
 
     step: int
