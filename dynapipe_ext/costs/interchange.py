@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, assert_never
+from typing import Any
 
+from dynapipe_ext.costs.abilities import costs_as_json
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.fitted import BaseCosts, FittedCosts
 from dynapipe_ext.costs.model import CostModel
@@ -13,13 +14,9 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
 
 
-def cost_model_to_json(model: BaseCosts | FittedCosts) -> dict[str, Any]:
-    """A cost model as JSON; its "kind" says which of the four it is."""
-    match model:
-        case AnalyticCosts() | CostTable() | TokenCosts() | FittedCosts():
-            return model.to_json()
-        case _:
-            assert_never(model)
+def cost_model_to_json(model: CostModel) -> dict[str, Any]:
+    """A cost model as JSON; its "kind" says which of the four it is. Errors: ConfigError for one of another kind."""
+    return costs_as_json(model)
 
 
 def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:

@@ -17,8 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.executor.stages.megatron_families import build_family, rotary_frequencies
-from dynapipe_ext.executor.stages.megatron_model import destroy_parallel, initialize_parallel
+from dynapipe_ext.executor.stages.megatron_layers import rotary_frequencies
+from dynapipe_ext.executor.stages.megatron_model import (
+    build_model,
+    destroy_parallel,
+    initialize_parallel,
+    transformer_config,
+)
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
@@ -145,7 +150,7 @@ def part_of_rank(one: Published, topology: Topology, rank: int) -> dict[str, tor
     state = {}
     for tensor, value in whole_tensors(one):
         if tensor.vocabulary:
-            missing = a.padded_vocab_size(tp=topology.tp) - a.vocab_size
+            missing = a.padded_vocab_size() - a.vocab_size
             value = torch.nn.functional.pad(value, (0, 0) * (value.ndim - 1) + (0, missing))
         if tensor.tp_dim is not None:
             parts = value.chunk(tensor.tp_parts, tensor.tp_dim)
@@ -167,9 +172,9 @@ def part_of_rank(one: Published, topology: Topology, rank: int) -> dict[str, tor
 
 
 def built(one: Published, topology: Topology, rank: int, **options: Any) -> Any:
-    model: Any = build_family(
-        one.architecture, topology, topology.coordinates(rank).pp_rank, dtype="float32", device=CPU, **options
-    )
+    config = transformer_config(one.architecture, topology, dtype="float32", **options)
+    stage = topology.coordinates(rank).pp_rank
+    model: Any = build_model(one.architecture, topology, stage, config, seed=None, device=CPU)
     state = part_of_rank(one, topology, rank)
     wanted = {name for name in model.state_dict() if not name.endswith("_extra_state")}
     assert state.keys() == wanted, sorted(state.keys() ^ wanted)
@@ -374,7 +379,8 @@ def test_a_weight_that_was_not_loaded_shows_and_a_seed_gives_the_same_model_agai
         initialize_parallel(Topology(), 0)
 
         def build(seed: int | None) -> Any:
-            return build_family(one, Topology(), 0, dtype="bfloat16", device=CPU, seed=seed).eval()
+            config = transformer_config(one, Topology(), dtype="bfloat16")
+            return build_model(one, Topology(), 0, config, seed=seed, device=CPU).eval()
 
         unloaded, first, second = (list(build(seed).parameters()) for seed in (None, 3, 3))
         with torch.no_grad():
