@@ -198,7 +198,9 @@ class TrainConfig:
 
     def _check_heads(self, where: str) -> None:
         model = self.model
-        if model.described is None and model.hidden_size % model.num_heads:
+        if model.described is not None:
+            return
+        if model.hidden_size % model.num_heads:
             raise ConfigError(
                 f"{where}: [model] hidden_size is {model.hidden_size} but must be a multiple of num_heads, which is"
                 f" {model.num_heads}"

@@ -86,7 +86,8 @@ class _OneByOne:
         recompute: Recompute = "none",
     ) -> MicroBatchCosts:
         shapes = np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))
-        columns = [self._column(*map(int, shape), recompute) for shape in zip(*map(np.ravel, shapes), strict=True)]
+        flat = zip(*(np.ravel(x).tolist() for x in shapes), strict=True)
+        columns = [self._column(r, e, d, recompute) for r, e, d in flat]
         like = next((one for one in columns if one is not None), None) or self._any()
         never = _infeasible(like)
         return MicroBatchCosts.join([never if one is None else one for one in columns], like=like)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.stages.megatron_layers import rotary_frequencies
 from dynapipe_ext.executor.stages.megatron_model import (
     build_model,
@@ -25,6 +26,7 @@ from dynapipe_ext.executor.stages.megatron_model import (
     transformer_config,
 )
 from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.launch.initial_weights import load_initial_weights
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
@@ -75,6 +77,7 @@ class Published:
     """A model of transformers, as it is on disk and as it computes."""
 
     model: Any
+    folder: Path
     architecture: Architecture
     tensors: Mapping[str, torch.Tensor]
     logits: torch.Tensor  # of `tokens`, with eager attention
@@ -131,7 +134,7 @@ def published(name: str, folder: Path) -> Published:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return Published(model, architecture, tensors_in(folder), logits, masked, one_row, losses)
+    return Published(model, folder, architecture, tensors_in(folder), logits, masked, one_row, losses)
 
 
 def whole_tensors(one: Published) -> Iterator[tuple[MegatronTensor, torch.Tensor]]:
@@ -213,12 +216,24 @@ def converted(one: Published) -> Converted:
     return Converted(state, promised, logits, masked, one_row, losses)
 
 
+def loaded(one: Published, topology: Topology, rank: int) -> dict[str, torch.Tensor]:
+    """A rank's state_dict as a run's `init_from` fills it."""
+    stage = topology.coordinates(rank).pp_rank
+    config = transformer_config(one.architecture, topology, dtype="float32")
+    model: Any = build_model(one.architecture, topology, stage, config, seed=None, device=CPU)
+    load_initial_weights(model, str(one.folder), one.architecture, topology, stage)
+    return {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
+
+
 def spread(
     one: Published, topology: Topology, rank: int, *, sequence_parallel: bool
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """On the last pipeline rank: this rank's columns of the logits, and the loss of each position."""
     me = topology.coordinates(rank)
     model = built(one, topology, rank, sequence_parallel=sequence_parallel)
+    if one.architecture.family != "t5":  # which the pipeline does not train
+        held = model.state_dict()
+        assert [n for n, t in loaded(one, topology, rank).items() if not torch.equal(t, held[n])] == []
     with torch.no_grad():
         if me.pp_rank:
             received = torch.empty(LENGTH, ROWS, one.architecture.hidden_size)
@@ -382,6 +397,8 @@ def test_a_weight_that_was_not_loaded_shows_and_a_seed_gives_the_same_model_agai
             config = transformer_config(one, Topology(), dtype="bfloat16")
             return build_model(one, Topology(), 0, config, seed=seed, device=CPU).eval()
 
+        with pytest.raises(DataError, match=r"stored as torch\.float32 and would be rounded to torch\.bfloat16"):
+            load_initial_weights(build(3), str(models["mixtral"].folder), one, Topology(), 0)
         unloaded, first, second = (list(build(seed).parameters()) for seed in (None, 3, 3))
         with torch.no_grad():
             is_finite = bool(said(build(3), tokens()).isfinite().all())
