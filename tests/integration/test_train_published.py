@@ -29,12 +29,7 @@ tp = 2
 pp = 2
 dp = 1
 layers_per_stage = [1, 3]
-[model]
-architecture = "{model}"
-init_from = "{weights}"
 [data]
-path = "{folder}/data.jsonl"
-tokenizer = "{model}/tokenizer.json"
 truncate = true
 tokens_per_batch = 0
 batch_size = {samples}
@@ -89,12 +84,14 @@ def test_the_first_loss_is_that_of_transformers(family: str, converted: list[str
         assert main(["convert", str(folder), str(weights), "--to", "megatron", *converted]) == 0
     write_data(tmp_path, folder)
     settings = tmp_path / "run.toml"
-    settings.write_text(SETTINGS.format(model=folder, weights=weights, folder=tmp_path, samples=SAMPLES))
-    config = TrainConfig.read(settings)
+    settings.write_text(SETTINGS.format(folder=tmp_path, samples=SAMPLES))
+    config = TrainConfig.read(settings).with_values(model={"architecture": str(folder)})
     assert topology_of(config).layers_per_stage == (1, 3)
     costs = analytic_costs(config, architecture_of(config, 290), flops_per_s=50e9, overhead_ns=1_000_000)
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
-    run([*CLI, "train", "--config", str(settings), "--run-dir", str(tmp_path / "run")])
+    flags = ["--architecture", str(folder), "--init-from", str(weights), "--tokenizer", str(folder / "tokenizer.json")]
+    flags += ["--data", str(tmp_path / "data.jsonl"), "--run-dir", str(tmp_path / "run")]
+    run([*CLI, "train", "--config", str(settings), *flags])
     dataset = TokenDataset.open(tmp_path / "run" / "data")
     assert len(np.unique(dataset.lengths[:, 0])) > 5
     assert report_of(tmp_path / "run")["losses"] == pytest.approx([loss_of(model, dataset)], abs=1e-5)
