@@ -12,7 +12,7 @@ from dynapipe_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dynapipe_ext.activations import ActivationFormat
-    from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+    from dynapipe_ext.costs.analytic import AnalyticCosts
     from dynapipe_ext.costs.table import CostTable
     from dynapipe_ext.costs.tokens import TokenCosts
     from dynapipe_ext.errors import DynaPipeError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dynapipe_ext.executor.transport.inline import InlineHub
     from dynapipe_ext.executor.transport.parallel_context import ParallelContext
     from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
+    from dynapipe_ext.models.architecture import Architecture
     from dynapipe_ext.plan import MicroBatch
     from dynapipe_ext.schedules.planner import Planner
     from dynapipe_ext.topology import Topology
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 _HOMES = {
     "ActivationFormat": "dynapipe_ext.activations",
     "AnalyticCosts": "dynapipe_ext.costs.analytic",
+    "Architecture": "dynapipe_ext.models.architecture",
     "CostTable": "dynapipe_ext.costs.table",
     "DynaPipeDataLoader": "dynapipe_ext.executor.loader",
     "DynaPipeError": "dynapipe_ext.errors",
     "ExecutionPlan": "dynapipe_ext.executor.instructions",
     "InlineHub": "dynapipe_ext.executor.transport.inline",
     "MicroBatch": "dynapipe_ext.plan",
-    "ModelShape": "dynapipe_ext.costs.analytic",
     "ParallelContext": "dynapipe_ext.executor.transport.parallel_context",
     "PipelineExecutor": "dynapipe_ext.executor.engine",
     "Planner": "dynapipe_ext.schedules.planner",
@@ -49,13 +50,13 @@ _HOMES = {
 __all__ = [
     "ActivationFormat",
     "AnalyticCosts",
+    "Architecture",
     "CostTable",
     "DynaPipeDataLoader",
     "DynaPipeError",
     "ExecutionPlan",
     "InlineHub",
     "MicroBatch",
-    "ModelShape",
     "ParallelContext",
     "PipelineExecutor",
     "Planner",

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.plan import Layout, LossNorm
 
 ScheduleName = Literal["adaptive", "1f1b", "gpipe", "zb-h1", "zb-h2"]
 SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2")  # every backward as I and W, asked for or not
+_READ = "described"  # of [model]: no setting, but what one of them names
 Rule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 
 
@@ -36,6 +39,13 @@ class TopologySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSettings:
+    """`architecture` names a published model (a config.json or its folder, Megatron's arguments as JSON, a preset) and
+    gives all sizes; then `max_seq_len` alone may be said, to keep rows shorter. `init_from` is the folder of a
+    checkpoint whose weights the run starts with. `described` is read, not given: the model that `architecture` names.
+    """
+
+    architecture: str = ""
+    init_from: str = ""
     num_layers: int = 4
     hidden_size: int = 128
     num_heads: int = 4
@@ -49,15 +59,17 @@ class ModelSettings:
     bias: bool = True
     dropout: float = 0.0
     dtype: Literal["float32", "bfloat16"] = "float32"
+    described: Architecture | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """`path` empty means the built-in generator. Exactly one of `tokens_per_batch` and `batch_size` is above 0."""
+    """`path` empty means the built-in generator. `tokenizer`: "bpe" (trained on the data, `vocab_size` ids), "bytes",
+    or what `dynapipe preprocess --tokenizer` takes. Exactly one of `tokens_per_batch` and `batch_size` is above 0."""
 
     path: str = ""
     num_samples: int = 4000
-    tokenizer: Literal["bpe", "bytes"] = "bpe"
+    tokenizer: str = "bpe"
     vocab_size: int = 1024
     truncate: bool = False
     tokens_per_batch: int = 8192
@@ -139,20 +151,23 @@ class TrainConfig:
             values = raw.get(name, {})
             if not isinstance(values, Mapping):
                 raise ConfigError(f"{where}: {name} must be a table like [{name}]")
-            hints = get_type_hints(table)
+            hints = {key: hint for key, hint in get_type_hints(table).items() if key != _READ}
             _refuse_unknown(values, hints, f"{where}: [{name}]")
             checked = {key: _checked(v, hints[key], f"{where}: [{name}] {key}") for key, v in values.items()}
             built[name] = table(**checked)
+        built["model"] = _described(built["model"], raw.get("model", {}), where)
         config = cls(**built)
         config.check(where)
         return config
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: {key: v for key, v in table.items() if key != _READ} for name, table in asdict(self).items()}
 
     def with_values(self, **tables: Mapping[str, Any]) -> TrainConfig:
         """The same settings with some replaced, for command-line flags: with_values(run={"steps": 5})."""
         changed = {name: replace(getattr(self, name), **values) for name, values in tables.items() if values}
+        if "model" in changed:
+            changed["model"] = _described(changed["model"], tables["model"], "command line")
         config = replace(self, **changed)
         config.check("command line")
         return config
@@ -183,6 +198,8 @@ class TrainConfig:
 
     def _check_heads(self, where: str) -> None:
         model = self.model
+        if model.described is not None:
+            return
         if model.hidden_size % model.num_heads:
             raise ConfigError(
                 f"{where}: [model] hidden_size is {model.hidden_size} but must be a multiple of num_heads, which is"
@@ -234,6 +251,41 @@ def check_fill_waits(fill_waits: bool, schedule: ScheduleName, split_backward: b
             f" {split_backward} has none: take the adaptive schedule with split_backward, or one of"
             f" {', '.join(SPLIT_SCHEDULES)}"
         )
+
+
+def _described(model: ModelSettings, said: Mapping[str, Any], where: str) -> ModelSettings:
+    """The settings with the sizes of the model that `architecture` names. Errors: ConfigError for a size in `said` that
+    contradicts them, and for a model that the pipeline does not train."""
+    if not model.architecture:
+        return replace(model, described=None)
+    a, _ = read_model(model.architecture)
+    place = f"{where}: [model] architecture {model.architecture}"
+    if a.num_decoder_layers:
+        raise ConfigError(f"{place} has an encoder and a decoder, but training runs decoders only: give such a model")
+    if a.num_experts:
+        raise ConfigError(
+            f"{place} has num_experts {a.num_experts}, but training runs dense layers alone: give a dense model, or"
+            " train experts on a Stage of your own; plans and costs know them"
+        )
+    own: dict[str, Any] = {
+        "num_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "num_heads": a.num_heads,
+        "num_query_groups": a.num_query_groups,
+        "ffn_hidden_size": a.ffn_hidden_size,
+        "gated_mlp": a.gated_mlp,
+        "max_seq_len": a.max_seq_len,
+        "tied_embeddings": a.tied_embeddings,
+        "position": a.position,
+        "norm": a.norm,
+        "bias": a.mlp_bias,
+    }
+    if "max_seq_len" in said and model.max_seq_len <= a.max_seq_len:
+        own["max_seq_len"] = model.max_seq_len
+    for name in said:
+        if name in own and getattr(model, name) != own[name]:
+            raise ConfigError(f"{place} has {name} {own[name]}, but {name} is {getattr(model, name)}: leave it out")
+    return replace(model, described=a, **own)
 
 
 def _refuse_out_of_bounds(config: TrainConfig, where: str) -> None:

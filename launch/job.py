@@ -6,29 +6,38 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.config import SPLIT_SCHEDULES, Rule, ScheduleName, TrainConfig
-from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
-from dynapipe_ext.costs.fitted import FittedCosts
+from dynapipe_ext.costs.abilities import over_topology
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.costs.table import CostTable
-from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.data.dataset import TokenDataset, fingerprint_of_source, is_prepared, open_prepared, prepare
+from dynapipe_ext.data.dataset import (
+    TokenDataset,
+    TokenizerKind,
+    fingerprint_of_source,
+    is_prepared,
+    open_prepared,
+    prepare,
+)
 from dynapipe_ext.data.generation import generate_examples, generator_settings
+from dynapipe_ext.data.preprocessing.encoders import load_encoder
+from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
+from dynapipe_ext.data.preprocessing.inputs import find_inputs
+from dynapipe_ext.data.preprocessing.preprocess import preprocess
 from dynapipe_ext.data.reading import Example, read_examples
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.lengths import LengthArray, sample_lengths
+from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, round_up
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
 
-# One multiple for all topologies: the padded vocabulary, and with it the weights, must not depend on tp.
-_VOCAB_MULTIPLE = 128
 _OURS = "dynapipe-ext"
 
 
@@ -65,33 +74,45 @@ def topology_of(config: TrainConfig) -> Topology:
     for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
         if getattr(m, name) % t.tp:
             raise ConfigError(f"tp is {t.tp} but does not divide {name} {getattr(m, name)}: choose another tp or size")
-    if _VOCAB_MULTIPLE % t.tp:
-        raise ConfigError(f"tp is {t.tp} but must divide {_VOCAB_MULTIPLE}: choose a power of two up to that")
+    if VOCAB_MULTIPLE % t.tp:
+        raise ConfigError(f"tp is {t.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
     if t.sequence_parallel and config.plan.pad_multiple % t.tp:
         raise ConfigError(
             f"pad_multiple is {config.plan.pad_multiple} but sequence parallelism cuts rows in tp = {t.tp} parts:"
             f" make it a multiple of {t.tp}"
         )
-    if m.position == "learned" and m.max_seq_len % config.plan.pad_multiple:
-        longest = round_up(m.max_seq_len, config.plan.pad_multiple)
+    learned = m.described.max_seq_len if m.described else m.max_seq_len
+    if m.position == "learned" and (longest := round_up(m.max_seq_len, config.plan.pad_multiple)) > learned:
         raise ConfigError(
             f"max_seq_len is {m.max_seq_len} but rows are rounded up to pad_multiple {config.plan.pad_multiple}, to"
-            f" {longest} positions of which only {m.max_seq_len} are learned: make max_seq_len {longest} or another"
+            f" {longest} positions of which only {learned} are learned: make max_seq_len {longest} or another"
             " multiple of pad_multiple"
         )
     return topology
 
 
-def model_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
+def architecture_of(config: TrainConfig, vocab_size: int) -> Architecture:
+    """The run's model, for data of so many ids: the one that is named, or one in the sizes of the settings, whose
+    vocabulary is that of the data, padded (one multiple for all topologies: weights must not depend on tp).
+
+    Errors: DataError for data with more ids than the named model has.
+    """
     m = config.model
-    return ModelShape(
+    if m.described is not None:
+        if vocab_size > m.described.vocab_size:
+            raise DataError(
+                f"the data has ids up to {vocab_size - 1} but {m.architecture} has a vocabulary of"
+                f" {m.described.vocab_size}: prepare the data with the model's own tokenizer ([data] tokenizer)"
+            )
+        return m.described
+    return Architecture.gpt(
         num_layers=m.num_layers,
         hidden_size=m.hidden_size,
         num_heads=m.num_heads,
         num_query_groups=m.num_query_groups,
         ffn_hidden_size=m.ffn_hidden_size,
         gated_mlp=m.gated_mlp,
-        vocab_size=round_up(vocab_size, _VOCAB_MULTIPLE),
+        vocab_size=round_up(vocab_size, VOCAB_MULTIPLE),
         max_seq_len=m.max_seq_len,
         tied_embeddings=m.tied_embeddings,
         position=m.position,
@@ -113,6 +134,8 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
     data, folder = config.data, data_folder(config)
     if data.path and folder == Path(data.path):
         return open_prepared(folder, max_seq_len=config.model.max_seq_len)
+    if data.tokenizer not in get_args(TokenizerKind):
+        return _preprocessed(config, folder, progress)
     if data.path:
         path = Path(data.path)
         fingerprint = fingerprint_of_source(path)
@@ -129,7 +152,7 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
     return prepare(
         examples,
         folder,
-        tokenizer=data.tokenizer,
+        tokenizer="bpe" if data.tokenizer == "bpe" else "bytes",
         vocab_size=data.vocab_size if data.tokenizer == "bpe" else None,
         max_seq_len=config.model.max_seq_len,
         truncate=data.truncate,
@@ -138,9 +161,32 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
     )
 
 
-def analytic_costs(config: TrainConfig, shape: ModelShape, *, flops_per_s: float, overhead_ns: int) -> AnalyticCosts:
+def _preprocessed(config: TrainConfig, folder: Path, progress: Callable[[int], None] | None) -> TokenDataset:
+    """The user's file by a tokenizer of any make, as `dynapipe preprocess` does it."""
+    data = config.data
+    if not data.path:
+        raise ConfigError(
+            f"[data] tokenizer is {data.tokenizer!r} but no path is given: the built-in generator's text takes bpe or"
+            " bytes; name your own data"
+        )
+    settings = EncodeSettings(target="dataset", max_seq_len=config.model.max_seq_len, truncate=data.truncate)
+    preprocess(
+        find_inputs([data.path]),
+        folder,
+        settings=settings,
+        encoder=load_encoder(data.tokenizer),
+        overwrite=True,
+        progress=None if progress is None else lambda done: progress(done.num_samples),
+    )
+    return TokenDataset.open(folder)
+
+
+def analytic_costs(
+    config: TrainConfig, architecture: Architecture, *, flops_per_s: float, overhead_ns: int
+) -> AnalyticCosts:
     """Counted FLOPs at a given rate, counted bytes."""
-    return configured_costs(config, AnalyticCosts(shape, Topology(), flops_per_s=flops_per_s, overhead_ns=overhead_ns))
+    costs = AnalyticCosts(architecture.padded(), Topology(), flops_per_s=flops_per_s, overhead_ns=overhead_ns)
+    return configured_costs(config, costs)
 
 
 def configured_costs(config: TrainConfig, costs: AnalyticCosts) -> AnalyticCosts:
@@ -172,40 +218,7 @@ def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, 
         raise DataError(f"cost file {path} cannot be read: {error}: give a cost model written as JSON") from error
     if not isinstance(raw, dict):
         raise DataError(f"cost file {path} holds {type(raw).__name__}: give a cost model written as JSON")
-    return _laid_out(cost_model_from_json(raw), topology)
-
-
-def _laid_out(costs: CostModel, topology: Topology | None) -> tuple[CostModel, Topology]:
-    match costs:
-        case FittedCosts():
-            return _fitted_over(costs, topology)
-        case CostTable():
-            return (costs, costs.topology) if topology is None else (costs.with_topology(topology), topology)
-        case AnalyticCosts():
-            topology = costs.topology if topology is None else topology.with_layers(costs.shape.num_layers)
-            return replace(costs, topology=topology), topology
-        case _:
-            return costs, topology or Topology(pp=costs.num_stages)
-
-
-def _fitted_over(costs: FittedCosts, topology: Topology | None) -> tuple[FittedCosts, Topology]:
-    base = costs.base
-    if isinstance(base, TokenCosts):
-        return costs, topology or Topology(pp=base.num_stages)
-    num_layers = base.num_layers if isinstance(base, CostTable) else base.shape.num_layers
-    recorded = base.topology.with_layers(num_layers)
-    asked = recorded if topology is None else topology.with_layers(num_layers)
-    if replace(asked, dp=recorded.dp) != recorded:
-        raise ConfigError(
-            f"the costs were fitted to runs of {_stages(recorded)} but {_stages(asked)} are asked for: record runs of"
-            " these, or give costs that were not fitted"
-        )
-    return replace(costs, base=replace(base, topology=asked)), asked
-
-
-def _stages(topology: Topology) -> str:
-    layers = ", ".join(map(str, topology.layers_per_stage))
-    return f"{topology.num_stages} stages of {layers} layers on tp {topology.tp} x pp {topology.pp}"
+    return over_topology(cost_model_from_json(raw), topology)
 
 
 def check_batches(config: TrainConfig, lengths: LengthArray) -> None:

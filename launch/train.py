@@ -13,15 +13,15 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.core import active_core
+from dynapipe_ext.costs.abilities import recounted
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.fitted import FittedCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
@@ -30,11 +30,11 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.env import RankEnv, limit_threads, rank_env, store_password
 from dynapipe_ext.launch.job import (
     Variant,
+    architecture_of,
     check_batches,
     check_fits,
     configured_costs,
     data_folder,
-    model_shape,
     prepare_data,
     read_costs,
     topology_of,
@@ -121,7 +121,7 @@ def _run(env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: Ex
     if env.rank == 0:
         address = job.address or _embedded_store(env, config, stack)
         assert costs is not None
-        priced = cost_model_to_json(costs)  # type: ignore[arg-type]
+        priced = cost_model_to_json(costs)
         # With --costs, this file makes another run plan exactly as this one does.
         write_atomic(Path(config.run.run_dir) / "costs.json", json.dumps(priced) + "\n")
         settled = json.dumps(
@@ -221,26 +221,25 @@ def _dataset(env: RankEnv, config: TrainConfig) -> TokenDataset:
 
 def settle_costs(config: TrainConfig, vocab_size: int) -> CostModel:
     """The cost file that the settings name, or the model measured on this device. Needs an idle torch.distributed."""
-    shape = model_shape(config, vocab_size)
+    architecture = architecture_of(config, vocab_size)
     if config.plan.costs:
-        costs, _ = read_costs(config.plan.costs, topology_of(config))
-        counted = costs.base if isinstance(costs, FittedCosts) else costs
-        if not isinstance(counted, AnalyticCosts):
-            return costs
-        if counted.shape != shape:
-            raise ConfigError(
-                f"the costs in {config.plan.costs} are those of another model ({counted.shape}), not of the configured"
-                f" one ({shape}): leave them out to measure this machine"
-            )
-        counted = configured_costs(config, counted)
-        return replace(costs, base=counted) if isinstance(costs, FittedCosts) else counted
+
+        def configured(counted: AnalyticCosts) -> AnalyticCosts:
+            if counted.architecture != architecture.padded():
+                raise ConfigError(
+                    f"the costs in {config.plan.costs} are those of another model ({counted.architecture}), not of the"
+                    f" configured one ({architecture.padded()}): leave them out to measure this machine"
+                )
+            return configured_costs(config, counted)
+
+        return recounted(read_costs(config.plan.costs, topology_of(config))[0], configured)
     warnings.filterwarnings("ignore", module="megatron")
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.rate import measure_rate
 
-    rate = measure_rate(shape, dtype=config.model.dtype, device=rank_device(0))
+    rate = measure_rate(architecture, dtype=config.model.dtype, device=rank_device(0))
     measured = AnalyticCosts(
-        shape,
+        architecture.padded(),
         Topology(),
         flops_per_s=rate.flops_per_s,
         overhead_ns=0,

@@ -29,7 +29,8 @@ from dynapipe_ext.executor.transport.groups import Groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
 from dynapipe_ext.executor.transport.watched import WatchedTransport
-from dynapipe_ext.launch.job import Variant, make_planner, model_shape, topology_of
+from dynapipe_ext.launch.initial_weights import load_initial_weights
+from dynapipe_ext.launch.job import Variant, architecture_of, make_planner, topology_of
 from dynapipe_ext.models.flops import Work, work_of
 from dynapipe_ext.timeline import Span
 from dynapipe_ext.tools.progress import StepProgress
@@ -109,9 +110,9 @@ def train(context: RankContext, variant: Variant, index: int) -> tuple[list[Step
     config, device = context.config, context.device
     topology = topology_of(config)
     me = topology.coordinates(context.rank)
-    shape = model_shape(config, context.dataset.vocab_size)
+    architecture = architecture_of(config, context.dataset.vocab_size)
     settings = transformer_config(
-        shape,
+        architecture,
         topology,
         dtype=config.model.dtype,
         sequence_parallel=config.topology.sequence_parallel,
@@ -119,7 +120,10 @@ def train(context: RankContext, variant: Variant, index: int) -> tuple[list[Step
     )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    model = build_model(shape, topology, me.pp_rank, settings, seed=config.run.seed, device=device)
+    seed = None if config.model.init_from else config.run.seed
+    model = build_model(architecture, topology, me.pp_rank, settings, seed=seed, device=device)
+    if config.model.init_from:
+        load_initial_weights(model, config.model.init_from, architecture, topology, me.pp_rank)
     ddp = wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed)
     optimizer = MegatronOptimizer(ddp, settings, config.optimizer, num_steps=config.run.steps)
     stage = MegatronStage([ddp], dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")

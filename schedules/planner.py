@@ -269,7 +269,7 @@ class Planner:
         return {
             **raw,
             "topology": asdict(self.topology),
-            "costs": cost_model_to_json(self.costs),  # type: ignore[arg-type]
+            "costs": cost_model_to_json(self.costs),
             "format": None if self.format is None else asdict(self.format),
         }
 

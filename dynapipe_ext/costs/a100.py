@@ -36,3 +36,11 @@ def read_grids(directory: Path, model: str, tp: int) -> dict[tuple[Recompute, La
             table = points.setdefault((recompute, layer), {}).setdefault(name, {})
             table[tuple(int(row[axis]) for axis in axes)] = float(row[value])
     return {key: Grid.from_points(columns) for key, columns in points.items()}
+
+
+def read_parameter_bytes(directory: Path, model: str, tp: int) -> dict[str, float]:
+    """Bytes of the parameters of one layer of each kind, the largest of what was measured."""
+    found: dict[str, float] = {}
+    for row in read_rows(directory / f"{model}_parameters_mb.csv", tp):
+        found[row["layer"]] = max(found.get(row["layer"], 0.0), float(row["mb"]) * 1e6)
+    return found

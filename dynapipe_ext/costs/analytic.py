@@ -1,75 +1,80 @@
-"""Costs of a Megatron GPT from its shape alone: parameters, FLOPs and bytes, counted."""
+"""Costs of a Megatron GPT from its description alone: parameters, FLOPs and bytes, counted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.costs.shape import ModelShape as ModelShape  # also found here, where it is priced
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, ZeroStage, check_states, state_bytes
 from dynapipe_ext.costs.tokens import fingerprint, sum_of_squares, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 
 
-def _check(shape: ModelShape, topology: Topology, ep: int = 1) -> Topology:
+def _check(a: Architecture, topology: Topology, ep: int = 1) -> Topology:
+    if a.num_decoder_layers:
+        raise ConfigError(f"a {a.family} model has a decoder side: count it by EncoderDecoderCosts")
     for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
-        if getattr(shape, name) % topology.tp:
-            raise ConfigError(
-                f"{name} {getattr(shape, name)} does not divide over tp {topology.tp}: lower tp or pad it"
-            )
-    if ep < 1 or topology.dp % ep or shape.num_experts % ep or (ep > 1 and not shape.num_experts):
+        if getattr(a, name) % topology.tp:
+            raise ConfigError(f"{name} {getattr(a, name)} does not divide over tp {topology.tp}: lower tp or pad it")
+    if ep < 1 or topology.dp % ep or a.num_experts % ep or (ep > 1 and not a.num_experts):
         raise ConfigError(
             f"ep is {ep} but experts lie on replicas: it must be at least 1 and divide dp {topology.dp} and num_experts"
-            f" {shape.num_experts}, which must be above 0 for an ep above 1"
+            f" {a.num_experts}, which must be above 0 for an ep above 1"
         )
-    return topology.with_layers(shape.num_layers)
+    return topology.with_layers(a.num_layers)
 
 
-def _layer_parameters(shape: ModelShape, tp: int, ep: int) -> tuple[int, int]:
+def _layer_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
     """Parameters of one layer on one rank: those that every replica has, and those of experts."""
-    h, bias = shape.hidden_size, int(shape.bias)
-    norms = 2 * h * (2 if shape.norm == "layernorm" else 1)
-    qkv_bias = int(shape.bias or shape.qkv_bias) * (shape.query_size + 2 * shape.kv_size) // tp
-    attention = shape.attention_parameters // tp + qkv_bias + bias * h + 2 * shape.head_size * int(shape.qk_norm)
-    mlp = shape.mlp_parameters // tp + bias * (shape.fc1_size // tp + h)
-    if not shape.num_experts:
+    h = a.hidden_size
+    norms = 2 * h * (2 if a.norm == "layernorm" else 1) + 2 * a.head_dim * int(a.qk_norm)
+    biases = int(a.qkv_bias) * (a.query_size + 2 * a.kv_size) // tp + int(a.attention_output_bias) * h
+    attention = a.attention_parameters // tp + biases
+    mlp = a.mlp_parameters // tp + int(a.mlp_bias) * (a.fc1_size // tp + h)
+    if not a.num_experts:
         return norms + attention + mlp, 0
-    return norms + attention + h * shape.num_experts, shape.num_experts // ep * mlp
+    return norms + attention + h * a.num_experts, a.num_experts // ep * mlp
 
 
-def _parameters(shape: ModelShape, topology: Topology, ep: int) -> IntArray:
+def _parameters(a: Architecture, topology: Topology, ep: int) -> IntArray:
     """Shape (2, stages): parameters of one rank that every replica has, and those of experts."""
-    topology = _check(shape, topology, ep)
-    h, embedding = shape.hidden_size, shape.vocab_size * shape.hidden_size // topology.tp
-    stages = np.outer(_layer_parameters(shape, topology.tp, ep), topology.layers_per_stage).astype(np.int64)
-    stages[0, 0] += embedding + (shape.max_seq_len * h if shape.position == "learned" else 0)
-    stages[0, -1] += h * (2 if shape.norm == "layernorm" else 1)
-    if not shape.tied_embeddings or topology.num_stages > 1:
+    topology = _check(a, topology, ep)
+    h, embedding = a.hidden_size, a.vocab_size * a.hidden_size // topology.tp
+    stages = np.outer(_layer_parameters(a, topology.tp, ep), topology.layers_per_stage).astype(np.int64)
+    stages[0, 0] += embedding + (a.max_seq_len * h if a.position == "learned" else 0)
+    stages[0, -1] += h * (2 if a.norm == "layernorm" else 1)
+    if not a.tied_embeddings or topology.num_stages > 1:
         stages[0, -1] += embedding
     return stages
 
 
-def parameters_per_stage(shape: ModelShape, topology: Topology, ep: int = 1) -> tuple[int, ...]:
-    """Parameters of one tensor-parallel rank of every stage.
+def parameters_per_stage(architecture: Architecture, topology: Topology, ep: int = 1) -> tuple[int, ...]:
+    """Parameters of one tensor-parallel rank of every stage, the vocabulary as it is (see `Architecture.padded`).
 
     Sharded over TP: matrices (experts' too), the biases of qkv and fc1, embedding and LM head. Copied: norms, routers,
     the biases of proj and fc2, position embeddings. The LM head of tied embeddings is a copy on the last stage, none if
     that is the first too. `ep` replicas share the experts among them; 1 counts all experts on each rank.
 
-    >>> gpt2 = ModelShape(12, 768, 12, 12, 3072, False, 50257, 1024, True)
+    >>> gpt2 = Architecture.gpt(
+    ...     num_layers=12, hidden_size=768, num_heads=12, num_query_groups=12, ffn_hidden_size=3072, gated_mlp=False,
+    ...     vocab_size=50257, max_seq_len=1024, tied_embeddings=True,
+    ... )
     >>> parameters_per_stage(gpt2, Topology())
     (124439808,)
     """
-    return tuple(int(n) for n in _parameters(shape, topology, ep).sum(axis=0))
+    return tuple(int(n) for n in _parameters(architecture, topology, ep).sum(axis=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +98,11 @@ class AnalyticCosts:
     `layer_bytes_factor` and `head_bytes_factor` multiply the stored bytes of layers and of the head: what an
     implementation keeps beyond the count (unfused operations, copies), as measured on the device.
 
-    Experts: tokens are spread evenly, so `ep` replicas that share the experts compute what each alone would; the rate
-    stands for their exchange of tokens. A layer keeps the dispatched rows (copied over TP), the inputs of activation
-    function and fc2 (the router's weight multiplies the latter, as Megatron does), and fp32 router probabilities.
+    Experts: `capacity_factor` 0 is dropless; above 0 every expert computes its capacity, ceil(capacity_factor x top_k
+    x tokens / num_experts) rows, padded up to it or dropping what is above. Tokens are spread evenly, so `ep` replicas
+    that share the experts compute what each alone would; the rate stands for their exchange of tokens. A layer keeps
+    the dispatched rows (copied over TP), the inputs of activation function and fc2 (the router's weight multiplies the
+    latter, as Megatron does), and fp32 router probabilities.
 
     Static bytes by `state_bytes`: `state_recipe` for 16-bit weights (not "fp32"), fp32 for 4-byte ones; experts'
     states are divided over the dp / ep replicas that share them. `distributed_optimizer` is another way to say
@@ -105,7 +112,7 @@ class AnalyticCosts:
     Transfers: `links`, or without them `latency_ns` and `bandwidth_bytes_per_s` on every boundary.
     """
 
-    shape: ModelShape
+    architecture: Architecture
     topology: Topology
     flops_per_s: float = 100e12
     overhead_ns: int = 20_000
@@ -125,9 +132,10 @@ class AnalyticCosts:
     state_recipe: StateRecipe = "megatron"
     ep: int = 1
     links: Links | None = None
+    capacity_factor: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.shape, self.topology, self.ep)
+        _check(self.architecture, self.topology, self.ep)
         check_states(self.state_recipe, self.zero_stage)
         if self.state_recipe == "fp32":
             raise ConfigError("state_recipe is 'fp32': give megatron, mixed or deepspeed, and for fp32 param_bytes 4")
@@ -137,6 +145,11 @@ class AnalyticCosts:
         for name in ("overhead_ns", "layer_overhead_ns", "latency_ns", "layer_bytes_factor", "head_bytes_factor"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)} but cannot be negative")
+        if not 0 <= self.capacity_factor < math.inf or (self.capacity_factor and not self.architecture.num_experts):
+            raise ConfigError(
+                f"capacity_factor is {self.capacity_factor} with num_experts {self.architecture.num_experts}: it must"
+                " be finite, at least 0, and 0 without experts"
+            )
         if self.activation_bytes_per_value not in (2, 4) or self.param_bytes not in (2, 4):
             raise ConfigError(
                 f"values of {self.activation_bytes_per_value} and parameters of {self.param_bytes} bytes: give 2 or 4"
@@ -147,8 +160,31 @@ class AnalyticCosts:
         return self.topology.num_stages
 
     @property
+    def has_decoder(self) -> bool:
+        return False
+
+    @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        return self.topology.with_layers(self.shape.num_layers).layers_per_stage
+        return self.topology.with_layers(self.architecture.num_layers).layers_per_stage
+
+    @property
+    def stage_layers(self) -> IntArray:
+        """(encoder or decoder-only, decoder) layers of every stage, shape (S, 2)."""
+        return np.array([(num_layers, 0) for num_layers in self.layers_per_stage], np.int64)
+
+    def over(self, topology: Topology | None) -> tuple[AnalyticCosts, Topology]:
+        """The same model, rates and factors over another topology, layers filled in."""
+        if topology is None:
+            return self, self.topology
+        topology = topology.with_layers(self.architecture.num_layers)
+        return replace(self, topology=topology), topology
+
+    def recounted(self, change: Callable[[AnalyticCosts], AnalyticCosts]) -> AnalyticCosts:
+        return change(self)
+
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool) -> GrowingTimes:
+        """For bounds over all plans."""
+        return growing_times(self, split=split, rounds_up=self.capacity_factor > 0)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         for m in micro_batches:
@@ -162,7 +198,8 @@ class AnalyticCosts:
             if not self._has_positions(longest):
                 raise PlanError(
                     f"a {m.layout} micro-batch has rows of {longest} positions but the model has"
-                    f" {self.shape.max_seq_len} learned position embeddings: raise max_seq_len or truncate samples"
+                    f" {self.architecture.max_seq_len} learned position embeddings: raise max_seq_len or truncate"
+                    " samples"
                 )
         tokens = np.array([m.padded_tokens for m in micro_batches], np.int64)
         squares = np.array([sum_of_squares(m) for m in micro_batches], np.int64)
@@ -178,25 +215,31 @@ class AnalyticCosts:
         """Costs of padded shapes given as arrays; times and bytes of a shape the model cannot run are INFEASIBLE."""
         r, e, d = np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))
         costs = self._price(r * e, r * e * e, np.full(r.shape, recompute))
-        bad = (d > 0) | ((e > self.shape.max_seq_len) & (self.shape.position == "learned"))
+        bad = (d > 0) | ((e > self.architecture.max_seq_len) & (self.architecture.position == "learned"))
         for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes"):
             getattr(costs, name)[:, bad] = INFEASIBLE
         return costs
 
+    def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
+        """Stored bytes of the last stage's norm, head and logits, shape (M,)."""
+        without = replace(self, head_bytes_factor=0.0).evaluate(micro_batches)
+        head: IntArray = self.evaluate(micro_batches).stored_bytes[-1] - without.stored_bytes[-1]
+        return head
+
     def _has_positions(self, length: int) -> bool:
-        return self.shape.position == "rope" or length <= self.shape.max_seq_len
+        return self.architecture.position != "learned" or length <= self.architecture.max_seq_len
 
     def _price(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
-        shape, tp = self.shape, self.topology.tp
+        a, tp = self.architecture, self.topology.tp
         full, selective = recompute == "full", recompute == "selective"
         layers = np.array(self.layers_per_stage, np.int64)[:, None]
         is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
 
-        routed = shape.routed(tokens)
-        layer_flops = 2 * (shape.attention_parameters // tp * tokens + shape.mlp_parameters // tp * routed)
-        layer_flops = layer_flops + self._split(2 * shape.hidden_size * shape.num_experts * tokens)  # the router
-        attention_flops = (2 if self.flash else 4) * shape.query_size * squares // tp
-        head_flops = is_last * (2 * shape.vocab_size * shape.hidden_size // tp * tokens)
+        routed = self._routed(tokens)
+        layer_flops = 2 * (a.attention_parameters // tp * tokens + a.mlp_parameters // tp * routed)
+        layer_flops = layer_flops + self._split(2 * a.hidden_size * a.num_experts * tokens)  # the router
+        attention_flops = (2 if self.flash else 4) * a.query_size * squares // tp
+        head_flops = is_last * (2 * a.vocab_size * a.hidden_size // tp * tokens)
         matmul = layers * layer_flops + head_flops
         forward = matmul + layers * attention_flops
         again = layers * (np.where(full, layer_flops, 0) + np.where(full | selective, attention_flops, 0))
@@ -207,15 +250,15 @@ class AnalyticCosts:
             self._layer_bytes(tokens, squares, "full"),
             np.where(selective, self._layer_bytes(tokens, squares, "selective"), layer_none),
         )
-        logits = tokens * (shape.vocab_size // tp)
+        logits = tokens * (a.vocab_size // tp)
         values = self.activation_bytes_per_value
-        head_bytes = 2 * self._split(values * shape.hidden_size * tokens) + 4 * logits
+        head_bytes = 2 * self._split(values * a.hidden_size * tokens) + 4 * logits
         if self.split_backward:
-            head_bytes = np.maximum(head_bytes, values * (shape.hidden_size * tokens + logits))
-        widest = values * max(shape.fc1_size // tp, shape.hidden_size) * routed
+            head_bytes = np.maximum(head_bytes, values * (a.hidden_size * tokens + logits))
+        widest = values * max(a.fc1_size // tp, a.hidden_size) * routed
         working = np.where(layers > 0, layer_none - layer + widest, 0)
         # A stage sends the residual stream, its rank's share of it under sequence parallelism.
-        sent = self._split(values * shape.hidden_size * tokens) * np.ones((self.num_stages - 1, 1), np.int64)
+        sent = self._split(values * a.hidden_size * tokens) * np.ones((self.num_stages - 1, 1), np.int64)
         links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
         overhead_ns = self.overhead_ns + layers * self.layer_overhead_ns
         return MicroBatchCosts(
@@ -230,6 +273,16 @@ class AnalyticCosts:
             static_bytes=self.static_bytes(),
         )
 
+    def _routed(self, tokens: IntArray) -> IntArray:
+        """Rows that the MLPs of a layer compute: each token once, or as often as experts take it."""
+        a = self.architecture
+        if not a.num_experts:
+            return tokens
+        rows = a.top_k * tokens
+        if not self.capacity_factor:
+            return rows
+        return a.num_experts * np.ceil(self.capacity_factor * rows / a.num_experts).astype(np.int64)
+
     def _ns(self, flops: IntArray) -> IntArray:
         time_ns: IntArray = np.rint(flops * (1e9 / self.flops_per_s)).astype(np.int64)
         return time_ns
@@ -243,26 +296,27 @@ class AnalyticCosts:
 
     def _layer_bytes(self, tokens: IntArray, squares: IntArray, recompute: Recompute) -> IntArray:
         """Activations that one layer keeps for its backward."""
-        shape, tp, values, h = self.shape, self.topology.tp, self.activation_bytes_per_value, self.shape.hidden_size
+        a, tp, values = self.architecture, self.topology.tp, self.activation_bytes_per_value
+        h = a.hidden_size
         if recompute == "full":
             return self._split(values * h * tokens)
         copied = 4 * values * h + (2 * h if self.dropout else 0)  # inputs of norms, qkv, fc1; masks of one byte
-        attention = values * (2 * shape.query_size + 2 * shape.kv_size) * tokens // tp
-        if shape.qk_norm:  # the inputs of these norms
-            attention = attention + values * (shape.query_size + shape.kv_size) * tokens // tp
-        routed = shape.routed(tokens)
-        mlp = values * (shape.fc1_size + shape.ffn_hidden_size) * routed // tp  # activation function's and fc2's inputs
+        attention = values * (2 * a.query_size + 2 * a.kv_size) * tokens // tp
+        if a.qk_norm:  # the inputs of these norms
+            attention = attention + values * (a.query_size + a.kv_size) * tokens // tp
+        routed = self._routed(tokens)
+        mlp = values * (a.fc1_size + a.ffn_hidden_size) * routed // tp  # activation function's and fc2's inputs
         kept = self._split(copied * tokens) + attention + mlp
-        if shape.num_experts:
-            kept = kept + values * h * routed + self._split(4 * shape.num_experts * tokens)
+        if a.num_experts:
+            kept = kept + values * h * routed + self._split(4 * a.num_experts * tokens)
         if self.split_backward:
             kept = np.maximum(kept, 2 * values * h * (tokens + routed) + attention + mlp)
         if recompute == "selective":
             return kept
         if self.flash:  # the log-sum-exp of every head and position, fp32
-            return kept + 4 * shape.num_heads // tp * tokens
+            return kept + 4 * a.num_heads // tp * tokens
         scores = 2 * values + 1 if self.dropout else values  # softmax, and with dropout its mask and its output
-        return kept + scores * shape.num_heads // tp * squares
+        return kept + scores * a.num_heads // tp * squares
 
     @property
     def _recipe(self) -> StateRecipe:
@@ -274,7 +328,7 @@ class AnalyticCosts:
 
     def static_parts(self) -> StateBytes:
         """Weights, gradients and Adam states of one rank of every stage."""
-        common, experts = _parameters(self.shape, self.topology, self.ep)
+        common, experts = _parameters(self.architecture, self.topology, self.ep)
         zero, dp = self._zero_stage, self.topology.dp
         parts = state_bytes(common, self._recipe, zero_stage=zero, dp=dp)
         return parts + state_bytes(experts, self._recipe, zero_stage=zero, dp=dp // self.ep)
@@ -288,9 +342,9 @@ class AnalyticCosts:
         stages = np.zeros(self.num_stages, np.int64)
         dp = self.topology.dp
         if self._zero_stage >= 2 and dp > 1:
-            common, experts = _layer_parameters(self.shape, self.topology.tp, self.ep)
+            common, experts = _layer_parameters(self.architecture, self.topology.tp, self.ep)
             stages[np.array(self.layers_per_stage) > 0] = common + (experts if dp > self.ep else 0)
-            embedding = self.shape.vocab_size * self.shape.hidden_size // self.topology.tp
+            embedding = self.architecture.vocab_size * self.architecture.hidden_size // self.topology.tp
             stages[[0, -1]] = np.maximum(stages[[0, -1]], embedding)
         weights, gradients, _ = BYTES_PER_PARAMETER[self._recipe]
         return stages * (gradients + (weights if self._zero_stage == 3 else 0))
@@ -303,8 +357,14 @@ class AnalyticCosts:
         fields = {key: value for key, value in raw.items() if key != "kind"}
         try:
             links = fields.pop("links", None)
+            if "shape" in fields:  # written before models had one description: sizes, and the experts' capacity
+                sizes = dict(fields.pop("shape"))
+                fields["capacity_factor"] = sizes.pop("capacity_factor", 0.0)
+                architecture = Architecture.gpt(**sizes)
+            else:
+                architecture = Architecture.from_json(fields.pop("architecture"))
             return cls(
-                ModelShape(**fields.pop("shape")),
+                architecture,
                 topology_from_json(fields.pop("topology")),
                 links=None if links is None else Links.from_json(links),
                 **fields,

@@ -38,7 +38,6 @@ class EncoderDecoderCosts:
 
     architecture: Architecture
     topology: Topology
-    vocab_size: int
     flops_per_s: float
     links: Links
     layer_overhead_ns: int = 0
@@ -56,6 +55,11 @@ class EncoderDecoderCosts:
     @property
     def num_stages(self) -> int:
         return self.topology.num_stages
+
+    @property
+    def stage_layers(self) -> IntArray:
+        """(encoder, decoder) layers of every stage, shape (S, 2)."""
+        return np.array(stage_layers(self.architecture, self.topology), np.int64)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         sizes = np.array([_sizes(m) for m in micro_batches], np.int64).reshape(-1, _SIDES).T
@@ -79,19 +83,19 @@ class EncoderDecoderCosts:
         h, q = a.hidden_size, a.query_size
         enc, dec, enc2, dec2, cross2 = sizes
         full, selective = recompute == "full", recompute == "selective"
-        layers = np.array(stage_layers(a, self.topology), np.int64)
+        layers = self.stage_layers
         num_enc, num_dec = layers[:, :1], layers[:, 1:]
         is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
-        fc1 = a.ffn_hidden_size * (2 if a.gated_mlp else 1)
+        fc1 = a.fc1_size
 
         dense = 2 * (4 * h * q + h * (fc1 + a.ffn_hidden_size)) // tp
         matmul = num_enc * (dense * enc) + num_dec * (dense * dec + 4 * h * q // tp * (dec + enc))
         attention = 4 * q // tp * (num_enc * enc2 + num_dec * (dec2 + cross2))
-        head = is_last * (2 * self.vocab_size * h // tp * dec)
+        head = is_last * (2 * a.vocab_size * h // tp * dec)
         forward = matmul + attention + head
         again = np.where(full, matmul, 0) + np.where(full | selective, attention, 0)
 
-        logits = self.vocab_size // tp * dec
+        logits = a.vocab_size // tp * dec
         enc_whole, enc_kept = self._kept(enc, enc2, full, selective, values * h * enc)
         cross_scores = values * a.num_heads // tp * cross2
         cross_rest = self._split(2 * values * h * dec) + values * q // tp * (2 * dec + 2 * enc)
@@ -121,7 +125,7 @@ class EncoderDecoderCosts:
 
     def _head_bytes(self, dec: IntArray) -> IntArray:
         a, values = self.architecture, self.activation_bytes_per_value
-        kept: IntArray = 2 * self._split(values * a.hidden_size * dec) + 4 * (self.vocab_size // self.topology.tp) * dec
+        kept: IntArray = 2 * self._split(values * a.hidden_size * dec) + 4 * (a.vocab_size // self.topology.tp) * dec
         return kept
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
@@ -138,7 +142,7 @@ class EncoderDecoderCosts:
     ) -> tuple[IntArray, IntArray]:
         """Of a layer with self-attention and MLP: everything, and what is left under each kind of recomputation."""
         a, tp, values = self.architecture, self.topology.tp, self.activation_bytes_per_value
-        fc1 = a.ffn_hidden_size * (2 if a.gated_mlp else 1)
+        fc1 = a.fc1_size
         scores = values * a.num_heads // tp * squares
         rest = self._split(4 * values * a.hidden_size * tokens)
         rest = rest + values * (4 * a.query_size + fc1 + a.ffn_hidden_size) // tp * tokens

@@ -19,12 +19,11 @@ from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.costs.unfused import PlainLayers
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import Cluster, Precision
-from dynapipe_ext.models.memory import Offload, States, shape_of, stage_layers, states
+from dynapipe_ext.models.memory import Offload, States, states
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 
 LAYER_OVERHEAD_NS = 20_000  # of a forward or a backward of one layer: kernel launches, norms, residuals
-VOCAB_MULTIPLE = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +61,7 @@ class EstimatedCosts:
     _layers: IntArray = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_layers", np.array(self._stage_layers(), np.int64))
-
-    def _stage_layers(self) -> list[tuple[int, int]]:
-        if isinstance(self.base, EncoderDecoderCosts):
-            return stage_layers(self.base.architecture, self.base.topology)
-        return [(n, 0) for n in self.base.layers_per_stage]
+        object.__setattr__(self, "_layers", self.base.stage_layers)
 
     @property
     def topology(self) -> Topology:
@@ -138,11 +132,7 @@ class EstimatedCosts:
         """The part of the last stage's stored bytes that is the head's: norm, logits; shape (M,)."""
         if self.plain is not None:
             return self.plain.head_bytes(np.array([m.padded_tokens for m in micro_batches], np.int64))
-        if isinstance(self.base, EncoderDecoderCosts):
-            return self.base.head_bytes(micro_batches)
-        without = replace(self.base, head_bytes_factor=0.0).evaluate(micro_batches)
-        head: IntArray = self.base.evaluate(micro_batches).stored_bytes[-1] - without.stored_bytes[-1]
-        return head
+        return self.base.head_bytes(micro_batches)
 
     def _collectives_ns(
         self, enc: IntArray, dec: IntArray, full: npt.NDArray[np.bool_]
@@ -150,7 +140,8 @@ class EstimatedCosts:
         num_enc, num_dec = self._layers[:, :1], self._layers[:, 1:]
         forward = np.zeros((len(self._layers), len(enc)))
         backward = forward
-        a_token = self.base.activation_bytes_per_value * self._hidden_size
+        a = self.base.architecture
+        a_token = self.base.activation_bytes_per_value * a.hidden_size
         tp = self.topology.tp
         if tp > 1:
             per_byte, latency = _ring(self.tensor_link, tp, times=2)
@@ -158,19 +149,13 @@ class EstimatedCosts:
             forward = num_enc * (2 * enc * a_token * per_byte + 2 * latency) + cross
             backward = forward + num_dec * enc * a_token * per_byte
         ep = self.strategy.ep
-        if ep > 1 and isinstance(self.base, AnalyticCosts):
+        if ep > 1 and a.num_experts:
             per_byte, latency = _ring(self.expert_link, ep, times=1)
-            rows = self.base.shape.top_k * enc / (tp if self.strategy.sequence_parallel else 1)
+            rows = a.top_k * enc / (tp if self.strategy.sequence_parallel else 1)
             exchange = 2 * num_enc * (rows * a_token * per_byte + latency)
             forward, backward = forward + exchange, backward + exchange
         backward = backward + np.where(full, forward, 0)
         return np.rint(forward).astype(np.int64), np.rint(backward).astype(np.int64)
-
-    @property
-    def _hidden_size(self) -> int:
-        if isinstance(self.base, EncoderDecoderCosts):
-            return self.base.architecture.hidden_size
-        return self.base.shape.hidden_size
 
     def _replicas_ns(self) -> tuple[IntArray, IntArray]:
         """Of every stage and micro-batch: gathering weights, scattering gradients; shape (S, 1)."""
@@ -197,7 +182,7 @@ class EstimatedCosts:
         is_first, is_last = stages == 0, stages == self.num_stages - 1
         kept = np.where(recompute == "full", plain.checkpoint_bytes(tokens), plain.layer_bytes(tokens, positions))
         head = is_last * plain.head_bytes(tokens)
-        tied = plain.shape.tied_embeddings and self.num_stages == 1
+        tied = plain.architecture.tied_embeddings and self.num_stages == 1
         shared = np.where(recompute == "full", plain.shared_bytes(positions), 0)
         stored = layers * kept + (layers > 0) * shared + head
         of_layer = np.where(layers > 0, plain.layer_working_bytes(tokens, kept, positions, tied=tied) - head, 0)
@@ -240,22 +225,22 @@ def estimated_costs(
     tp, links = topology.tp, cluster.links
     wide = precision == "fp32"
     values: Literal[2, 4] = 4 if wide else 2
-    vocab_size = a.padded_vocab_size(VOCAB_MULTIPLE, tp)
+    padded = a.padded(tp)
     held = states(
         a,
         topology,
-        vocab_size=vocab_size,
+        vocab_size=padded.vocab_size,
         recipe=recipe,
         zero_stage=strategy.zero_stage,
         offload=strategy.offload,
         ep=strategy.ep,
     )
     base: AnalyticCosts | EncoderDecoderCosts
+    plain = None
     if a.num_decoder_layers:
         base = EncoderDecoderCosts(
-            architecture=a,
+            architecture=padded,
             topology=topology,
-            vocab_size=vocab_size,
             flops_per_s=cluster.flops_per_s(precision),
             links=links,
             layer_overhead_ns=LAYER_OVERHEAD_NS,
@@ -264,7 +249,7 @@ def estimated_costs(
         )
     else:
         base = AnalyticCosts(
-            shape_of(a, vocab_size),
+            padded,
             topology,
             flops_per_s=cluster.flops_per_s(precision),
             overhead_ns=0,
@@ -275,9 +260,8 @@ def estimated_costs(
             links=links,
             ep=strategy.ep,
         )
-    plain = None
-    if isinstance(base, AnalyticCosts) and not cluster.device.is_fused and not a.num_experts:
-        plain = PlainLayers.of(base, packed=layout == "packed")
+        if not cluster.device.is_fused and not a.num_experts:
+            plain = PlainLayers.of(base, packed=layout == "packed")
     return EstimatedCosts(
         base=base,
         states=held,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.floor import GrowingTimes, PaddedTimes
 from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.least_squares import non_negative_least_squares
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts, fingerprint, sum_of_squares
@@ -176,6 +177,54 @@ class FittedCosts:
     def _by_key(self) -> dict[tuple[int, ActionKind, Recompute], Fit]:
         return {(fit.stage, fit.kind, fit.recompute): fit for fit in self.fits}
 
+    def over(self, topology: Topology | None) -> tuple[FittedCosts, Topology]:
+        """Over another number of replicas: times are those of the stages that ran.
+
+        Errors: ConfigError for other stages, where the base knows its layers.
+        """
+        match self.base:
+            case TokenCosts():
+                return self, topology or Topology(pp=self.num_stages)
+            case AnalyticCosts():
+                num_layers = self.base.architecture.num_layers
+            case CostTable():
+                num_layers = self.base.num_layers
+        recorded = self.base.topology.with_layers(num_layers)
+        asked = recorded if topology is None else topology.with_layers(num_layers)
+        if replace(asked, dp=recorded.dp) != recorded:
+            raise ConfigError(
+                f"the costs were fitted to runs of {_stages(recorded)} but {_stages(asked)} are asked for: record runs"
+                " of these, or give costs that were not fitted"
+            )
+        return replace(self, base=replace(self.base, topology=asked)), asked
+
+    def recounted(self, change: Callable[[AnalyticCosts], AnalyticCosts]) -> FittedCosts:
+        """Bytes of a counted base as `change` has them; times stay those of the fits."""
+        return replace(self, base=change(self.base)) if isinstance(self.base, AnalyticCosts) else self
+
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool) -> GrowingTimes:
+        """For bounds over all plans: from the fits alone, as the base that knows bytes may refuse so many rows.
+
+        W may be as short as its fit says whatever B is, so nothing is counted for the I of a split backward but on
+        stage 0, where I + W = B.
+        """
+
+        def padded(rows: int, lengths: IntArray) -> PaddedTimes:
+            tokens, squares = rows * lengths.sum(axis=1), rows * (lengths**2).sum(axis=1)
+            ns = {key: fit.ns(tokens, squares) for key, fit in self._by_key().items()}
+            forward = np.array([ns[stage, "F", "none"] for stage in range(self.num_stages)], np.float64)
+            backward = np.array(
+                [
+                    np.min([_backward_ns(ns, stage, r) for r in self.recomputes], axis=0)
+                    for stage in range(len(forward))
+                ],
+                np.float64,
+            )
+            chain = forward.sum(axis=0) + (backward[0] if split else backward.sum(axis=0))
+            return PaddedTimes(forward, backward, chain)
+
+        return GrowingTimes(padded, np.zeros(self.num_stages))
+
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         for m in micro_batches:
             row_len = _size(m)[2]
@@ -283,6 +332,20 @@ def _has_backward(keys: Mapping[tuple[int, ActionKind, Recompute], Fit], stage: 
     return (stage, "B", recompute) in keys or split
 
 
+def _backward_ns(
+    ns: Mapping[tuple[int, ActionKind, Recompute], IntArray], stage: int, recompute: Recompute
+) -> IntArray:
+    """B, or I and W where backwards were recorded in two parts."""
+    if (stage, "B", recompute) in ns:
+        return ns[stage, "B", recompute]
+    return ns[stage, "I", recompute] + ns[stage, "W", _w_under(recompute)]
+
+
+def _stages(topology: Topology) -> str:
+    layers = ", ".join(map(str, topology.layers_per_stage))
+    return f"{topology.num_stages} stages of {layers} layers on tp {topology.tp} x pp {topology.pp}"
+
+
 def fit_costs(
     recorded: Iterable[Observation],
     base: BaseCosts,
@@ -333,25 +396,3 @@ def _fit(stage: int, kind: ActionKind, recompute: Recompute, group: list[Observa
         stage=stage, kind=kind, recompute=recompute, overhead_ns=overhead, ns_per_token=per_token,
         ns_per_square=per_square, num_observations=len(group), held_out_error=float(errors.mean()),
     )  # fmt: skip
-
-
-def non_negative_least_squares(x_NK: FloatArray, y_N: FloatArray) -> FloatArray:
-    """The K non-negative coefficients with the least sum of squared relative errors, (x c - y) / y.
-
-    Exact for the few columns there are: the optimum is the plain solution on the columns that are not zero, so the best
-    of the non-negative ones over all subsets is it (Lawson and Hanson 1974, ch. 23).
-    """
-    scale_K = np.maximum(x_NK.max(axis=0), 1.0)
-    design_NK, ones_N = x_NK / scale_K / y_N[:, None], np.ones(len(y_N))
-    count = x_NK.shape[1]
-    best, least = np.zeros(count), float(len(y_N))
-    for size in range(1, count + 1):
-        for chosen in itertools.combinations(range(count), size):
-            columns = list(chosen)
-            solution = np.linalg.lstsq(design_NK[:, columns], ones_N, rcond=None)[0]
-            residual = float(((design_NK[:, columns] @ solution - ones_N) ** 2).sum())
-            if (solution >= 0).all() and residual < least:
-                least, best = residual, np.zeros(count)
-                best[columns] = solution
-    coefficients: FloatArray = best / scale_K
-    return coefficients

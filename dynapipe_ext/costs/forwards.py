@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.costs.abilities import costs_as_json, shape_prices
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -61,13 +63,13 @@ class ForwardCosts:
         recompute: Recompute = "none",
     ) -> MicroBatchCosts:
         """Costs of padded shapes given as arrays, as `base` has them; `recompute` must be "none"."""
-        price = getattr(self.base, "evaluate_shapes", None)
-        if price is None or recompute != "none":
-            raise ConfigError(
-                f"{type(self.base).__name__} cannot price the forwards of padded shapes under recompute {recompute!r}:"
-                ' it needs evaluate_shapes, and recompute must be "none"'
-            )
+        if recompute != "none":
+            raise ConfigError(f'forwards of padded shapes have nothing to recompute, not {recompute!r}: give "none"')
+        price = shape_prices(self.base).evaluate_shapes
         return _forwards(*(price(rows, encoder_len, decoder_len, kind) for kind in ("none", "full")))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "forwards", "base": costs_as_json(self.base)}
 
     def fingerprint(self) -> str:
         return fingerprint({"kind": "forwards", "base": self.base.fingerprint()})

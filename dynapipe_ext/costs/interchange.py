@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, assert_never
+from typing import Any
 
+from dynapipe_ext.costs.abilities import costs_as_json
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.fitted import BaseCosts, FittedCosts
 from dynapipe_ext.costs.forwards import ForwardCosts
@@ -14,15 +15,10 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, short
 
 
-def cost_model_to_json(model: BaseCosts | FittedCosts | ForwardCosts) -> dict[str, Any]:
-    """A cost model as JSON; its "kind" says which of the four it is, or that it is one of forwards alone."""
-    match model:
-        case ForwardCosts(base):
-            return {"kind": "forwards", "base": cost_model_to_json(base)}  # type: ignore[arg-type]
-        case AnalyticCosts() | CostTable() | TokenCosts() | FittedCosts():
-            return model.to_json()
-        case _:
-            assert_never(model)
+def cost_model_to_json(model: CostModel) -> dict[str, Any]:
+    """A cost model as JSON; its "kind" says which of the four it is, or that it is one of forwards alone. Errors:
+    ConfigError for one of another kind."""
+    return costs_as_json(model)
 
 
 def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.plan import MicroBatch, Recompute
 
 IntArray = npt.NDArray[np.int64]
 
@@ -116,7 +116,7 @@ _TABLES = (
 
 
 class CostModel(Protocol):
-    """Seconds and bytes of micro-batches on every stage of one topology.
+    """Seconds and bytes of micro-batches on every stage of one topology. What else a model may offer: `abilities`.
 
     Raises PlanError for a shape that the model cannot price (outside a measured grid, say), naming the shape and bound.
     """
@@ -129,3 +129,14 @@ class CostModel(Protocol):
     def fingerprint(self) -> str:
         """Hash of everything that changes an answer; equal on all ranks and planners of a job."""
         ...
+
+
+class PricesShapes(Protocol):
+    """A cost model that prices padded shapes as arrays; a shape that it refuses costs INFEASIBLE."""
+
+    @property
+    def num_stages(self) -> int: ...
+
+    def evaluate_shapes(
+        self, rows: npt.ArrayLike, encoder_len: npt.ArrayLike, decoder_len: npt.ArrayLike, recompute: Recompute = "none"
+    ) -> MicroBatchCosts: ...

@@ -9,13 +9,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dynapipe_ext.costs.analytic import ModelShape, parameters_per_stage
+from dynapipe_ext.costs.analytic import parameters_per_stage
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import LayerKind
 from dynapipe_ext.costs.surface import PARTS, QUANTITIES, Measured, Part, Shape, Surface, left_out_errors, next_shape
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.topology import Topology
 
@@ -223,7 +224,7 @@ def choose_and_measure(
 def cost_table(
     profile: Profile,
     within: ProfileRange,
-    shape: ModelShape,
+    architecture: Architecture,
     *,
     value_bytes: int,
     tp: int = 1,
@@ -231,17 +232,18 @@ def cost_table(
     provenance: Mapping[str, Any] | None = None,
 ) -> CostTable:
     """The measurements on a dense grid, for a pipeline of one stage until it is laid out over a topology; `tp` is the
-    tensor-parallel degree that was measured.
+    tensor-parallel degree that was measured; the vocabulary counts as it is (see `Architecture.padded`).
     """
+    a = architecture
     grids: dict[tuple[Recompute, LayerKind], Grid] = {}
     head_grid = _grid(profile, ("head", "none"), within)
     for recompute in within.recomputes:
         grids[recompute, "encoder"] = _grid(profile, ("layer", recompute), within)
         grids[recompute, "postprocess"] = head_grid
-    one, two = (parameters_per_stage(replace(shape, num_layers=n), Topology(tp=tp))[0] for n in (1, 2))
-    head = shape.hidden_size * shape.vocab_size // tp
-    embedding = head + (shape.hidden_size * shape.max_seq_len if shape.position == "learned" else 0)
-    norm = one - (two - one) - embedding - (0 if shape.tied_embeddings else head)
+    one, two = (parameters_per_stage(replace(a, num_layers=n), Topology(tp=tp))[0] for n in (1, 2))
+    head = a.hidden_size * a.vocab_size // tp
+    embedding = head + (a.hidden_size * a.max_seq_len if a.position == "learned" else 0)
+    norm = one - (two - one) - embedding - (0 if a.tied_embeddings else head)
     whole, optimizer = 1 + 4 / value_bytes, 8 / value_bytes  # gradients and Adam's moments are fp32
     optimizer += 4 / value_bytes if value_bytes < 4 else 0  # and a master copy of 16-bit weights
     return CostTable(
@@ -249,11 +251,11 @@ def cost_table(
         parameter_bytes={
             "encoder": float((two - one) * value_bytes),
             "embedding": float(embedding * value_bytes),
-            "head": float((norm if shape.tied_embeddings else norm + head) * value_bytes),
-            "tied_head": float(head * value_bytes if shape.tied_embeddings else 0),
+            "head": float((norm if a.tied_embeddings else norm + head) * value_bytes),
+            "tied_head": float(head * value_bytes if a.tied_embeddings else 0),
         },
-        hidden_size=shape.hidden_size,
-        num_layers=shape.num_layers,
+        hidden_size=a.hidden_size,
+        num_layers=a.num_layers,
         topology=Topology(tp=tp),
         packed_bytes=profile.packed,
         state_parts=(whole, optimizer) if distributed_optimizer else (whole + optimizer, 0.0),

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from dynapipe_ext.costs.fitted import non_negative_least_squares
 from dynapipe_ext.costs.grid import FloatArray
+from dynapipe_ext.costs.least_squares import non_negative_least_squares
 from dynapipe_ext.errors import DataError
 
 Part = Literal["layer", "head"]

@@ -6,16 +6,15 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.costs.a100 import read_grids, read_rows
+from dynapipe_ext.costs.a100 import read_grids, read_parameter_bytes
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
-from dynapipe_ext.costs.layers import KINDS, LayerKind, layers_of_stages, stage_values
+from dynapipe_ext.costs.layers import KINDS, WEIGHT, LayerKind, as_backward, layers_of_stages, stage_values
 from dynapipe_ext.costs.links import Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
@@ -23,11 +22,14 @@ from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 
+if TYPE_CHECKING:
+    from dynapipe_ext.costs.table_points import TablePoints
+
 FORMAT = "dynapipe-costs/1"
 A100_HIDDEN_SIZE = {"gpt_6.7b": 4096, "t5_11b": 1024}
 STATES_PER_PARAMETER_BYTE = (2.0, 6.0)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
 _VALUE_BYTES = 2
-WEIGHT, HEAD_PEAK = "weight_ms", "peak_mb"  # columns that not every measurement has
+HEAD_PEAK = "peak_mb"  # a column that not every measurement has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,13 +128,20 @@ class CostTable:
         """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
         return layers_of_stages(self.num_layers, self.total_layers, self.num_stages, self.topology.layers_per_stage)
 
-    def with_topology(self, topology: Topology, *, num_layers: int | None = None) -> CostTable:
+    def over(self, topology: Topology | None) -> tuple[CostTable, Topology]:
         """The same measurements over other stages; the tensor-parallel degree is part of what was measured."""
+        topology = topology or self.topology
         if topology.tp != self.topology.tp:
             raise ConfigError(
                 f"the cost table was measured at tp {self.topology.tp}, not {topology.tp}: measure that too"
             )
-        return replace(self, topology=topology, num_layers=num_layers or self.num_layers)
+        return replace(self, topology=topology), topology
+
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool) -> TablePoints:
+        """Times at all measured points, for bounds over all plans."""
+        from dynapipe_ext.costs.table_points import table_points
+
+        return table_points(self, stage_ranks, split)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         shapes = np.array([self._equivalent(m) for m in micro_batches], np.float64).reshape(-1, 3).T
@@ -191,8 +200,8 @@ class CostTable:
         (forward, backward, stored, running), known = stage_values(grids, layout, shapes, **options)
         weight = np.zeros_like(backward)
         if self.has_weights:
-            as_backward = [grid and _as_backward(grid) for grid in grids]
-            weight = stage_values(as_backward, layout, shapes, **options)[0][1]
+            weights = [grid and as_backward(grid) for grid in grids]
+            weight = stage_values(weights, layout, shapes, **options)[0][1]
         head = grids[-1]
         if head and HEAD_PEAK in head.columns:
             at, _ = head.at(list(shapes[[0, 2] if self.has_decoder else [0, 1]]))
@@ -374,13 +383,9 @@ class CostTable:
             raise ConfigError(
                 f"hidden size of model {model!r} is not known ({', '.join(A100_HIDDEN_SIZE)} are): give it"
             )
-        grids = read_grids(Path(directory), model, topology.tp)
-        parameters: dict[str, float] = {}
-        for row in read_rows(Path(directory) / f"{model}_parameters_mb.csv", topology.tp):
-            parameters[row["layer"]] = max(parameters.get(row["layer"], 0.0), float(row["mb"]) * 1e6)
         return cls(
-            grids=grids,
-            parameter_bytes=parameters,
+            grids=read_grids(Path(directory), model, topology.tp),
+            parameter_bytes=read_parameter_bytes(Path(directory), model, topology.tp),
             hidden_size=hidden,
             num_layers=num_layers,
             topology=topology,
@@ -391,10 +396,3 @@ class CostTable:
             working_in="F",
             provenance={"device": "A100 40 GB", "source": "DynaPipe (arXiv 2311.10418) layer costs", "model": model},
         )
-
-
-@lru_cache(32)
-def _as_backward(grid: Grid) -> Grid:
-    """The grid's W where `stage_values` looks for the backward; zero where it has none."""
-    row = grid.values[grid.columns.index(WEIGHT)] if WEIGHT in grid.columns else np.zeros(len(grid.known))
-    return Grid(("forward_ms", "backward_ms"), grid.axes, np.stack([row, row]), grid.known)

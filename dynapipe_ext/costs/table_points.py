@@ -14,9 +14,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.costs.floor import chain_ns_of
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.layers import COLUMNS, LayerKind
-from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.plan import Recompute
 
@@ -201,14 +201,6 @@ def table_points(table: CostTable, stage_ranks: tuple[int, ...], split: bool) ->
         needed=_hardest([np.concatenate(parts) for parts in zip(*held, strict=True)], beside),
         has_decoder=table.has_decoder,
     )
-
-
-def chain_ns_of(priced: MicroBatchCosts, split: bool) -> FloatArray:
-    """F down, then B, or I, back up to stage 0, where W has to follow: (M,)."""
-    forward = priced.forward_ns.sum(axis=0).astype(np.float64)
-    if not split:
-        return np.asarray(forward + priced.backward_ns.sum(axis=0))
-    return np.asarray(forward + priced.input_ns.sum(axis=0) + priced.weight_ns[0])
 
 
 def _merged_axes(table: CostTable) -> tuple[FloatArray, FloatArray, FloatArray]:

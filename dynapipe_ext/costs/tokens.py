@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.plan import MicroBatch, Recompute
@@ -70,6 +71,10 @@ class TokenCosts:
         """Costs of padded shapes given as arrays."""
         r, e, d = (np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len))
         return self._price(r * (e + d), r * (e * e + d * d), np.full(r.shape, recompute))
+
+    def floor(self, stage_ranks: tuple[int, ...], *, split: bool) -> GrowingTimes:
+        """For bounds over all plans."""
+        return growing_times(self, split=split)
 
     def _price(self, tokens: IntArray, squares: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:
         full, selective = recompute == "full", recompute == "selective"

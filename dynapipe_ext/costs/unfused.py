@@ -11,19 +11,19 @@ import numpy as np
 
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.costs.shape import ModelShape
+from dynapipe_ext.models.architecture import Architecture
 
 _IDS = 25  # bytes a token: ids (8) and labels (8), weights and losses (8), a mask (1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainLayers:
-    """What a decoder-only model of `shape` keeps on one of `tp` ranks, in values of 2 or 4 bytes.
+    """What a decoder-only model keeps on one of `tp` ranks, in values of 2 or 4 bytes.
 
     `divided`: sequence parallelism. `packed`: documents end to end; their attention is called one by one and joined.
     """
 
-    shape: ModelShape
+    architecture: Architecture
     tp: int
     values: int
     divided: bool = False
@@ -32,7 +32,7 @@ class PlainLayers:
     @classmethod
     def of(cls, costs: AnalyticCosts, *, packed: bool) -> PlainLayers:
         return cls(
-            shape=costs.shape,
+            architecture=costs.architecture,
             tp=costs.topology.tp,
             values=costs.activation_bytes_per_value,
             divided=costs.sequence_parallel,
@@ -41,23 +41,23 @@ class PlainLayers:
 
     def layer_bytes(self, tokens: IntArray, positions: IntArray) -> IntArray:
         """From forward to backward without recomputation; `positions`: of one row."""
-        shape, tp, v = self.shape, self.tp, self.values
-        query, kv = shape.query_size // tp, shape.kv_size // tp
-        rope, grouped = shape.position == "rope", shape.num_query_groups < shape.num_heads
+        a, tp, v = self.architecture, self.tp, self.values
+        query, kv = a.query_size // tp, a.kv_size // tp
+        rope, grouped = a.position == "rope", a.num_query_groups < a.num_heads
         # Grouped: keys and values repeated for every head, and the queries. Else values lie in the whole output of qkv,
         # and turned queries and keys are their own.
         attention = 3 * query if grouped else query + 2 * kv + (query + kv if rope else 0)
         attention += query * (2 if self.packed else 1)  # the output; joined from documents once more
-        mlp = (5 if shape.gated_mlp else 2) * shape.ffn_hidden_size // tp
-        a_token = v * (attention + mlp) + 4 * shape.num_heads // tp  # and the log-sum-exp, fp32
-        tables = 4 * v * shape.head_size if rope else 0  # sine and cosine, of queries and of keys
+        mlp = (5 if a.gated_mlp else 2) * a.ffn_hidden_size // tp
+        a_token = v * (attention + mlp) + 4 * a.num_heads // tp  # and the log-sum-exp, fp32
+        tables = 4 * v * a.head_dim if rope else 0  # sine and cosine, of queries and of keys
         kept: IntArray = a_token * tokens + self._share(2 * self._norm_bytes() * tokens) + tables * positions
         return kept
 
     def _norm_bytes(self) -> int:
         """Of one norm and one token: input, output, statistics; RMSNorm of 16-bit values is computed in fp32."""
-        h, v = self.shape.hidden_size, self.values
-        if self.shape.norm == "layernorm":
+        h, v = self.architecture.hidden_size, self.values
+        if self.architecture.norm == "layernorm":
             return 2 * h * v + 2 * v
         return (3 * h * v if v == 4 else 8 * h + h * v) + 4
 
@@ -66,16 +66,16 @@ class PlainLayers:
 
     def checkpoint_bytes(self, tokens: IntArray) -> IntArray:
         """Of a layer under full recomputation: its input."""
-        return self._share(self.values * self.shape.hidden_size * tokens)
+        return self._share(self.values * self.architecture.hidden_size * tokens)
 
     def shared_bytes(self, positions: IntArray) -> IntArray:
         """Of all layers of a stage under full recomputation together: the fp32 angles of rotary positions."""
-        angles = 4 * self.shape.head_size if self.shape.position == "rope" else 0
+        angles = 4 * self.architecture.head_dim if self.architecture.position == "rope" else 0
         return angles * positions
 
     def head_bytes(self, tokens: IntArray) -> IntArray:
         """Of the final norm, the head and the loss: fp32 probabilities of the whole vocabulary."""
-        logits = 4 * self.shape.vocab_size // self.tp * tokens
+        logits = 4 * self.architecture.vocab_size // self.tp * tokens
         return logits + self._share(self._norm_bytes() * tokens) + _IDS * tokens
 
     @property
@@ -85,15 +85,15 @@ class PlainLayers:
 
     @property
     def _embedding(self) -> int:
-        return self.shape.vocab_size // self.tp * self.shape.hidden_size
+        return self.architecture.vocab_size // self.tp * self.architecture.hidden_size
 
     def head_working_bytes(self, tokens: IntArray, *, tied: bool) -> IntArray:
         """Beside those: the head input's gradient and, of 4-byte values, its weight's, as that of the logits takes the
         place of the probabilities; of 2-byte ones the logits' gradient, and its weight's once the probabilities are
         gone.
         """
-        vocab, v = self.shape.vocab_size // self.tp, self.values
-        gradient: IntArray = v * self.shape.hidden_size * tokens
+        vocab, v = self.architecture.vocab_size // self.tp, self.values
+        gradient: IntArray = v * self.architecture.hidden_size * tokens
         if v == 4:
             return gradient + v * self._embedding
         summed = 0 if tied else self._summed * self._embedding - 4 * vocab * tokens
@@ -110,11 +110,11 @@ class PlainLayers:
         first product. What recomputation brings back is there, the gradients of the residual stream, and a tied
         embedding's, which waits for the embedding itself.
         """
-        shape, tp, v = self.shape, self.tp, self.values
-        h, f, fc1 = shape.hidden_size, shape.ffn_hidden_size // tp, shape.fc1_size // tp
+        a, tp, v = self.architecture, self.tp, self.values
+        h, f, fc1 = a.hidden_size, a.ffn_hidden_size // tp, a.fc1_size // tp
         whole = self.layer_bytes(tokens, positions)
         stream = v * h * tokens * np.where(whole > kept, 2, 1)  # the output of recomputation, too
-        freed = (5 if shape.gated_mlp else 2) * f
+        freed = (5 if a.gated_mlp else 2) * f
         moments = (
             v * f * (tokens + h),
             self._summed * f * h + 0 * tokens,

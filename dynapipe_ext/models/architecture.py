@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 from dynapipe_ext.errors import ConfigError, short
 
-Family = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2", "t5"]
+PublishedFamily = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2", "t5"]
+Family = PublishedFamily | Literal["gpt"]  # "gpt": Megatron's GPT in sizes of one's own, which no published name has
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "relative"]
-FAMILIES: tuple[Family, ...] = get_args(Family)
+Norm = Literal["rmsnorm", "layernorm"]
+FAMILIES: tuple[PublishedFamily, ...] = get_args(PublishedFamily)
+VOCAB_MULTIPLE = 128  # Megatron's: rows of an embedding are a multiple of it
 MOST = 1 << 31  # of any size: far above every model, and small enough for products of them
 _MOST_LAYERS = 10_000
 _DTYPES = ("float32", "bfloat16", "float16")
+_CHOICES = {"activation": get_args(Activation), "position": get_args(Position), "norm": get_args(Norm)}
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
     "max_seq_len",
@@ -34,10 +39,11 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Sizes of one model of a family. Widths are in values, lengths in tokens; `vocab_size` is unpadded.
+    """The one description of a model, of a published family or in one's own sizes (`gpt`).
 
-    `num_layers` of an encoder-decoder counts its encoder, `num_decoder_layers` its decoder (0: decoder only). With
-    `num_experts` every MLP is a mixture of MLPs of `ffn_hidden_size`. `max_seq_len` counts position embeddings where
+    Widths are in values, lengths in tokens; `vocab_size` is unpadded. `num_layers` of an encoder-decoder counts its
+    encoder, `num_decoder_layers` its decoder (0: decoder only). With `num_experts` every MLP is a mixture of MLPs of
+    `ffn_hidden_size`: a router sends each token to `top_k` of them. `max_seq_len` counts position embeddings where
     they are learned. `scaled_output`: T5 1.0 divides what enters its head by sqrt(hidden_size). `dtype` is that of the
     weights as published (torch's name). Errors: ConfigError.
     """
@@ -56,7 +62,7 @@ class Architecture:
     gated_mlp: bool = True
     activation: Activation = "silu"
     position: Position = "rope"
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm: Norm = "rmsnorm"
     norm_eps: float = 1e-5
     qkv_bias: bool = False
     attention_output_bias: bool = False
@@ -72,8 +78,75 @@ class Architecture:
     scaled_output: bool = False
     dtype: str = "float32"
 
+    @classmethod
+    def gpt(
+        cls,
+        *,
+        num_layers: int,
+        hidden_size: int,
+        num_heads: int,
+        num_query_groups: int,
+        ffn_hidden_size: int,
+        gated_mlp: bool,
+        vocab_size: int,
+        max_seq_len: int,
+        tied_embeddings: bool,
+        position: Literal["learned", "rope"] = "learned",
+        norm: Norm = "layernorm",
+        bias: bool = True,
+        num_experts: int = 0,
+        top_k: int = 0,
+        head_dim: int = 0,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> Architecture:
+        """Megatron's GPT in sizes of one's own: SiLU in gated MLPs, else GELU; `bias` in all projections or, with
+        `qkv_bias`, in q, k and v alone. `head_dim` 0: the heads fill the hidden size. Errors: ConfigError.
+
+        >>> Architecture.gpt(
+        ...     num_layers=2, hidden_size=64, num_heads=4, num_query_groups=2, ffn_hidden_size=256, gated_mlp=False,
+        ...     vocab_size=512, max_seq_len=128, tied_embeddings=True,
+        ... ).kv_size
+        32
+        """
+        if not head_dim and (num_heads < 1 or hidden_size % num_heads):
+            raise ConfigError(
+                f"hidden_size {hidden_size} must be a multiple of num_heads {num_heads}, or give head_dim"
+            )
+        return cls(
+            family="gpt",
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_query_groups=num_query_groups,
+            head_dim=head_dim or hidden_size // num_heads,
+            ffn_hidden_size=ffn_hidden_size,
+            vocab_size=vocab_size,
+            max_seq_len=max_seq_len,
+            tied_embeddings=tied_embeddings,
+            gated_mlp=gated_mlp,
+            activation="silu" if gated_mlp else "gelu",
+            position=position,
+            norm=norm,
+            qkv_bias=bias or qkv_bias,
+            attention_output_bias=bias,
+            mlp_bias=bias,
+            qk_norm=qk_norm,
+            num_experts=num_experts,
+            top_k=top_k,
+        )
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Architecture:
+        """What `dataclasses.asdict` made of one. Errors: ConfigError."""
+        try:
+            scaling = raw.get("rope_scaling")
+            return cls(**{**raw, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(f"a model's description cannot be read ({error}): it is of another version") from error
+
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
+        if self.family not in (*FAMILIES, "gpt"):
             raise ConfigError(f"family {self.family!r} is not known: give one of {', '.join(FAMILIES)}")
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
@@ -86,12 +159,17 @@ class Architecture:
             raise ConfigError(
                 f"num_heads {self.num_heads} must be a multiple of num_query_groups {self.num_query_groups}"
             )
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} is {short(getattr(self, name))}: give one of {', '.join(known)}")
         if self.dtype not in _DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is not known: give one of {', '.join(_DTYPES)}")
         if (self.num_decoder_layers > 0) != (self.family == "t5"):
             raise ConfigError(
                 f"num_decoder_layers {self.num_decoder_layers} of family {self.family}: t5 alone has both"
             )
+        if self.top_k and not self.num_experts:
+            raise ConfigError(f"top_k {self.top_k} is of experts but num_experts is 0: give num_experts, or neither")
         if self.num_experts and not 1 <= self.top_k <= self.num_experts:
             raise ConfigError(f"top_k is {self.top_k} but must be 1 to num_experts {self.num_experts}")
         if self.norm_eps <= 0 or not math.isfinite(self.norm_eps):
@@ -108,10 +186,29 @@ class Architecture:
         return self.num_query_groups * self.head_dim
 
     @property
+    def fc1_size(self) -> int:
+        """Rows of an MLP's first product: gate and value of a gated one."""
+        return self.ffn_hidden_size * (2 if self.gated_mlp else 1)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of one layer's q, k, v and output projections."""
+        return self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Weights of both products of the MLP, or of one expert."""
+        return self.hidden_size * (self.fc1_size + self.ffn_hidden_size)
+
+    @property
     def total_layers(self) -> int:
         return self.num_layers + self.num_decoder_layers
 
-    def padded_vocab_size(self, divisible_by: int = 128, tp: int = 1) -> int:
+    def padded_vocab_size(self, divisible_by: int = VOCAB_MULTIPLE, tp: int = 1) -> int:
         """Rows of Megatron's embedding: the vocabulary rounded up to a multiple of `divisible_by` x `tp`."""
         multiple = divisible_by * tp
         return -(-self.vocab_size // multiple) * multiple
+
+    def padded(self, tp: int = 1) -> Architecture:
+        """The same with the vocabulary as `padded_vocab_size` rounds it: what costs are counted of."""
+        return replace(self, vocab_size=self.padded_vocab_size(tp=tp))

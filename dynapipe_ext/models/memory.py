@@ -11,7 +11,6 @@ import numpy as np
 
 from dynapipe_ext.costs.layers import layers_of_stages
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.costs.shape import ModelShape
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, state_bytes
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
@@ -25,30 +24,6 @@ _SHARDED: tuple[GroupKind, ...] = (
     "embedding", "head", "attention_in", "attention_in_bias", "attention_out", "cross_q", "cross_kv", "cross_out",
     "mlp_in", "mlp_in_bias", "mlp_out",
 )  # fmt: skip
-
-
-def shape_of(architecture: Architecture, vocab_size: int) -> ModelShape:
-    """The shape that decoder-only costs are counted from, of every decoder-only family."""
-    a = architecture
-    return ModelShape(
-        num_layers=a.num_layers,
-        hidden_size=a.hidden_size,
-        num_heads=a.num_heads,
-        num_query_groups=a.num_query_groups,
-        ffn_hidden_size=a.ffn_hidden_size,
-        gated_mlp=a.gated_mlp,
-        vocab_size=vocab_size,
-        max_seq_len=a.max_seq_len,
-        tied_embeddings=a.tied_embeddings,
-        position="learned" if a.position == "learned" else "rope",
-        norm=a.norm,
-        bias=a.mlp_bias,
-        num_experts=a.num_experts,
-        top_k=a.top_k,
-        head_dim=a.head_dim,
-        qkv_bias=a.qkv_bias and not a.mlp_bias,
-        qk_norm=a.qk_norm,
-    )
 
 
 @dataclass(frozen=True, slots=True)

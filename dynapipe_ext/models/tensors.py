@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 
 Side = Literal["", "encoder", "decoder"]
@@ -61,7 +62,14 @@ class TensorGroup:
 
 
 def tensor_groups(architecture: Architecture) -> tuple[TensorGroup, ...]:
-    """All groups in the order of the forward pass. A tied head has none of its own: it is the embedding."""
+    """All groups in the order of the forward pass. A tied head has none of its own: it is the embedding.
+
+    Errors: ConfigError for a model of no published family, whose tensors have no names on the Hub.
+    """
+    if architecture.family == "gpt":
+        raise ConfigError(
+            "a model in sizes of its own has no published names of tensors: give a published model's config.json"
+        )
     writer = {"gpt2": _gpt2, "t5": _t5}.get(architecture.family, _llama)
     return tuple(writer(architecture))
 

@@ -6,13 +6,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Literal, Protocol, assert_never
+from typing import Literal, assert_never
 
 import numpy as np
-import numpy.typing as npt
 
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch, Recompute
@@ -29,17 +28,6 @@ Order = Literal["sorted", "classes"]
 _CLASSES = tuple(3**k for k in range(1, 20))
 
 _ROWS_AT_ONCE = 64
-
-
-class ShapeCosts(Protocol):
-    """A cost model that prices padded shapes as arrays."""
-
-    @property
-    def num_stages(self) -> int: ...
-
-    def evaluate_shapes(
-        self, rows: npt.ArrayLike, encoder_len: npt.ArrayLike, decoder_len: npt.ArrayLike, recompute: Recompute = "none"
-    ) -> MicroBatchCosts: ...
 
 
 def bottleneck(costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray, IntArray]:
@@ -63,7 +51,7 @@ def _largest(table: IntArray) -> IntArray:
     return largest
 
 
-def shape_evaluate(costs: ShapeCosts, *, recompute: Recompute = "none", min_in_flight: int = 1) -> ShapeEvaluate:
+def shape_evaluate(costs: PricesShapes, *, recompute: Recompute = "none", min_in_flight: int = 1) -> ShapeEvaluate:
     """The `evaluate` of `split_padded` for a cost model."""
 
     def evaluate(rows: IntArray, encoder_len: IntArray, decoder_len: IntArray) -> tuple[IntArray, IntArray]:

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch, Recompute
-from dynapipe_ext.splits.padded import Caps, ShapeCosts, bottleneck, fastest, padded_lengths, refusal, shape_evaluate
+from dynapipe_ext.splits.padded import Caps, bottleneck, fastest, padded_lengths, refusal, shape_evaluate
 from dynapipe_ext.splits.partition import best_partition, cut_again
 
 ShapeIndex = npt.NDArray[np.int32]
@@ -92,7 +92,7 @@ class Runs:
 
 def price_runs(
     order: Sequence[SampleLength],
-    costs: ShapeCosts,
+    costs: PricesShapes,
     kinds: Sequence[Recompute],
     caps: Caps,
     *,
@@ -130,7 +130,7 @@ class _Table:
     """Shapes of runs with their costs, from one sample up."""
 
     def __init__(
-        self, encoder: IntArray, decoder: IntArray, costs: ShapeCosts, kinds: Sequence[Recompute], caps: Caps
+        self, encoder: IntArray, decoder: IntArray, costs: PricesShapes, kinds: Sequence[Recompute], caps: Caps
     ) -> None:
         self.costs, self.kinds, self.caps = costs, kinds, caps
         self.own = np.stack([encoder, decoder])

@@ -18,12 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.costs.analytic import ModelShape
 from dynapipe_ext.costs.surface import Measured, Part
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.instructions import Certificate, ExecutionPlan
 from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
-from dynapipe_ext.executor.stages.megatron_families import build_family, family_config
 from dynapipe_ext.executor.stages.megatron_model import (
     build_model,
     destroy_parallel,
@@ -59,7 +57,7 @@ class LayerProfiler:
 
     def __init__(
         self,
-        model: ModelShape | Architecture,
+        model: Architecture,
         *,
         dtype: str,
         device: torch.device,
@@ -147,17 +145,14 @@ class LayerProfiler:
     def _stage(self, pp_rank: int, num_layers: int) -> MegatronStage:
         layers, ranks = max(1, num_layers), self._ranks
         topology = Topology(tp=ranks.tp, pp=3, layers_per_stage=(1, layers, 1))
-        options: dict[str, Any] = {"dtype": self._dtype, "sequence_parallel": ranks.sequence_parallel}
-        if isinstance(self._model, Architecture):
-            config = family_config(replace(self._model, num_layers=layers), self._topology, **options)
-            family = replace(self._model, num_layers=layers + 2)
-            model = build_family(
-                family, topology, pp_rank, dtype=self._dtype, device=self._device, seed=0, config=config
-            )
-        else:
-            config = transformer_config(replace(self._model, num_layers=layers), self._topology, **options)
-            shape = replace(self._model, num_layers=layers + 2)
-            model = build_model(shape, topology, pp_rank, config, seed=0, device=self._device)
+        config = transformer_config(
+            replace(self._model, num_layers=layers),
+            self._topology,
+            dtype=self._dtype,
+            sequence_parallel=ranks.sequence_parallel,
+        )
+        pipeline = replace(self._model, num_layers=layers + 2)
+        model = build_model(pipeline, topology, pp_rank, config, seed=0, device=self._device)
         if not num_layers:
             model.decoder.layers = torch.nn.ModuleList()  # type: ignore[union-attr]
         return MegatronStage([wrap_ddp(model, config)])

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.stages.megatron import packed_parameters
@@ -29,6 +29,7 @@ from dynapipe_ext.executor.stages.megatron_model import (
 )
 from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import Layout, MicroBatch
 from dynapipe_ext.topology import Topology
 
@@ -52,10 +53,10 @@ class MeasuredRate:
     error: float
 
 
-def measure_rate(shape: ModelShape, *, dtype: str, device: torch.device) -> MeasuredRate:
+def measure_rate(architecture: Architecture, *, dtype: str, device: torch.device) -> MeasuredRate:
     """Measure on this process alone. torch.distributed must not be initialised; it is not afterwards either."""
-    small = replace(shape, num_layers=_NUM_LAYERS)
-    longest = min(shape.max_seq_len, max(length for _, length in _SHAPES))
+    small = replace(architecture, num_layers=_NUM_LAYERS)
+    longest = min(architecture.max_seq_len, max(length for _, length in _SHAPES))
     shapes = sorted({(rows, min(length, longest)) for rows, length in _SHAPES})
     with tempfile.TemporaryDirectory() as scratch:
         dist.init_process_group(
@@ -81,15 +82,17 @@ def measure_rate(shape: ModelShape, *, dtype: str, device: torch.device) -> Meas
     )
 
 
-def _model(shape: ModelShape, dtype: str, device: torch.device) -> torch.nn.Module:
-    config = transformer_config(shape, Topology(), dtype=dtype, sequence_parallel=False)
-    return build_model(shape, Topology(), 0, config, seed=0, device=device)
+def _model(architecture: Architecture, dtype: str, device: torch.device) -> torch.nn.Module:
+    config = transformer_config(architecture, Topology(), dtype=dtype)
+    return build_model(architecture, Topology(), 0, config, seed=0, device=device)
 
 
-def _costs(shape: ModelShape, dtype: str, micro_batches: list[MicroBatch]) -> MicroBatchCosts:
+def _costs(architecture: Architecture, dtype: str, micro_batches: list[MicroBatch]) -> MicroBatchCosts:
     """Counted costs; at 1 GFLOP/s and without overhead, nanoseconds are FLOPs."""
     width: Literal[2, 4] = 4 if dtype == "float32" else 2
-    unit = AnalyticCosts(shape, Topology(), flops_per_s=1e9, overhead_ns=0, activation_bytes_per_value=width)
+    unit = AnalyticCosts(
+        architecture.padded(), Topology(), flops_per_s=1e9, overhead_ns=0, activation_bytes_per_value=width
+    )
     return unit.evaluate(micro_batches)
 
 
@@ -97,8 +100,8 @@ def _micro_batch(rows: int, length: int, layout: Layout) -> MicroBatch:
     return MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), layout)
 
 
-def _counted(shape: ModelShape, dtype: str, shapes: list[tuple[int, int]]) -> npt.NDArray[np.float64]:
-    costs = _costs(shape, dtype, [_micro_batch(*one, "padded") for one in shapes])
+def _counted(architecture: Architecture, dtype: str, shapes: list[tuple[int, int]]) -> npt.NDArray[np.float64]:
+    costs = _costs(architecture, dtype, [_micro_batch(*one, "padded") for one in shapes])
     flops: npt.NDArray[np.float64] = (costs.forward_ns + costs.backward_ns)[0].astype(np.float64)
     return flops
 
@@ -113,12 +116,12 @@ def _fit(flops: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tu
 
 
 def _byte_factors(
-    shape: ModelShape, dtype: str, shapes: list[tuple[int, int]], stored: npt.NDArray[np.int64]
+    architecture: Architecture, dtype: str, shapes: list[tuple[int, int]], stored: npt.NDArray[np.int64]
 ) -> tuple[float, float]:
     """Stored over counted bytes: of a layer (what one more layer adds), and of everything else."""
     micro_batches = [_micro_batch(*one, layout) for one in shapes for layout in LAYOUTS]
     counted = np.array(
-        [_costs(replace(shape, num_layers=n), dtype, micro_batches).stored_bytes[0] for n in (1, _NUM_LAYERS)]
+        [_costs(replace(architecture, num_layers=n), dtype, micro_batches).stored_bytes[0] for n in (1, _NUM_LAYERS)]
     )
     layer, counted_layer = stored[1] - stored[0], counted[1] - counted[0]
     rest, counted_rest = stored[0] - layer, counted[0] - counted_layer

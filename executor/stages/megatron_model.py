@@ -1,22 +1,32 @@
-"""A megatron-core GPTModel whose weights depend on the seed and their names, not on how it is spread over ranks."""
+"""A megatron-core model of any description: the arithmetic of transformers, spread over Megatron's ranks.
+
+Weights depend on the seed and their names, not on how the model is spread. Columns of a padded vocabulary are kept out
+of the softmax, so a loss does not depend on padding.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from dynapipe_ext.costs.analytic import ModelShape
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.attention import DocumentAttention
+from dynapipe_ext.executor.stages.megatron_layers import Norm, gpt_layer, rotary_frequencies
+from dynapipe_ext.executor.stages.megatron_weights import initialize_weights
+from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.topology import Topology
 
-_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 def initialize_parallel(topology: Topology, seed: int, *, timeout_s: float = 120.0) -> None:
@@ -44,32 +54,53 @@ def destroy_parallel() -> None:
 
 
 def transformer_config(
-    shape: ModelShape, topology: Topology, *, dtype: str, sequence_parallel: bool, dropout: float = 0.0
+    architecture: Architecture,
+    topology: Topology,
+    *,
+    dtype: str,
+    sequence_parallel: bool = False,
+    dropout: float = 0.0,
 ) -> Any:
-    """Megatron's TransformerConfig; losses and gradients are sums, to be divided by global counts.
-
-    Errors: ConfigError for a shape with experts.
+    """Megatron's TransformerConfig of a model (T5: of its decoder, and of its encoder but for layers); losses and
+    gradients are sums, to be divided by global counts.
     """
-    _refuse_experts(shape)
     from megatron.core.transformer import TransformerConfig
 
+    a = architecture
+    num_layers = a.num_decoder_layers or a.num_layers
+    arguments = _parallel_arguments(
+        num_layers, topology, dtype=dtype, sequence_parallel=sequence_parallel, dropout=dropout
+    )
+    if a.num_experts:
+        arguments |= {
+            "num_moe_experts": a.num_experts,
+            "moe_router_topk": a.top_k,
+            "moe_ffn_hidden_size": a.ffn_hidden_size,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_token_dispatcher_type": "alltoall",
+        }
     return TransformerConfig(
-        **parallel_arguments(
-            shape.num_layers, topology, dtype=dtype, sequence_parallel=sequence_parallel, dropout=dropout
-        ),
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_query_groups,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        gated_linear_unit=shape.gated_mlp,
-        activation_func=torch.nn.functional.silu if shape.gated_mlp else torch.nn.functional.gelu,
-        normalization="RMSNorm" if shape.norm == "rmsnorm" else "LayerNorm",
-        add_bias_linear=shape.bias,
+        **arguments,
+        num_layers=num_layers,
+        hidden_size=a.hidden_size,
+        num_attention_heads=a.num_heads,
+        num_query_groups=a.num_query_groups,
+        kv_channels=a.head_dim,
+        ffn_hidden_size=a.ffn_hidden_size,
+        gated_linear_unit=a.gated_mlp,
+        activation_func=_ACTIVATIONS[a.activation],
+        normalization="RMSNorm" if a.norm == "rmsnorm" else "LayerNorm",
+        layernorm_epsilon=a.norm_eps,
+        add_bias_linear=a.mlp_bias,
+        add_qkv_bias=a.qkv_bias,
+        qk_layernorm=a.qk_norm,
+        softmax_scale=1.0 if a.family == "t5" else None,
+        window_size=(a.sliding_window - 1, 0) if a.sliding_window else None,
     )
 
 
-def parallel_arguments(
+def _parallel_arguments(
     num_layers: int, topology: Topology, *, dtype: str, sequence_parallel: bool, dropout: float
 ) -> dict[str, Any]:
     """TransformerConfig's arguments that do not depend on the model's sizes: ranks, precision, sums, no fusion.
@@ -104,118 +135,94 @@ def parallel_arguments(
     }
 
 
-def _refuse_experts(shape: ModelShape) -> None:
-    if shape.num_experts:
-        raise ConfigError(
-            f"num_experts is {shape.num_experts} but this stage builds dense layers alone: give a shape with"
-            " num_experts 0, or train experts on a Stage of your own; plans and costs know them"
-        )
-
-
-class Norm:
-    """torch's norm, marked for the reduction that sequence parallelism needs, which Megatron's wrapper refuses."""
-
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        norm: torch.nn.Module = kind(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
-
-
-class CoreAttention(DocumentAttention):
-    """Draws dropout from Megatron's generator of this tensor parallel rank: heads on two ranks must not share masks."""
-
-    def dropout_generator(self) -> AbstractContextManager[Any]:
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-        tracker: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
-        return tracker
-
-
 def build_model(
-    shape: ModelShape, topology: Topology, stage: int, config: Any, *, seed: int, device: torch.device
+    architecture: Architecture,
+    topology: Topology,
+    stage: int,
+    config: Any,
+    *,
+    seed: int | None,
+    device: torch.device,
 ) -> torch.nn.Module:
-    """The GPTModel slice of one stage, initialised by name (see `initialize_weights`).
+    """A stage of a GPTModel, or a whole T5Model, over the groups of `initialize_parallel`; `config` as
+    `transformer_config` makes it.
 
-    Errors: ConfigError for a shape with experts.
+    The vocabulary is padded to a multiple of VOCAB_MULTIPLE, whatever tp is. With `seed`, weights are initialised by
+    name (`initialize_weights`); with None they are NaN, to be loaded: one that was forgotten shows. Errors: ConfigError
+    for what cannot be cut over `topology`.
     """
-    _refuse_experts(shape)
+    a = architecture
+    _check(a, topology)
+    if a.family == "t5":
+        from dynapipe_ext.executor.stages.megatron_t5 import build_t5
+
+        model, first_layer = build_t5(a, config, a.padded_vocab_size()), 0
+    else:
+        layers = topology.with_layers(a.num_layers).layers_per_stage
+        model, first_layer = _build_gpt(a, topology, stage, config), sum(layers[:stage])
+    model.to(device=device, dtype=config.params_dtype)
+    if seed is not None:
+        initialize_weights(model, config, first_layer=first_layer, seed=seed)
+    else:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(math.nan)
+    _hide_padding(model, a, a.padded_vocab_size() // topology.tp)
+    return model
+
+
+def _check(a: Architecture, topology: Topology) -> None:
+    if a.family == "t5" and topology.pp > 1:
+        raise ConfigError(f"pp is {topology.pp} but Megatron's T5Model runs on one pipeline rank: give pp 1")
+    if topology.layers_per_stage and sum(topology.layers_per_stage) != a.num_layers:
+        raise ConfigError(f"layers_per_stage {topology.layers_per_stage} must sum to the model's {a.num_layers} layers")
+    if VOCAB_MULTIPLE % topology.tp:
+        raise ConfigError(f"tp is {topology.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
+    for name in ("num_heads", "ffn_hidden_size"):
+        if getattr(a, name) % topology.tp:
+            raise ConfigError(f"{name} {getattr(a, name)} must be a multiple of tp {topology.tp}")
+    if a.num_query_groups % topology.tp and topology.tp % a.num_query_groups:
+        raise ConfigError(f"num_query_groups {a.num_query_groups} must divide tp {topology.tp} or be a multiple of it")
+
+
+def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     from dynapipe_ext.executor.stages.megatron_placement import is_tied_by_megatron, virtual_stage
 
-    layer = get_gpt_layer_local_spec(normalization=config.normalization)
-    layer.submodules.self_attention.submodules.core_attention = CoreAttention
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    layers = topology.with_layers(shape.num_layers).layers_per_stage
+    layers = topology.with_layers(a.num_layers).layers_per_stage
     model: torch.nn.Module = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * layers[stage], layer_norm=Norm),
-        vocab_size=shape.vocab_size,
-        max_sequence_length=shape.max_seq_len,
+        transformer_layer_spec=TransformerBlockSubmodules([gpt_layer(a, config)] * layers[stage], layer_norm=Norm),
+        vocab_size=a.padded_vocab_size(),
+        max_sequence_length=a.max_seq_len,
         pre_process=stage == 0,
         post_process=stage == topology.num_stages - 1,
         parallel_output=True,
-        share_embeddings_and_output_weights=shape.tied_embeddings and is_tied_by_megatron(topology),
+        share_embeddings_and_output_weights=a.tied_embeddings and is_tied_by_megatron(topology),
         vp_stage=virtual_stage(topology, stage, config),
-        position_embedding_type="rope" if shape.position == "rope" else "learned_absolute",
+        position_embedding_type="rope" if a.position == "rope" else "learned_absolute",
     )
-    model.to(device=device, dtype=config.params_dtype)
-    initialize_weights(model, config, first_layer=sum(layers[:stage]), seed=seed)
+    if a.position == "rope":
+        rotary: Any = model.rotary_pos_emb
+        rotary.inv_freq = rotary_frequencies(a).to(rotary.inv_freq.device)
     return model
 
 
-def global_name(name: str, first_layer: int) -> str:
-    """
-    >>> global_name("decoder.layers.1.mlp.linear_fc1.weight", 4)
-    'decoder.layers.5.mlp.linear_fc1.weight'
-    """
-    return _LAYER.sub(lambda match: str(int(match[0]) + first_layer), name)
-
-
-def initialize_weights(model: torch.nn.Module, config: Any, *, first_layer: int, seed: int) -> None:
-    """Fill every weight from a generator keyed by (seed, its name in the whole model), then take this rank's slice.
-
-    The same seed gives the same model on every topology. Normal with deviation 0.02, divided by sqrt(2 x layers) for
-    the two projections that write into the residual stream (Radford et al. 2019, sec. 2.3); norms one, biases zero.
-    """
+def _hide_padding(model: Any, a: Architecture, columns: int) -> None:
+    """Logits of padding, which no model learned, become the lowest number: nothing in a softmax, and no gradient."""
     from megatron.core import parallel_state
 
-    tp_rank, tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    for local_name, parameter in model.named_parameters():
-        name = global_name(local_name, first_layer)
-        if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
-            name = "embedding.word_embeddings.weight"  # the last stage's copy of a tied embedding
-        with torch.no_grad():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif "layernorm" in name:
-                parameter.fill_(1.0)
-            else:
-                deviation = 0.02
-                if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-                    deviation /= math.sqrt(2 * config.num_layers)
-                shape = full_shape(parameter, tp)
-                key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
-                whole = torch.empty(shape).normal_(0.0, deviation, generator=generator)
-                parameter.copy_(tensor_slice(whole, parameter, tp_rank, tp))
+    if not model.post_process:
+        return
+    kept = a.vocab_size - parallel_state.get_tensor_model_parallel_rank() * columns
+    if kept >= columns:
+        return
 
+    def hide(_module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        logits, bias = output
+        logits[..., max(kept, 0) :] = torch.finfo(logits.dtype).min
+        return logits, bias
 
-def full_shape(parameter: torch.Tensor, tp: int) -> list[int]:
-    """The shape of a tensor-parallel parameter before it was cut."""
-    shape = list(parameter.shape)
-    if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= tp  # type: ignore[attr-defined]
-    return shape
-
-
-def tensor_slice(whole: torch.Tensor, parameter: torch.Tensor, tp_rank: int, tp: int) -> torch.Tensor:
-    """This rank's part of a whole weight; a partition stride of 2 is a gated MLP's [gate; up], cut one by one."""
-    if not getattr(parameter, "tensor_model_parallel", False) or tp == 1:
-        return whole
-    dim, stride = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
-    return torch.cat([part.chunk(tp, dim)[tp_rank] for part in whole.chunk(stride, dim)], dim)
+    model.output_layer.register_forward_hook(hide)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.executor.stages.megatron_model import CoreAttention, Norm
+from dynapipe_ext.executor.stages.megatron_layers import CoreAttention, Norm
 from dynapipe_ext.models.architecture import Architecture
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.abilities import has_decoder
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import A100_HIDDEN_SIZE, CostTable
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError, short
-from dynapipe_ext.launch.job import analytic_costs, model_shape, read_costs, topology_of
+from dynapipe_ext.launch.job import analytic_costs, architecture_of, read_costs, topology_of
 from dynapipe_ext.lengths import LengthArray, SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.tools.json_file import parse_json
 from dynapipe_ext.topology import Topology
@@ -41,13 +41,7 @@ class Priced:
     @property
     def has_decoder(self) -> bool | None:
         """None for costs that price tokens of any kind."""
-        match self.costs:
-            case CostTable():
-                return self.costs.has_decoder
-            case AnalyticCosts():
-                return False
-            case _:
-                return None
+        return has_decoder(self.costs)
 
 
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +94,7 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
     layers = -(-config.model.num_layers // topology.num_stages)
     counted = analytic_costs(
         config,
-        model_shape(config, config.data.vocab_size),
+        architecture_of(config, config.data.vocab_size),
         flops_per_s=DEFAULT_FLOPS_PER_S,
         overhead_ns=DEFAULT_LAYER_OVERHEAD_NS * layers,
     )

@@ -19,17 +19,16 @@ from typing import Any
 import numpy as np
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.analytic import ModelShape, parameters_per_stage
+from dynapipe_ext.costs.analytic import parameters_per_stage
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.env import RankEnv, limit_threads
-from dynapipe_ext.launch.job import model_shape
+from dynapipe_ext.launch.job import architecture_of
 from dynapipe_ext.launch.outcome import versions
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.memory import shape_of
 from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute, round_up
 from dynapipe_ext.tools.account.profile_errors import errors_table, held_out_errors
@@ -39,7 +38,6 @@ from dynapipe_ext.tools.progress import WorkProgress
 from dynapipe_ext.topology import Topology
 
 _FORMAT = "dynapipe-profile-part/1"
-_VOCAB_MULTIPLE = 128
 _MOST_LEN = 4096  # unless asked for more: longer rows take minutes each on a CPU
 _EPILOG = """examples:
   dynapipe profile --config mine.toml --out costs.json
@@ -78,8 +76,7 @@ class _Job:
     """What is measured, and where it goes."""
 
     args: argparse.Namespace
-    model: ModelShape | Architecture
-    shape: ModelShape
+    model: Architecture
     dtype: str
     tp: int
     sequence_parallel: bool
@@ -125,7 +122,7 @@ def _measure(job: _Job, env: RankEnv) -> int:
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.profiling import LayerProfiler, Ranks
 
-    args, shape, within = job.args, job.shape, job.within
+    args, within = job.args, job.within
     device = rank_device(env.local_rank)
     name = _device_name(device)
     made_of = {"model": asdict(job.model), "dtype": job.dtype, "device": name, "tp": job.tp}
@@ -164,13 +161,13 @@ def _measure(job: _Job, env: RankEnv) -> int:
             "sequence_parallel": job.sequence_parallel,
             "clock": "CPU seconds" if device.type == "cpu" else "seconds",
             "versions": versions(),
-            "model": asdict(shape),
+            "model": asdict(job.model),
             "measured": profile.to_json(),
         }
         table = cost_table(
             profile,
             within,
-            shape,
+            job.model.padded(),
             value_bytes=4 if job.dtype == "float32" else 2,
             tp=job.tp,
             distributed_optimizer=args.distributed_optimizer,
@@ -201,11 +198,10 @@ def _job(args: argparse.Namespace) -> _Job:
         count = getattr(args, name[2:].replace("-", "_"))
         if count is not None and count < least:
             raise ConfigError(f"{name} is {count} but must be at least {least}")
-    model: ModelShape | Architecture
     sequence_parallel = False
     if args.config:
         config = TrainConfig.read(args.config)
-        model = shape = model_shape(config, config.data.vocab_size)
+        model = architecture_of(config, config.data.vocab_size)
         dtype: str = config.model.dtype
         tp, sequence_parallel = args.tp or config.topology.tp, config.topology.sequence_parallel
     else:
@@ -213,20 +209,19 @@ def _job(args: argparse.Namespace) -> _Job:
         if model.family == "t5":
             raise ConfigError("the model has an encoder and a decoder: training runs, and this measures, decoders only")
         tp, dtype = args.tp or 1, model.dtype
-        shape = shape_of(model, model.padded_vocab_size(_VOCAB_MULTIPLE, tp))
     dtype = args.dtype or dtype
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"the model's weights are {dtype}: give --dtype float32 or bfloat16")
     sequence_parallel = sequence_parallel and tp > 1
-    parameters_per_stage(shape, Topology(tp=tp))  # refuses what does not divide
-    within = _range(args, shape, tp if sequence_parallel else 1)
-    return _Job(args, model, shape, dtype, tp, sequence_parallel, within)
+    parameters_per_stage(model.padded(), Topology(tp=tp))  # refuses what does not divide
+    within = _range(args, model, tp if sequence_parallel else 1)
+    return _Job(args, model, dtype, tp, sequence_parallel, within)
 
 
-def _range(args: argparse.Namespace, shape: ModelShape, multiple: int) -> ProfileRange:
-    longest = args.max_len or min(shape.max_seq_len, _MOST_LEN)
-    if longest > shape.max_seq_len and shape.position == "learned":
-        raise ConfigError(f"--max-len is {longest} but the model has {shape.max_seq_len} positions")
+def _range(args: argparse.Namespace, model: Architecture, multiple: int) -> ProfileRange:
+    longest = args.max_len or min(model.max_seq_len, _MOST_LEN)
+    if longest > model.max_seq_len and model.position == "learned":
+        raise ConfigError(f"--max-len is {longest} but the model has {model.max_seq_len} positions")
     return ProfileRange(
         min_len=args.min_len or round_up(min(16, longest), multiple),
         max_len=longest,

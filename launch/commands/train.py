@@ -19,6 +19,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads
+from dynapipe_ext.launch.initial_weights import open_initial_weights
 from dynapipe_ext.launch.job import check_batches, check_fits, prepare_data, topology_of
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.train import Job, data_progress, ranks_line, run_rank, settle_costs, store_address
@@ -51,6 +52,13 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--pp": ("topology", "pp", {"type": int, "metavar": "N", "help": "pipeline ranks"}),
     "--dp": ("topology", "dp", {"type": int, "metavar": "N", "help": "data parallel replicas"}),
     "--sequence-parallel": ("topology", "sequence_parallel", {"action": "store_true", "help": "over the tp ranks"}),
+    "--architecture": (
+        "model",
+        "architecture",
+        {"metavar": "MODEL", "help": "config.json or its folder, or a preset: a published model instead of own sizes"},
+    ),
+    "--init-from": ("model", "init_from", {"metavar": "DIR", "help": "start from the weights of a checkpoint"}),
+    "--tokenizer": ("data", "tokenizer", {"metavar": "NAME", "help": "bpe, bytes, or as dynapipe preprocess takes it"}),
     "--max-seq-len": ("model", "max_seq_len", {"type": int, "metavar": "N", "help": "longest sample in tokens"}),
     "--dtype": ("model", "dtype", {"choices": ("float32", "bfloat16"), "help": "of weights; gradients are float32"}),
     "--layout": ("plan", "layout", {"choices": get_args(Layout), "help": "of micro-batches"}),
@@ -102,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
     keep_cuda_forkable()
     console = Console(stderr=True, highlight=False)
     topology = topology_of(config)  # refuses what does not divide before anything is prepared
+    if config.model.init_from:
+        open_initial_weights(config.model.init_from, config.model.described)
     address = store_address(args.store) if args.store else None
     _make_run_dir(Path(config.run.run_dir))
     if address is not None:
@@ -153,7 +163,7 @@ def _measure(config: TrainConfig, vocab_size: int) -> CostModel:
 
         def alone(env: RankEnv) -> int:
             costs = settle_costs(config, vocab_size)
-            path.write_text(json.dumps(cost_model_to_json(costs)))  # type: ignore[arg-type]
+            path.write_text(json.dumps(cost_model_to_json(costs)))
             return 0
 
         run_local(alone, 1, timeout_s=config.job.timeout_s)

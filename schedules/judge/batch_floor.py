@@ -27,20 +27,17 @@ taken off for that. Transfers are left out; memory too, but for padded rows on a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.fitted import FittedCosts
+from dynapipe_ext.costs.abilities import floor_of
+from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.costs.table import CostTable
-from dynapipe_ext.costs.table_points import NEVER_NS, PointTable, TablePoints, chain_ns_of, table_points
-from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.plan import Recompute
+from dynapipe_ext.costs.table_points import NEVER_NS, PointTable, TablePoints
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -72,7 +69,7 @@ def batch_floor(
     packed: bool,
     memory_limit_bytes: int | None = None,
 ) -> BatchFloor | None:
-    """The floor of whole samples of these (encoder, decoder) lengths; None for a cost model of unknown form, for no
+    """The floor of whole samples of these (encoder, decoder) lengths; None for a cost model without a `floor`, for no
     samples, and where a sample has no shape that can be priced (or fits the limit).
 
     With `packed` it holds for packed and padded micro-batches alike, else for padded ones alone (and is higher on
@@ -85,18 +82,15 @@ def batch_floor(
     pairs, counts = np.unique(encoder * width + decoder, return_counts=True)
     needs = np.stack(np.divmod(pairs, width), axis=1)
     ranks = [[s for s, r in enumerate(stage_ranks) if r == rank] for rank in sorted(set(stage_ranks))]
-    match costs:
-        case CostTable():
-            points = table_points(costs, tuple(stage_ranks), split)
-            times = (
-                _packed(points, needs.astype(np.float64), counts)
-                if packed
-                else _padded(points, needs.astype(np.float64), counts, memory_limit_bytes)
-            )
-        case AnalyticCosts() | TokenCosts() | FittedCosts():
-            times = _polynomial(costs, needs, counts, ranks, split)
-        case _:
+    match floor_of(costs, stage_ranks, split=split):
+        case None:
             return None
+        case GrowingTimes() as growing:
+            times = _growing(growing, needs, counts, ranks, split)
+        case points if packed:
+            times = _packed(points, needs.astype(np.float64), counts)
+        case points:
+            times = _padded(points, needs.astype(np.float64), counts, memory_limit_bytes)
     work_ns, head_ns, tail_ns, chain_ns = times
     if max(work_ns.max(), head_ns.max(), tail_ns.max(), chain_ns) >= INFEASIBLE:
         return None
@@ -193,55 +187,18 @@ def _two_prices(use: FloatArray, totals: FloatArray) -> float:
     return float(((prices[:, 0] * totals[0] + prices[:, 1] * totals[1]) / used.max(axis=1)).max())
 
 
-def _polynomial(
-    costs: AnalyticCosts | TokenCosts | FittedCosts,
-    needs: IntArray,
-    counts: IntArray,
-    ranks: Sequence[Sequence[int]],
-    split: bool,
+def _growing(
+    growing: GrowingTimes, needs: IntArray, counts: IntArray, ranks: Sequence[Sequence[int]], split: bool
 ) -> _Times:
     num_samples = int(counts.sum())
-    together, alone = (_times(costs, rows, needs, split) for rows in (num_samples, 1))
-    if max(together[0].max(), alone[0].max()) >= INFEASIBLE:
+    together, alone = (growing.padded(rows, needs) for rows in (num_samples, 1))
+    if max(together.forward.max(), alone.forward.max()) >= INFEASIBLE:
         never = np.full(len(ranks), NEVER_NS)
         return never, never, never, NEVER_NS
-    whole = together[0] + together[1]
+    whole = together.forward + together.backward
     work = np.array([math.fsum(whole[list(own)].sum(axis=0) * counts) / num_samples for own in ranks])
-    if isinstance(costs, AnalyticCosts) and costs.shape.capacity_factor:
-        token = _times(costs, 1, np.array([[1, 0]]), split)
-        work = work - [float((token[0] + token[1])[list(own)].sum()) for own in ranks]
-    upstream = [np.cumsum(np.vstack([0 * x[:1], x]), axis=0).min(axis=1) for x in alone[:2]]
+    work = work - [float(growing.rounding_ns[list(own)].sum()) for own in ranks]
+    upstream = [np.cumsum(np.vstack([0 * x[:1], x]), axis=0).min(axis=1) for x in (alone.forward, alone.backward)]
     firsts = [own[0] for own in ranks]
     tail = np.zeros(len(ranks)) if split else upstream[1][firsts]
-    return work, upstream[0][firsts], tail, float(alone[2].max())
-
-
-def _times(
-    costs: AnalyticCosts | TokenCosts | FittedCosts, rows: int, needs: IntArray, split: bool
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """F and B (S, n), and the chain (n,), of padded micro-batches of so many rows, under the fastest recomputation."""
-    encoder, decoder = needs.T
-    if not isinstance(costs, FittedCosts):
-        priced = costs.evaluate_shapes(np.full(len(needs), rows), encoder, decoder, "none")
-        return priced.forward_ns.astype(np.float64), priced.backward_ns.astype(np.float64), chain_ns_of(priced, split)
-    # From the fits alone: their bytes come from another model, which may refuse so many rows. W may be as short as its
-    # fit says whatever B is, so nothing is counted for the I of a split backward but on stage 0, where I + W = B.
-    tokens, squares = rows * (encoder + decoder), rows * (encoder**2 + decoder**2)
-    ns: dict[tuple[int, str, str], IntArray] = {
-        (fit.stage, fit.kind, fit.recompute): fit.ns(tokens, squares) for fit in costs.fits
-    }
-    stages = range(costs.num_stages)
-    forward = np.array([ns[stage, "F", "none"] for stage in stages], np.float64)
-    backward = np.array([_fitted_backward(ns, stage, costs.recomputes) for stage in stages], np.float64)
-    chain = forward.sum(axis=0) + (backward[0] if split else backward.sum(axis=0))
-    return forward, backward, chain
-
-
-def _fitted_backward(
-    ns: Mapping[tuple[int, str, str], IntArray], stage: int, recomputes: Sequence[Recompute]
-) -> IntArray:
-    found = [
-        ns[stage, "B", kind] if (stage, "B", kind) in ns else ns[stage, "I", kind] + ns[stage, "W", "none"]
-        for kind in recomputes
-    ]
-    return np.asarray(np.min(found, axis=0))
+    return work, upstream[0][firsts], tail, float(alone.chain.max())

@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 
 from dynapipe_ext.config import Rule
+from dynapipe_ext.costs.abilities import shape_prices
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts, PricesShapes
+from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.schedules.search.joint import Run
@@ -24,7 +25,6 @@ from dynapipe_ext.splits.packing import micro_batch_evaluate, split_packed
 from dynapipe_ext.splits.padded import (
     Caps,
     Order,
-    ShapeCosts,
     ShapeEvaluate,
     bottleneck,
     members_of,
@@ -92,7 +92,7 @@ class Proposals:
 
     def _few(self, samples: list[SampleLength], step: int) -> list[Replicas]:
         """Good splits of a few samples with decoder sides, which runs of one order may miss."""
-        choices, busy = self._shapes(self._shape_costs, 1), min(self.topology.dp, len(samples))
+        choices, busy = self._shapes(shape_prices(self.costs), 1), min(self.topology.dp, len(samples))
         order, costs = subset_costs(samples, choices, self._caps)
         splits = good_partitions(costs.tolist(), (0, busy, busy * (self.topology.num_stages - 1)), _MOST_FEW)
         made = []
@@ -145,12 +145,6 @@ class Proposals:
     def _caps(self) -> Caps:
         return Caps(max_bytes=self.limit_bytes, max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple)
 
-    @property
-    def _shape_costs(self) -> ShapeCosts:
-        if not hasattr(self.costs, "evaluate_shapes"):
-            raise ConfigError(f"{type(self.costs).__name__} cannot price padded shapes: it lacks evaluate_shapes")
-        return cast(ShapeCosts, self.costs)
-
     def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[Runs, list[list[Cut]]]:
         """Runs of the ordered samples, and cuts for pipelines that hold so many in flight (or one, if that is all)."""
         stages, dp = self.topology.num_stages, min(self.topology.dp, len(samples))
@@ -159,7 +153,7 @@ class Proposals:
         weight = self.topology.dp * (stages - 1)
         runs = price_runs(
             ordered(samples, order),
-            self._shape_costs,
+            shape_prices(self.costs),
             self.kinds,
             self._caps,
             weight=weight,
@@ -197,7 +191,7 @@ class Proposals:
             never = np.full_like(column.forward_ns, INFEASIBLE)
             return replace(column, forward_ns=never, backward_ns=never)
 
-    def _shapes(self, priced: ShapeCosts, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
+    def _shapes(self, priced: PricesShapes, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
         return {kind: shape_evaluate(priced, recompute=kind, min_in_flight=min_in_flight) for kind in self.kinds}
 
     def _packed(self, samples: list[SampleLength], min_in_flight: int, dp: int) -> list[MicroBatch]:
@@ -246,7 +240,12 @@ class Proposals:
             case _:
                 stages = self.topology.num_stages
                 rule = partial(
-                    dynapipe_rule, samples, self._shapes(self._shape_costs, stages), pp=stages, dp=dp, max_bytes=limit
+                    dynapipe_rule,
+                    samples,
+                    self._shapes(shape_prices(self.costs), stages),
+                    pp=stages,
+                    dp=dp,
+                    max_bytes=limit,
                 )
                 yield partial(rule, pad_multiple=multiple, equal_counts=self.equal_counts)
 

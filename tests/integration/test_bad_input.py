@@ -19,7 +19,7 @@ import pytest
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
-from dynapipe_ext.launch.job import analytic_costs, model_shape
+from dynapipe_ext.launch.job import analytic_costs, architecture_of
 
 TINY = """
 [run]
@@ -100,7 +100,7 @@ def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(TINY)
     config = TrainConfig.read(path)
-    costs = analytic_costs(config, model_shape(config, BYTES_VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+    costs = analytic_costs(config, architecture_of(config, BYTES_VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
     path.write_text(f'{TINY}[plan]\ncosts = "{tmp_path / "costs.json"}"\n')
     return path

@@ -18,7 +18,7 @@ from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.transport.watched import WatchedTransport
 from dynapipe_ext.launch import training_loop as rank
 from dynapipe_ext.launch.env import RankEnv
-from dynapipe_ext.launch.job import Variant, analytic_costs, make_planner, model_shape, variants
+from dynapipe_ext.launch.job import Variant, analytic_costs, architecture_of, make_planner, variants
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.train import Job, run_rank
 
@@ -58,7 +58,7 @@ def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]
 
     On late ranks no transfer looks as if it had arrived.
     """
-    costs = analytic_costs(config, model_shape(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+    costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
 
     def main(env: RankEnv) -> Outcome:
         asked: list[bool] = []
@@ -134,7 +134,7 @@ def test_a_training_run_that_fills_its_waits_has_the_bits_of_one_that_does_not(
 
 def test_only_the_configured_run_fills_waits_where_others_are_compared_with_it() -> None:
     config = BASE.with_values(plan={"fill_waits": True})
-    costs = analytic_costs(config, model_shape(config, VOCABULARY), flops_per_s=50e9, overhead_ns=0)
+    costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=0)
     planners = [make_planner(config, costs, variant) for variant in variants(config, compare=True)]
     assert [planner.fill_waits for planner in planners] == [True, False, False, False]
     assert [replace(planner, fill_waits=False) for planner in planners[1:]] == planners[1:]

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.config import OptimizerSettings
-from dynapipe_ext.costs.analytic import ModelShape
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
@@ -26,6 +25,7 @@ from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import LossNorm, MicroBatch, check_cover
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
@@ -34,8 +34,34 @@ from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import CPU, costs_of, join, planned, tensors_of, worst_error
 
 NUM_LAYERS, NUM_SAMPLES, ROW_LEN = 2, 10, 48
-TIED = ModelShape(NUM_LAYERS, 32, 4, 2, 64, True, 256, 64, True, "rope", "rmsnorm", False)
-UNTIED = ModelShape(NUM_LAYERS, 32, 4, 4, 64, False, 256, 64, False, "learned", "layernorm", True)
+TIED = Architecture.gpt(
+    num_layers=NUM_LAYERS,
+    hidden_size=32,
+    num_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=64,
+    gated_mlp=True,
+    vocab_size=256,
+    max_seq_len=64,
+    tied_embeddings=True,
+    position="rope",
+    norm="rmsnorm",
+    bias=False,
+)
+UNTIED = Architecture.gpt(
+    num_layers=NUM_LAYERS,
+    hidden_size=32,
+    num_heads=4,
+    num_query_groups=4,
+    ffn_hidden_size=64,
+    gated_mlp=False,
+    vocab_size=256,
+    max_seq_len=64,
+    tied_embeddings=False,
+    position="learned",
+    norm="layernorm",
+    bias=True,
+)
 DP2, PP2DP2, ALL = Topology(dp=2), Topology(pp=2, dp=2), Topology(tp=2, pp=2, dp=2)
 
 
@@ -43,7 +69,7 @@ DP2, PP2DP2, ALL = Topology(dp=2), Topology(pp=2, dp=2), Topology(tp=2, pp=2, dp
 class Case:
     topology: Topology
     rule: str  # "idle": all on replica 0; "cut": fixed rows; "shared": packed documents on both replicas
-    shape: ModelShape = TIED
+    shape: Architecture = TIED
     loss_norm: LossNorm = "tokens"
     dtype: str = "float32"
     distributed: bool = False

@@ -22,7 +22,7 @@ from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.executor.measuring import profiling
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.launch.job import model_shape
+from dynapipe_ext.launch.job import architecture_of
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 
@@ -119,7 +119,7 @@ def test_a_model_of_a_family_is_measured_as_it_is(tmp_path: Path) -> None:
 
 
 def test_one_rank_agrees_with_itself() -> None:
-    shape = model_shape(TrainConfig(), 200)
+    shape = architecture_of(TrainConfig(), 200)
     alone = profiling.Ranks(rank=0, tp=1, init_method="", sequence_parallel=False)
     profiler = profiling.LayerProfiler(shape, dtype="float32", device=torch.device("cpu"), ranks=alone)
     assert (profiler.agree(True), profiler.agree(False)) == (True, False)

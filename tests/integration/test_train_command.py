@@ -20,7 +20,7 @@ import zstandard
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.interchange import cost_model_to_json
-from dynapipe_ext.launch.job import analytic_costs, model_shape
+from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.tools.account.report import RunReport
 
@@ -101,7 +101,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "measured.toml").write_text(TINY)
     config = TrainConfig.read(folder / "measured.toml")
-    costs = analytic_costs(config, model_shape(config, BYTES_VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+    costs = analytic_costs(config, architecture_of(config, BYTES_VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
     (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
     (folder / "tiny.toml").write_text(f'{TINY}[plan]\ncosts = "{folder / "costs.json"}"\n')
     return folder / "tiny.toml"

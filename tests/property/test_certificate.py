@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.fitted import Fit, FittedCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
@@ -21,6 +21,7 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute
 from dynapipe_ext.schedules.actions import Action, Kind, linear_schedule
 from dynapipe_ext.schedules.judge.batch_floor import batch_floor
@@ -287,8 +288,18 @@ def best_on_one_stage_ns(costs: CostTable, lengths: Lengths, *, dp: int, limit_b
     return best
 
 
-SHAPE = ModelShape(2, 16, 2, 2, 32, False, 64, 128, False)
-EXPERTS = replace(SHAPE, num_experts=4, top_k=2, capacity_factor=1.3)
+SHAPE = Architecture.gpt(
+    num_layers=2,
+    hidden_size=16,
+    num_heads=2,
+    num_query_groups=2,
+    ffn_hidden_size=32,
+    gated_mlp=False,
+    vocab_size=64,
+    max_seq_len=128,
+    tied_embeddings=False,
+)
+EXPERTS = replace(SHAPE, num_experts=4, top_k=2)
 
 
 def fitted(*, split: bool) -> FittedCosts:
@@ -312,7 +323,9 @@ def fitted(*, split: bool) -> FittedCosts:
     [
         TokenCosts(2, ns_per_token=700, ns_per_token_squared=3.5, overhead_ns=20_000, transfer_ns_per_token=9),
         AnalyticCosts(SHAPE, Topology(pp=2, layers_per_stage=(1, 1)), flops_per_s=1e9, overhead_ns=3_000),
-        AnalyticCosts(EXPERTS, Topology(pp=2, layers_per_stage=(1, 1)), flops_per_s=1e8, overhead_ns=3_000),
+        AnalyticCosts(
+            EXPERTS, Topology(pp=2, layers_per_stage=(1, 1)), flops_per_s=1e8, overhead_ns=3_000, capacity_factor=1.3
+        ),
         fitted(split=False),
         fitted(split=True),
     ],

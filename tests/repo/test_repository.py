@@ -43,6 +43,9 @@ TESTED_COMMANDS = {
     "dynapipe train --data my.jsonl --truncate": AS_IT_STANDS,
     "dynapipe train --config mine.toml": AS_IT_STANDS,
     "dynapipe train --data prepared": AS_IT_STANDS,
+    "dynapipe train --architecture DIR --init-from DIR --tokenizer DIR --data my.jsonl": (
+        "tests/integration/test_train_published.py::test_the_first_loss_is_that_of_transformers"
+    ),
     "dynapipe flops runs/latest": AS_IT_STANDS,
     "dynapipe preprocess --input corpus.jsonl --tokenizer bytes --output prepared": AS_IT_STANDS,
     "dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --gpu-memory-gb 80": AS_IT_STANDS,

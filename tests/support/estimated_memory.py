@@ -36,7 +36,6 @@ from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.models.memory import shape_of
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 
@@ -143,13 +142,13 @@ def measure(cases: Sequence[Case]) -> dict[str, list[dict[str, int]]]:
 
 
 def _of_rank(case: Case, pp_rank: int) -> dict[str, int]:
-    shape = shape_of(case.architecture, case.architecture.padded_vocab_size(128, case.topology.tp))
+    padded = case.architecture.padded(case.topology.tp)
     config = transformer_config(
-        shape, case.topology, dtype=case.dtype, sequence_parallel=case.sequence_parallel, dropout=0.0
+        padded, case.topology, dtype=case.dtype, sequence_parallel=case.sequence_parallel, dropout=0.0
     )
     if case.recompute == "full":
         config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
-    model = build_model(shape, case.topology, pp_rank, config, seed=7, device=CPU)
+    model = build_model(padded, case.topology, pp_rank, config, seed=7, device=CPU)
     ddp = wrap_ddp(model, config, distributed_optimizer=case.zero_stage == 1)
     optimizer = MegatronOptimizer(ddp, config, OptimizerSettings(distributed=case.zero_stage == 1), num_steps=10)
     stage = _Stage(case, ddp, pp_rank)

@@ -15,23 +15,18 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.config import OptimizerSettings
-from dynapipe_ext.costs.analytic import ModelShape
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.collate import collate
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron import wrap_ddp
-from dynapipe_ext.executor.stages.megatron_model import (
-    build_model,
-    global_name,
-    initialize_parallel,
-    tensor_slice,
-    transformer_config,
-)
+from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
 from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron_placement import build_chunks
+from dynapipe_ext.executor.stages.megatron_weights import global_name, tensor_slice
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import GlobalBatchPlan, Layout, LossNorm, MicroBatch, Recompute, ReplicaPlan
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.memory import peak_bytes
@@ -55,10 +50,36 @@ class Model:
     modern: bool = True  # RMSNorm, gated MLP, grouped queries, no biases; else GPT-2's
 
     @property
-    def shape(self) -> ModelShape:
+    def shape(self) -> Architecture:
         if self.modern:
-            return ModelShape(NUM_LAYERS, 32, 4, 2, 64, True, 256, 64, self.tied, self.position, "rmsnorm", False)
-        return ModelShape(NUM_LAYERS, 32, 4, 4, 64, False, 256, 64, self.tied, self.position, "layernorm", True)
+            return Architecture.gpt(
+                num_layers=NUM_LAYERS,
+                hidden_size=32,
+                num_heads=4,
+                num_query_groups=2,
+                ffn_hidden_size=64,
+                gated_mlp=True,
+                vocab_size=256,
+                max_seq_len=64,
+                tied_embeddings=self.tied,
+                position=self.position,
+                norm="rmsnorm",
+                bias=False,
+            )
+        return Architecture.gpt(
+            num_layers=NUM_LAYERS,
+            hidden_size=32,
+            num_heads=4,
+            num_query_groups=4,
+            ffn_hidden_size=64,
+            gated_mlp=False,
+            vocab_size=256,
+            max_seq_len=64,
+            tied_embeddings=self.tied,
+            position=self.position,
+            norm="layernorm",
+            bias=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -224,7 +245,7 @@ def joined_backwards(schedule: PipelineSchedule) -> PipelineSchedule:
 
 
 def worst_error(
-    shape: ModelShape, topology: Topology, rank: int, chunks: Sequence[torch.nn.Module], expected: Mapping[str, Any]
+    shape: Architecture, topology: Topology, rank: int, chunks: Sequence[torch.nn.Module], expected: Mapping[str, Any]
 ) -> float:
     """Largest difference of any gradient entry, relative to the largest entry of its parameter's gradient.
 

@@ -21,14 +21,13 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from dynapipe_ext.executor.stages.megatron import wrap_ddp
-from dynapipe_ext.executor.stages.megatron_families import build_family, family_config
 from dynapipe_ext.executor.stages.megatron_model import (
+    build_model,
     destroy_parallel,
-    full_shape,
-    global_name,
     initialize_parallel,
-    tensor_slice,
+    transformer_config,
 )
+from dynapipe_ext.executor.stages.megatron_weights import full_shape, global_name, tensor_slice
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
@@ -69,12 +68,12 @@ class Training:
         self.case, self.architecture = case, case.architecture
         initialize_parallel(case.topology, 0)
         self.me = case.topology.coordinates(rank)
-        model = build_family(self.architecture, case.topology, self.me.pp_rank, dtype=case.dtype, device=CPU)
-        self.model = model
+        self.config = transformer_config(self.architecture, case.topology, dtype=case.dtype)
+        padded = self.architecture.padded(case.topology.tp)  # as Megatron-LM itself pads
+        self.model = build_model(padded, case.topology, self.me.pp_rank, self.config, seed=None, device=CPU)
         layers = case.topology.with_layers(self.architecture.num_layers).layers_per_stage
         self.first_layer = sum(layers[: self.me.pp_rank])
-        self.config = family_config(self.architecture, case.topology, dtype=case.dtype)
-        self.ddp = wrap_ddp(model, self.config, distributed_optimizer=case.distributed)
+        self.ddp = wrap_ddp(self.model, self.config, distributed_optimizer=case.distributed)
 
     def start(self) -> None:
         """Draw the weights, then build the optimizer, which copies them."""

@@ -6,27 +6,51 @@ from typing import Any
 
 import pytest
 
-from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape, parameters_per_stage
+from dynapipe_ext.costs.analytic import AnalyticCosts, parameters_per_stage
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology
 
 VOCAB = 51200
 
 
-def gpt(num_layers: int, hidden_size: int, num_heads: int) -> ModelShape:
-    return ModelShape(num_layers, hidden_size, num_heads, num_heads, 4 * hidden_size, False, VOCAB, 2048, True)
+def gpt(num_layers: int, hidden_size: int, num_heads: int) -> Architecture:
+    return Architecture.gpt(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_query_groups=num_heads,
+        ffn_hidden_size=4 * hidden_size,
+        gated_mlp=False,
+        vocab_size=VOCAB,
+        max_seq_len=2048,
+        tied_embeddings=True,
+    )
 
 
 GPT3, MT_NLG, GPT_22B = gpt(96, 12288, 96), gpt(105, 20480, 128), gpt(48, 6144, 64)
-MIXTRAL = ModelShape(
-    32, 4096, 32, 8, 14336, True, 32000, 32768, False, "rope", "rmsnorm", False, num_experts=8, top_k=2
+MIXTRAL = Architecture.gpt(
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_query_groups=8,
+    ffn_hidden_size=14336,
+    gated_mlp=True,
+    vocab_size=32000,
+    max_seq_len=32768,
+    tied_embeddings=False,
+    position="rope",
+    norm="rmsnorm",
+    bias=False,
+    num_experts=8,
+    top_k=2,
 )
 ONE = MicroBatch((SampleLength(0, 2048),))
 
 
-def bare(shape: ModelShape, topology: Topology | None = None, **more: Any) -> AnalyticCosts:
+def bare(shape: Architecture, topology: Topology | None = None, **more: Any) -> AnalyticCosts:
     """One FLOP a nanosecond and no overhead, so that times are FLOPs."""
     return AnalyticCosts(
         shape, topology or Topology(), **{"flops_per_s": 1e9, "overhead_ns": 0, "flash": False, **more}
@@ -56,7 +80,7 @@ def test_gpt_3_has_174_6_billion_parameters_and_mixtral_46_7() -> None:
 @pytest.mark.parametrize(("shape", "scores"), [(GPT3, 80), (MT_NLG, 64), (GPT_22B, 320 / 3)])
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (8, False), (8, True)])
 def test_activations_of_a_layer_are_those_of_korthikanti_et_al_table_2(
-    shape: ModelShape, scores: float, tp: int, sequence_parallel: bool
+    shape: Architecture, scores: float, tp: int, sequence_parallel: bool
 ) -> None:
     """s b h (34 + 5 a s / h), (10 + 24 / t + 5 a s / (h t)) and (34 + 5 a s / h) / t; 5 a s / h is 80 for GPT-3."""
     topology = Topology(tp=tp, pp=2, layers_per_stage=(1, shape.num_layers - 1))
@@ -67,7 +91,7 @@ def test_activations_of_a_layer_are_those_of_korthikanti_et_al_table_2(
 
 
 @pytest.mark.parametrize(("shape", "share"), [(GPT3, 0.70), (MT_NLG, 0.65)])
-def test_selective_recomputation_saves_what_korthikanti_et_al_say(shape: ModelShape, share: float) -> None:
+def test_selective_recomputation_saves_what_korthikanti_et_al_say(shape: Architecture, share: float) -> None:
     """70 % of the activations of GPT-3 and 65 % of MT-NLG's (2022, sec. 5)."""
     topology = Topology(tp=8, pp=2, layers_per_stage=(1, shape.num_layers - 1))
     kinds = [ONE, MicroBatch(ONE.samples, recompute="selective")]
@@ -112,10 +136,22 @@ def test_a_mixtral_layer_stores_its_dispatched_rows_and_two_experts_work() -> No
 
 def test_a_capacity_is_what_experts_compute_whether_tokens_fill_it_or_not() -> None:
     def rows(capacity_factor: float) -> int:
-        shape = ModelShape(
-            1, 64, 4, 4, 256, False, 512, 128, True, num_experts=8, top_k=2, capacity_factor=capacity_factor
+        shape = Architecture.gpt(
+            num_layers=1,
+            hidden_size=64,
+            num_heads=4,
+            num_query_groups=4,
+            ffn_hidden_size=256,
+            gated_mlp=False,
+            vocab_size=512,
+            max_seq_len=128,
+            tied_embeddings=True,
+            num_experts=8,
+            top_k=2,
         )
-        flops = bare(shape).evaluate([MicroBatch((SampleLength(0, 10),))]).weight_ns[0, 0]
+        flops = (
+            bare(shape, capacity_factor=capacity_factor).evaluate([MicroBatch((SampleLength(0, 10),))]).weight_ns[0, 0]
+        )
         rest = 2 * 10 * (4 * 64 * 64 + 8 * 64 + 512 * 64)
         return int(flops - rest) // (2 * 2 * 64 * 256)
 
@@ -153,6 +189,7 @@ def test_packed_documents_attend_and_store_scores_within_themselves() -> None:
         ({"ep": 3}, "ep is 3"),
         ({"ep": 16}, "divide dp 8"),
         ({"zero_stage": 5}, "ZeRO stage 5"),
+        ({"capacity_factor": -1.0}, "capacity_factor is -1.0 with num_experts 8"),
     ],
 )
 def test_expert_and_zero_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -1,6 +1,7 @@
 """Settings come from TOML as plain values; what no run can work with is refused with its table and name."""
 
 import argparse
+import json
 import re
 import tomllib
 from dataclasses import replace
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.launch.commands import train as train_command
+from dynapipe_ext.launch.job import architecture_of
+from dynapipe_ext.models.presets import read_model
 
 QUICKSTART = Path("launch/configs/quickstart.toml")
 
@@ -209,3 +212,54 @@ def parse_train(arguments: list[str]) -> TrainConfig:
     parser = argparse.ArgumentParser()
     train_command.add_arguments(parser)
     return train_command.config_from(parser.parse_args(arguments))
+
+
+QWEN = {
+    **{"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"num_hidden_layers": 6, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 512},
+}
+
+
+def test_a_named_model_gives_every_size_and_rows_may_be_shorter(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    text = f'[model]\narchitecture = "{tmp_path}"\nmax_seq_len = 128\ndropout = 0.1\n'
+    config = from_toml(tmp_path, text)
+    model, described = config.model, read_model(str(tmp_path))[0]
+    assert (model.num_layers, model.hidden_size, model.norm, model.bias, model.dropout) == (
+        6,
+        64,
+        "rmsnorm",
+        False,
+        0.1,
+    )
+    assert (model.max_seq_len, model.described) == (128, described)
+    assert from_toml(tmp_path, text.replace("max_seq_len = 128\n", "")).model.max_seq_len == 512
+    assert TrainConfig.from_json(config.to_json()) == config
+    assert architecture_of(config, 300) == described
+    with pytest.raises(DataError, match=r"the data has ids up to 300 but .* has a vocabulary of 300: prepare the data"):
+        architecture_of(config, 301)
+
+
+def test_a_model_named_by_a_flag_takes_the_place_of_the_files_sizes(tmp_path: Path) -> None:
+    config = from_toml(tmp_path, "[model]\nnum_layers = 9").with_values(model={"architecture": "gpt2"})
+    assert (config.model.num_layers, config.model.max_seq_len, config.model.position) == (12, 1024, "learned")
+    with pytest.raises(ConfigError, match=r"command line: .* gpt2 has max_seq_len 1024, but max_seq_len is 4096"):
+        config.with_values(model={"max_seq_len": 4096})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('architecture = "gpt2"\nnum_layers = 4', "gpt2 has num_layers 12, but num_layers is 4: leave it out"),
+        ('architecture = "gpt2"\nmax_seq_len = 1032', "gpt2 has max_seq_len 1024, but max_seq_len is 1032"),
+        ('architecture = "t5-small"', "t5-small has an encoder and a decoder, but training runs decoders only"),
+        ('architecture = "mixtral-8x7b"', "mixtral-8x7b has num_experts 8, but training runs dense layers alone"),
+        ('architecture = "gpt5"', "model 'gpt5' is no preset: give the path of a config.json"),
+        ("described = 1", r"\[model\]: unknown \['described'\]"),
+    ],
+)
+def test_a_named_model_that_is_contradicted_or_cannot_be_trained_is_refused(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        from_toml(tmp_path, f"[model]\n{text}")

@@ -9,19 +9,62 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape, parameters_per_stage
+from dynapipe_ext.costs.analytic import AnalyticCosts, parameters_per_stage
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology
 
-GPT2 = ModelShape(12, 768, 12, 12, 3072, False, 50257, 1024, True)
+GPT2 = Architecture.gpt(
+    num_layers=12,
+    hidden_size=768,
+    num_heads=12,
+    num_query_groups=12,
+    ffn_hidden_size=3072,
+    gated_mlp=False,
+    vocab_size=50257,
+    max_seq_len=1024,
+    tied_embeddings=True,
+)
 LLAMA = {"position": "rope", "norm": "rmsnorm", "bias": False}
-LLAMA2_7B = ModelShape(32, 4096, 32, 32, 11008, True, 32000, 4096, False, **LLAMA)  # type: ignore[arg-type]
-LLAMA2_70B = ModelShape(80, 8192, 64, 8, 28672, True, 32000, 4096, False, **LLAMA)  # type: ignore[arg-type]
-SMALL = ModelShape(4, 64, 4, 2, 256, False, 512, 128, True)
+LLAMA2_7B = Architecture.gpt(
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_query_groups=32,
+    ffn_hidden_size=11008,
+    gated_mlp=True,
+    vocab_size=32000,
+    max_seq_len=4096,
+    tied_embeddings=False,
+    **LLAMA,
+)  # type: ignore[arg-type]
+LLAMA2_70B = Architecture.gpt(
+    num_layers=80,
+    hidden_size=8192,
+    num_heads=64,
+    num_query_groups=8,
+    ffn_hidden_size=28672,
+    gated_mlp=True,
+    vocab_size=32000,
+    max_seq_len=4096,
+    tied_embeddings=False,
+    **LLAMA,
+)  # type: ignore[arg-type]
+SMALL = Architecture.gpt(
+    num_layers=4,
+    hidden_size=64,
+    num_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=256,
+    gated_mlp=False,
+    vocab_size=512,
+    max_seq_len=128,
+    tied_embeddings=True,
+)
 
 
 def padded(rows: int, length: int, **more: Any) -> MicroBatch:
@@ -31,7 +74,7 @@ def padded(rows: int, length: int, **more: Any) -> MicroBatch:
 @pytest.mark.parametrize(
     ("shape", "published"), [(GPT2, 124_439_808), (LLAMA2_7B, 6_738_415_616), (LLAMA2_70B, 68_976_648_192)]
 )
-def test_parameters_equal_the_published_counts(shape: ModelShape, published: int) -> None:
+def test_parameters_equal_the_published_counts(shape: Architecture, published: int) -> None:
     assert parameters_per_stage(shape, Topology()) == (published,)
 
 
@@ -54,7 +97,7 @@ def test_uneven_stages_hold_their_own_layers() -> None:
     assert counts == (2 * layer + 512 * 64 + 128 * 64, layer, layer + 2 * 64 + 512 * 64)
 
 
-def bare(shape: ModelShape = SMALL, topology: Topology | None = None, **more: Any) -> AnalyticCosts:
+def bare(shape: Architecture = SMALL, topology: Topology | None = None, **more: Any) -> AnalyticCosts:
     """One FLOP a nanosecond and no overhead, so that times are FLOPs."""
     settings = {"flops_per_s": 1e9, "overhead_ns": 0, "flash": False, **more}
     return AnalyticCosts(shape, topology or Topology(), **settings)
@@ -77,7 +120,7 @@ def test_recomputation_adds_the_layers_or_their_core_attention_to_the_backward()
     backward = bare().evaluate(kinds).backward_ns[0]
     attention = 4 * 4 * b * s**2 * 64
     assert backward[1] - backward[0] == attention
-    assert backward[2] - backward[0] == attention + 4 * 2 * SMALL.matmul_parameters * b * s
+    assert backward[2] - backward[0] == attention + 4 * 2 * (SMALL.attention_parameters + SMALL.mlp_parameters) * b * s
 
 
 def test_causal_flash_attention_does_half_the_work() -> None:
@@ -208,7 +251,8 @@ def test_json_round_trip_keeps_the_fingerprint_and_every_setting_changes_it() ->
     changes: list[dict[str, Any]] = [
         {"flops_per_s": 1e12}, {"overhead_ns": 1}, {"bandwidth_bytes_per_s": 1.0}, {"latency_ns": 1}, {"flash": False},
         {"activation_bytes_per_value": 4}, {"param_bytes": 4}, {"sequence_parallel": True}, {"dropout": True},
-        {"distributed_optimizer": True}, {"topology": Topology(pp=2)}, {"shape": replace(SMALL, vocab_size=1024)},
+        {"distributed_optimizer": True}, {"topology": Topology(pp=2)},
+        {"architecture": replace(SMALL, vocab_size=1024)},
     ]  # fmt: skip
     assert len({replace(model, **change).fingerprint() for change in changes} | {model.fingerprint()}) == 13
 

@@ -16,7 +16,7 @@ from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import write_config
 from dynapipe_ext.models.megatron_arguments import write_arguments
-from dynapipe_ext.models.memory import shape_of, stage_parameters, states
+from dynapipe_ext.models.memory import stage_parameters, states
 from dynapipe_ext.models.presets import PRESETS, preset, read_model
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.plan import MicroBatch
@@ -62,10 +62,10 @@ def test_stages_are_those_that_costs_are_counted_from(name):
     for topology in (Topology(pp=3), Topology(tp=1, pp=2, dp=2), Topology(tp=4, pp=2)):
         if a.num_heads % topology.tp or a.num_query_groups % topology.tp:
             continue
-        vocab_size = a.padded_vocab_size(128, topology.tp)
+        padded = a.padded(topology.tp)
         for ep in (1, 2) if a.num_experts and topology.dp > 1 else (1,):
-            counted = parameters_per_stage(shape_of(a, vocab_size), topology, ep)
-            assert tuple(stage_parameters(a, topology, vocab_size, ep).total.tolist()) == counted
+            counted = parameters_per_stage(padded, topology, ep)
+            assert tuple(stage_parameters(a, topology, padded.vocab_size, ep).total.tolist()) == counted
 
 
 def test_stages_of_t5_share_nothing_but_the_embedding():
@@ -173,7 +173,7 @@ def test_tensor_parallel_sums_cost_what_a_ring_takes():
 
 def _t5_costs(**changes):
     a = preset("t5-3b")
-    values = {"topology": Topology(), "vocab_size": a.vocab_size, "flops_per_s": 1e12, "links": A100.links}
+    values = {"topology": Topology(), "flops_per_s": 1e12, "links": A100.links}
     return a, EncoderDecoderCosts(architecture=a, **{**values, **changes})
 
 
@@ -222,18 +222,16 @@ def test_shapes_of_an_encoder_decoder_cost_what_the_same_micro_batches_do():
 def test_heads_of_their_own_width_and_biases_of_qkv_alone_are_counted():
     """Qwen3-0.6B has 16 heads of 128 on a hidden size of 1,024: twice the attention of heads that fill it."""
     a = preset("qwen3-0.6b")
-    shape = shape_of(a, a.vocab_size)
-    assert (shape.query_size, shape.kv_size) == (2048, 1024)
-    filled = replace(shape, head_dim=64)
+    assert (a.query_size, a.kv_size) == (2048, 1024)
+    filled = replace(a, head_dim=64)
     long = MicroBatch((SampleLength(0, 32_768),))
     wide, narrow = (
         AnalyticCosts(s, Topology(), flops_per_s=1e12, overhead_ns=0).evaluate([long]).forward_ns[0, 0]
-        for s in (shape, filled)
+        for s in (a, filled)
     )
-    matmul = 2 * 32_768 * 28 * (shape.attention_parameters - filled.attention_parameters) / 1e3
+    matmul = 2 * 32_768 * 28 * (a.attention_parameters - filled.attention_parameters) / 1e3
     assert wide - narrow == pytest.approx(28 * 2 * 1024 * 32_768**2 / 1e3 + matmul, rel=1e-6)
-    qwen2 = preset("qwen2-7b")
-    with_bias = shape_of(qwen2, qwen2.vocab_size)
+    with_bias = preset("qwen2-7b")
     none = replace(with_bias, qkv_bias=False)
     (more,), (less,) = parameters_per_stage(with_bias, Topology()), parameters_per_stage(none, Topology())
     assert more - less == 28 * (3584 + 2 * 512)

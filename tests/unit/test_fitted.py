@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.fitted import FittedCosts, fit_costs, non_negative_least_squares, observations
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.errors import DataError, PlanError
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.schedules.notation import parse_lines
@@ -25,7 +26,17 @@ from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.show.timeline import TraceRecord, read_trace_file, write_trace_file
 from dynapipe_ext.topology import Topology
 
-SHAPE = ModelShape(6, 256, 4, 4, 1024, False, 512, 1024, True)
+SHAPE = Architecture.gpt(
+    num_layers=6,
+    hidden_size=256,
+    num_heads=4,
+    num_query_groups=4,
+    ffn_hidden_size=1024,
+    gated_mlp=False,
+    vocab_size=512,
+    max_seq_len=1024,
+    tied_embeddings=True,
+)
 TOPOLOGY = Topology(pp=2, layers_per_stage=(4, 2))
 TRUTH = AnalyticCosts(SHAPE, TOPOLOGY, flops_per_s=1e12, overhead_ns=50_000)
 BASE = replace(TRUTH, flops_per_s=7e12, overhead_ns=1)  # the right bytes, the wrong times
@@ -71,7 +82,7 @@ def worst_error(fitted: FittedCosts) -> float:
 def test_a_fit_recovers_the_coefficients_that_made_the_trace() -> None:
     fitted = fit_costs(observations(recorded(micro_batches())), BASE)
     per_square = {0: 4 * 2 * 256 / 1e3, 1: 2 * 2 * 256 / 1e3}  # layers x 2 h FLOPs at 1e3 a nanosecond
-    per_token = {s: n * 2 * SHAPE.matmul_parameters / 1e3 for s, n in enumerate((4, 2))}
+    per_token = {s: n * 2 * (SHAPE.attention_parameters + SHAPE.mlp_parameters) / 1e3 for s, n in enumerate((4, 2))}
     per_token[1] += 2 * 512 * 256 / 1e3
     for fit in fitted.fits:
         passes = {"F": 1, "B": 2}[fit.kind]

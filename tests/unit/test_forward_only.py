@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
@@ -29,6 +29,7 @@ from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.wire import decode, encode
 from dynapipe_ext.lengths import LengthArray, SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
 from dynapipe_ext.schedules.judge.validate import validate
@@ -100,7 +101,17 @@ def test_settings_that_concern_backwards_are_refused_beside_costs_of_forwards_al
 
 
 def test_forwards_hold_the_model_s_static_bytes_and_no_more_than_a_training_forward_that_keeps_little() -> None:
-    shape = ModelShape(8, 64, 4, 4, 256, False, 512, 512, True)
+    shape = Architecture.gpt(
+        num_layers=8,
+        hidden_size=64,
+        num_heads=4,
+        num_query_groups=4,
+        ffn_hidden_size=256,
+        gated_mlp=False,
+        vocab_size=512,
+        max_seq_len=512,
+        tied_embeddings=True,
+    )
     base = AnalyticCosts(shape, Topology(pp=2))
     micro_batches = [MicroBatch((SampleLength(0, 100), SampleLength(1, 70))), MicroBatch((SampleLength(2, 300),))]
     none, full = (base.evaluate([replace(m, recompute=kind) for m in micro_batches]) for kind in ("none", "full"))
@@ -134,7 +145,17 @@ def test_where_full_recomputation_was_not_measured_a_forward_is_held_to_need_wha
 
 
 def test_forwards_fit_micro_batches_that_training_cannot_hold() -> None:
-    shape = ModelShape(8, 64, 4, 4, 256, False, 512, 512, True)
+    shape = Architecture.gpt(
+        num_layers=8,
+        hidden_size=64,
+        num_heads=4,
+        num_query_groups=4,
+        ffn_hidden_size=256,
+        gated_mlp=False,
+        vocab_size=512,
+        max_seq_len=512,
+        tied_embeddings=True,
+    )
     costs = AnalyticCosts(shape, Topology(), layer_overhead_ns=1_000_000)
     training = Planner(Topology(), costs, 12e6, recompute="none")
     plans = [planning.plan([60] * 64) for planning in (training, training.for_forwards())]
@@ -229,7 +250,17 @@ def test_the_proof_refuses_a_damaged_plan(change: Callable[[list[Program]], None
 def test_forwards_gather_sharded_weights_over_replicas_and_end_without_a_reduction() -> None:
     """Under ZeRO-3 three samples on two replicas need equal counts; under ZeRO-2, whose collectives follow gradients,
     they do not."""
-    shape = ModelShape(2, 32, 4, 4, 64, False, 128, 128, True)
+    shape = Architecture.gpt(
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        num_query_groups=4,
+        ffn_hidden_size=64,
+        gated_mlp=False,
+        vocab_size=128,
+        max_seq_len=128,
+        tied_embeddings=True,
+    )
     topology, samples = Topology(pp=2, dp=2), [SampleLength(i, 60, target=60) for i in range(3)]
     for zero_stage, is_proven in ((2, True), (3, False)):
         costs = AnalyticCosts(shape, topology, zero_stage=zero_stage)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from dynapipe_ext.costs.fitted import FittedCosts, fit_costs, observations
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.launch.job import analytic_costs, configured_costs, model_shape, read_costs
+from dynapipe_ext.launch.job import analytic_costs, architecture_of, configured_costs, read_costs
 from dynapipe_ext.launch.train import settle_costs
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
@@ -26,7 +26,7 @@ from dynapipe_ext.topology import Topology
 
 CONFIG = TrainConfig().with_values(topology={"tp": 2, "pp": 2, "dp": 2})
 VOCABULARY = 256
-COUNTED = analytic_costs(CONFIG, model_shape(CONFIG, VOCABULARY), flops_per_s=1e12, overhead_ns=50_000)
+COUNTED = analytic_costs(CONFIG, architecture_of(CONFIG, VOCABULARY), flops_per_s=1e12, overhead_ns=50_000)
 
 
 def padded(rows: int, length: int) -> MicroBatch:

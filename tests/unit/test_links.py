@@ -11,15 +11,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology
 
-SHAPE = ModelShape(8, 64, 4, 4, 256, False, 512, 128, True)
+SHAPE = Architecture.gpt(
+    num_layers=8,
+    hidden_size=64,
+    num_heads=4,
+    num_query_groups=4,
+    ffn_hidden_size=256,
+    gated_mlp=False,
+    vocab_size=512,
+    max_seq_len=128,
+    tied_embeddings=True,
+)
 FAST, SLOW = Link(1_000, 300e9), Link(10_000, 25e9)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dynapipe_ext.costs.analytic import ModelShape
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron import MegatronStage
 from dynapipe_ext.executor.stages.megatron_model import transformer_config
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.topology import Topology
 
 megatron_cpu.install()
@@ -18,7 +18,20 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from dynapipe_ext.executor.stages.megatron_placement import PlacedLayout, is_tied_by_megatron  # noqa: E402
 
-SHAPE = ModelShape(8, 32, 4, 2, 64, True, 256, 64, True, "rope", "rmsnorm", False)
+SHAPE = Architecture.gpt(
+    num_layers=8,
+    hidden_size=32,
+    num_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=64,
+    gated_mlp=True,
+    vocab_size=256,
+    max_seq_len=64,
+    tied_embeddings=True,
+    position="rope",
+    norm="rmsnorm",
+    bias=False,
+)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.plans.source import execution_plans
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.topology import Topology
@@ -123,7 +124,20 @@ def test_a_planner_that_fills_waits_gives_plans_with_room_to_fill_and_the_same_p
 
 
 SHARDED = AnalyticCosts(
-    ModelShape(2, 32, 4, 4, 64, False, 128, 128, True, num_experts=4, top_k=2), Topology(pp=2, dp=2)
+    Architecture.gpt(
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        num_query_groups=4,
+        ffn_hidden_size=64,
+        gated_mlp=False,
+        vocab_size=128,
+        max_seq_len=128,
+        tied_embeddings=True,
+        num_experts=4,
+        top_k=2,
+    ),
+    Topology(pp=2, dp=2),
 )
 
 

@@ -12,17 +12,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynapipe_ext.costs.analytic import ModelShape, parameters_per_stage
+from dynapipe_ext.costs.analytic import parameters_per_stage
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.surface import Measured, Part, Surface, left_out_errors, next_shape
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.tools.account.profile_errors import held_out_errors
 from dynapipe_ext.topology import Topology
 
-_SHAPE = ModelShape(4, 64, 4, 2, 96, True, 256, 512, True, "rope", "rmsnorm", False)
+_SHAPE = Architecture.gpt(
+    num_layers=4,
+    hidden_size=64,
+    num_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=96,
+    gated_mlp=True,
+    vocab_size=256,
+    max_seq_len=512,
+    tied_embeddings=True,
+    position="rope",
+    norm="rmsnorm",
+    bias=False,
+)
 _RANGE = ProfileRange(min_len=16, max_len=512, max_tokens=4096)
 
 
@@ -239,22 +253,35 @@ def test_a_surface_refuses_costs_that_are_not_costs() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_states_are_those_of_every_stage(value_bytes: int, tied: bool) -> None:
     """fp32: weight, gradient, two moments (16 bytes); bf16: 2, an fp32 gradient, master and moments (18)."""
-    shape = ModelShape(4, 64, 4, 2, 96, True, 256, 512, tied, "learned", "layernorm", True)
+    shape = Architecture.gpt(
+        num_layers=4,
+        hidden_size=64,
+        num_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=96,
+        gated_mlp=True,
+        vocab_size=256,
+        max_seq_len=512,
+        tied_embeddings=tied,
+        position="learned",
+        norm="layernorm",
+        bias=True,
+    )
     table = cost_table(measured(Device()), _RANGE, shape, value_bytes=value_bytes)
     for pp in (1, 2, 4):
         topology = Topology(pp=pp)
         expected = np.array(parameters_per_stage(shape, topology)) * (18 if value_bytes == 2 else 16)
-        assert table.with_topology(topology).static_bytes().tolist() == expected.tolist()
+        assert table.over(topology)[0].static_bytes().tolist() == expected.tolist()
 
 
 def test_a_distributed_optimizer_divides_its_states_over_replicas() -> None:
     table = cost_table(measured(Device()), _RANGE, _SHAPE, value_bytes=2, distributed_optimizer=True)
     parameters = parameters_per_stage(_SHAPE, Topology())[0]
-    assert table.with_topology(Topology(dp=4)).static_bytes().tolist() == [parameters * (6 + 12 // 4)]
+    assert table.over(Topology(dp=4))[0].static_bytes().tolist() == [parameters * (6 + 12 // 4)]
 
 
 def test_the_table_says_w_the_heads_peak_and_wide_values() -> None:
-    table = cost_table(measured(Device()), _RANGE, _SHAPE, value_bytes=4).with_topology(Topology(pp=2))
+    table = cost_table(measured(Device()), _RANGE, _SHAPE, value_bytes=4).over(Topology(pp=2))[0]
     again = CostTable.from_json(json.loads(json.dumps(table.to_json())))
     assert again.fingerprint() == table.fingerprint()
     for recompute in ("none", "selective", "full"):

@@ -8,15 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape, parameters_per_stage
+from dynapipe_ext.costs.analytic import AnalyticCosts, parameters_per_stage
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, ZERO_STAGES, state_bytes
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology
 
 LLAMA_70B = 68_976_648_192
-SMALL = ModelShape(4, 64, 4, 2, 256, False, 512, 128, True)
+SMALL = Architecture.gpt(
+    num_layers=4,
+    hidden_size=64,
+    num_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=256,
+    gated_mlp=False,
+    vocab_size=512,
+    max_seq_len=128,
+    tied_embeddings=True,
+)
 
 
 @pytest.mark.parametrize(("zero_stage", "gigabytes"), [(0, 1103.6), (1, 310.4), (2, 178.2), (3, 46.0)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.costs.analytic import AnalyticCosts, ModelShape
+from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.fitted import Fit, FittedCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -23,12 +23,25 @@ from dynapipe_ext.executor.proof.step import Collective, crossing_collectives, w
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
 from dynapipe_ext.lengths import SampleLength, as_length_array
+from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.schedules.tables.gpipe import gpipe
 from dynapipe_ext.topology import Topology
 
-SHAPE = ModelShape(2, 32, 4, 4, 64, False, 128, 128, True, num_experts=4, top_k=2)
+SHAPE = Architecture.gpt(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=4,
+    num_query_groups=4,
+    ffn_hidden_size=64,
+    gated_mlp=False,
+    vocab_size=128,
+    max_seq_len=128,
+    tied_embeddings=True,
+    num_experts=4,
+    top_k=2,
+)
 TOPOLOGY = Topology(pp=2, dp=2)
 SHARDED = AnalyticCosts(SHAPE, TOPOLOGY, zero_stage=2)
 LENGTHS = as_length_array([60, 60, 60])  # no two fit a micro-batch: one replica holds two, the other one

@@ -17,6 +17,10 @@ from dynapipe_ext.models.flops import StepFlops, Work, step_flops
 from dynapipe_ext.plan import RECOMPUTES, Recompute
 from dynapipe_ext.tools.account.report import RunReport
 
+_SIZES = (
+    "num_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size", "max_seq_len",
+    "tied_embeddings", "gated_mlp", "position",
+)  # fmt: skip
 _NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)(?![0-9.])"
 _ITERATION = re.compile(rf"elapsed time per iteration \(ms\):\s*{_NUMBER}")
 _BATCH = re.compile(r"global batch size:\s*([0-9]+)")
@@ -136,24 +140,10 @@ def accounts_of_report(path: Path, *, peak_flops_per_s: float = 0.0, causal: boo
 def architecture_of_run(model: Mapping[str, Any], where: str) -> Architecture:
     """Of the settings that a report keeps under "model". Errors: DataError."""
     try:
-        heads, hidden, learned = model["num_heads"], model["hidden_size"], model["position"] == "learned"
-        if hidden % heads or model["position"] not in ("learned", "rope"):
-            raise ConfigError(f"{heads} heads of {hidden}, position {model['position']!r}")
-        return Architecture(
-            family="gpt2" if learned else "llama",
-            num_layers=model["num_layers"],
-            hidden_size=hidden,
-            num_heads=heads,
-            num_query_groups=model["num_query_groups"],
-            head_dim=hidden // heads,
-            ffn_hidden_size=model["ffn_hidden_size"],
-            vocab_size=model["vocab_size"],
-            max_seq_len=model["max_seq_len"],
-            tied_embeddings=model["tied_embeddings"],
-            gated_mlp=model["gated_mlp"],
-            position="learned" if learned else "rope",
-        )
-    except (KeyError, TypeError, ZeroDivisionError, ConfigError) as error:
+        if described := model.get("described"):
+            return Architecture.from_json(described)
+        return Architecture.gpt(**{name: model[name] for name in _SIZES})
+    except (KeyError, TypeError, ConfigError) as error:
         raise DataError(f"{where}: its model cannot be read ({error!r}): it was written by another version") from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class HeldOutErrors:
 
 def held_out_errors(table: CostTable, measure: Measure, micro_batches: Sequence[MicroBatch]) -> HeldOutErrors:
     """Measures every micro-batch and asks the table for one layer with the head on it."""
-    one = table.with_topology(table.topology, num_layers=1)
+    one = replace(table, num_layers=1)
     found: dict[str, list[float]] = {name: [] for name in _LABELS}
     unpriced = 0
     for m in micro_batches:

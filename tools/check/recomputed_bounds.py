@@ -129,19 +129,27 @@ def batch_bound_ns(
     that cover the sample. On tables these have no more rows than fit the limit at the sample's own lengths: bytes are
     taken to grow with rows and lengths. Packed rows on tables: by the dual of the prices that `batch_floor` seeks.
     """
-    if not isinstance(costs, AnalyticCosts | CostTable | FittedCosts | TokenCosts) or not needs:
+    if not needs:
         return None
-    if packed and isinstance(costs, CostTable):
-        return _packed_bound_ns(costs, needs, stage_ranks, dp=dp, split=split)
-    if packed and isinstance(costs, AnalyticCosts) and costs.shape.capacity_factor:
-        return None  # capacities are rounded up for the row as a whole: no sample has a share of its own
+    table: CostTable | None = None
+    match costs:  # by their definitions: what a model says of its own floor is what is judged here
+        case CostTable() if packed:
+            return _packed_bound_ns(costs, needs, stage_ranks, dp=dp, split=split)
+        case CostTable():
+            table = costs
+        case AnalyticCosts() if packed and costs.capacity_factor:
+            return None  # capacities are rounded up for the row as a whole: no sample has a share of its own
+        case AnalyticCosts() | FittedCosts() | TokenCosts():
+            pass
+        case _:
+            return None
     ranks = [[s for s, r in enumerate(stage_ranks) if r == rank] for rank in sorted(set(stage_ranks))]
     work, chain = np.zeros(len(ranks)), 0.0
     head, tail = np.full(len(ranks), np.inf), np.full(len(ranks), np.inf)
     counts = Counter(needs)
-    most_rows = _most_rows(costs, list(counts), stage_ranks, limit_bytes)
+    most_rows = _most_rows(table, list(counts), stage_ranks, limit_bytes)
     for need, count in counts.items():
-        shapes = {kind: _covering(costs, need, len(needs), most_rows.get((need, kind))) for kind in RECOMPUTES}
+        shapes = {kind: _covering(table, need, len(needs), most_rows.get((need, kind))) for kind in RECOMPUTES}
         times = _times(costs, shapes, split=split)
         if not len(times.rows):
             return None
@@ -153,35 +161,35 @@ def batch_bound_ns(
 
 
 def _most_rows(
-    costs: _Priced, needs: Sequence[Need], stage_ranks: Sequence[int], limit_bytes: int | None
+    table: CostTable | None, needs: Sequence[Need], stage_ranks: Sequence[int], limit_bytes: int | None
 ) -> dict[tuple[Need, Recompute], int]:
     """The most rows of each sample's own lengths that fit by themselves; empty for want of a limit or a table.
 
     By halving, as bytes grow with rows; a shape that cannot run needs as good as infinitely many.
     """
-    if limit_bytes is None or not isinstance(costs, CostTable):
+    if limit_bytes is None or table is None:
         return {}
-    static = costs.static_bytes()
+    static = table.static_bytes()
     beside = np.array([static[[r == rank for r in stage_ranks]].sum() for rank in stage_ranks])[:, None]
     encoder, decoder = np.array(needs, np.int64).T
     found: dict[tuple[Need, Recompute], int] = {}
     for recompute in RECOMPUTES:
         fit = np.zeros(len(needs), np.int64)
-        too_many = np.full(len(needs), int(_points(costs)[0][-1]) + 1)
+        too_many = np.full(len(needs), int(_points(table)[0][-1]) + 1)
         while (too_many - fit > 1).any():
             rows = (fit + too_many) // 2
-            priced = costs.evaluate_shapes(np.maximum(1, rows), encoder, decoder, recompute)
+            priced = table.evaluate_shapes(np.maximum(1, rows), encoder, decoder, recompute)
             fits = (priced.stored_bytes + priced.working_bytes + beside <= limit_bytes).all(axis=0)
             fit, too_many = np.where(fits, rows, fit), np.where(fits, too_many, rows)
         found |= {(need, recompute): int(most) for need, most in zip(needs, fit, strict=True)}
     return found
 
 
-def _covering(costs: _Priced, need: Need, num_samples: int, most_rows: int | None) -> FloatArray:
+def _covering(table: CostTable | None, need: Need, num_samples: int, most_rows: int | None) -> FloatArray:
     """Shapes (3, n) with a least time, or time a row, over all that hold a sample: see `batch_bound_ns`."""
-    if not isinstance(costs, CostTable):  # they grow with lengths: the sample's own are best
+    if table is None:  # they grow with lengths: the sample's own are best
         return np.array([(rows, *need) for rows in range(1, num_samples + 1)], np.float64).T
-    rows, encoder, decoder = _points(costs)
+    rows, encoder, decoder = _points(table)
     if most_rows is not None:
         rows = sorted({*(n for n in rows if n <= most_rows), *([float(most_rows)] if most_rows else [])})
     sides = ({n, *(x for x in axis if x > n)} for n, axis in zip(need, (encoder, decoder), strict=True))
@@ -203,12 +211,11 @@ def _times(costs: _Priced, shapes: Mapping[Recompute, FloatArray], *, split: boo
     """Prices of the shapes (3, n) of every recomputation, one after the other."""
     parts: list[list[FloatArray]] = [[], [], [], []]
     for recompute, every in shapes.items():
-        some = every if isinstance(costs, CostTable) else every.astype(np.int64)
-        priced = costs.evaluate_shapes(some[0], some[1], some[2], recompute)
+        priced = costs.evaluate_shapes(every[0], every[1], every[2], recompute)
         run = (priced.forward_ns < INFEASIBLE).all(axis=0)
         gradient = priced.input_ns if split else priced.backward_ns
         chain = (priced.forward_ns + gradient).sum(axis=0) + (priced.weight_ns[0] if split else 0)
-        for part, values in zip(parts, (priced.forward_ns, priced.backward_ns, chain, some[0]), strict=True):
+        for part, values in zip(parts, (priced.forward_ns, priced.backward_ns, chain, every[0]), strict=True):
             part.append(np.asarray(values[..., run], np.float64))
     return _Times(*(np.concatenate(part, axis=-1) for part in parts))
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.models.architecture import VOCAB_MULTIPLE
 from dynapipe_ext.plan import round_up
 from dynapipe_ext.tools.estimate.options import Question, pad_multiple
 from dynapipe_ext.tools.estimate.ranking import Option
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-_VOCAB_MULTIPLE = 128  # train pads vocabularies to it on every topology
 
 
 def train_fault(question: Question, option: Option) -> str:
@@ -22,18 +23,14 @@ def train_fault(question: Question, option: Option) -> str:
         return f"{a.family} has an encoder and a decoder"
     if a.num_experts:
         return f"{a.family} has experts"
-    if a.head_dim * a.num_heads != a.hidden_size:
-        return f"its {a.num_heads} heads of {a.head_dim} do not fill the hidden size {a.hidden_size}"
-    if a.qk_norm or len({a.qkv_bias, a.attention_output_bias, a.mlp_bias}) > 1:
-        return "it has norms or biases in some projections only"
     if question.precision not in _DTYPES:
         return f"precision {question.precision} needs loss scaling"
     if s.zero_stage > 1 or s.offload != "none":
         return f"ZeRO stage {s.zero_stage} with offload {s.offload}: it has stages 0 and 1, on the device"
     if question.states_recipe not in ("megatron", "fp32"):
         return f"states are those of {question.recipe}, not Megatron's"
-    if _VOCAB_MULTIPLE % s.topology.tp:
-        return f"tp {s.topology.tp} is no power of two up to {_VOCAB_MULTIPLE}"
+    if VOCAB_MULTIPLE % s.topology.tp:
+        return f"tp {s.topology.tp} is no power of two up to {VOCAB_MULTIPLE}"
     return ""
 
 
@@ -41,7 +38,7 @@ def settings(question: Question, option: Option, *, data_path: str = "", total_t
     """Tables of `TrainConfig` with what the option decides; the rest keeps its defaults."""
     a, s, t = question.architecture, option.strategy, option.strategy.topology
     multiple = pad_multiple(t.tp)
-    longest = question.data.longest.encoder
+    named = Path(question.name)
     tables: dict[str, Any] = {
         "run": {"steps": max(1, ceil(total_tokens / option.real_tokens))} if total_tokens else {},
         "topology": {
@@ -52,18 +49,8 @@ def settings(question: Question, option: Option, *, data_path: str = "", total_t
             "sequence_parallel": s.sequence_parallel,
         },
         "model": {
-            "num_layers": a.num_layers,
-            "hidden_size": a.hidden_size,
-            "num_heads": a.num_heads,
-            "num_query_groups": a.num_query_groups,
-            "ffn_hidden_size": a.ffn_hidden_size,
-            "gated_mlp": a.gated_mlp,
-            # Learned positions are weights; otherwise the longest sample says how long rows get.
-            "max_seq_len": a.max_seq_len if a.position == "learned" else round_up(longest, multiple),
-            "tied_embeddings": a.tied_embeddings,
-            "position": "learned" if a.position == "learned" else "rope",
-            "norm": a.norm,
-            "bias": a.mlp_bias,
+            "architecture": str(named.resolve()) if named.is_file() else question.name,
+            "max_seq_len": min(a.max_seq_len, round_up(question.data.longest.encoder, multiple)),
             "dtype": _DTYPES[question.precision],
         },
         "data": {

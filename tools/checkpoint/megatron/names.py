@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.tensors import GroupKind, Side, TensorGroup
-from dynapipe_ext.tools.checkpoint.formats import Tensors
+from dynapipe_ext.models.tensors import GroupKind, Side, TensorGroup, tensor_groups
+from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, Tensors
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _T5_HEAD = "lm_head.output_layer"
@@ -183,6 +183,15 @@ def to_megatron(architecture: Architecture, group: TensorGroup, tensors: Tensors
         del part, piece
     assert whole is not None
     return {tensor.name: whole.reshape(tensor.shape)}
+
+
+def megatron_weights(reader: CheckpointReader, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of these names, whole, out of a checkpoint of any format; groups that have none are not read."""
+    a = reader.architecture
+    for group in tensor_groups(a):
+        if any(tensor.name in names for tensor in megatron_tensors(a, group)):
+            found = to_megatron(a, group, reader.read(group, "weight"))
+            yield from ((name, tensor) for name, tensor in found.items() if name in names)
 
 
 def from_megatron(architecture: Architecture, group: TensorGroup, tensors: Tensors) -> dict[str, torch.Tensor]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.stages.megatron_families import WindowAttention, build_family
+from dynapipe_ext.executor.stages.megatron_layers import WindowAttention
+from dynapipe_ext.executor.stages.megatron_model import build_model
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.topology import Topology
 
@@ -61,19 +61,18 @@ def test_documents_of_a_packed_row_have_windows_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "topology", "options", "says"),
+    ("architecture", "topology", "says"),
     [
-        (T5, Topology(pp=2), {}, "pp is 2 but Megatron's T5Model runs on one pipeline rank: give pp 1"),
-        (LLAMA, Topology(tp=5), {}, "num_heads 12 must be a multiple of tp 5"),
-        (replace(LLAMA, ffn_hidden_size=50), Topology(tp=3), {}, "ffn_hidden_size 50 must be a multiple of tp 3"),
-        (LLAMA, Topology(tp=2), {}, "num_query_groups 3 must divide tp 2 or be a multiple of it"),
-        (LLAMA, Topology(pp=2, layers_per_stage=(1, 2)), {}, r"\(1, 2\) must sum to the model's 4 layers"),
-        (LLAMA, Topology(pp=2, placement=(0, 1, 1, 0)), {}, "4 stages on 2 pipeline ranks: families need one a rank"),
-        (LLAMA, Topology(), {"vocab_divisible_by": 0}, "vocab_divisible_by is 0 but must be at least 1"),
+        (T5, Topology(pp=2), "pp is 2 but Megatron's T5Model runs on one pipeline rank: give pp 1"),
+        (LLAMA, Topology(tp=8), "num_heads 12 must be a multiple of tp 8"),
+        (LLAMA, Topology(tp=3), "tp is 3 but must divide 128"),
+        (replace(LLAMA, ffn_hidden_size=50), Topology(tp=4), "ffn_hidden_size 50 must be a multiple of tp 4"),
+        (LLAMA, Topology(tp=2), "num_query_groups 3 must divide tp 2 or be a multiple of it"),
+        (LLAMA, Topology(pp=2, layers_per_stage=(1, 2)), r"\(1, 2\) must sum to the model's 4 layers"),
     ],
 )
 def test_what_cannot_be_cut_over_a_topology_is_refused_by_name(
-    architecture: Architecture, topology: Topology, options: dict[str, Any], says: str
+    architecture: Architecture, topology: Topology, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        build_family(architecture, topology, 0, dtype="float32", device=torch.device("cpu"), **options)
+        build_model(architecture, topology, 0, None, seed=None, device=torch.device("cpu"))

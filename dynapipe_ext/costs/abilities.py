@@ -1,0 +1,110 @@
+"""What a cost model may offer besides prices, asked for here and nowhere else.
+
+A cost model of one's own needs `num_stages`, `evaluate` and `fingerprint` (`CostModel`) and plans with these alone.
+Each function below looks for one more attribute by its name, and says what holds for a model without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts, PricesShapes
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import MicroBatch, Recompute
+from dynapipe_ext.topology import Topology
+
+if TYPE_CHECKING:
+    from dynapipe_ext.costs.analytic import AnalyticCosts
+    from dynapipe_ext.costs.floor import GrowingTimes
+    from dynapipe_ext.costs.table_points import TablePoints
+
+
+def over_topology(costs: CostModel, topology: Topology | None) -> tuple[CostModel, Topology]:
+    """`over`: the costs over a topology, or with None over their own, and that topology.
+
+    Without it a model is taken for that of its stages, wherever they are. Errors: ConfigError where costs cannot go.
+    """
+    if (over := getattr(costs, "over", None)) is None:
+        return costs, topology or Topology(pp=costs.num_stages)
+    return cast("tuple[CostModel, Topology]", over(topology))
+
+
+def has_decoder(costs: CostModel) -> bool | None:
+    """`has_decoder`: whether samples have a decoder side. None without it: tokens of any kind are priced."""
+    return cast("bool | None", getattr(costs, "has_decoder", None))
+
+
+def floor_of(costs: CostModel, stage_ranks: Sequence[int], *, split: bool) -> TablePoints | GrowingTimes | None:
+    """`floor`: what no micro-batch goes below (see `costs.floor`). None without it: no bound over all plans."""
+    floor = getattr(costs, "floor", None)
+    return None if floor is None else cast("TablePoints | GrowingTimes", floor(tuple(stage_ranks), split=split))
+
+
+def recounted(costs: CostModel, change: Callable[[AnalyticCosts], AnalyticCosts]) -> CostModel:
+    """`recounted`: the costs with what is counted in them changed. Without it nothing is counted: as they are."""
+    again = getattr(costs, "recounted", None)
+    return costs if again is None else cast(CostModel, again(change))
+
+
+def costs_as_json(costs: CostModel) -> dict[str, Any]:
+    """`to_json`: what other processes read costs from. Errors: ConfigError without it."""
+    if (to_json := getattr(costs, "to_json", None)) is None:
+        raise ConfigError(
+            f"{type(costs).__name__} has no to_json, by which planner processes and other ranks get their costs: plan"
+            " in this process (num_workers 0), or give one of the cost models of dynapipe_ext.costs"
+        )
+    return cast("dict[str, Any]", to_json())
+
+
+def shape_prices(costs: CostModel) -> PricesShapes:
+    """`evaluate_shapes`: padded shapes priced as arrays. Without it they are priced one by one by `evaluate`."""
+    return cast(PricesShapes, costs) if hasattr(costs, "evaluate_shapes") else _OneByOne(costs)
+
+
+@dataclass(frozen=True, slots=True)
+class _OneByOne:
+    """Shapes as micro-batches of equal samples; one that is refused costs INFEASIBLE."""
+
+    costs: CostModel
+
+    @property
+    def num_stages(self) -> int:
+        return self.costs.num_stages
+
+    def evaluate_shapes(
+        self,
+        rows: npt.ArrayLike,
+        encoder_len: npt.ArrayLike,
+        decoder_len: npt.ArrayLike = 0,
+        recompute: Recompute = "none",
+    ) -> MicroBatchCosts:
+        shapes = np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))
+        flat = zip(*(np.ravel(x).tolist() for x in shapes), strict=True)
+        columns = [self._column(r, e, d, recompute) for r, e, d in flat]
+        like = next((one for one in columns if one is not None), None) or self._any()
+        never = _infeasible(like)
+        return MicroBatchCosts.join([never if one is None else one for one in columns], like=like)
+
+    def _column(self, rows: int, encoder: int, decoder: int, recompute: Recompute) -> MicroBatchCosts | None:
+        samples = tuple(SampleLength(i, encoder, decoder) for i in range(rows))
+        try:
+            return self.costs.evaluate([MicroBatch(samples, "padded", recompute)])
+        except PlanError:
+            return None
+
+    def _any(self) -> MicroBatchCosts:
+        return self.costs.evaluate([MicroBatch((SampleLength(0, 1),))])
+
+
+def _infeasible(like: MicroBatchCosts) -> MicroBatchCosts:
+    one = like.take([0])
+    for table in (one.forward_ns, one.backward_ns, one.weight_ns, one.stored_bytes, one.working_bytes):
+        table[:] = INFEASIBLE
+    return one

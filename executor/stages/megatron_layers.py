@@ -1,0 +1,130 @@
+"""The layers of a megatron-core GPT as published models compute: norms, attention and its windows, biases, rotations.
+
+What Megatron's own flags cannot say is set on its modules: rotary frequencies, windows of attention, biases in some
+projections only.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from dynapipe_ext.executor.stages.attention import DocumentAttention
+from dynapipe_ext.models.architecture import Architecture
+
+
+class Norm:
+    """torch's norm, marked for the reduction that sequence parallelism needs, which Megatron's wrapper refuses."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        norm: torch.nn.Module = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+
+class CoreAttention(DocumentAttention):
+    """Draws dropout from Megatron's generator of this tensor parallel rank: heads on two ranks must not share masks."""
+
+    def dropout_generator(self) -> AbstractContextManager[Any]:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        tracker: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
+        return tracker
+
+
+class WindowAttention(CoreAttention):
+    """Causal attention to the last `window` positions, each its own included, computed in blocks of queries.
+
+    Memory is that of a block by two windows, not of a square. On one window or less it is CoreAttention's.
+    """
+
+    def __init__(self, config: Any, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(config, *arguments, **keywords)
+        self.window = config.window_size[0] + 1
+        self.backend = "sdpa"
+
+    def _sdpa(self, q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor) -> torch.Tensor:
+        length = q_BHSD.shape[2]
+        if length <= self.window:
+            return super()._sdpa(q_BHSD, k_BHSD, v_BHSD)
+        blocks = []
+        for start in range(0, length, self.window):
+            end, first = min(start + self.window, length), max(0, start - self.window + 1)
+            queries = torch.arange(start, end, device=q_BHSD.device)
+            back = queries[:, None] - torch.arange(first, end, device=q_BHSD.device)
+            seen = (back >= 0) & (back < self.window)
+            k_block, v_block = k_BHSD[:, :, first:end], v_BHSD[:, :, first:end]
+            blocks.append(self._attend(q_BHSD[:, :, start:end], k_block, v_block, mask=seen))
+        return torch.cat(blocks, dim=2)
+
+
+def gpt_layer(architecture: Architecture, config: Any) -> Any:
+    """Megatron's spec of one layer of a decoder-only model."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    a = architecture
+    if a.num_experts:
+        _name_absent_kernels()
+    layer = get_gpt_layer_local_spec(
+        num_experts=a.num_experts or None,
+        moe_grouped_gemm=False,
+        qk_layernorm=a.qk_norm,
+        normalization=config.normalization,
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = WindowAttention if a.sliding_window else CoreAttention
+    if a.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    if a.qkv_bias != config.add_bias_linear:
+        attention.linear_qkv = _with_bias(attention.linear_qkv, a.qkv_bias)
+    if a.attention_output_bias != config.add_bias_linear:
+        attention.linear_proj = _with_bias(attention.linear_proj, a.attention_output_bias)
+    return layer
+
+
+def _name_absent_kernels() -> None:
+    """megatron-core 0.16.1's router asks for Transformer Engine's kernel by a name that is undefined without it."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _with_bias(linear: type, bias: bool) -> type:
+    """A class of Megatron's linear layers whose bias is not what the configuration says of all."""
+
+    class Linear(linear):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **(keywords | {"bias": bias}))
+
+    return Linear
+
+
+def rotary_frequencies(architecture: Architecture) -> torch.Tensor:
+    """Radians a position, float32, shape (head_dim / 2,): of transformers, in the same order of operations.
+
+    "llama3": wavelengths above `original / low_freq_factor` are stretched by `factor`, those below `original /
+    high_freq_factor` stay, and in between the two are blended (Llama 3.1's release code).
+    """
+    a, scaling = architecture, architecture.rope_scaling
+    exponents = torch.arange(0, a.head_dim, 2, dtype=torch.int64).float() / a.head_dim
+    frequencies = 1.0 / (a.rope_theta**exponents)
+    if scaling is None:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    wavelengths = 2 * math.pi / frequencies
+    longest = scaling.original_max_seq_len / scaling.low_freq_factor
+    shortest = scaling.original_max_seq_len / scaling.high_freq_factor
+    share = (scaling.original_max_seq_len / wavelengths - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    stretched = frequencies / scaling.factor
+    blended = (1 - share) * frequencies / scaling.factor + share * frequencies
+    return torch.where(wavelengths < shortest, frequencies, torch.where(wavelengths > longest, stretched, blended))

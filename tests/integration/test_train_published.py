@@ -1,0 +1,97 @@
+"""`dynapipe train` on published models: from a checkpoint of any layout, the first loss is that of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.data.generation import generate_examples
+from dynapipe_ext.launch.cli import main
+from dynapipe_ext.launch.job import analytic_costs, architecture_of, topology_of
+from tests.integration.test_train_command import CLI, report_of, run
+from tests.support.checkpoints import saved, tiny
+
+VOCABULARY, SAMPLES = 300, 30
+SETTINGS = """
+[run]
+steps = 1
+[topology]
+tp = 2
+pp = 2
+dp = 1
+layers_per_stage = [1, 3]
+[data]
+truncate = true
+tokens_per_batch = 0
+batch_size = {samples}
+num_workers = 0
+[plan]
+costs = "{folder}/costs.json"
+[job]
+timeout_s = 60
+strict = true
+"""
+
+
+def write_data(folder: Path, model: Path) -> None:
+    """Samples of unequal lengths, and the tokenizer that was made from them."""
+    examples = list(generate_examples(num_samples=SAMPLES, seed=3, families=["copy", "sort", "add"]))
+    (folder / "data.jsonl").write_text(
+        "".join(json.dumps({"input": e.input[:60], "target": e.target[:60]}) + "\n" for e in examples)
+    )
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    library.train_from_iterator([e.input + e.target for e in examples], trainer)
+    library.save(str(model / "tokenizer.json"))
+
+
+def loss_of(model: Any, dataset: TokenDataset) -> float:
+    """The mean over target tokens, one sample at a time."""
+    total, count = 0.0, 0
+    for i in range(len(dataset)):
+        sample = dataset[i]
+        tokens = torch.from_numpy(sample.tokens)
+        with torch.no_grad():
+            logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0].double()
+        losses = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none")[sample.first_target - 1 :]
+        total, count = total + float(losses.sum()), count + len(losses)
+    return total / count
+
+
+@pytest.mark.parametrize(
+    ("family", "converted"), [("llama", ["--tp", "1", "--pp", "4"]), ("gpt2", None), ("qwen3", None)]
+)
+def test_the_first_loss_is_that_of_transformers(family: str, converted: list[str] | None, tmp_path: Path) -> None:
+    """Two by two ranks with uneven stages, packed rows, from the Hub's folder or one in Megatron's form."""
+    # A large epsilon shows in the loss; a default in its place would not.
+    eps = "layer_norm_epsilon" if family == "gpt2" else "rms_norm_eps"
+    model = tiny(family, vocab_size=VOCABULARY, **{eps: 0.03})
+    folder = saved(model, tmp_path / "model")
+    weights = folder
+    if converted:
+        weights = tmp_path / "megatron"
+        assert main(["convert", str(folder), str(weights), "--to", "megatron", *converted]) == 0
+    write_data(tmp_path, folder)
+    settings = tmp_path / "run.toml"
+    settings.write_text(SETTINGS.format(folder=tmp_path, samples=SAMPLES))
+    config = TrainConfig.read(settings).with_values(model={"architecture": str(folder)})
+    assert topology_of(config).layers_per_stage == (1, 3)
+    costs = analytic_costs(config, architecture_of(config, 290), flops_per_s=50e9, overhead_ns=1_000_000)
+    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    flags = ["--architecture", str(folder), "--init-from", str(weights), "--tokenizer", str(folder / "tokenizer.json")]
+    flags += ["--data", str(tmp_path / "data.jsonl"), "--run-dir", str(tmp_path / "run")]
+    run([*CLI, "train", "--config", str(settings), *flags])
+    dataset = TokenDataset.open(tmp_path / "run" / "data")
+    assert len(np.unique(dataset.lengths[:, 0])) > 5
+    assert report_of(tmp_path / "run")["losses"] == pytest.approx([loss_of(model, dataset)], abs=1e-5)

@@ -1,0 +1,134 @@
+"""Cost models of one's own: three members plan; what a model offers besides is asked for by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.costs.abilities import floor_of, has_decoder, over_topology, recounted, shape_prices
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.fitted import Fit, FittedCosts
+from dynapipe_ext.costs.floor import GrowingTimes
+from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.presets import preset
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.judge.batch_floor import batch_floor
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.topology import Topology
+
+TOKENS = TokenCosts(2, ns_per_token_squared=2.0, overhead_ns=5_000)
+GPT = Architecture.gpt(
+    num_layers=4, hidden_size=64, num_heads=4, num_query_groups=2, ffn_hidden_size=96, gated_mlp=True, vocab_size=512,
+    max_seq_len=128, tied_embeddings=True, position="rope", norm="rmsnorm", bias=False,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Own:
+    """The least that a cost model of one's own is."""
+
+    num_stages: int = 2
+    longest: int = 1 << 30
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        if any(m.encoder_len > self.longest for m in micro_batches):
+            raise PlanError("too long")
+        return TOKENS.evaluate(micro_batches)
+
+    def fingerprint(self) -> str:
+        return "own"
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_three_members_plan_as_the_same_prices_with_every_ability(layout: Any) -> None:
+    lengths = [12, 7, 150, 41, 9, 90]
+    own, full = (
+        Planner(Topology(pp=2), costs, 10**6, 0, layout=layout, effort=50).plan(lengths) for costs in (Own(), TOKENS)
+    )
+    assert own.batch == full.batch
+    assert own.schedules == full.schedules
+    assert own.makespan_s == full.makespan_s
+
+
+def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
+    own = Own()
+    assert over_topology(own, None) == (own, Topology(pp=2))
+    assert over_topology(own, Topology(tp=4, pp=2)) == (own, Topology(tp=4, pp=2))
+    assert has_decoder(own) is None
+    assert recounted(own, lambda counted: counted) is own
+    assert batch_floor(own, [(3, 0)], (0, 1), split=False, packed=False) is None
+    with pytest.raises(ConfigError, match="Own has no to_json, by which planner processes"):
+        cost_model_to_json(own)
+
+
+def test_shapes_are_priced_one_by_one_where_a_model_prices_micro_batches_alone() -> None:
+    rows, lengths = [1, 3, 2], [40, 8, 64]
+    given, wanted = (shape_prices(costs).evaluate_shapes(rows, lengths, 0, "full") for costs in (Own(), TOKENS))
+    for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "transfer_ns", "static_bytes"):
+        assert getattr(given, name).tolist() == getattr(wanted, name).tolist()
+    refused = shape_prices(Own(longest=50)).evaluate_shapes(rows, lengths, 0, "full")
+    assert (refused.forward_ns >= INFEASIBLE).tolist() == [[False, False, True]] * 2
+
+
+def test_a_model_of_ones_own_may_promise_a_floor_and_is_bounded_by_it() -> None:
+    class Promising(Own):
+        def floor(self, stage_ranks: tuple[int, ...], *, split: bool) -> GrowingTimes:
+            found = floor_of(TOKENS, stage_ranks, split=split)
+            assert isinstance(found, GrowingTimes)
+            return found
+
+    own, full = (batch_floor(c, [(30, 0), (7, 0)], (0, 1), split=False, packed=True) for c in (Promising(), TOKENS))
+    assert own is not None
+    assert full is not None
+    assert own.bound_ns(2) == full.bound_ns(2) > 0
+
+
+def test_the_floor_of_runs_that_recomputed_all_is_under_their_own_times() -> None:
+    """Recorded in two parts under full recomputation alone, W being that of such runs."""
+    ns = {"F": ("none", 1.0), "I": ("full", 2.0), "W": ("full", 0.5)}
+    fits = tuple(
+        Fit(
+            stage=stage, kind=kind, recompute=recompute, overhead_ns=100.0, ns_per_token=factor, ns_per_square=0.01,
+            num_observations=9, held_out_error=0.0,
+        )
+        for stage in range(2)
+        for kind, (recompute, factor) in ns.items()
+    )  # fmt: skip
+    costs = FittedCosts(TokenCosts(2), fits, 100)
+    found = costs.floor((0, 1), split=True).padded(3, np.array([[50, 0]]))
+    priced = costs.evaluate_shapes([3], [50], 0, "full")
+    assert found.forward.tolist() == priced.forward_ns.tolist()
+    assert found.backward.tolist() == priced.backward_ns.tolist()
+
+
+def test_costs_in_the_form_of_earlier_versions_are_read_as_they_were() -> None:
+    model = AnalyticCosts(replace(GPT, num_experts=4, top_k=2), Topology(pp=2), capacity_factor=1.25)
+    raw = json.loads(json.dumps(cost_model_to_json(model)))
+    del raw["architecture"], raw["capacity_factor"]
+    sizes = {
+        **{"num_layers": 4, "hidden_size": 64, "num_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 96},
+        **{"gated_mlp": True, "vocab_size": 512, "max_seq_len": 128, "tied_embeddings": True, "position": "rope"},
+        **{"norm": "rmsnorm", "bias": False, "num_experts": 4, "top_k": 2, "capacity_factor": 1.25, "head_dim": 0},
+        **{"qkv_bias": False, "qk_norm": False},
+    }
+    assert cost_model_from_json({**raw, "shape": sizes}) == model
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-0.6b", "gpt2"])
+def test_a_published_model_survives_json_and_a_damaged_one_is_refused(name: str) -> None:
+    a = preset(name)
+    raw = json.loads(json.dumps(asdict(a)))
+    assert Architecture.from_json(raw) == a
+    for damage in ({"position": "polar"}, {"no_such": 1}, {"rope_scaling": {"kind": "linear", "factr": 2.0}}):
+        with pytest.raises(ConfigError):
+            Architecture.from_json({**raw, **damage})
