@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,10 +18,10 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts, fingerprint, sum_of_squares
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.reproducible import non_negative_least_squares, product, rank
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.topology import Topology
 
-FloatArray = npt.NDArray[np.float64]
 ActionKind = Literal["F", "B", "I", "W"]
 BaseCosts = AnalyticCosts | CostTable | TokenCosts
 
@@ -318,7 +317,7 @@ def _fit(stage: int, kind: ActionKind, recompute: Recompute, group: list[Observa
     points = sorted((one.tokens, one.squares, one.seconds * 1e9) for one in group)
     x_N3 = np.array([(1.0, tokens, squares) for tokens, squares, _ in points])
     y_N = np.array([ns for *_, ns in points])
-    if np.linalg.matrix_rank(x_N3 / x_N3.max(axis=0)) < 3:
+    if rank(x_N3) < 3:
         raise DataError(
             f"the {len(group)} spans of {name} have too few different shapes to tell overhead, tokens and context"
             " apart: record micro-batches of several lengths and several numbers of tokens"
@@ -327,31 +326,10 @@ def _fit(stage: int, kind: ActionKind, recompute: Recompute, group: list[Observa
     errors = np.zeros(len(points))
     for fold in range(_FOLDS):
         out = fold_N == fold
-        errors[out] = np.abs(x_N3[out] @ non_negative_least_squares(x_N3[~out], y_N[~out]) - y_N[out]) / y_N[out]
+        seen_3 = non_negative_least_squares(x_N3[~out], y_N[~out])
+        errors[out] = np.abs(product(x_N3[out], seen_3) - y_N[out]) / y_N[out]
     overhead, per_token, per_square = (float(c) for c in non_negative_least_squares(x_N3, y_N))
     return Fit(
         stage=stage, kind=kind, recompute=recompute, overhead_ns=overhead, ns_per_token=per_token,
         ns_per_square=per_square, num_observations=len(group), held_out_error=float(errors.mean()),
     )  # fmt: skip
-
-
-def non_negative_least_squares(x_NK: FloatArray, y_N: FloatArray) -> FloatArray:
-    """The K non-negative coefficients with the least sum of squared relative errors, (x c - y) / y.
-
-    Exact for the few columns there are: the optimum is the plain solution on the columns that are not zero, so the best
-    of the non-negative ones over all subsets is it (Lawson and Hanson 1974, ch. 23).
-    """
-    scale_K = np.maximum(x_NK.max(axis=0), 1.0)
-    design_NK, ones_N = x_NK / scale_K / y_N[:, None], np.ones(len(y_N))
-    count = x_NK.shape[1]
-    best, least = np.zeros(count), float(len(y_N))
-    for size in range(1, count + 1):
-        for chosen in itertools.combinations(range(count), size):
-            columns = list(chosen)
-            solution = np.linalg.lstsq(design_NK[:, columns], ones_N, rcond=None)[0]
-            residual = float(((design_NK[:, columns] @ solution - ones_N) ** 2).sum())
-            if (solution >= 0).all() and residual < least:
-                least, best = residual, np.zeros(count)
-                best[columns] = solution
-    coefficients: FloatArray = best / scale_K
-    return coefficients

@@ -30,6 +30,7 @@ from dynapipe_ext.executor.stages.megatron_model import (
 from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import Layout, MicroBatch
+from dynapipe_ext.reproducible import non_negative_least_squares
 from dynapipe_ext.topology import Topology
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -105,9 +106,8 @@ def _counted(shape: ModelShape, dtype: str, shapes: list[tuple[int, int]]) -> np
 
 def _fit(flops: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tuple[float, float, float]:
     """(overhead of a forward or a backward, seconds per FLOP, mean relative error); relative errors count."""
-    weights = 1.0 / seconds
-    design = np.stack([np.ones_like(flops), flops], axis=1) * weights[:, None]
-    (intercept, slope), *_ = np.linalg.lstsq(design, seconds * weights, rcond=None)
+    design = np.stack([np.ones_like(flops), flops], axis=1)
+    intercept, slope = non_negative_least_squares(design, seconds)
     overhead_s, slope = max(float(intercept), 1e-6) / 2, max(float(slope), 1e-18)
     return overhead_s, slope, float(np.mean(np.abs(2 * overhead_s + slope * flops - seconds) / seconds))
 
