@@ -81,7 +81,8 @@ def non_negative_least_squares(x_NK: FloatArray, y_N: FloatArray) -> FloatArray:
     there are: the optimum is the plain solution on the columns that are not zero, so the best of the non-negative ones
     over all subsets is it (Lawson and Hanson 1974, ch. 23).
 
-    >>> non_negative_least_squares(np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]]), np.array([2.0, 4.0, 6.0])).tolist()
+    >>> x = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    >>> non_negative_least_squares(x, np.array([2.0, 4.0, 6.0])).round(9).tolist()
     [0.0, 2.0]
     """
     count = x_NK.shape[1]
