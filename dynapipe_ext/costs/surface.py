@@ -92,12 +92,12 @@ def _likeness(left: FloatArray, right: FloatArray) -> FloatArray:
     return exp(-0.5 * squared / _REACH**2)
 
 
-def left_out_errors(measured: Mapping[Shape, float], *, noise: float = _NOISE) -> dict[Shape, float]:
+def left_out_errors(measured: Mapping[Shape, float]) -> dict[Shape, float]:
     """|predicted - measured| / measured of every shape, by a surface that has not seen it."""
     errors = {}
     for shape, value in measured.items():
         others = {other: v for other, v in measured.items() if other != shape}
-        predicted = float(Surface.fit(others, noise=noise)(np.array([shape]))[0])
+        predicted = float(Surface.fit(others)(np.array([shape]))[0])
         errors[shape] = abs(predicted - value) / value if value else 0.0
     return errors
 
