@@ -46,7 +46,7 @@ def found() -> dict[str, object]:
     lengths = random.integers(16, 500, 60).tolist()
     plan = Planner(Topology(pp=2), table.with_topology(Topology(pp=2)), memory_limit_bytes=1e9, seed=0).plan(lengths)
     return {
-        "shapes": profile.shapes(),
+        "errors of shapes": [(shape, error) for shape, error in profile.errors(within).items()],
         "surface of the simplest fit": list(left_out_errors(points).values()),
         "table": table.to_json(),
         "fitted": fitted.to_json(),
