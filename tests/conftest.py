@@ -54,12 +54,6 @@ def sources() -> list[Source]:
     return found
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes `source` runs once for every module of the package."""
-    if "source" in metafunc.fixturenames:
-        metafunc.parametrize("source", sources(), ids=lambda source: source.path)
-
-
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""

@@ -29,7 +29,7 @@ check() {
 check "ruff check" "$venv_python" -m ruff check .
 check "ruff format" "$venv_python" -m ruff format --check .
 check "mypy" "$venv_python" -m mypy
-check "pytest" "$venv_python" -m pytest -n 2 --dist loadfile "$@" # a file's tests share fixtures: they stay together
+check "pytest" "$venv_python" -m pytest -n 2 --dist loadfile --durations=25 "$@" # a file's tests share fixtures: they stay together
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'failed: %s\n' "$(IFS=,; echo "${failed[*]}")" >&2

@@ -94,38 +94,7 @@ class Dispatcher {
     if (count_ == 0) return 0;
     if (hopeless(track, give_up)) return kNever;
     begin(track, orders ? nullptr : like);
-    const Rule rule = *track.rule;
-    if (linear_ && !orders) {
-      if (machine_.split) return machine_.working_in_backward ? linear<true, true>(track, rule, give_up) : linear<true, false>(track, rule, give_up);
-      return machine_.working_in_backward ? linear<false, true>(track, rule, give_up) : linear<false, false>(track, rule, give_up);
-    }
-    const int ranks = machine_.ranks, all = machine_.stages * count_ * (machine_.split ? 3 : 2);
-    while (now_.done < all) {
-      int r = 0;
-      i64 time = rank_[0].wake;
-      for (int other = 1; other < ranks; ++other) {
-        const bool sooner = rank_[other].wake < time;
-        time = sooner ? rank_[other].wake : time;
-        r = sooner ? other : r;
-      }
-      if (time >= kNever) return kNever;
-      RankState& mine = rank_[r];
-      i64 next = kNever;
-      Chosen chosen{};
-      if (!choose(track, rule, r, time, &chosen, &next)) {
-        mine.wake = next;
-        continue;
-      }
-      const i64 end = start(track, rule, r, time, chosen);
-      if (orders) (*orders)[r].push_back(chosen);
-      mine.worked += end - time;
-      if (end + work_[r] - mine.worked + tail_[r] >= give_up) return kNever;
-      now_.makespan = std::max(now_.makespan, end);
-      mine.wake = mine.free_at = end;
-      ++now_.done;
-      if (chosen.kind == kForward && chosen.stage == 0 && chosen.position + 1 < count_) keep(track, chosen.position + 1);
-    }
-    return now_.makespan;
+    return linear_ ? dispatch<true>(track, give_up, orders) : dispatch<false>(track, give_up, orders);
   }
 
   // `ways` [rank] of one record.
@@ -222,122 +191,48 @@ class Dispatcher {
     track.moments[position] = now_;
   }
 
-  // The same choices where stage s is on rank s: W's become ready in the order of the gradients.
-  template <bool kSplit, bool kWorkingInBackward>
-  i64 linear(Track& track, const Rule rule, i64 give_up) {
-    const int stages = machine_.stages, all = stages * count_ * (kSplit ? 3 : 2);
-    const i64* const* const records = records_;
-    i64 *const forward_at = track.forward_at.data(), *const gradient_at = track.gradient_at.data();
-    StageState* const stage = stage_.data();
-    RankState* const rank = rank_.data();
-    int done = now_.done;
-    i64 makespan = now_.makespan;
-    while (done < all) {
-      int s = 0;
-      i64 time = rank[0].wake;
-      for (int other = 1; other < stages; ++other) {
-        const i64 at = rank[other].wake;
-        s = at < time ? other : s;
-        time = at < time ? at : time;
+  // kLinear: stage s is on rank s, which the search runs most; its one stage a rank is then known to the compiler.
+  template <bool kLinear>
+  i64 dispatch(Track& track, i64 give_up, std::vector<std::vector<Chosen>>* orders) {
+    const Rule rule = *track.rule;
+    const int ranks = machine_.ranks, all = machine_.stages * count_ * (machine_.split ? 3 : 2);
+    while (now_.done < all) {
+      int r = 0;
+      i64 time = rank_[0].wake;
+      for (int other = 1; other < ranks; ++other) {
+        const bool sooner = rank_[other].wake < time;
+        time = sooner ? rank_[other].wake : time;
+        r = sooner ? other : r;
       }
       if (time >= kNever) return kNever;
-      RankState& mine = rank[s];
-      const int m = stage[s].entered, back = stage[s].returned;
-      const int num_pending = kSplit ? back - mine.weights_done : 0;
-      Field kind;
-      if (kSplit && num_pending > rule.most_pending) {
-        kind = kWeight;
-      } else {
-        const i64 gradient = back < m ? gradient_at[back * stages + s] : kNever;
-        const bool capped = m >= count_ || (rule.extra < kNoCap && m - back >= std::max(1, stages - s + rule.extra));
-        const i64 forward = capped ? kNever : s == 0 ? 0 : forward_at[m * stages + s];
-        bool enters = forward <= time, after_weights = false;
-        if (enters) {
-          const i64* const cost = records[m] + s * kFields;
-          i64 working = cost[kWorking];
-          if (kWorkingInBackward) {
-            i64 gone = 0;
-            for (int q = back; q < m; ++q) {
-              working = std::max(working, records[q][s * kFields + kWorking] - gone);
-              if (!kSplit) gone += records[q][s * kFields + kStored];
-            }
-          }
-          const i64 over = mine.held + cost[kStored] + working - machine_.free_bytes[s];
-          enters = over <= 0;
-          after_weights = kSplit && over > 0 && over <= mine.pending_bytes;
-        }
-        const bool awaited = rule.rhythm > 1 && !capped && forward > time;
-        if (gradient <= time && !((mine.wants_forward || rule.rhythm > 1) && (enters || after_weights || awaited))) {
-          kind = kGradient;
-        } else if (enters) {
-          kind = kForward;
-        } else if (after_weights) {
-          kind = kWeight;
-        } else {
-          i64 next = gradient > time ? gradient : kNever;
-          if (forward > time) next = std::min(next, forward);
-          kind = kFields;
-          if (kSplit && num_pending > 0) {
-            const i64 duration = records[mine.weights_done][s * kFields + kWeight];
-            if (next >= kNever || (time + duration - next) * 4 <= duration * rule.patience) kind = kWeight;
-          }
-          if (kind == kFields) {
-            mine.wake = next;
-            continue;
-          }
-        }
+      RankState& mine = rank_[r];
+      i64 next = kNever;
+      Chosen chosen{};
+      if (!choose<kLinear>(track, rule, r, time, &chosen, &next)) {
+        mine.wake = next;
+        continue;
       }
-      i64 end;
-      if (kind == kForward) {
-        const i64* const cost = records[m] + s * kFields;
-        end = time + cost[kForward];
-        mine.held += cost[kStored];
-        stage[s].entered = m + 1;
-        mine.wants_forward = false;
-        if (s + 1 == stages) {
-          gradient_at[m * stages + s] = end;
-        } else {
-          arrive(s + 1, end + cost[kTransfer], &forward_at[m * stages + s + 1]);
-        }
-      } else if (kind == kGradient) {
-        const i64* const cost = records[back] + s * kFields;
-        end = time + cost[kGradient];
-        stage[s].returned = back + 1;
-        if (kSplit) {
-          track.weights[s].push_back({s, back, kWeight});
-          ++mine.weights_ready;
-          mine.pending_bytes += cost[kStored];
-        } else {
-          mine.held -= cost[kStored];
-        }
-        if (s > 0) arrive(s - 1, end + cost[kTransfer - kFields], &gradient_at[back * stages + s - 1]);
-        mine.wants_forward = rule.rhythm > 0;
-      } else {
-        const i64* const cost = records[mine.weights_done++] + s * kFields;
-        end = time + cost[kWeight];
-        mine.held -= cost[kStored];
-        mine.pending_bytes -= cost[kStored];
-      }
+      const i64 end = start<kLinear>(track, rule, r, time, chosen);
+      if (orders) (*orders)[r].push_back(chosen);
       mine.worked += end - time;
-      if (end + work_[s] - mine.worked + tail_[s] >= give_up) return kNever;
-      makespan = std::max(makespan, end);
+      if (end + work_[r] - mine.worked + tail_[r] >= give_up) return kNever;
+      now_.makespan = std::max(now_.makespan, end);
       mine.wake = mine.free_at = end;
-      ++done;
-      if (kind == kForward && s == 0 && m + 1 < count_) {
-        now_ = {done, makespan};
-        keep(track, m + 1);
-      }
+      ++now_.done;
+      if (chosen.kind == kForward && chosen.stage == 0 && chosen.position + 1 < count_) keep(track, chosen.position + 1);
     }
-    return makespan;
+    return now_.makespan;
   }
 
   // Whether the rank's memory takes position m on stage s now. `only_pending` tells that it would after pending W's.
+  template <bool kLinear>
   bool admits(int r, int s, int m, bool* only_pending) const {
-    const auto& mine = machine_.rank_stages[r];
+    const int stages = kLinear ? 1 : static_cast<int>(machine_.rank_stages[r].size());
     i64 most_working = cost(kWorking, s, m);
     if (machine_.working_in_backward) {
-      const bool in_turn = !machine_.split && mine.size() == 1;  // then what is older has gone when a backward runs
-      for (int t : mine) {
+      const bool in_turn = !machine_.split && stages == 1;  // then what is older has gone when a backward runs
+      for (int k = 0; k < stages; ++k) {
+        const int t = kLinear ? r : machine_.rank_stages[r][k];
         i64 gone = 0;
         for (int q = stage_[t].returned; q < stage_[t].entered; ++q) {
           most_working = std::max(most_working, cost(kWorking, t, q) - gone);
@@ -347,7 +242,7 @@ class Dispatcher {
     }
     const i64 needed = rank_[r].held + cost(kStored, s, m) + most_working, room = machine_.free_bytes[r];
     if (needed - rank_[r].pending_bytes > room) return false;
-    if (mine.size() > 1 && !safe(r, s, m, most_working)) return false;
+    if (stages > 1 && !safe(r, s, m, most_working)) return false;
     if (needed <= room) return true;
     *only_pending = true;
     return false;
@@ -376,6 +271,7 @@ class Dispatcher {
   }
 
   // The action to start now; false with the next time to look at (`next`) where there is none.
+  template <bool kLinear>
   bool choose(Track& track, const Rule& rule, int r, i64 time, Chosen* chosen, i64* next) {
     const int num_pending = rank_[r].weights_ready - rank_[r].weights_done;
     if (num_pending > rule.most_pending) return take_weight(track, r, chosen);
@@ -383,9 +279,8 @@ class Dispatcher {
     int gradient_stage = -1, gradient_position = 1 << 30;
     int forward_stage = -1;
     bool after_weights = false, awaited = false;
-    const auto& mine = machine_.rank_stages[r];
-    for (auto it = mine.rbegin(); it != mine.rend(); ++it) {
-      const int s = *it, back = stage_[s].returned, m = stage_[s].entered;
+    for (int k = kLinear ? 1 : static_cast<int>(machine_.rank_stages[r].size()); k-- > 0;) {
+      const int s = kLinear ? r : machine_.rank_stages[r][k], back = stage_[s].returned, m = stage_[s].entered;
       if (back < m) {
         const i64 at = track.gradient_at[back * stages + s];
         if (at > time) {
@@ -402,7 +297,7 @@ class Dispatcher {
         if (at > time) {
           *next = std::min(*next, at);
           awaited = true;
-        } else if (admits(r, s, m, &blocked)) {
+        } else if (admits<kLinear>(r, s, m, &blocked)) {
           forward_stage = s;
         } else if (blocked) {
           after_weights = true;
@@ -433,6 +328,7 @@ class Dispatcher {
     return true;
   }
 
+  template <bool kLinear>
   i64 start(Track& track, const Rule& rule, int r, i64 time, const Chosen& c) {
     const int s = c.stage, m = c.position, stages = machine_.stages;
     const i64 end = time + cost(c.kind, s, m), stored = cost(kStored, s, m);
@@ -443,7 +339,7 @@ class Dispatcher {
       if (s + 1 == stages) {
         track.gradient_at[m * stages + s] = end;
       } else {
-        arrive(s + 1, end + hop(s, m), &track.forward_at[m * stages + s + 1]);
+        arrive(s + 1, end + hop<kLinear>(s, m), &track.forward_at[m * stages + s + 1]);
       }
       mine.wants_forward = false;
     } else if (c.kind == kGradient) {
@@ -455,7 +351,7 @@ class Dispatcher {
       } else {
         mine.held -= stored;
       }
-      if (s > 0) arrive(s - 1, end + hop(s - 1, m), &track.gradient_at[m * stages + s - 1]);
+      if (s > 0) arrive(s - 1, end + hop<kLinear>(s - 1, m), &track.gradient_at[m * stages + s - 1]);
       mine.wants_forward = rule.rhythm > 0;
     } else {
       mine.held -= stored;
@@ -464,8 +360,10 @@ class Dispatcher {
     return end;
   }
 
+  template <bool kLinear>
   i64 hop(int low, int m) const {
-    return machine_.stage_rank[low] == machine_.stage_rank[low + 1] ? 0 : cost(kTransfer, low, m);
+    const bool crosses = kLinear || machine_.stage_rank[low] != machine_.stage_rank[low + 1];
+    return crosses ? cost(kTransfer, low, m) : 0;
   }
 
   void arrive(int s, i64 at, i64* when) {

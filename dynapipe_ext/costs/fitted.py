@@ -14,16 +14,15 @@ import numpy.typing as npt
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.floor import GrowingTimes, PaddedTimes
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.least_squares import non_negative_least_squares
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts, fingerprint, sum_of_squares
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.reproducible import non_negative_least_squares, product, rank
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.topology import Topology
 
-FloatArray = npt.NDArray[np.float64]
 ActionKind = Literal["F", "B", "I", "W"]
 BaseCosts = AnalyticCosts | CostTable | TokenCosts
 
@@ -381,7 +380,7 @@ def _fit(stage: int, kind: ActionKind, recompute: Recompute, group: list[Observa
     points = sorted((one.tokens, one.squares, one.seconds * 1e9) for one in group)
     x_N3 = np.array([(1.0, tokens, squares) for tokens, squares, _ in points])
     y_N = np.array([ns for *_, ns in points])
-    if np.linalg.matrix_rank(x_N3 / x_N3.max(axis=0)) < 3:
+    if rank(x_N3) < 3:
         raise DataError(
             f"the {len(group)} spans of {name} have too few different shapes to tell overhead, tokens and context"
             " apart: record micro-batches of several lengths and several numbers of tokens"
@@ -390,7 +389,8 @@ def _fit(stage: int, kind: ActionKind, recompute: Recompute, group: list[Observa
     errors = np.zeros(len(points))
     for fold in range(_FOLDS):
         out = fold_N == fold
-        errors[out] = np.abs(x_N3[out] @ non_negative_least_squares(x_N3[~out], y_N[~out]) - y_N[out]) / y_N[out]
+        seen_3 = non_negative_least_squares(x_N3[~out], y_N[~out])
+        errors[out] = np.abs(product(x_N3[out], seen_3) - y_N[out]) / y_N[out]
     overhead, per_token, per_square = (float(c) for c in non_negative_least_squares(x_N3, y_N))
     return Fit(
         stage=stage, kind=kind, recompute=recompute, overhead_ns=overhead, ns_per_token=per_token,

@@ -18,6 +18,7 @@ from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, Recompute, round_up
+from dynapipe_ext.reproducible import exp, log
 from dynapipe_ext.topology import Topology
 
 _TIMES, _LEAST_SHAPES, _FEWEST = ("forward_s", "backward_s"), 8, 3
@@ -86,9 +87,9 @@ class ProfileRange:
         random = np.random.default_rng(seed)
         found: list[Shape] = []
         while len(found) < count:
-            exponent = random.uniform(np.log(self.min_len), np.log(self.max_len))
-            length = round_up(round(float(np.exp(exponent))), self.multiple)
-            rows = round(float(np.exp(random.uniform(0.0, np.log(max(1.0, self.max_tokens / length))))))
+            exponent = random.uniform(log(self.min_len), log(self.max_len))
+            length = round_up(round(float(exp(exponent))), self.multiple)
+            rows = round(float(exp(random.uniform(0.0, log(max(1.0, self.max_tokens / length))))))
             if length <= self.max_len and rows * length <= self.max_tokens:
                 found.append((rows, length))
         return found
@@ -293,6 +294,6 @@ def _micro_batch(shape: Shape, recompute: Recompute, layout: Layout = "padded") 
 
 def _spread(least: int, most: int, per_doubling: int, multiple: int) -> list[int]:
     """Multiples from `least` to `most` at even ratios."""
-    doublings = np.log2(most / least)
-    steps = np.linspace(0.0, doublings, int(np.ceil(doublings * per_doubling)) + 1)
-    return sorted({round_up(round(float(n)), multiple) for n in least * 2.0**steps})
+    num_steps = (-(-(most**per_doubling) // least**per_doubling) - 1).bit_length()  # so many, rounded up, in integers
+    places = least * exp(np.linspace(0.0, log(most / least), num_steps + 1))
+    return sorted({round_up(round(float(n)), multiple) for n in places})

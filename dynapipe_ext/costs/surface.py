@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import numpy as np
 
-from dynapipe_ext.costs.grid import FloatArray
-from dynapipe_ext.costs.least_squares import non_negative_least_squares
 from dynapipe_ext.errors import DataError
+from dynapipe_ext.reproducible import FloatArray, exp, log, non_negative_least_squares, product, solve
 
 Part = Literal["layer", "head"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -58,24 +58,23 @@ class Surface:
             raise DataError(f"{len(measured)} shapes were measured but a cost surface needs at least 2: measure more")
         shapes = np.array(sorted(measured), np.float64)
         values = np.array([measured[shape] for shape in sorted(measured)], np.float64)
-        points = np.log2(shapes)
+        points = _doublings(shapes)
         if not values.any():
             return cls(np.zeros(4), points, np.zeros(len(points)))
         if not (np.isfinite(values) & (values > 0)).all():
             raise DataError(f"costs from {values.min():g} to {values.max():g} were measured: all must be above 0")
         coefficients = non_negative_least_squares(_terms(shapes), values)
-        deviation = np.log(values / (_terms(shapes) @ coefficients))
+        deviation = log(values / product(_terms(shapes), coefficients))
         spread = max(float(np.mean(deviation**2)), 1e-12)
         kernel = spread * _likeness(points, points) + noise**2 * np.eye(len(points))
-        weights = np.asarray(spread * np.linalg.solve(kernel, deviation), np.float64)
+        weights = spread * solve(kernel, deviation)
         return cls(coefficients, points, weights)
 
     def __call__(self, shapes: FloatArray) -> FloatArray:
         """Values (M,) at shapes (M, 2)."""
         shapes = np.asarray(shapes, np.float64).reshape(-1, 2)
-        correction = np.exp(_likeness(np.log2(shapes), self.points) @ self.weights)
-        values: FloatArray = (_terms(shapes) @ self.coefficients) * correction
-        return values
+        correction = exp(product(_likeness(_doublings(shapes), self.points), self.weights))
+        return product(_terms(shapes), self.coefficients) * correction
 
 
 def _terms(shapes: FloatArray) -> FloatArray:
@@ -84,18 +83,21 @@ def _terms(shapes: FloatArray) -> FloatArray:
     return np.stack([np.ones_like(rows), rows, rows * length, rows * length**2], axis=1)
 
 
+def _doublings(shapes: FloatArray) -> FloatArray:
+    return log(shapes) / math.log(2.0)
+
+
 def _likeness(left: FloatArray, right: FloatArray) -> FloatArray:
     squared = ((left[:, None, :] - right[None, :, :]) ** 2).sum(axis=2)
-    likeness: FloatArray = np.exp(-0.5 * squared / _REACH**2)
-    return likeness
+    return exp(-0.5 * squared / _REACH**2)
 
 
-def left_out_errors(measured: Mapping[Shape, float], *, noise: float = _NOISE) -> dict[Shape, float]:
+def left_out_errors(measured: Mapping[Shape, float]) -> dict[Shape, float]:
     """|predicted - measured| / measured of every shape, by a surface that has not seen it."""
     errors = {}
     for shape, value in measured.items():
         others = {other: v for other, v in measured.items() if other != shape}
-        predicted = float(Surface.fit(others, noise=noise)(np.array([shape]))[0])
+        predicted = float(Surface.fit(others)(np.array([shape]))[0])
         errors[shape] = abs(predicted - value) / value if value else 0.0
     return errors
 
@@ -105,10 +107,10 @@ def next_shape(measured: Sequence[Shape], errors: Mapping[Shape, float], candida
     open_shapes = [shape for shape in candidates if shape not in set(measured)]
     if not open_shapes:
         return None
-    known, places = np.log2(np.array(measured, np.float64)), np.log2(np.array(open_shapes, np.float64))
+    known, places = (_doublings(np.array(s, np.float64)) for s in (measured, open_shapes))
     kernel = _likeness(known, known) + 1e-3 * np.eye(len(known))
     across = _likeness(places, known)
-    unknown = 1.0 - np.einsum("ij,ji->i", across, np.linalg.solve(kernel, across.T))
+    unknown = 1.0 - (across.T * solve(kernel, across.T)).sum(axis=0)
     error = np.array([errors.get(shape, 0.0) for shape in measured]) + 1e-3
-    nearby = across @ error / np.maximum(across.sum(axis=1), 1e-9)
+    nearby = product(across, error) / np.maximum(across.sum(axis=1), 1e-9)
     return open_shapes[int(np.argmax(np.sqrt(np.maximum(unknown, 0.0)) * nearby))]

@@ -25,13 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.inference.batches import FirstBatch, IntArray
 from dynapipe_ext.inference.memory_records import MeasuredOn, MemoryRecord, field, parse
-
-FloatArray = npt.NDArray[np.float64]
+from dynapipe_ext.reproducible import FloatArray, exp, product
 
 MODEL_FORMAT = "dynapipe-memory-model/1"
 FEATURES = (
@@ -223,8 +221,8 @@ class LearnedMemory:
 
     def ratio(self, shapes_B4: IntArray, first_B4: IntArray) -> FloatArray:
         """Predicted peaks of batches over those of their first ones, both as `shapes_of` gives them."""
-        here, there = ((terms(shapes) @ self.phases.T).max(axis=1) for shapes in (shapes_B4, first_B4))
-        found: FloatArray = here / there * np.exp(self.trees.predict(features(shapes_B4, first_B4)))
+        here, there = (product(terms(shapes), self.phases.T).max(axis=1) for shapes in (shapes_B4, first_B4))
+        found: FloatArray = here / there * exp(self.trees.predict(features(shapes_B4, first_B4)))
         return found
 
     def margin(self, threshold: float) -> float:

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.reproducible import exp, log
 
 Choice = Literal["adaptive", "random"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
@@ -119,4 +120,4 @@ def _hopeless(done: Mapping[Shape, bool], shape: Shape) -> bool:
 
 def _log_uniform(generator: np.random.Generator, least: int, most: int) -> int:
     """`least` to `most`."""
-    return min(most, int(math.exp(generator.uniform(math.log(least), math.log(most + 1)))))
+    return min(most, int(exp(generator.uniform(log(least), log(most + 1)))))

@@ -19,7 +19,6 @@ from dynapipe_ext.inference.batches import IntArray
 from dynapipe_ext.inference.memory_model import (
     MONOTONE,
     NUM_TERMS,
-    FloatArray,
     LearnedMemory,
     Trees,
     features,
@@ -27,6 +26,7 @@ from dynapipe_ext.inference.memory_model import (
     terms,
 )
 from dynapipe_ext.inference.memory_records import MeasuredOn, MemoryRecord
+from dynapipe_ext.reproducible import FloatArray, exp, log, non_negative_least_squares, product
 
 FEWEST_RECORDS = 50
 FEWEST_LENGTHS = 6
@@ -177,10 +177,10 @@ def _pairs(table: _Table) -> tuple[IntArray, IntArray]:
 
 
 def _ratios(table: _Table, i: IntArray, j: IntArray, phases: FloatArray, trees: Trees | None) -> FloatArray:
-    height = (terms(table.shapes) @ phases.T).max(axis=1)
+    height = product(terms(table.shapes), phases.T).max(axis=1)
     found: FloatArray = height[j] / height[i]
     if trees is not None:
-        found = found * np.exp(trees.predict(_features(table, i, j)))
+        found = found * exp(trees.predict(_features(table, i, j)))
     return found
 
 
@@ -203,7 +203,7 @@ def fit_phases(shapes_B4: IntArray, peak: FloatArray, fitted: npt.NDArray[np.boo
     counted = fitted.copy()
     phases = _alternated(x_BT[counted], peak[counted], num_phases)
     for _ in range(_CENSORED_ROUNDS):
-        wrong = ~fitted & ((x_BT @ phases.T).max(axis=1) < peak)
+        wrong = ~fitted & (product(x_BT, phases.T).max(axis=1) < peak)
         if (wrong <= counted).all():
             break
         counted |= wrong
@@ -212,27 +212,21 @@ def fit_phases(shapes_B4: IntArray, peak: FloatArray, fitted: npt.NDArray[np.boo
 
 
 def _alternated(x_BT: FloatArray, peak: FloatArray, num_phases: int) -> FloatArray:
-    # It comes with scikit-learn; neither has type information.
-    from scipy.optimize import nnls
-
-    relative = x_BT / peak[:, None]
-    scale = np.maximum(relative.max(axis=0), 1e-300)
     longest = x_BT[:, 1]
 
     def polynomial(members: npt.NDArray[np.bool_]) -> FloatArray:
         if members.sum() < NUM_TERMS:
             return np.zeros(NUM_TERMS)
-        found: FloatArray = nnls(relative[members] / scale, np.ones(int(members.sum())))[0] / scale
-        return found
+        return non_negative_least_squares(x_BT[members], peak[members])
 
     best_error, best = math.inf, np.zeros((1, NUM_TERMS))
     for key in (longest, x_BT[:, 4], x_BT[:, 5], peak / x_BT[:, 3]) if num_phases > 1 else (longest,):
         member = np.argsort(np.argsort(key, kind="stable"), kind="stable") * num_phases // len(key)
         for _ in range(_ROUNDS):
             phases = np.stack([polynomial(member == phase) for phase in range(num_phases)])
-            heights = x_BT @ phases.T
+            heights = product(x_BT, phases.T)
             highest = np.maximum(heights.max(axis=1), 1e-3)
-            error = float(np.mean(np.log(highest / peak) ** 2))
+            error = float(np.mean(log(highest / peak) ** 2))
             if error < best_error:
                 best_error, best = error, phases
             moved = heights.argmax(axis=1)
@@ -251,8 +245,8 @@ def _num_phases(table: _Table, fold: IntArray) -> int:
         for k in range(_NUM_FOLDS):
             seen, held = table.take(fold != k), table.take((fold == k) & table.fitted)
             phases = fit_phases(seen.shapes, seen.peak, seen.fitted, num_phases)
-            heights = (terms(held.shapes) @ phases.T).max(axis=1)
-            squares.append(np.log(heights / held.peak) ** 2)
+            heights = product(terms(held.shapes), phases.T).max(axis=1)
+            squares.append(log(heights / held.peak) ** 2)
         scores.append(float(np.sqrt(np.concatenate(squares).mean())))
     chosen = 0
     for number, score in enumerate(scores):
@@ -269,7 +263,7 @@ def _boosted(table: _Table, phases: FloatArray, generator: np.random.Generator) 
 
     i, j = _pairs(table)
     ratio = _ratios(table, i, j, phases, None)
-    target = np.log(table.peak[j] / table.peak[i] / ratio)
+    target = log(table.peak[j] / table.peak[i] / ratio)
     counted = table.fitted[j] | (target > 0.0)  # a batch out of memory says only that its peak is no lower
     i, j, target = i[counted], j[counted], target[counted]
     if len(i) > _MOST_PAIRS:

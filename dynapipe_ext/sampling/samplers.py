@@ -25,6 +25,7 @@ from dynapipe_ext.data.batches import permutation
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.lengths import SampleLength, as_length_array
 from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.reproducible import non_negative_least_squares
 from dynapipe_ext.sampling.epoch_plan import (
     EpochPlan,
     Last,
@@ -330,10 +331,5 @@ def quadratic_coefficients(costs: CostModel, lengths: Sequence[int]) -> tuple[fl
     priced = costs.evaluate(samples)
     time_ns = (priced.forward_ns + priced.backward_ns).sum(axis=0).astype(np.float64)
     size = np.array(chosen, np.float64)
-    columns = np.stack([size, size**2], axis=1) / time_ns[:, None]
-    (a, b), *_ = np.linalg.lstsq(columns, np.ones(len(chosen)), rcond=None)
-    if a < 0 or b < 0:
-        only = columns[:, 1] if a < 0 else columns[:, 0]
-        alone = float(only.sum() / (only**2).sum())
-        return (0.0, alone) if a < 0 else (alone, 0.0)
-    return float(a), float(b)
+    a, b = non_negative_least_squares(np.stack([size, size**2], axis=1), time_ns).tolist()
+    return a, b

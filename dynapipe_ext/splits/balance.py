@@ -1,11 +1,10 @@
-"""Micro-batches over data-parallel replicas with the smallest largest load, within hard caps."""
+"""Micro-batches over data-parallel replicas with the smallest largest load."""
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -20,60 +19,35 @@ _PARTNERS = 8  # least loaded groups with which pairs are exchanged; where these
 _BOTH_WAYS = 128  # items up to which the largest differencing method is tried as a second start
 
 
-@dataclass(frozen=True, slots=True)
-class _Caps:
-    """What a group may hold: at most `num_items` items, and `weight` in all of the items' `weights`."""
-
-    num_items: int
-    weights: Sequence[int] | None
-    weight: int
-
-    def weigh(self, items: Sequence[int]) -> int:
-        return sum(self.weights[i] for i in items) if self.weights else 0
-
-
 def assign_replicas(
-    costs_ns: Sequence[int],
-    num_replicas: int,
-    *,
-    equal_counts: bool = False,
-    seed: int = 0,
-    weights: Sequence[int] | None = None,
-    max_weight: int = 0,
+    costs_ns: Sequence[int], num_replicas: int, *, equal_counts: bool = False, seed: int = 0
 ) -> list[list[int]]:
     """Indices of the micro-batches of each replica, in the given order within each.
 
     Longest processing time first (Graham 1969: at most 4/3 - 1/(3m) of the optimum; the largest differencing method of
     Karmarkar and Karp 1982 where that is better), then exchanges of up to two items between the most loaded replica and
-    others while they lower it. Counts differ freely unless `equal_counts`; no replica is empty. No replica's sum of
-    `weights` (tokens or bytes, say) exceeds `max_weight`. The result is a function of the arguments; `seed` rotates
-    which replica gets the heaviest, for steps to take turns.
+    others while they lower it. Counts differ freely unless `equal_counts`; no replica is empty. The result is a
+    function of the arguments; `seed` rotates which replica gets the heaviest, for steps to take turns.
 
-    Raises PlanError for fewer micro-batches than replicas, a number that does not divide under `equal_counts`, and
-    weights for which no assignment within `max_weight` was found, naming the item.
+    Raises PlanError for fewer micro-batches than replicas, and a number that does not divide under `equal_counts`.
 
     >>> assign_replicas([7, 5, 4, 4, 3, 1], 2)
     [[0, 3, 5], [1, 2, 4]]
-    >>> assign_replicas([9, 1, 1, 1], 2, weights=[2, 2, 2, 2], max_weight=4)
-    [[0, 3], [1, 2]]
     """
     count = len(costs_ns)
-    _check(costs_ns, num_replicas, equal_counts, weights, max_weight)
-    caps = _Caps(count // num_replicas if equal_counts else count, weights, max_weight)
-    groups = _longest_first(costs_ns, num_replicas, caps)
+    _check(costs_ns, num_replicas, equal_counts)
+    groups = _longest_first(costs_ns, num_replicas, count // num_replicas if equal_counts else count)
     if num_replicas > 1:
-        _refine(groups, costs_ns, equal_counts, caps)
-        if count <= _BOTH_WAYS and not equal_counts and weights is None and not _is_close(groups, costs_ns):
+        _refine(groups, costs_ns, equal_counts)
+        if count <= _BOTH_WAYS and not equal_counts and not _is_close(groups, costs_ns):
             other = karmarkar_karp(costs_ns, num_replicas)
-            _refine(other, costs_ns, equal_counts, caps)
+            _refine(other, costs_ns, equal_counts)
             groups = min(groups, other, key=lambda found: _largest(found, costs_ns))
     shift = seed % num_replicas
     return [sorted(group) for group in groups[-shift:] + groups[:-shift]] if shift else [sorted(g) for g in groups]
 
 
-def _check(
-    costs: Sequence[int], num_replicas: int, equal_counts: bool, weights: Sequence[int] | None, max_weight: int
-) -> None:
+def _check(costs: Sequence[int], num_replicas: int, equal_counts: bool) -> None:
     count = len(costs)
     if num_replicas < 1:
         raise PlanError(f"num_replicas is {num_replicas} but must be at least 1")
@@ -88,38 +62,26 @@ def _check(
         )
     if min(costs) < 0:
         raise PlanError(f"micro-batch {min(range(count), key=lambda i: costs[i])} has a negative cost")
-    if weights is None:
-        return
-    if len(weights) != count or min(weights) < 0:
-        raise PlanError(f"{len(weights)} weights for {count} micro-batches: give each one of at least 0")
-    heaviest = max(range(count), key=lambda i: (weights[i], -i))
-    if weights[heaviest] > max_weight:
-        raise PlanError(
-            f"micro-batch {heaviest} weighs {weights[heaviest]} but a replica may hold {max_weight}: split it or raise"
-            " max_weight"
-        )
 
 
-def _longest_first(costs: Sequence[int], num_groups: int, caps: _Caps) -> list[list[int]]:
+def _longest_first(costs: Sequence[int], num_groups: int, most_items: int) -> list[list[int]]:
     """Each item, largest first, into the group of least load with room; every group gets one of the first items.
 
-    Where groups must have equal counts (`caps.num_items`) a second start is tried: of each `num_groups` items
+    Where groups must have equal counts (`most_items`) a second start is tried: of each `num_groups` items
     in turn every group gets one, the largest where the load is least.
     """
     order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    if caps.weights:
-        return _within_weight(order, costs, num_groups, caps)
     groups = [[item] for item in order[:num_groups]]
-    heap = [(costs[item], group) for group, item in enumerate(order[:num_groups]) if caps.num_items > 1]
+    heap = [(costs[item], group) for group, item in enumerate(order[:num_groups]) if most_items > 1]
     heapq.heapify(heap)
     for item in order[num_groups:]:
         load, group = heap[0]
         groups[group].append(item)
-        if len(groups[group]) < caps.num_items:
+        if len(groups[group]) < most_items:
             heapq.heapreplace(heap, (load + costs[item], group))
         else:
             heapq.heappop(heap)
-    if caps.num_items == len(costs):
+    if most_items == len(costs):
         return groups
     rows: list[list[int]] = [[] for _ in range(num_groups)]
     loads = [0] * num_groups
@@ -131,38 +93,7 @@ def _longest_first(costs: Sequence[int], num_groups: int, caps: _Caps) -> list[l
     return min(groups, rows, key=lambda found: _largest(found, costs))
 
 
-def _within_weight(order: Sequence[int], costs: Sequence[int], num_groups: int, caps: _Caps) -> list[list[int]]:
-    """By cost into the group of least load; where that leaves an item out, by weight into the emptiest group."""
-    assert caps.weights
-    by_weight = sorted(order, key=lambda i: (-caps.weights[i], i))  # type: ignore[index]
-    for items, wants_load in ((order, True), (by_weight, False)):
-        groups: list[list[int]] = [[] for _ in range(num_groups)]
-        loads, held = [0] * num_groups, [0] * num_groups
-        for number, item in enumerate(items):
-            empty = sum(not group for group in groups)
-            must_open = len(items) - number <= empty  # the items that are left are needed one a group
-            fits = [
-                g
-                for g in range(num_groups)
-                if held[g] + caps.weights[item] <= caps.weight
-                and len(groups[g]) < caps.num_items
-                and not (must_open and groups[g])
-            ]
-            if not fits:
-                break
-            group = min(fits, key=lambda g: ((loads[g], held[g]) if wants_load else (held[g], loads[g]), g))
-            groups[group].append(item)
-            loads[group] += costs[item]
-            held[group] += caps.weights[item]
-        else:
-            return groups
-    raise PlanError(
-        f"micro-batch {item} of weight {caps.weights[item]} finds no room: {num_groups} replicas of {caps.weight} hold"
-        f" {num_groups * caps.weight} and all together weigh {caps.weigh(order)}: raise max_weight or split further"
-    )
-
-
-def _refine(groups: list[list[int]], costs: Sequence[int], equal_counts: bool, caps: _Caps) -> None:
+def _refine(groups: list[list[int]], costs: Sequence[int], equal_counts: bool) -> None:
     """Lower the largest load in place by exchanges with other groups, until none helps or it is close to the mean.
 
     Single items first, with the least loaded groups first; where these do not help, up to two items each way with the
@@ -184,7 +115,7 @@ def _refine(groups: list[list[int]], costs: Sequence[int], equal_counts: bool, c
                 gap = loads[top] - loads[other]
                 if other == top or gap < 2 or (size > 1 and len(groups[top]) + len(groups[other]) > _MOST_IN_PAIRS):
                     continue
-                found = _exchange(groups, values, top, other, gap, size, equal_counts, caps)
+                found = _exchange(groups, values, top, other, gap, size, equal_counts)
                 if found:
                     break
             if found:
@@ -212,7 +143,6 @@ def _exchange(
     gap: int,
     size: int,
     equal_counts: bool,
-    caps: _Caps,
 ) -> tuple[list[int], list[int]] | None:
     """Items to give and to take, at most `size` of each, that bring two loads nearest to each other; None if none does.
 
@@ -230,30 +160,12 @@ def _exchange(
             place = np.searchsorted(taken, given - gap // 2)
             for near in (np.maximum(place - 1, 0), np.minimum(place, len(taken) - 1)):
                 off = np.abs(2 * (given - taken[near]) - gap)
-                k = int(off.argmin()) if caps.weights is None else _lightest(off, gap)
-                for row in (k,) if isinstance(k, int) else k:
-                    if off[row] >= gap or (best and off[row] >= best[0]):
-                        break
+                row = int(off.argmin())
+                if off[row] < gap and (best is None or off[row] < best[0]):
                     out = [groups[top][i] for i in given_at[row]]
                     back = [groups[other][i] for i in taken_at[near[row]]]
-                    if caps.weights is None or _keeps(groups, top, other, out, back, caps):
-                        best = int(off[row]), out, back
-                        break
+                    best = int(off[row]), out, back
     return best[1:] if best else None
-
-
-def _lightest(off: IntArray, gap: int) -> list[int]:
-    """Rows that help, best first."""
-    order = np.argsort(off, kind="stable")
-    return [int(row) for row in order[: int((off < gap).sum())]]
-
-
-def _keeps(
-    groups: Sequence[Sequence[int]], top: int, other: int, out: Sequence[int], back: Sequence[int], caps: _Caps
-) -> bool:
-    """Whether both groups stay within the weight cap."""
-    change = caps.weigh(out) - caps.weigh(back)
-    return caps.weigh(groups[other]) + change <= caps.weight and caps.weigh(groups[top]) - change <= caps.weight
 
 
 def _units(values: IntArray, size: int) -> tuple[IntArray, IntArray]:

@@ -31,6 +31,7 @@ from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import Layout, MicroBatch
+from dynapipe_ext.reproducible import non_negative_least_squares
 from dynapipe_ext.topology import Topology
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
@@ -108,9 +109,8 @@ def _counted(architecture: Architecture, dtype: str, shapes: list[tuple[int, int
 
 def _fit(flops: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tuple[float, float, float]:
     """(overhead of a forward or a backward, seconds per FLOP, mean relative error); relative errors count."""
-    weights = 1.0 / seconds
-    design = np.stack([np.ones_like(flops), flops], axis=1) * weights[:, None]
-    (intercept, slope), *_ = np.linalg.lstsq(design, seconds * weights, rcond=None)
+    design = np.stack([np.ones_like(flops), flops], axis=1)
+    intercept, slope = non_negative_least_squares(design, seconds)
     overhead_s, slope = max(float(intercept), 1e-6) / 2, max(float(slope), 1e-18)
     return overhead_s, slope, float(np.mean(np.abs(2 * overhead_s + slope * flops - seconds) / seconds))
 

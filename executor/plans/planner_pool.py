@@ -40,8 +40,7 @@ class PlannerProcesses:
             job,
             num_samples=len(lengths),
             order_size=None if order is None else len(order),
-            parent_pid=os.getpid(),
-            dies_with_thread=threading.current_thread() is threading.main_thread(),
+            parent_pid=os.getpid() if threading.current_thread() is threading.main_thread() else 0,
         )
         self._closing = threading.Event()
         self.processes: list[subprocess.Popen[bytes]] = []

@@ -8,7 +8,6 @@ the steps k modulo n, signs the plans and puts them into the store, at most `ahe
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -25,6 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from dynapipe_ext.errors import ConfigError, DynaPipeError, StoreError
+from dynapipe_ext.executor.parent_death import end_with_parent
 from dynapipe_ext.executor.plans.course import BatchRule, Order, Place, course
 from dynapipe_ext.executor.plans.source import Planner, execution_plans, publish_failure
 from dynapipe_ext.executor.protocols import Store
@@ -39,7 +39,6 @@ HEARTBEAT_S = 1.0
 CLOSE_SIGNAL = signal.SIGUSR1  # not SIGTERM: that may come from anybody, while ranks still need the plans
 ARRAY_TYPE = np.dtype("<i8")
 _FORGET_S = 0.5
-_PR_SET_PDEATHSIG = 1
 _SLACK = 4  # a tensor parallel peer of rank 0 may still have to read a plan that rank 0 has taken
 
 
@@ -60,8 +59,7 @@ class PlannerJob:
     worker: int = 0
     num_samples: int = 0  # rows of the lengths that follow on standard input, three integers each
     order_size: int | None = None  # and of the sampler's order after them, if there is one
-    parent_pid: int = 0
-    dies_with_thread: bool = False  # the kernel watches the parent's thread that started this process
+    parent_pid: int = 0  # whose end is this process's own; 0: only that of its input, for the kernel watches a thread
 
     def for_worker(self, worker: int) -> PlannerJob:
         return replace(self, worker=worker)
@@ -249,14 +247,6 @@ def read_array(stream: BinaryIO, *shape: int) -> LengthArray:
     return array
 
 
-def _end_with_parent(job: PlannerJob) -> None:
-    """Die when the parent does, however that ends, by the kernel's signal."""
-    if job.dies_with_thread and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if job.parent_pid and os.getppid() != job.parent_pid:
-        os._exit(1)
-
-
 def _end_with_input() -> None:
     """Die when standard input closes."""
 
@@ -283,7 +273,8 @@ def main() -> int:
             raise EOFError("standard input ended before the job was read")
         job = PlannerJob.from_json(line)
         worker = f" {job.worker}"
-        _end_with_parent(job)
+        if job.parent_pid:
+            end_with_parent(job.parent_pid)
         lengths = read_array(sys.stdin.buffer, job.num_samples, 3)
         order = None if job.order_size is None else read_array(sys.stdin.buffer, job.order_size)
         _end_with_input()

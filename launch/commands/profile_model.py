@@ -31,6 +31,7 @@ from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute, round_up
+from dynapipe_ext.reproducible import exp, log
 from dynapipe_ext.tools.account.profile_errors import errors_table, held_out_errors
 from dynapipe_ext.tools.console import show
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
@@ -242,8 +243,8 @@ def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence
     random, packed = np.random.default_rng(seed + 1), []
     for kind in kinds:
         lengths, room = [], within.max_tokens - within.multiple
-        for exponent in random.uniform(np.log(within.min_len), np.log(within.max_len), size=16):
-            if (length := round(float(np.exp(exponent)))) <= room:
+        for exponent in random.uniform(log(within.min_len), log(within.max_len), size=16):
+            if (length := round(float(exp(exponent)))) <= room:
                 lengths.append(length)
                 room -= length
         samples = tuple(SampleLength(i, n) for i, n in enumerate(lengths))

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from peer_rules import first_fit_in_order, verl_rule
+
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
@@ -29,7 +31,7 @@ from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.splits.padded import shape_evaluate
-from dynapipe_ext.splits.rules import dynapipe_rule, first_fit_in_order, verl_rule
+from dynapipe_ext.splits.rules import dynapipe_rule
 from dynapipe_ext.topology import Topology
 
 Replicas = list[list[MicroBatch]]

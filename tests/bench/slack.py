@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from contenders import TOPOLOGY, Batch, Costs, cost_model, provenance, read_batches
 from emulation import GivenStep, run_steps
+from noise import Noise, measure_slack, noisy_costs, readiness_first
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
@@ -31,7 +32,6 @@ from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.slack import Noise, measure_slack, noisy_costs, readiness_first
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 

@@ -21,7 +21,7 @@ from dynapipe_ext.launch.commands import convert as convert_command
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.tools.checkpoint import converter
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
-from dynapipe_ext.tools.checkpoint.huggingface.folder import folder as huggingface
+from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
 from dynapipe_ext.tools.checkpoint.recognise import FORMATS, TARGETS
 from tests.support.checkpoints import saved, tensors_in, tiny
 from tests.support.conversion_peak import large_model, largest_group_bytes, measured, total_bytes
@@ -178,8 +178,8 @@ def test_progress_ends_where_it_said_it_would(verify: bool, origin: Path, tmp_pa
 
 
 def test_help_has_examples_and_needs_no_torch() -> None:
-    script = "import sys; from dynapipe_ext.launch import cli, convert_command; assert 'torch' not in sys.modules\n"
-    script += "import argparse; parser = argparse.ArgumentParser(); convert_command.add_arguments(parser)\n"
+    script = "import sys; from dynapipe_ext.launch.commands import convert; assert 'torch' not in sys.modules\n"
+    script += "import argparse; parser = argparse.ArgumentParser(); convert.add_arguments(parser)\n"
     script += "parser.print_help(); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert "dynapipe convert llama-3-8b-hf" in done.stdout

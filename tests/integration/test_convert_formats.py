@@ -18,12 +18,20 @@ from dynapipe_ext.launch import cli
 from dynapipe_ext.models.tensors import TensorGroup
 from dynapipe_ext.tools.checkpoint.converter import Outcome, convert, prepare
 from dynapipe_ext.tools.checkpoint.formats import StateKind, Tensors, TrainingState, WriterOptions
-from dynapipe_ext.tools.checkpoint.huggingface.folder import folder as huggingface
+from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
 from dynapipe_ext.tools.checkpoint.recognise import recognise
 from tests.support import meta_llama
 from tests.support.checkpoints import VARIANTS, differences, logits, saved, tensors_in, tiny_variant, unequal
+from tests.support.pairs import pairwise_cases
 
 MEGATRON = ("megatron", "megatron-legacy")
+T5 = tuple(variant for variant in VARIANTS if variant.startswith("t5"))
+DEGREES = (1, 2, 4)
+LAYOUTS = [
+    *pairwise_cases(tuple(variant for variant in VARIANTS if variant not in T5), MEGATRON, DEGREES, DEGREES),
+    *pairwise_cases(T5, ("megatron",), DEGREES, DEGREES),
+    *pairwise_cases(T5, ("megatron-legacy",), DEGREES, (1,)),
+]
 Models = Callable[[str], Path]
 
 
@@ -49,16 +57,9 @@ def converted(source: Path, target: Path, to: str, *, verify: bool = False, **op
     return convert(prepare(source, target, to, WriterOptions(**options), verify=verify))
 
 
-@pytest.mark.parametrize("pp", [1, 2, 4])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("to", MEGATRON)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "to", "tp", "pp"), LAYOUTS)
 def test_megatron_holds_every_bit(variant: str, to: str, tp: int, pp: int, models: Models, tmp_path: Path) -> None:
     model = models(variant)
-    if variant.startswith("t5") and to == "megatron-legacy" and pp > 1:
-        with pytest.raises(ConfigError, match="T5 has no pipeline stages"):
-            converted(model, tmp_path / "megatron", to, tp=tp, pp=pp)
-        return
     converted(model, tmp_path / "megatron", to, tp=tp, pp=pp)
     found, _ = recognise(tmp_path / "megatron")
     assert found.name == to
@@ -67,12 +68,18 @@ def test_megatron_holds_every_bit(variant: str, to: str, tp: int, pp: int, model
     assert unequal(huggingface.open_checkpoint(model), reader) == []
 
 
-@pytest.mark.parametrize("to", [*MEGATRON, "deepspeed"])
+def test_t5_in_the_legacy_layout_has_no_stages(models: Models, tmp_path: Path) -> None:
+    for variant in T5:
+        with pytest.raises(ConfigError, match="T5 has no pipeline stages"):
+            converted(models(variant), tmp_path / "megatron", "megatron-legacy", tp=1, pp=2)
+
+
+@pytest.mark.parametrize("to", MEGATRON)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_way_there_and_back_gives_the_same_model(variant: str, to: str, models: Models, tmp_path: Path) -> None:
     model = models(variant)
-    layout = {} if to == "deepspeed" else {"tp": 2, "pp": 1 if variant.startswith("t5") else 2}
-    converted(model, tmp_path / "there", to, **layout)
+    stages = {} if variant in T5 else {"pp": 2, "layers_per_stage": (1, 3)}
+    converted(model, tmp_path / "there", to, tp=2, **stages)
     outcome = converted(tmp_path / "there", tmp_path / "back", "hf", verify=True)
     assert outcome.verified
     assert outcome.notices == ()

@@ -245,6 +245,8 @@ def test_every_family_survives_the_way_through_deepspeed_bit_for_bit(variant: st
     back = converted(ours, tmp_path / "back", "hf")
     assert differences(tensors_in(back), tensors_in(source)) == []
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((back / name).read_text()) == json.loads((source / name).read_text())
     tag = torch.load(ours / "global_step0" / "mp_rank_00_model_states.pt", weights_only=True, mmap=True)
     assert differences(tag["module"], model.state_dict()) == []
     assert {entry.name for entry in (ours / "global_step0" / "zero").iterdir() if entry.is_dir()} == {

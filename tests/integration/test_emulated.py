@@ -22,9 +22,9 @@ from dynapipe_ext.executor.plans.source import Plans, execution_plans
 from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.lengths import sample_lengths
-from dynapipe_ext.schedules.judge.slack import Noise, noisy_costs
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
+from tests.bench.noise import Noise, noisy_costs
 
 pytestmark = pytest.mark.timeout(240)
 BENCH = Path(__file__).resolve().parent.parent / "bench"

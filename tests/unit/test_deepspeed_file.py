@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynapipe_ext.errors import DataError
+from dynapipe_ext.tools.checkpoint.deepspeed import file as deepspeed_file
+from dynapipe_ext.tools.checkpoint.deepspeed import output as deepspeed_output
 from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, joined, read_tree, same_bytes
 from dynapipe_ext.tools.checkpoint.deepspeed.output import Promised, TorchFileWriter
-from dynapipe_ext.tools.checkpoint.deepspeed.reader import file as deepspeed_file
-from dynapipe_ext.tools.checkpoint.deepspeed.reader import output as deepspeed_output
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor
 from dynapipe_ext.tools.checkpoint.files.torch_pickle import Inert
 

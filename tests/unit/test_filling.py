@@ -19,11 +19,11 @@ from dynapipe_ext.schedules.judge.filling import (
 )
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.simulate import simulate_ns
-from dynapipe_ext.schedules.judge.slack import Noise, noisy_costs
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.v_shape import zb_v
 from dynapipe_ext.schedules.tables.zero_bubble import zb_h1, zb_h2
+from tests.bench.noise import Noise, noisy_costs
 
 W = Kind.BACKWARD_WEIGHT
 

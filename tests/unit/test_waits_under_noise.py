@@ -31,12 +31,12 @@ from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate_ns
-from dynapipe_ext.schedules.judge.slack import Noise, noisy_costs
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.zero_bubble import zb_h2
 from dynapipe_ext.topology import Topology
+from tests.bench.noise import Noise, noisy_costs
 
 NUM_STAGES, NUM_MICRO_BATCHES = 4, 16
 Programs = Sequence[Sequence[Instruction]]

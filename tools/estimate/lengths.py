@@ -15,6 +15,7 @@ from dynapipe_ext.data.batches import GlobalBatches, permutation
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.lengths import LengthArray, SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.reproducible import exp
 
 MOST_POSITIONS = 1 << 20  # of a sample's side: what is counted of them stays within 64 bits
 _DRAWS = 4096
@@ -174,7 +175,7 @@ def _quantiles(text: str) -> IntArray:
         if mean >= 1 and 0 <= sigma <= 10 and most.is_integer() and 1 <= most <= MOST_POSITIONS:
             normal = NormalDist(math.log(mean) - sigma**2 / 2, sigma) if sigma else None
             logs = [normal.inv_cdf((i + 0.5) / _DRAWS) if normal else math.log(mean) for i in range(_DRAWS)]
-            return np.clip(np.rint(np.exp(np.minimum(logs, 40.0))), 1, most).astype(np.int64)
+            return np.clip(np.rint(exp(np.minimum(logs, 40.0))), 1, most).astype(np.int64)
     raise ConfigError(
         f"length distribution {short(text)} is not known: give uniform:N, or lognormal:mean,sigma,max with a mean from"
         " 1, a sigma of 0 to 10 and a whole number as max"

@@ -17,6 +17,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import Cluster, Precision
 from dynapipe_ext.models.memory import OFFLOADS, Offload
 from dynapipe_ext.plan import RECOMPUTES, Layout, Recompute
+from dynapipe_ext.reproducible import product
 from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
 from dynapipe_ext.topology import Topology
 
@@ -283,10 +284,10 @@ def _screen(
     need = int((static + priced.stored_bytes + priced.working_bytes).max())
     if need > limit:
         return need - limit
-    busy_ns = (priced.forward_ns + priced.backward_ns) @ share
+    busy_ns = product(priced.forward_ns + priced.backward_ns, share)
     tokens = question.data.mean_tokens
     stages, dp = costs.num_stages, strategy.topology.dp
-    room = (limit - static[:, 0]) / np.maximum(1.0, priced.stored_bytes @ share)
+    room = (limit - static[:, 0]) / np.maximum(1.0, product(priced.stored_bytes, share))
     in_flight = np.maximum(1.0, np.minimum(room, np.arange(stages, 0, -1)))
     slowdown = float((np.arange(stages, 0, -1) / in_flight).max())  # a pipeline that cannot hold enough waits
     work_ns = float(busy_ns.max()) * max(1.0, slowdown)

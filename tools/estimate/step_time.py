@@ -87,5 +87,5 @@ def model_flops(plan: StepPlan, costs: EstimatedCosts) -> float:
     samples = [s for m in plan.batch.micro_batches for s in m.samples]
     lengths, counts = np.unique([(s.encoder, s.decoder) for s in samples], axis=0, return_counts=True)
     priced = timed.evaluate_shapes(np.ones(len(lengths), np.int64), lengths[:, 0], lengths[:, 1])
-    forward = float(priced.forward_ns.sum(axis=0) @ counts) * _TIMED_FLOPS_PER_S / 1e9
+    forward = float((priced.forward_ns.sum(axis=0) * counts).sum()) * _TIMED_FLOPS_PER_S / 1e9
     return 3.0 * forward * base.topology.tp

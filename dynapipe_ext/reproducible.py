@@ -1,0 +1,121 @@
+"""Arithmetic with the same bits on every processor: what is fitted to measurements, and every plan after it, agrees.
+
+IEEE 754 rounds sums, products, quotients and square roots alike everywhere. BLAS kernels order sums by the width of
+registers and the number of threads; exponentials and logarithms differ between libraries: neither is used here.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+_LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10  # fdlibm's; the first has trailing zeros
+_EXP_TERMS, _LOG_TERMS = 14, 12  # below half a unit in the last place of what they are added to
+_NEGLIGIBLE = 1e-9  # relative: what two fits differ by, or a column adds to others, without meaning
+
+
+def log(x: npt.ArrayLike) -> FloatArray:
+    """Natural logarithms, within 5e-16 of themselves: 2 artanh((m - 1) / (m + 1)) of the mantissa m; of 0, -inf."""
+    x = np.asarray(x, np.float64)
+    mantissa, exponent = np.frexp(x)
+    small = mantissa < math.sqrt(0.5)
+    mantissa, exponent = np.where(small, 2.0 * mantissa, mantissa), exponent - small
+    s = (mantissa - 1.0) / (mantissa + 1.0)
+    series = np.zeros_like(s)
+    for k in reversed(range(_LOG_TERMS)):
+        series = series * (s * s) + 1.0 / (2 * k + 1)
+    found = exponent * _LN2_HIGH + (exponent * _LN2_LOW + 2.0 * s * series)
+    return np.where(x > 0, found, np.where(x == 0, -np.inf, np.nan))
+
+
+def exp(x: npt.ArrayLike) -> FloatArray:
+    """Exponentials, within 5e-16 of themselves: 2^k times Taylor's series of what is left, below ln 2 / 2."""
+    x = np.clip(np.asarray(x, np.float64), -750.0, 750.0)
+    k = np.rint(x / math.log(2.0))
+    left = (x - k * _LN2_HIGH) - k * _LN2_LOW
+    series = np.ones_like(left)
+    for n in reversed(range(1, _EXP_TERMS)):
+        series = 1.0 + series * left / n
+    found: FloatArray = np.ldexp(series, k.astype(np.int32))
+    return found
+
+
+def product(a_MK: npt.ArrayLike, b_KN: npt.ArrayLike) -> FloatArray:
+    """a @ b of a matrix and a vector or matrix; each sum in one order."""
+    a, b = np.asarray(a_MK, np.float64), np.asarray(b_KN, np.float64)
+    if b.ndim == 1:
+        return product(a, b[:, None])[:, 0]
+    found = np.zeros((len(a), b.shape[1]))
+    for k in range(len(b)):
+        found += a[:, k, None] * b[k]
+    return found
+
+
+def solve(matrix_NN: FloatArray, right_NM: FloatArray) -> FloatArray:
+    """matrix^-1 right for a symmetric positive definite matrix, by elimination, which then needs no pivots."""
+    size = len(matrix_NN)
+    work = np.concatenate([matrix_NN, right_NM.reshape(size, -1)], axis=1)
+    for k in range(size):
+        work[k + 1 :] -= (work[k + 1 :, k] / work[k, k])[:, None] * work[k]
+    found = work[:, size:]
+    for k in reversed(range(size)):
+        found[k] /= work[k, k]
+        found[:k] -= work[:k, k, None] * found[k]
+    return found.reshape(right_NM.shape)
+
+
+def rank(x_NK: FloatArray) -> int:
+    """Columns that others do not make up to one part in 10^9 of their lengths."""
+    lengths_K = np.sqrt((x_NK * x_NK).sum(axis=0))
+    return int((np.diag(_triangle(x_NK / np.where(lengths_K > 0, lengths_K, 1.0))) > _NEGLIGIBLE).sum())
+
+
+def non_negative_least_squares(x_NK: FloatArray, y_N: FloatArray) -> FloatArray:
+    """The K non-negative coefficients with the least sum of squared relative errors, (x c - y) / y, for positive y.
+
+    Of fits that are practically equal, the one with the fewest columns, then the earliest. Exact for the few columns
+    there are: the optimum is the plain solution on the columns that are not zero, so the best of the non-negative ones
+    over all subsets is it (Lawson and Hanson 1974, ch. 23).
+
+    >>> x = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    >>> non_negative_least_squares(x, np.array([2.0, 4.0, 6.0])).round(9).tolist()
+    [0.0, 2.0]
+    """
+    count = x_NK.shape[1]
+    relative_NK = x_NK / y_N[:, None]
+    lengths_K = np.sqrt((relative_NK * relative_NK).sum(axis=0))
+    scale_K = np.where(lengths_K > 0, lengths_K, 1.0)
+    ones_N1 = np.full((len(y_N), 1), 1.0 / math.sqrt(len(y_N)))
+    # Columns, then the target, all of length 1, over a record of the columns that each was made of.
+    top = _triangle(np.concatenate([relative_NK / scale_K, ones_N1], axis=1))
+    states = np.concatenate([top, np.eye(count, count + 1)])[None]
+    for _ in range(count):  # (state, row, column that is not decided upon): without the first one, and with it
+        first, rest = states[:, :, :1], states[:, :, 1:]
+        length = np.sqrt((first[:, : count + 1] ** 2).sum(axis=1, keepdims=True))
+        matters = length > _NEGLIGIBLE
+        unit = np.where(matters, first, 0.0) / np.where(matters, length, 1.0)
+        share = (unit[:, : count + 1] * rest[:, : count + 1]).sum(axis=1, keepdims=True)
+        states = np.concatenate([rest, rest - unit * share])
+    errors, solutions = (states[:, : count + 1, 0] ** 2).sum(axis=1), -states[:, count + 1 :, 0]
+    errors = np.where((solutions >= 0).all(axis=1), errors, np.inf)
+    equal = errors <= errors.min() * (1 + _NEGLIGIBLE) + _NEGLIGIBLE**2
+    chosen = min(np.flatnonzero(equal).tolist(), key=lambda subset: (subset.bit_count(), subset))
+    coefficients: FloatArray = np.maximum(solutions[chosen], 0.0) / scale_K * math.sqrt(len(y_N))
+    return coefficients
+
+
+def _triangle(x_NK: FloatArray) -> FloatArray:
+    """(K, K): R of x = Q R, by the modified Gram-Schmidt process (Björck 1967)."""
+    count = x_NK.shape[1]
+    found = np.zeros((count, count))
+    for k in range(count):
+        length = math.sqrt(float((x_NK[:, 0] * x_NK[:, 0]).sum()))
+        unit = x_NK[:, 0] / (length or 1.0)
+        found[k, k] = length
+        found[k, k + 1 :] = (unit[:, None] * x_NK[:, 1:]).sum(axis=0)
+        x_NK = x_NK[:, 1:] - unit[:, None] * found[k, k + 1 :]
+    return found
