@@ -14,6 +14,7 @@ from dynapipe_ext.costs.grid import BoolArray, FloatArray, Grid
 LayerKind = Literal["encoder", "decoder", "postprocess"]
 KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
 COLUMNS = ("forward_ms", "backward_ms", "stored_mb", "peak_mb")  # MB = 10^6 bytes; peak is while the layer runs
+WEIGHT = "weight_ms"  # a column that not every measurement has
 
 
 def stage_values(
@@ -81,3 +82,10 @@ def layers_of_stages(
     for layer, stage in enumerate(stage_of):
         counts[stage][layer >= num_layers] += 1
     return [(encoder, decoder) for encoder, decoder in counts]
+
+
+@lru_cache(32)
+def weight_as_backward(grid: Grid) -> Grid:
+    """The grid's W where `stage_values` looks for the backward; zero where it has none."""
+    row = grid.values[grid.columns.index(WEIGHT)] if WEIGHT in grid.columns else np.zeros(len(grid.known))
+    return Grid(("forward_ms", "backward_ms"), grid.axes, np.stack([row, row]), grid.known)

@@ -6,16 +6,16 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
 from dynapipe_ext.costs.a100 import read_grids, read_rows
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
-from dynapipe_ext.costs.layers import KINDS, LayerKind, layers_of_stages, stage_values
+from dynapipe_ext.costs.layers import KINDS, WEIGHT, LayerKind, layers_of_stages, stage_values, weight_as_backward
 from dynapipe_ext.costs.links import Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
@@ -27,7 +27,7 @@ FORMAT = "dynapipe-costs/1"
 A100_HIDDEN_SIZE = {"gpt_6.7b": 4096, "t5_11b": 1024}
 STATES_PER_PARAMETER_BYTE = (2.0, 6.0)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
 _VALUE_BYTES = 2
-WEIGHT, HEAD_PEAK = "weight_ms", "peak_mb"  # columns that not every measurement has
+HEAD_PEAK = "peak_mb"  # a column that not every measurement has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,6 +72,7 @@ class CostTable:
     packed_bytes: Mapping[Recompute, float] = field(default_factory=dict)
     value_bytes: int = _VALUE_BYTES  # of what crosses stage boundaries
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    replica_collectives: ClassVar[None] = None  # layers were measured, not how replicas share them
 
     def __post_init__(self) -> None:
         if not 0 <= self.split_w <= 1:
@@ -103,6 +104,11 @@ class CostTable:
     @property
     def num_stages(self) -> int:
         return self.topology.num_stages
+
+    @property
+    def activation_format(self) -> ActivationFormat:
+        first = next((s for s, (_, num_decoder) in enumerate(self.stage_layers()) if num_decoder), None)
+        return ActivationFormat(self.hidden_size, DTYPE_OF_WIDTH[self.value_bytes], first_decoder_stage=first)
 
     @property
     def has_decoder(self) -> bool:
@@ -191,7 +197,7 @@ class CostTable:
         (forward, backward, stored, running), known = stage_values(grids, layout, shapes, **options)
         weight = np.zeros_like(backward)
         if self.has_weights:
-            as_backward = [grid and _as_backward(grid) for grid in grids]
+            as_backward = [grid and weight_as_backward(grid) for grid in grids]
             weight = stage_values(as_backward, layout, shapes, **options)[0][1]
         head = grids[-1]
         if head and HEAD_PEAK in head.columns:
@@ -391,10 +397,3 @@ class CostTable:
             working_in="F",
             provenance={"device": "A100 40 GB", "source": "DynaPipe (arXiv 2311.10418) layer costs", "model": model},
         )
-
-
-@lru_cache(32)
-def _as_backward(grid: Grid) -> Grid:
-    """The grid's W where `stage_values` looks for the backward; zero where it has none."""
-    row = grid.values[grid.columns.index(WEIGHT)] if WEIGHT in grid.columns else np.zeros(len(grid.known))
-    return Grid(("forward_ms", "backward_ms"), grid.axes, np.stack([row, row]), grid.known)
