@@ -115,8 +115,8 @@ def rank_main(case: Case, oracle_path: Path):
         expected = torch.load(oracle_path, weights_only=True)
         results = []
         for step in range(NUM_STEPS):
-            step_plan, costs = step_plan_of(case, step)
-            plans = lower(step_plan, costs, form)
+            step_plan = step_plan_of(case, step)
+            plans = lower(step_plan, form)
             for replica in plans:
                 verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
             plan = plans[me.dp_rank][me.pp_rank]
@@ -165,10 +165,10 @@ def one_step(case: Case):
         _, ddp, _ = build(case, case.topology, env.rank)
         groups = make_pipeline_groups(case.topology, env.rank, timeout_s=60)
         transport = StrictTransport(case.topology, env.rank, groups, timeout_s=30)
-        step_plan, costs = step_plan_of(case, 0)
+        step_plan = step_plan_of(case, 0)
         shards = case.topology.tp if case.sequence_parallel else 1
         form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
-        plan = lower(step_plan, costs, form)[me.dp_rank][me.pp_rank]
+        plan = lower(step_plan, form)[me.dp_rank][me.pp_rank]
         batches = [tensors_of(m, samples_of(0), case.loss_norm) for m in plan.micro_batches]
         spans = Spans()
         stage = MegatronStage(ddp, dropout=case.dropout > 0)

@@ -46,10 +46,14 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Every reason against a plan (none: it is valid), and the figures. Bounds and gaps are those found here."""
+    """Every reason against a plan (none: it is valid), and the figures. Bounds, gaps and peaks are those found here.
+
+    `peak_bytes` [dp_rank][pp_rank] are empty, and the seconds None, unless every replica runs to its end.
+    """
 
     faults: tuple[str, ...]
     figures: tuple[Compared, ...]
+    peak_bytes: tuple[tuple[int, ...], ...] = ()
     makespan_s: float | None = None
     bound_s: float | None = None
     batch_bound_s: float | None = None
@@ -93,6 +97,7 @@ def check(
     figures: list[Compared] = []
     makespans: list[int] = []
     bounds: list[int] = []
+    peaks_found: list[tuple[int, ...]] = []
     split = False
     for number, replica in enumerate(plan.replicas):
         where = f"replica {number}"
@@ -100,7 +105,7 @@ def check(
         wrong += _shape_faults(replica, lengths)
         if not wrong:
             try:
-                priced = costs.evaluate([_micro_batch(m, lengths) for m in replica.micro_batches])
+                priced = costs.evaluate([micro_batch_of(m, lengths) for m in replica.micro_batches])
             except PlanError as error:
                 wrong.append(str(error))
         if wrong:
@@ -119,6 +124,7 @@ def check(
         faults += [f"{where}: {reason}" for reason in wrong]
         makespans.append(makespan)
         bounds.append(max(found.values()))
+        peaks_found.append(peaks)
     if len(makespans) < len(plan.replicas):
         return Verdict(faults=tuple(faults), figures=tuple(figures))
     batch = None
@@ -144,6 +150,7 @@ def check(
     return Verdict(
         faults=tuple(faults),
         figures=tuple(figures),
+        peak_bytes=tuple(peaks_found),
         makespan_s=max(makespans) / 1e9,
         bound_s=max(bounds) / 1e9,
         batch_bound_s=None if batch is None else batch / 1e9,
@@ -195,7 +202,7 @@ def _shape_faults(replica: ReplicaFile, lengths: Lengths | None) -> list[str]:
     return faults
 
 
-def _micro_batch(m: ShapeFile, lengths: Lengths | None) -> MicroBatch:
+def micro_batch_of(m: ShapeFile, lengths: Lengths | None) -> MicroBatch:
     """What the cost model prices; its rows are as long as the file says."""
     if m.layout == "packed":
         packed = None if lengths is None else _packed(m, lengths)
