@@ -131,7 +131,14 @@ def prove(
     lowered = lower(step_plan, activation_format, fill_waits=fill_waits)
     programs = [[plan.instructions for plan in replica] for replica in lowered]
     counts = [len(replica.micro_batches) for replica in step_plan.batch.replicas]
-    buffers = verify_step(with_collectives(programs, collectives), step_plan.schedules[0].stage_ranks, counts)
+    if step_plan.forward_only:
+        collectives = replace(collectives, at_end=())  # there are no gradients to reduce
+    buffers = verify_step(
+        with_collectives(programs, collectives),
+        step_plan.schedules[0].stage_ranks,
+        counts,
+        forward_only=step_plan.forward_only,
+    )
     plans = []
     for replica, in_flight in zip(lowered, buffers, strict=True):
         promised = replica[0].prediction

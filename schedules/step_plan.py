@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.errors import PlanError
 from dynapipe_ext.plan import GlobalBatchPlan
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.certificate import Certificate
@@ -29,6 +30,8 @@ class StepPlan:
     `costs` are those of the replica's micro-batches, evaluated once for all who judge, lower or show the plan. The
     predictions are of the schedule alone: buffers in flight come with its instructions. `certificate` holds the bounds
     of the whole step; None where nobody asked for them (see `certify`).
+
+    Errors: PlanError where some replicas run forwards alone and others do not.
     """
 
     batch: GlobalBatchPlan
@@ -36,6 +39,15 @@ class StepPlan:
     predictions: tuple[Prediction, ...]
     costs: tuple[MicroBatchCosts, ...] = field(repr=False, compare=False)  # follow from the batch
     certificate: Certificate | None = None
+
+    def __post_init__(self) -> None:
+        if len({schedule.forward_only for schedule in self.schedules}) > 1:
+            raise PlanError("some replicas run forwards alone and others do not: plan all of a step alike")
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether the step is one of forwards alone, on all replicas."""
+        return self.schedules[0].forward_only
 
     @property
     def traces(self) -> tuple[Trace, ...]:

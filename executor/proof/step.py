@@ -58,13 +58,20 @@ def _issued(instruction: Instruction, group: tuple[Member, ...], collectives: Re
 
 
 def verify_step(
-    replicas: Sequence[Sequence[Sequence[Event]]], stage_ranks: Sequence[int], num_micro_batches: Sequence[int]
+    replicas: Sequence[Sequence[Sequence[Event]]],
+    stage_ranks: Sequence[int],
+    num_micro_batches: Sequence[int],
+    *,
+    forward_only: bool = False,
 ) -> list[list[int]]:
     """Peak bytes of buffers in flight [dp_rank][pp_rank], as `verify` gives them, once the collectives are proven too.
 
     `num_micro_batches` has one count a replica. Raises VerificationError naming both ranks and the first difference.
     """
-    traces = [traced(programs, stage_ranks, count) for programs, count in zip(replicas, num_micro_batches, strict=True)]
+    traces = [
+        traced(programs, stage_ranks, count, forward_only=forward_only)
+        for programs, count in zip(replicas, num_micro_batches, strict=True)
+    ]
     members = {(dp, pp): trace for dp, ranks in enumerate(traces) for pp, trace in enumerate(ranks)}
     issued = _checked_agreement(members)
     first = list(accumulate((len(ranks) for ranks in traces), initial=0))

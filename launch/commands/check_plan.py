@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.proven_step import prove
@@ -110,10 +111,11 @@ def _step_plan(
     for dp_rank, file in enumerate(plan.replicas):
         replicas.append(ReplicaPlan(dp_rank, tuple(micro_batch_of(m, lengths) for m in file.micro_batches)))
         ranks = tuple(tuple(Action.parse(text) for text in rank) for rank in file.ranks)
-        schedules.append(PipelineSchedule(_FROM_FILE, ranks, file.placement))
+        schedules.append(PipelineSchedule(_FROM_FILE, ranks, file.placement, forward_only=plan.forward_only))
     predictions = tuple(
         Prediction(makespan_ns=0, lower_bound_ns=0, peak_bytes=peaks, bubble_ratio=0.0) for peaks in peak_bytes
     )
+    costs = ForwardCosts(costs) if plan.forward_only else costs
     priced = tuple(costs.evaluate(replica.micro_batches) for replica in replicas)
     return StepPlan(GlobalBatchPlan(step=0, replicas=tuple(replicas)), tuple(schedules), predictions, priced)
 
