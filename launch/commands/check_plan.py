@@ -33,14 +33,9 @@ from dynapipe_ext.plan import GlobalBatchPlan, ReplicaPlan
 from dynapipe_ext.schedules.actions import Action, PipelineSchedule
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.tools.check.buffers import with_buffers
-from dynapipe_ext.tools.check.check_plan import (
-    Lengths,
-    check,
-    micro_batch_of,
-    verdict_json,
-    verdict_table,
-)
+from dynapipe_ext.tools.check.check_plan import Lengths, check, micro_batch_of
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
+from dynapipe_ext.tools.check.verdict_view import verdict_json, verdict_table
 
 _NOT_VALID_STATUS = 1
 _MOST_FAULTS = 20  # one mistake can make thousands

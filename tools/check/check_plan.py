@@ -1,6 +1,6 @@
 """A plan's file proven or refused by code that shares nothing with what made it but the cost model's numbers.
 
-plan.json ─► plan_file.read_plan_file ─► check ─► Verdict ─► verdict_table, verdict_json
+plan.json ─► plan_file.read_plan_file ─► check ─► Verdict ─► verdict_view
 
 Checked: every sample in one row that holds it; on every stage F before B (or I before W) of each micro-batch, or F
 alone where the plan says that it is forwards alone; no deadlock; a simulation in the order of the lists; peak bytes
@@ -14,10 +14,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, cast
-
-from rich.table import Table
+from dataclasses import dataclass
+from typing import cast
 
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
@@ -367,39 +365,3 @@ def _compared(
 
 def _close(claimed: float, found: float) -> bool:
     return abs(claimed - found) <= _TOLERANCE * found
-
-
-def verdict_table(verdict: Verdict) -> Table:
-    """Claims beside what was found."""
-    title = f"The plan is {'not valid' if verdict.faults else 'valid'}"
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for heading in ("", "", "claimed", "found"):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-
-    def text(value: float | None, unit: str) -> str:
-        if value is None:
-            return "-"
-        return f"{value:,.0f} B" if unit == "B" else f"{value:.6f} s"
-
-    for figure in verdict.figures:
-        name = figure.what.replace("_", " ")
-        table.add_row(figure.where, name, text(figure.claimed, figure.unit), text(figure.found, figure.unit))
-    for name, seconds in (("makespan", verdict.makespan_s), ("bound of these micro-batches", verdict.bound_s)):
-        table.add_row("step", name, "", text(seconds, "s"))
-    for name, gap in (("gap to that bound", verdict.gap), ("gap to the bound of every plan", verdict.batch_gap)):
-        table.add_row("step", name, "", "-" if gap is None else f"{100 * gap:.2f} %")
-    return table
-
-
-def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """The verdict, ready for json.dump."""
-    return {
-        "valid": not verdict.faults,
-        "faults": list(verdict.faults),
-        "makespan_s": verdict.makespan_s,
-        "bound_s": verdict.bound_s,
-        "gap": verdict.gap,
-        "batch_bound_s": verdict.batch_bound_s,
-        "batch_gap": verdict.batch_gap,
-        "figures": [asdict(figure) for figure in verdict.figures],
-    }
