@@ -99,6 +99,10 @@ class PlanSettings:
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     replica_counts: Literal["free", "equal"] = "free"
 
+    @property
+    def memory_limit_bytes(self) -> int:
+        return round(self.memory_limit_gb * 1e9)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:

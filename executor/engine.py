@@ -189,7 +189,7 @@ class PipelineExecutor:
                 number = buffer.micro_batch
             case _:
                 number = instruction.micro_batch
-        m, peak_bytes = plan.micro_batches[number], plan.certificate.peak_bytes[plan.pp_rank]
+        m, peak_bytes = plan.micro_batches[number], plan.prediction.peak_bytes[plan.pp_rank]
         lengths = f"{m.encoder_len} + {m.decoder_len}" if m.decoder_len else f"{m.encoder_len}"
         return (
             f"{where}: micro-batch {number} of {m.rows} rows x {lengths} tokens, {m.layout}, recomputation"

@@ -13,6 +13,7 @@ from typing import Literal
 
 from dynapipe_ext.activations import TensorSpec
 from dynapipe_ext.plan import LossNorm, MicroBatch
+from dynapipe_ext.schedules.step_plan import Prediction
 
 Payload = Literal["activation", "gradient"]
 
@@ -128,23 +129,14 @@ Instruction = Load | Computation | Send | Recv | WaitSend | WaitRecv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate:
-    """What is promised of one replica's step; `peak_bytes` is per pipeline rank."""
-
-    makespan_ns: int
-    lower_bound_ns: int
-    peak_bytes: tuple[int, ...]
-    bubble_ratio: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionPlan:
     """All that pipeline rank `pp_rank` of replica `dp_rank` needs to run one step.
 
-    `micro_batches` are those of the whole replica. The loss of a step is sum(weight x loss over positions) over all
-    replicas divided by `loss_divisor` (the global number of target tokens, or of samples). `real_tokens` and
-    `padded_tokens` count the whole global batch; `num_micro_batches` has one count a replica. `forward_only`: no
-    backward follows (evaluation), so nothing is kept after a forward, and gradients stay as they are.
+    `micro_batches` and `prediction` are those of the whole replica. The loss of a step is sum(weight x loss over
+    positions) over all replicas divided by `loss_divisor` (the global number of target tokens, or of samples).
+    `real_tokens` and `padded_tokens` count the whole global batch; `num_micro_batches` has one count a replica.
+    `forward_only`: no backward follows (evaluation), so nothing is kept after a forward, and gradients stay as they
+    are.
     """
 
     step: int
@@ -153,7 +145,7 @@ class ExecutionPlan:
     stage_ranks: tuple[int, ...]
     micro_batches: tuple[MicroBatch, ...]
     instructions: tuple[Instruction, ...]
-    certificate: Certificate
+    prediction: Prediction
     loss_norm: LossNorm
     loss_divisor: int
     real_tokens: int
@@ -164,16 +156,16 @@ class ExecutionPlan:
 
     @property
     def makespan_s(self) -> float:
-        return self.certificate.makespan_ns / 1e9
+        return self.prediction.makespan_ns / 1e9
 
     @property
     def lower_bound_s(self) -> float:
-        return self.certificate.lower_bound_ns / 1e9
+        return self.prediction.lower_bound_ns / 1e9
 
     @property
     def peak_bytes(self) -> int:
         """Largest predicted peak over the replica's ranks."""
-        return max(self.certificate.peak_bytes)
+        return max(self.prediction.peak_bytes)
 
     @property
     def padding_efficiency(self) -> float:

@@ -23,8 +23,9 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.plans.channel import PlanChannel
 from dynapipe_ext.executor.plans.course import BatchRule, Order, Place, digest, following_epoch, order_of
-from dynapipe_ext.executor.plans.source import InlinePlanSource, Planner, Plans, PlanSource, execution_plans, timed
+from dynapipe_ext.executor.plans.source import InlinePlanSource, PlanSource, timed
 from dynapipe_ext.executor.protocols import Store
+from dynapipe_ext.executor.proven_step import ProvenStep, StepPlanner, prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.lengths import as_length_array, sample_lengths
 from dynapipe_ext.plan import MicroBatch
@@ -73,7 +74,7 @@ class DynaPipeDataLoader:
     def __init__(
         self,
         dataset: Dataset,
-        planner: Planner,
+        planner: StepPlanner,
         *,
         collate_fn: Collate | None = None,
         sampler: Iterable[int] | None = None,
@@ -255,11 +256,11 @@ class DynaPipeDataLoader:
         if self._channel is not None:
             return self._channel.source(self._place, order)
 
-        def make_plans(place: Place) -> Plans:
+        def proven(place: Place) -> ProvenStep:
             samples = sample_lengths(self._lengths, batches[place.step])
-            return execution_plans(self.planner, samples, step=place.global_step)
+            return prove_step(self.planner, samples, step=place.global_step)
 
-        return InlinePlanSource(make_plans, dp_rank=self._coordinates.dp_rank, pp_rank=self._coordinates.pp_rank)
+        return InlinePlanSource(proven, dp_rank=self._coordinates.dp_rank, pp_rank=self._coordinates.pp_rank)
 
     def _steps(self, batches: GlobalBatches, source: PlanSource) -> Generator[Step, None, None]:
         first = self._place

@@ -14,17 +14,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from dynapipe_ext.activations import ActivationFormat, TensorSpec
-from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.instructions import (
     Backward,
     BackwardInput,
     BackwardWeight,
     Buffer,
-    Certificate,
     ExecutionPlan,
     Forward,
     Instruction,
@@ -103,12 +101,12 @@ def lower_schedule(
         last = [len(schedule.ranks[sender])] * sends_in_flight
         after_it = [message.sent_after for message in messages[1:]] + last
         for i, (message, post) in enumerate(zip(messages, posts, strict=True)):
-            specs = activation_format.specs(micro_batches[message.buffer.micro_batch])
+            boundary = message.buffer.stage - (message.buffer.payload == "gradient")
+            specs = activation_format.specs(micro_batches[message.buffer.micro_batch], boundary)
             after[sender][message.sent_after].append(Send(message.buffer, receiver, channel, specs))
             before[receiver][post].append(Recv(message.buffer, sender, channel, specs))
             arrival_ns = times[sender][message.sent_after][1]
             if transfer_ns is not None:
-                boundary = message.buffer.stage - (message.buffer.payload == "gradient")
                 arrival_ns += transfer_ns[boundary][message.buffer.micro_batch]
             wait = max(bisect_right(starts[sender], arrival_ns), message.sent_after + 1)
             sends[sender].append(_Sent(message.buffer, _num_bytes(specs), wait, (*after_it[i : i + sends_in_flight],)))
@@ -216,13 +214,9 @@ def _compute(action: Action) -> Instruction:
 
 
 def lower(
-    step_plan: StepPlan,
-    costs: Sequence[MicroBatchCosts],
-    activation_format: ActivationFormat,
-    *,
-    fill_waits: bool = False,
+    step_plan: StepPlan, activation_format: ActivationFormat, *, fill_waits: bool = False
 ) -> tuple[tuple[ExecutionPlan, ...], ...]:
-    """Execution plans indexed [dp_rank][pp_rank]; `costs[dp_rank]` are those of the replica's micro-batches.
+    """Execution plans indexed [dp_rank][pp_rank].
 
     `fill_waits` makes plans for executors that run weight gradients while they wait (see `filling`): the makespan that
     they promise is that of filling ranks, the peaks are those of the schedule.
@@ -231,20 +225,13 @@ def lower(
     counts = tuple(len(replica.micro_batches) for replica in batch.replicas)
     plans = []
     for replica, schedule, prediction, replica_costs in zip(
-        batch.replicas, step_plan.schedules, step_plan.predictions, costs, strict=True
+        batch.replicas, step_plan.schedules, step_plan.predictions, step_plan.costs, strict=True
     ):
-        makespan_ns, bubble_ratio = prediction.makespan_ns, prediction.bubble_ratio
         if fill_waits and schedule.is_split:
             schedule = with_room_to_fill(schedule, replica_costs)
             filling_ns = filling_makespan_ns(schedule, replica_costs)
-            bubble_ratio = 1 - (1 - bubble_ratio) * makespan_ns / filling_ns
-            makespan_ns = filling_ns
-        certificate = Certificate(
-            makespan_ns=makespan_ns,
-            lower_bound_ns=prediction.lower_bound_ns,
-            peak_bytes=prediction.peak_bytes,
-            bubble_ratio=bubble_ratio,
-        )
+            bubble_ratio = 1 - (1 - prediction.bubble_ratio) * prediction.makespan_ns / filling_ns
+            prediction = replace(prediction, makespan_ns=filling_ns, bubble_ratio=bubble_ratio)
         instructions = lower_schedule(
             schedule,
             simulate_ns(schedule, replica_costs),
@@ -262,7 +249,7 @@ def lower(
                     stage_ranks=schedule.stage_ranks,
                     micro_batches=replica.micro_batches,
                     instructions=rank_instructions,
-                    certificate=certificate,
+                    prediction=prediction,
                     loss_norm=batch.loss_norm,
                     loss_divisor=loss_divisor(batch),
                     real_tokens=batch.real_tokens,

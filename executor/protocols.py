@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from dynapipe_ext.executor.instructions import ExecutionPlan, Recv, Send
+from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.timeline import Span
 from dynapipe_ext.topology import Topology
 
@@ -88,6 +89,16 @@ class Recorder(Protocol):
 class Store(Protocol):
     """Named bytes that many processes share: written once, read by any number of readers, waited for with a limit."""
 
+    @property
+    def address(self) -> StoreAddress | None:
+        """Where `open_store` opens the same store in another process; None for one that only this process has."""
+        ...
+
+    @property
+    def namespace(self) -> str:
+        """What keeps this store's keys apart from those of others at the same address."""
+        ...
+
     def put(self, key: str, value: bytes) -> None:
         """Set a key and wake everybody who waits for it. Putting the same bytes again changes nothing."""
 
@@ -98,5 +109,9 @@ class Store(Protocol):
     def try_get(self, key: str) -> bytes | None: ...
 
     def delete(self, *keys: str) -> None: ...
+
+    def info(self) -> dict[str, str]:
+        """The "server" and its "version"; "unknown" or empty where they cannot be said."""
+        ...
 
     def close(self) -> None: ...

@@ -22,7 +22,6 @@ from dynapipe_ext.executor.instructions import (
     BackwardInput,
     BackwardWeight,
     Buffer,
-    Certificate,
     ExecutionPlan,
     Forward,
     Instruction,
@@ -35,6 +34,7 @@ from dynapipe_ext.executor.instructions import (
 )
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.step_plan import Prediction
 
 VERSION = 2
 MAX_PLAN_BYTES = 256 << 20  # of unpacked JSON: a bound for zlib, far above any plan (a million samples take 30 MB)
@@ -118,13 +118,13 @@ def _mac(key: bytes, head: bytes, context: bytes, packed: bytes) -> bytes:
 
 def _to_json(plan: ExecutionPlan) -> bytes:
     tables: dict[tuple[TensorSpec, ...], int] = {}
-    certificate = plan.certificate
+    prediction = plan.prediction
     document = [
         [plan.step, plan.dp_rank, plan.pp_rank, plan.stage_ranks],
         [_micro_batch_row(micro_batch) for micro_batch in plan.micro_batches],
         [_instruction_row(instruction, tables) for instruction in plan.instructions],
         [[[spec.shape, spec.dtype] for spec in specs] for specs in tables],
-        [certificate.makespan_ns, certificate.lower_bound_ns, certificate.peak_bytes, certificate.bubble_ratio],
+        [prediction.makespan_ns, prediction.lower_bound_ns, prediction.peak_bytes, prediction.bubble_ratio],
         [plan.loss_norm, plan.loss_divisor, plan.real_tokens, plan.padded_tokens, plan.num_micro_batches, plan.seed],
         plan.forward_only,
     ]
@@ -133,9 +133,9 @@ def _to_json(plan: ExecutionPlan) -> bytes:
 
 
 def _from_json(body: bytes) -> ExecutionPlan:
-    place, micro_batches, instructions, tables, certificate, totals, forward_only = json.loads(body)
+    place, micro_batches, instructions, tables, prediction, totals, forward_only = json.loads(body)
     step, dp_rank, pp_rank, stage_ranks = place
-    makespan_ns, lower_bound_ns, peak_bytes, bubble_ratio = certificate
+    makespan_ns, lower_bound_ns, peak_bytes, bubble_ratio = prediction
     loss_norm, loss_divisor, real_tokens, padded_tokens, num_micro_batches, seed = totals
     specs = tuple(tuple(TensorSpec(tuple(shape), dtype) for shape, dtype in table) for table in tables)
     return ExecutionPlan(
@@ -145,7 +145,7 @@ def _from_json(body: bytes) -> ExecutionPlan:
         stage_ranks=tuple(stage_ranks),
         micro_batches=tuple(_micro_batch(row) for row in micro_batches),
         instructions=tuple(_instruction(row, specs) for row in instructions),
-        certificate=Certificate(
+        prediction=Prediction(
             makespan_ns=makespan_ns,
             lower_bound_ns=lower_bound_ns,
             peak_bytes=tuple(peak_bytes),

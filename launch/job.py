@@ -11,6 +11,7 @@ from typing import get_args
 import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import SPLIT_SCHEDULES, Rule, ScheduleName, TrainConfig
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
@@ -39,6 +40,8 @@ from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
 
 _OURS = "dynapipe-ext"
+# Of Megatron's data parallelism, with its distributed optimizer or without: gradients are reduced once, at the end.
+TRAIN_COLLECTIVES = ReplicaCollectives()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,7 @@ def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> N
     _check_max_tokens(config, lengths)
     longest = int(np.argmax(lengths[:, 0] + lengths[:, 1]))
     (sample,) = sample_lengths(lengths, [longest])
-    plan, limit = config.plan, int(config.plan.memory_limit_gb * 1e9)
+    plan, limit = config.plan, config.plan.memory_limit_bytes
     needs: list[tuple[int, int]] = []  # (bytes, stage) of the fullest stage, for each kind of recomputation
     refusal: PlanError | None = None
     for kind in RECOMPUTES if plan.recompute == "auto" else (plan.recompute,):
@@ -285,12 +288,11 @@ def _check_max_tokens(config: TrainConfig, lengths: LengthArray) -> None:
 
 
 def make_planner(config: TrainConfig, costs: CostModel, variant: Variant) -> Planner:
-    plan, model, topology = config.plan, config.model, topology_of(config)
-    shards = topology.tp if config.topology.sequence_parallel else 1
+    plan = config.plan
     return Planner(
-        topology,
+        topology_of(config),
         costs,
-        int(plan.memory_limit_gb * 1e9),
+        plan.memory_limit_bytes,
         config.run.seed,
         layout=variant.layout,
         schedule=variant.schedule,
@@ -303,5 +305,12 @@ def make_planner(config: TrainConfig, costs: CostModel, variant: Variant) -> Pla
         loss_norm=plan.loss_norm,
         recompute=None if plan.recompute == "auto" else plan.recompute,
         equal_counts=plan.replica_counts == "equal",
-        format=ActivationFormat(model.hidden_size, model.dtype, sequence_shards=shards),
+        format=configured_format(config),
+        collectives=TRAIN_COLLECTIVES,
     )
+
+
+def configured_format(config: TrainConfig) -> ActivationFormat:
+    """What ranks of the configured model send to one another."""
+    shards = config.topology.tp if config.topology.sequence_parallel else 1
+    return ActivationFormat(config.model.hidden_size, config.model.dtype, sequence_shards=shards)

@@ -6,7 +6,6 @@ import importlib.metadata
 import math
 import platform
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import accumulate
@@ -18,11 +17,11 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch.job import Variant, make_planner, topology_of
 from dynapipe_ext.launch.training_loop import RankFigures, StepFigures
 from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.models.flops import Work
-from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.judge.memory import held_bytes
@@ -172,7 +171,7 @@ def _simulated(
     step: StepFigures,
     shared_cores: int | None,
 ) -> Trace:
-    """The step's plan computed again (it is a pure function of lengths and settings) and simulated on all ranks.
+    """The step proven again (it is a pure function of lengths and settings) and simulated on all ranks.
 
     Where ranks share cores the simulation shares them too, each replica getting its part.
     """
@@ -186,13 +185,13 @@ def _simulated(
         drop_last=data.drop_last,
     )
     samples = sample_lengths(dataset.lengths, batches[step.epoch_step])
-    plan = make_planner(config, costs, variant).plan(samples, step=step.step)
+    plan = prove_step(make_planner(config, costs, variant), samples, step=step.step).step_plan
     traces = []
-    for replica, schedule in zip(plan.batch.replicas, plan.schedules, strict=True):
+    for replica, schedule, priced in zip(plan.batch.replicas, plan.schedules, plan.costs, strict=True):
         if variant.fill_waits and shared_cores is None:
-            trace = filled_trace(schedule, costs.evaluate(replica.micro_batches))
+            trace = filled_trace(schedule, priced)
         else:
-            trace = _shared_simulation(schedule, costs, replica.micro_batches, topology, shared_cores)
+            trace = _shared_simulation(schedule, priced, topology, shared_cores)
         shapes = [(m.rows, m.encoder_len, m.decoder_len) for m in replica.micro_batches]
         for tp_rank in range(topology.tp):
             ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=replica.dp_rank) for p in range(topology.pp)]
@@ -221,19 +220,14 @@ def filled_trace(schedule: PipelineSchedule, costs: MicroBatchCosts) -> Trace:
 
 
 def _shared_simulation(
-    schedule: PipelineSchedule,
-    costs: CostModel,
-    micro_batches: Sequence[MicroBatch],
-    topology: Topology,
-    shared_cores: int | None,
+    schedule: PipelineSchedule, costs: MicroBatchCosts, topology: Topology, shared_cores: int | None
 ) -> Trace:
     """A replica's share is cores / (tp x dp) of its pipeline ranks' worth; below one, everything takes longer."""
-    evaluated = costs.evaluate(micro_batches)
     if shared_cores is None:
-        return simulate(schedule, evaluated)
+        return simulate(schedule, costs)
     share = shared_cores / (topology.tp * topology.dp)
     slower = max(1.0, 1.0 / share)
-    return simulate(schedule, evaluated, num_cores=max(1, int(share))).stretched(slower)
+    return simulate(schedule, costs, num_cores=max(1, int(share))).stretched(slower)
 
 
 def versions() -> dict[str, str]:

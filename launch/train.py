@@ -27,6 +27,7 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import ConfigError, DynaPipeError
 from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.env import RankEnv, limit_threads, rank_env, store_password
 from dynapipe_ext.launch.job import (
     Variant,
@@ -105,7 +106,6 @@ def _run(env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: Ex
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     from dynapipe_ext.executor.stages.megatron_model import initialize_parallel
-    from dynapipe_ext.executor.store.redis import RedisStore
     from dynapipe_ext.executor.transport.groups import make_pipeline_groups
     from dynapipe_ext.launch.training_loop import (
         RankContext,
@@ -140,7 +140,7 @@ def _run(env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: Ex
         check_batches(config, dataset.lengths)
         check_fits(config, agreed, dataset.lengths)
     _set_pg_timeout(timedelta(seconds=config.job.timeout_s))  # from here on nobody may be silent for longer
-    store = RedisStore(StoreAddress(shared["url"], shared["password"]), namespace=shared["namespace"])
+    store = open_store(StoreAddress(shared["url"], shared["password"]), namespace=shared["namespace"])
     stack.callback(store.close)
     initialize_parallel(topology, config.run.seed, timeout_s=config.job.timeout_s)
     context = RankContext(

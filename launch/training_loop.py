@@ -187,7 +187,7 @@ def _steps(
         executed_s = time.perf_counter()
         optimizer.step()
         spans = [_moved(span, context.clock_offset_s) for span in recorder.spans]
-        predicted_peak = max(predicted_peak, plan.certificate.peak_bytes[plan.pp_rank])
+        predicted_peak = max(predicted_peak, plan.prediction.peak_bytes[plan.pp_rank])
         activation_peak = max([activation_peak, *(span.num_bytes for span in spans)])
         end_s, cpu_end_s = time.perf_counter(), time.process_time()
         worked = (start_s - context.clock_offset_s, executed_s - context.clock_offset_s)
@@ -255,7 +255,7 @@ def _share(
     last_s = max((s.end_s for s in spans), default=last_s)
     work = work_of(plan.micro_batches) if counts_work else Work()
     mine = torch.tensor(
-        [busy_s, first_s, last_s, cpu_s, plan.makespan_s, plan.certificate.bubble_ratio, *work.numbers()],
+        [busy_s, first_s, last_s, cpu_s, plan.makespan_s, plan.prediction.bubble_ratio, *work.numbers()],
         dtype=torch.float64,
         device=device,
     )

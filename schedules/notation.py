@@ -101,10 +101,13 @@ def _label(action: Action, *, with_stage: bool) -> str:
     return f"{action.stage}." * with_stage + f"{action.micro_batch}{_MARKS[action.kind]}"
 
 
-def plan_json(step_plan: StepPlan, topology: Topology) -> dict[str, Any]:
+def plan_json(
+    step_plan: StepPlan, topology: Topology, *, in_flight_bytes: Sequence[Sequence[int]] | None = None
+) -> dict[str, Any]:
     """A step's plan for people and tools: format dynapipe-plan/1 (see README), ready for json.dump.
 
-    A plan of forwards alone says so: "forward_only" is true.
+    `in_flight_bytes` [dp_rank][pp_rank], beside the peaks, are of buffers that only instructions have. A plan of
+    forwards alone says so: "forward_only" is true.
 
     Errors: PlanError for a plan that cuts samples: the format names samples, not pieces of them.
     """
@@ -116,6 +119,13 @@ def plan_json(step_plan: StepPlan, topology: Topology) -> dict[str, Any]:
     for replica, schedule, prediction in zip(
         step_plan.batch.replicas, step_plan.schedules, step_plan.predictions, strict=True
     ):
+        predicted: dict[str, Any] = {
+            "makespan_s": prediction.makespan_ns / 1e9,
+            "lower_bound_s": prediction.lower_bound_ns / 1e9,
+            "peak_bytes": list(prediction.peak_bytes),
+        }
+        if in_flight_bytes is not None:
+            predicted["in_flight_bytes"] = list(in_flight_bytes[replica.dp_rank])
         body: dict[str, Any] = {"name": schedule.name, "stages": schedule.lines()}
         if schedule.stage_ranks != tuple(range(len(schedule.ranks))):
             body["placement"] = list(schedule.stage_ranks)
@@ -124,11 +134,7 @@ def plan_json(step_plan: StepPlan, topology: Topology) -> dict[str, Any]:
                 "dp_rank": replica.dp_rank,
                 "micro_batches": [_micro_batch_json(micro_batch) for micro_batch in replica.micro_batches],
                 "schedule": body,
-                "predicted": {
-                    "makespan_s": prediction.makespan_ns / 1e9,
-                    "lower_bound_s": prediction.lower_bound_ns / 1e9,
-                    "peak_bytes": list(prediction.peak_bytes),
-                },
+                "predicted": predicted,
             }
         )
     marked = {"forward_only": True} if step_plan.forward_only else {}

@@ -9,10 +9,11 @@ from typing import Any, get_args
 import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import Rule, ScheduleName, check_fill_waits
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
 from dynapipe_ext.plan import (
@@ -25,7 +26,6 @@ from dynapipe_ext.plan import (
     check_cover,
 )
 from dynapipe_ext.schedules.actions import PipelineSchedule, linear_schedule
-from dynapipe_ext.schedules.judge.bounds import replica_bounds
 from dynapipe_ext.schedules.judge.certificate import certify
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.simulate import simulate
@@ -54,8 +54,9 @@ class Planner:
     `fill_waits` does not change a plan: its instructions are then for executors that run W while they wait (see
     `filling`). `max_tokens` caps the positions (of padded rows: of both sides; of packed ones: of either) of
     one micro-batch (0: memory alone does). `rule` other than "dynapipe-ext" splits as a peer does, for comparisons.
-    `recompute` None lets the planner choose per micro-batch. `activation_format` is needed to lower plans to
-    instructions, not to make them. `for_forwards` gives the planner of evaluation.
+    `recompute` None lets the planner choose per micro-batch. `format` and `collectives` are needed to lower plans to
+    instructions and to prove these, not to make them; `collectives` only with replicas whose costs do not say them.
+    `for_forwards` gives the planner of evaluation.
     """
 
     topology: Topology
@@ -74,6 +75,7 @@ class Planner:
     recompute: Recompute | None = field(default=None, kw_only=True)
     equal_counts: bool = field(default=False, kw_only=True)
     format: ActivationFormat | None = field(default=None, kw_only=True)
+    collectives: ReplicaCollectives | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.costs.num_stages != self.topology.num_stages:
@@ -82,6 +84,7 @@ class Planner:
                 " make both from the same topology"
             )
         _check_settings(self)
+        _check_collectives(self.collectives, self.costs)
         if self.split_backward and self.schedule != "adaptive":
             raise ConfigError(
                 f"split_backward goes with the adaptive schedule, not with {self.schedule!r}: choose one of them"
@@ -125,33 +128,61 @@ class Planner:
             recompute=None,
         )
 
-    def plan(self, lengths: Sequence[SampleLength] | Sequence[int] | LengthArray, *, step: int = 0) -> StepPlan:
-        """The best plan found for one global batch.
+    @property
+    def replica_collectives(self) -> ReplicaCollectives:
+        """What the run issues over replicas, as given or as the costs say.
 
-        Raises PlanError, naming the sample or micro-batch, where nothing fits the limits.
+        Raises ConfigError where neither does: with several replicas, what is unknown cannot be proven.
+        """
+        if found := self.collectives or self.costs.replica_collectives:
+            return found
+        if self.topology.dp == 1:
+            return ReplicaCollectives()  # of a group of one, whatever they are
+        raise ConfigError(
+            f"{type(self.costs).__name__} do not say what dp {self.topology.dp} replicas issue together, and a plan"
+            " cannot be proven without: pass collectives=ReplicaCollectives() (dynapipe_ext.collectives) where"
+            " gradients are reduced once at the end of a step (DDP, ZeRO 0 or 1), else its of_zero(stage)"
+        )
+
+    def plan(
+        self,
+        lengths: Sequence[SampleLength] | Sequence[int] | LengthArray,
+        *,
+        step: int = 0,
+        reserve_bytes: int = 0,
+    ) -> StepPlan:
+        """The best plan found for one global batch that leaves `reserve_bytes` of every rank free.
+
+        Its bounds are those under the whole limit. Raises PlanError, naming the sample or micro-batch, where nothing
+        fits the limits.
         """
         samples = _as_samples(lengths)
         if not samples:
             raise PlanError(f"step {step} has no samples to plan")
         if self.equal_counts:
             check_enough(len(samples), self.topology.dp)
+        plan = self._leaving(reserve_bytes)._found(samples, step)
+        check_cover(plan.batch, samples)
+        certificate = certify(plan, self.costs, samples, memory_limit_bytes=int(self.memory_limit_bytes))
+        promised = zip(plan.predictions, certificate.replicas, strict=True)
+        predictions = tuple(replace(one, lower_bound_ns=bounds.best_ns) for one, bounds in promised)
+        return replace(plan, predictions=predictions, certificate=certificate)
+
+    def _leaving(self, reserve_bytes: int) -> Planner:
+        """The same planner with that much less memory."""
+        room = int(self.memory_limit_bytes) - reserve_bytes
+        if room <= 0:
+            raise PlanError(f"{room} B are left for a rank: raise memory_limit_bytes")
+        return replace(self, memory_limit_bytes=room) if reserve_bytes else self
+
+    def _found(self, samples: list[SampleLength], step: int) -> StepPlan:
+        """The best plan, without its bounds."""
         proposals = self._proposals
         if self.schedule != "adaptive":
-            plan, priced = self._natural_best(proposals.splits(samples, step), step)
-        elif self.rule == "dynapipe-ext" and self.layout == "padded":
-            plan, priced = self._predicted(*self._searched(proposals.cuts(samples, step)), step)
-        else:
-            fixed = proposals.fixed(proposals.splits(samples, step))
-            plan, priced = self._predicted(*self._searched(fixed), step)
-        check_cover(plan.batch, samples)
-        limit = int(self.memory_limit_bytes)
-        bounds = [
-            replica_bounds(schedule, one, split=schedule.is_split, memory_limit_bytes=limit)
-            for schedule, one in zip(plan.schedules, priced, strict=True)
-        ]
-        predictions = tuple(replace(p, lower_bound_ns=b.best_ns) for p, b in zip(plan.predictions, bounds, strict=True))
-        certificate = certify(plan, self.costs, samples, memory_limit_bytes=limit, bounds=bounds)
-        return replace(plan, predictions=predictions, certificate=certificate)
+            return self._natural_best(proposals.splits(samples, step), step)
+        if self.rule == "dynapipe-ext" and self.layout == "padded":
+            return self._predicted(*self._searched(proposals.cuts(samples, step)), step)
+        return self._predicted(*self._searched(proposals.fixed(proposals.splits(samples, step))), step)
 
     @property
     def _proposals(self) -> Proposals:
@@ -196,9 +227,9 @@ class Planner:
         # Forwards alone are searched with backwards that take no time: good cuts and replicas, another order to come.
         return self._forwards_in_order(replicas) if self.forward_only else (replicas, found.schedules)
 
-    def _natural_best(self, splits: Sequence[Replicas], step: int) -> tuple[StepPlan, list[MicroBatchCosts]]:
+    def _natural_best(self, splits: Sequence[Replicas], step: int) -> StepPlan:
         """Of several splits under a published schedule, the first to end."""
-        found: list[tuple[StepPlan, list[MicroBatchCosts]]] = []
+        found: list[StepPlan] = []
         refusal: PlanError | None = None
         for replicas in splits:
             schedules = tuple(self._natural(len(replica)) for replica in replicas)
@@ -209,12 +240,11 @@ class Planner:
         if not found:
             assert refusal is not None
             raise refusal
-        return min(found, key=lambda one: max(prediction.makespan_ns for prediction in one[0].predictions))
+        return min(found, key=lambda plan: max(prediction.makespan_ns for prediction in plan.predictions))
 
-    def _predicted(self, replicas: Replicas, schedules: Schedules, step: int) -> tuple[StepPlan, list[MicroBatchCosts]]:
-        """The plan, validated and simulated apart from what made it, and each replica's costs; its lower bounds are to
-        come."""
-        priced = [self.costs.evaluate(micro_batches) for micro_batches in replicas]
+    def _predicted(self, replicas: Replicas, schedules: Schedules, step: int) -> StepPlan:
+        """The plan, validated and simulated apart from what made it; its lower bounds are to come."""
+        priced = tuple(self.costs.evaluate(micro_batches) for micro_batches in replicas)
         limit = int(self.memory_limit_bytes)
         plans, predictions = [], []
         for dp_rank, (micro_batches, schedule, costs) in enumerate(zip(replicas, schedules, priced, strict=True)):
@@ -234,11 +264,10 @@ class Planner:
                     lower_bound_ns=0,
                     peak_bytes=peaks,
                     bubble_ratio=trace.bubble_ratio,
-                    trace=trace,
                 )
             )
         batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
-        return StepPlan(batch, tuple(schedules), tuple(predictions)), priced
+        return StepPlan(batch, tuple(schedules), tuple(predictions), priced)
 
     def _natural(self, num_micro_batches: int) -> PipelineSchedule:
         if not num_micro_batches:
@@ -257,12 +286,6 @@ class Planner:
             schedules.append(forward_schedule(costs.take(order), stage_ranks))
         return ordered, tuple(schedules)
 
-    def with_memory_limit(self, limit_bytes: int) -> Planner:
-        """The same planner under another limit. Raises PlanError for a limit that leaves nothing."""
-        if limit_bytes <= 0:
-            raise PlanError(f"{limit_bytes} B are left for a rank: raise memory_limit_bytes")
-        return replace(self, memory_limit_bytes=limit_bytes)
-
     def to_json(self) -> dict[str, Any]:
         """Everything that changes a plan; `from_json` makes an equal planner in another process."""
         raw = {name: getattr(self, name) for name in _PLAIN_FIELDS}
@@ -271,6 +294,7 @@ class Planner:
             "topology": asdict(self.topology),
             "costs": cost_model_to_json(self.costs),
             "format": None if self.format is None else asdict(self.format),
+            "collectives": None if self.collectives is None else self.collectives.to_json(),
         }
 
     @classmethod
@@ -282,6 +306,7 @@ class Planner:
             Topology(**topology),
             cost_model_from_json(raw["costs"]),
             format=None if raw["format"] is None else ActivationFormat(**raw["format"]),
+            collectives=None if raw["collectives"] is None else ReplicaCollectives.from_json(raw["collectives"]),
             **{name: raw[name] for name in _PLAIN_FIELDS},
         )
 
@@ -333,6 +358,17 @@ def _check_settings(planner: Planner) -> None:
         value = getattr(planner, name)
         if not isinstance(value, str | None) or value not in choices:
             raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(map(str, choices))}")
+
+
+def _check_collectives(given: ReplicaCollectives | None, costs: CostModel) -> None:
+    """Refuse a run whose micro-batches issue other collectives than the costs price. Errors: ConfigError."""
+    known = costs.replica_collectives
+    if given and known and given.of_micro_batches != known.of_micro_batches:
+        raise ConfigError(
+            f"collectives {given.of_micro_batches} inside micro-batches and with their gradients were given, but the"
+            f" costs are those of a run with {known.of_micro_batches}: leave collectives out, or give the costs of this"
+            " run (zero_stage, ep)"
+        )
 
 
 _PLAIN_FIELDS = (

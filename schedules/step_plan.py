@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.plan import GlobalBatchPlan
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.certificate import Certificate
+from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.timeline import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One replica's simulated step. `peak_bytes` is per pipeline rank; the trace has one track a pipeline rank."""
+    """What is promised of one replica's step; `peak_bytes` is per pipeline rank."""
 
     makespan_ns: int
     lower_bound_ns: int
     peak_bytes: tuple[int, ...]
     bubble_ratio: float
-    trace: Trace
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What a Planner returns for one global batch; entry d of each tuple belongs to data-parallel rank d.
 
-    `certificate` holds the bounds of the whole step; None where nobody asked for them (see `certify`).
+    `costs` are those of the replica's micro-batches, evaluated once for all who judge, lower or show the plan. The
+    predictions are of the schedule alone: buffers in flight come with its instructions. `certificate` holds the bounds
+    of the whole step; None where nobody asked for them (see `certify`).
 
     Errors: PlanError where some replicas run forwards alone and others do not.
     """
@@ -34,6 +37,7 @@ class StepPlan:
     batch: GlobalBatchPlan
     schedules: tuple[PipelineSchedule, ...]
     predictions: tuple[Prediction, ...]
+    costs: tuple[MicroBatchCosts, ...] = field(repr=False, compare=False)  # follow from the batch
     certificate: Certificate | None = None
 
     def __post_init__(self) -> None:
@@ -44,6 +48,11 @@ class StepPlan:
     def forward_only(self) -> bool:
         """Whether the step is one of forwards alone, on all replicas."""
         return self.schedules[0].forward_only
+
+    @property
+    def traces(self) -> tuple[Trace, ...]:
+        """Each replica's step, simulated; one track a pipeline rank."""
+        return tuple(simulate(*replica) for replica in zip(self.schedules, self.costs, strict=True))
 
     @property
     def makespan_s(self) -> float:
@@ -63,6 +72,6 @@ class StepPlan:
     def bubble_ratio(self) -> float:
         """Idle over (ranks x makespan of the slowest replica), all replicas together."""
         longest = max(p.makespan_ns for p in self.predictions) / 1e9
-        busy = sum(p.trace.busy_s for p in self.predictions)
+        busy = sum(trace.busy_s for trace in self.traces)
         whole = longest * sum(len(p.peak_bytes) for p in self.predictions)
         return 1.0 - busy / whole if whole > 0 else 0.0

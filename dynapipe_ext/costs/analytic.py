@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.links import Link, Links
@@ -162,6 +164,16 @@ class AnalyticCosts:
     @property
     def has_decoder(self) -> bool:
         return False
+
+    @property
+    def replica_collectives(self) -> ReplicaCollectives:
+        return ReplicaCollectives.of_zero(self.zero_stage, ep=self.ep)
+
+    @property
+    def activation_format(self) -> ActivationFormat:
+        shards = self.topology.tp if self.sequence_parallel else 1
+        dtype = DTYPE_OF_WIDTH[self.activation_bytes_per_value]
+        return ActivationFormat(self.shape.hidden_size, dtype, sequence_shards=shards)
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:

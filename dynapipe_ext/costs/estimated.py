@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
@@ -57,6 +58,7 @@ class EstimatedCosts:
     replica_link: Link
     expert_link: Link
     host_bytes_per_s: float
+    activation_format: ClassVar[None] = None  # buffers in flight are among the working bytes here
     plain: PlainLayers | None = None
     _layers: IntArray = field(init=False)
 
@@ -70,6 +72,10 @@ class EstimatedCosts:
     @property
     def num_stages(self) -> int:
         return self.base.num_stages
+
+    @property
+    def replica_collectives(self) -> ReplicaCollectives:
+        return ReplicaCollectives.of_zero(self.strategy.zero_stage, ep=self.strategy.ep)
 
     @property
     def layers_per_stage(self) -> IntArray:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.floor import GrowingTimes, PaddedTimes
 from dynapipe_ext.costs.grid import INFEASIBLE
@@ -161,6 +163,14 @@ class FittedCosts:
     @property
     def num_stages(self) -> int:
         return self.base.num_stages
+
+    @property
+    def replica_collectives(self) -> ReplicaCollectives | None:
+        return self.base.replica_collectives
+
+    @property
+    def activation_format(self) -> ActivationFormat | None:
+        return self.base.activation_format
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:

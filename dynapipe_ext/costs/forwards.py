@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.abilities import costs_as_json, shape_prices
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint
@@ -31,6 +33,14 @@ class ForwardCosts:
     @property
     def num_stages(self) -> int:
         return self.base.num_stages
+
+    @property
+    def replica_collectives(self) -> ReplicaCollectives | None:
+        return self.base.replica_collectives
+
+    @property
+    def activation_format(self) -> ActivationFormat | None:
+        return self.base.activation_format
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         """Errors: PlanError for a micro-batch that asks for recomputation, and for what `base` cannot price."""

@@ -13,8 +13,8 @@ from dynapipe_ext.costs.grid import BoolArray, FloatArray, Grid
 
 LayerKind = Literal["encoder", "decoder", "postprocess"]
 KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
-WEIGHT = "weight_ms"  # a column that not every measurement has
 COLUMNS = ("forward_ms", "backward_ms", "stored_mb", "peak_mb")  # MB = 10^6 bytes; peak is while the layer runs
+WEIGHT = "weight_ms"  # a column that not every measurement has
 
 
 def stage_values(
@@ -85,7 +85,7 @@ def layers_of_stages(
 
 
 @lru_cache(32)
-def as_backward(grid: Grid) -> Grid:
+def weight_as_backward(grid: Grid) -> Grid:
     """The grid's W where `stage_values` looks for the backward; zero where it has none."""
     row = grid.values[grid.columns.index(WEIGHT)] if WEIGHT in grid.columns else np.zeros(len(grid.known))
     return Grid(("forward_ms", "backward_ms"), grid.axes, np.stack([row, row]), grid.known)

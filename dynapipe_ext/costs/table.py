@@ -7,14 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
 from dynapipe_ext.costs.a100 import read_grids, read_parameter_bytes
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
-from dynapipe_ext.costs.layers import KINDS, WEIGHT, LayerKind, as_backward, layers_of_stages, stage_values
+from dynapipe_ext.costs.layers import KINDS, WEIGHT, LayerKind, layers_of_stages, stage_values, weight_as_backward
 from dynapipe_ext.costs.links import Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
@@ -74,6 +75,7 @@ class CostTable:
     packed_bytes: Mapping[Recompute, float] = field(default_factory=dict)
     value_bytes: int = _VALUE_BYTES  # of what crosses stage boundaries
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    replica_collectives: ClassVar[None] = None  # layers were measured, not how replicas share them
 
     def __post_init__(self) -> None:
         if not 0 <= self.split_w <= 1:
@@ -105,6 +107,11 @@ class CostTable:
     @property
     def num_stages(self) -> int:
         return self.topology.num_stages
+
+    @property
+    def activation_format(self) -> ActivationFormat:
+        first = next((s for s, (_, num_decoder) in enumerate(self.stage_layers()) if num_decoder), None)
+        return ActivationFormat(self.hidden_size, DTYPE_OF_WIDTH[self.value_bytes], first_decoder_stage=first)
 
     @property
     def has_decoder(self) -> bool:
@@ -200,8 +207,8 @@ class CostTable:
         (forward, backward, stored, running), known = stage_values(grids, layout, shapes, **options)
         weight = np.zeros_like(backward)
         if self.has_weights:
-            weights = [grid and as_backward(grid) for grid in grids]
-            weight = stage_values(weights, layout, shapes, **options)[0][1]
+            as_backward = [grid and weight_as_backward(grid) for grid in grids]
+            weight = stage_values(as_backward, layout, shapes, **options)[0][1]
         head = grids[-1]
         if head and HEAD_PEAK in head.columns:
             at, _ = head.at(list(shapes[[0, 2] if self.has_decoder else [0, 1]]))

@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
@@ -50,6 +51,7 @@ class TokenCosts:
     transfer_ns_per_token: int = 0
     transfer_bytes_per_token: int = 0
     stage_scale: tuple[float, ...] = ()
+    replica_collectives: ClassVar[None] = None  # a polynomial knows nothing of replicas
 
     def __post_init__(self) -> None:
         if self.num_stages < 1:
@@ -59,6 +61,13 @@ class TokenCosts:
                 raise ConfigError(f"{name} is {value} but costs cannot be negative")
         if self.stage_scale and len(self.stage_scale) != self.num_stages:
             raise ConfigError(f"stage_scale has {len(self.stage_scale)} entries for {self.num_stages} stages")
+
+    @property
+    def activation_format(self) -> ActivationFormat | None:
+        """Of 2-byte values, both sides of a sample in every message; None for odd bytes a token, and for none."""
+        hidden_size, odd = divmod(self.transfer_bytes_per_token, 2)
+        known = hidden_size and not odd
+        return ActivationFormat(hidden_size, "bfloat16", first_decoder_stage=0) if known else None
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         tokens = np.array([m.padded_tokens for m in micro_batches], np.int64)

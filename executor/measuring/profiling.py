@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dynapipe_ext.costs.surface import Measured, Part
 from dynapipe_ext.executor.device import process_group_backend
-from dynapipe_ext.executor.instructions import Certificate, ExecutionPlan
+from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
 from dynapipe_ext.executor.stages.megatron_model import (
     build_model,
@@ -31,6 +31,7 @@ from dynapipe_ext.executor.stages.megatron_model import (
 from dynapipe_ext.inference.memory_profiling import is_out_of_memory, measure_on
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.step_plan import Prediction
 from dynapipe_ext.topology import Topology
 
 _NUM_LAYERS = 2
@@ -253,7 +254,7 @@ def _plan(micro_batch: MicroBatch, stage: int) -> ExecutionPlan:
         stage_ranks=(0, 1, 2),
         micro_batches=(micro_batch,),
         instructions=(),
-        certificate=Certificate(makespan_ns=0, lower_bound_ns=0, peak_bytes=(0, 0, 0), bubble_ratio=0.0),
+        prediction=Prediction(makespan_ns=0, lower_bound_ns=0, peak_bytes=(0, 0, 0), bubble_ratio=0.0),
         loss_norm="tokens",
         loss_divisor=max(1, micro_batch.padded_tokens),
         real_tokens=micro_batch.real_tokens,

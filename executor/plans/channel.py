@@ -10,11 +10,12 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.plans.course import BatchRule, Order, Place, digest
 from dynapipe_ext.executor.plans.planner_pool import PlannerProcesses
 from dynapipe_ext.executor.plans.planner_process import PlannerJob, describe_planner
-from dynapipe_ext.executor.plans.source import Planner, StorePlanSource
+from dynapipe_ext.executor.plans.source import StorePlanSource
 from dynapipe_ext.executor.protocols import Store
+from dynapipe_ext.executor.proven_step import StepPlanner
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.keys import Keys
-from dynapipe_ext.executor.store.redis import RedisStore
+from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.lengths import LengthArray
 from dynapipe_ext.topology import Coordinates
 
@@ -29,7 +30,7 @@ class PlanChannel:
 
     def __init__(
         self,
-        planner: Planner,
+        planner: StepPlanner,
         rule: BatchRule,
         lengths: LengthArray,
         coordinates: Coordinates,
@@ -54,13 +55,13 @@ class PlanChannel:
         self._planner = describe_planner(planner)
         self._topic = _topic(namespace, lengths, rule, self._planner)
         self._owns_store = isinstance(store, str | StoreAddress)
-        self._store, self._address, self._namespace = _opened(store, namespace, num_workers)
-        if self._starts and self._address is None:
+        self._store = _opened(store, namespace, num_workers)
+        if self._starts and self._store.address is None:
             raise ConfigError(
                 f"planner processes cannot reach a {type(self._store).__name__}: give the address of a Redis-compatible"
                 " store, or use num_workers=0"
             )
-        self._plan_key = plan_key or _derived_key(self._address)
+        self._plan_key = plan_key or _derived_key(self._store.address)
         self._session = 0
         self._next: Place | None = None  # where the present session goes on; None before the first
         self._pool: PlannerProcesses | None = None
@@ -105,11 +106,12 @@ class PlanChannel:
         self._next = place
         if not self._starts:
             return
-        assert self._address is not None
+        address = self._store.address
+        assert address is not None
         job = PlannerJob(
-            store_url=self._address.url,
-            store_password=self._address.password,
-            namespace=self._namespace,
+            store_url=address.url,
+            store_password=address.password,
+            namespace=self._store.namespace,
             prefix=self._keys.prefix,
             plan_key=self._plan_key.hex(),
             rule=self._rule,
@@ -135,9 +137,7 @@ def _topic(namespace: str, lengths: LengthArray, rule: BatchRule, planner: dict[
     return hashlib.sha256(f"{digest(lengths)} {settings}".encode()).hexdigest()[:16]
 
 
-def _opened(
-    store: str | StoreAddress | Store | None, namespace: str, num_workers: int
-) -> tuple[Store, StoreAddress | None, str]:
+def _opened(store: str | StoreAddress | Store | None, namespace: str, num_workers: int) -> Store:
     if store is None:
         raise ConfigError(
             f"num_workers={num_workers} needs a store: pass store='redis://:PASSWORD@HOST:PORT/0' (or rediss://, unix://),"
@@ -145,11 +145,7 @@ def _opened(
         )
     if isinstance(store, str):
         store = StoreAddress.parse(store)
-    if isinstance(store, StoreAddress):
-        store = RedisStore(store, namespace=namespace)
-    if isinstance(store, RedisStore):
-        return store, store.address, store.namespace
-    return store, None, namespace
+    return open_store(store, namespace=namespace) if isinstance(store, StoreAddress) else store
 
 
 def _derived_key(address: StoreAddress | None) -> bytes:

@@ -17,6 +17,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any, BinaryIO
@@ -26,11 +27,12 @@ import numpy as np
 from dynapipe_ext.errors import ConfigError, DynaPipeError, StoreError
 from dynapipe_ext.executor.parent_death import end_with_parent
 from dynapipe_ext.executor.plans.course import BatchRule, Order, Place, course
-from dynapipe_ext.executor.plans.source import Planner, execution_plans, publish_failure
+from dynapipe_ext.executor.plans.source import publish_failure
 from dynapipe_ext.executor.protocols import Store
+from dynapipe_ext.executor.proven_step import StepPlanner, prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.keys import Keys
-from dynapipe_ext.executor.store.redis import RedisStore
+from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.executor.store.wait import StoreTimeoutError
 from dynapipe_ext.executor.wire import encode
 from dynapipe_ext.lengths import LengthArray, sample_lengths
@@ -73,7 +75,7 @@ class PlannerJob:
         return cls(**{**fields, "rule": BatchRule(**fields["rule"]), "start": Place(**fields["start"])})
 
 
-def describe_planner(planner: Planner) -> dict[str, Any]:
+def describe_planner(planner: StepPlanner) -> dict[str, Any]:
     """What `make_planner` needs in another process. Raises ConfigError for a class that cannot be imported there."""
     kind = type(planner)
     if kind.__module__ == "__main__" or "<" in kind.__qualname__:
@@ -84,12 +86,12 @@ def describe_planner(planner: Planner) -> dict[str, Any]:
     return {"class": f"{kind.__module__}:{kind.__qualname__}", "settings": planner.to_json()}
 
 
-def make_planner(description: dict[str, Any]) -> Planner:
+def make_planner(description: dict[str, Any]) -> StepPlanner:
     module, _, name = description["class"].partition(":")
     kind: Any = importlib.import_module(module)
     for part in name.split("."):
         kind = getattr(kind, part)
-    planner: Planner = kind.from_json(description["settings"])
+    planner: StepPlanner = kind.from_json(description["settings"])
     return planner
 
 
@@ -97,7 +99,7 @@ def publish_plans(
     store: Store,
     keys: Keys,
     plan_key: bytes,
-    planner: Planner,
+    planner: StepPlanner,
     lengths: LengthArray,
     places: Iterable[tuple[Place, tuple[int, ...]]],
     *,
@@ -122,11 +124,11 @@ def publish_plans(
         if len(recent) > ahead:
             _wait_until_taken(store, keys, recent[-1 - ahead])
         try:
-            plans = execution_plans(planner, sample_lengths(lengths, indices), step=place.global_step)
+            proven = prove_step(planner, sample_lengths(lengths, indices), step=place.global_step)
         except Exception as error:
             publish_failure(store, keys, plan_key, worker, _sentence(error, worker, place), of_planning=True)
             raise
-        for plan in (plan for replica in plans for plan in replica):
+        for plan in (plan for replica in proven.plans for plan in replica):
             key = keys.plan(epoch=place.epoch, step=place.step, dp_rank=plan.dp_rank, pp_rank=plan.pp_rank)
             store.put(key, encode(plan, plan_key, context=key.encode()))
         if len(recent) > kept:
@@ -137,7 +139,7 @@ def recent_places(ahead: int) -> deque[Place]:
     return deque(maxlen=2 * ahead + _SLACK + 1)
 
 
-def forget(store: Store, keys: Keys, planner: Planner | None, recent: Iterable[Place], job: PlannerJob) -> None:
+def forget(store: Store, keys: Keys, planner: StepPlanner | None, recent: Iterable[Place], job: PlannerJob) -> None:
     """Delete what this worker has put, and the marks of rank 0; all stays where a failure is still to be told."""
     if any(store.try_get(keys.failure(worker)) is not None for worker in range(job.num_workers)):
         return
@@ -157,7 +159,7 @@ def _wait_until_taken(store: Store, keys: Keys, place: Place) -> None:
             pass
 
 
-def _delete(store: Store, keys: Keys, place: Place, planner: Planner) -> None:
+def _delete(store: Store, keys: Keys, place: Place, planner: StepPlanner) -> None:
     topology = planner.topology
     plans = [
         keys.plan(epoch=place.epoch, step=place.step, dp_rank=dp_rank, pp_rank=pp_rank)
@@ -226,13 +228,9 @@ def _beat(store: Store, key: str, stop: threading.Event) -> None:
         return  # the main thread meets the same lost server, and says so
 
 
-def _opened(job: PlannerJob, patience_s: float = 5.0) -> RedisStore:
-    return RedisStore(
-        StoreAddress(job.store_url, job.store_password),
-        namespace=job.namespace,
-        connect_timeout_s=patience_s,
-        reconnect_timeout_s=patience_s,
-    )
+def _opened(job: PlannerJob, patience_s: float = 5.0) -> closing[Store]:
+    address = StoreAddress(job.store_url, job.store_password)
+    return closing(open_store(address, namespace=job.namespace, patience_s=patience_s))
 
 
 def read_array(stream: BinaryIO, *shape: int) -> LengthArray:

@@ -5,131 +5,21 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.errors import ConfigError, PlanError, StoreError
+from dynapipe_ext.errors import PlanError, StoreError
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.plans.course import Place
-from dynapipe_ext.executor.proof.step import Crossing, crossing_collectives, verify_step, with_collectives
 from dynapipe_ext.executor.protocols import Store
+from dynapipe_ext.executor.proven_step import ProvenStep
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.wait import StoreTimeoutError
 from dynapipe_ext.executor.wire import decode, seal, unseal
-from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.topology import Topology
 
-Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [dp_rank][pp_rank]
-
-_REPLANS = 4  # plans of a step: less room makes fewer micro-batches wait; so a few rounds settle it
 _SLICE_S = 0.25  # how often a rank that waits for its plan looks for a failed or silent planner
 SILENT_AFTER_S = 15.0  # planner processes give a sign every second; on a crowded machine some come late
-
-
-class Planner(Protocol):
-    """Plans one global batch as a pure function of its samples' lengths, the step and its own settings."""
-
-    @property
-    def topology(self) -> Topology: ...
-
-    @property
-    def costs(self) -> CostModel: ...
-
-    @property
-    def activation_format(self) -> ActivationFormat: ...
-
-    @property
-    def memory_limit_bytes(self) -> float: ...
-
-    @property
-    def fill_waits(self) -> bool:
-        """Whether executors will run weight gradients while they wait."""
-        ...
-
-    def plan(self, samples: Sequence[SampleLength], *, step: int) -> StepPlan: ...
-
-    def with_memory_limit(self, limit_bytes: int) -> Planner:
-        """The same planner under another limit. Raises PlanError for a limit that leaves nothing."""
-        ...
-
-    def to_json(self) -> Mapping[str, Any]:
-        """The settings from which the class's `from_json` makes an equal planner in another process."""
-        ...
-
-
-def execution_plans(planner: Planner, samples: Sequence[SampleLength], *, step: int) -> Plans:
-    """The plans of all ranks for one global batch, proven together; their peak bytes count buffers in flight as well.
-
-    Where those do not fit beside what the planner has filled, it plans again with that much less. Where that was not
-    enough it leaves room for the most that was ever in flight, which settles it at once but can cost makespan; where no
-    plan has that much to spare, again for what was too much. Raises PlanError or VerificationError; ConfigError where
-    waits cannot be filled.
-    """
-    limit, most_in_flight, planners = int(planner.memory_limit_bytes), 0, [planner]
-    for attempt in range(_REPLANS):
-        step_plan, planner = _first_plan(planners, samples, step)
-        plans, in_flight = _verified(step_plan, planner)
-        peak = max(replica[0].peak_bytes for replica in plans)
-        if peak <= limit:
-            return plans
-        most_in_flight = max(most_in_flight, in_flight)
-        room = int(planner.memory_limit_bytes) - (peak - limit)
-        ample = limit - most_in_flight
-        rooms = (ample, room) if attempt and 0 < ample < room else (room,)
-        planners = [planner.with_memory_limit(size) for size in rooms]
-    raise PlanError(
-        f"step {step}: buffers in flight take a rank to {peak} B but the limit is {limit} B: raise the limit, or cap"
-        " micro-batches with max_tokens"
-    )
-
-
-def _first_plan(planners: Sequence[Planner], samples: Sequence[SampleLength], step: int) -> tuple[StepPlan, Planner]:
-    """The plan of the first of these that finds one, and which it was. Errors: the last one's."""
-    *before, last = planners
-    for planner in before:
-        try:
-            return planner.plan(samples, step=step), planner
-        except PlanError:
-            continue
-    return last.plan(samples, step=step), last
-
-
-def _crossing(planner: Planner) -> Crossing:
-    """Refuses to move weight gradients that meet those of other replicas, whose ranks move theirs at other times."""
-    crossing = crossing_collectives(planner.costs)
-    if planner.fill_waits and (meets := crossing.get("with_gradients")):
-        raise ConfigError(
-            f"fill_waits moves weight gradients at run time, but with these costs each joins a {meets[0]} over replicas"
-            " (ZeRO stage 2 or 3), which needs one order on all: leave fill_waits out, or take ZeRO stage 1"
-        )
-    return crossing
-
-
-def _verified(step_plan: StepPlan, planner: Planner) -> tuple[Plans, int]:
-    """The plans, and the most bytes of buffers that a rank has in flight."""
-    crossing = _crossing(planner)
-    costs = tuple(planner.costs.evaluate(replica.micro_batches) for replica in step_plan.batch.replicas)
-    lowered = lower(step_plan, costs, planner.activation_format, fill_waits=planner.fill_waits)
-    programs = [[plan.instructions for plan in replica] for replica in lowered]
-    at_end = () if step_plan.forward_only else ("gradient reduction",)
-    buffers = verify_step(
-        with_collectives(programs, **crossing, at_end=at_end),
-        lowered[0][0].stage_ranks,
-        lowered[0][0].num_micro_batches,
-        forward_only=step_plan.forward_only,
-    )
-    plans = []
-    for replica, in_flight in zip(lowered, buffers, strict=True):
-        certificate = replica[0].certificate
-        peaks = tuple(p + b for p, b in zip(certificate.peak_bytes, in_flight, strict=True))
-        certificate = replace(certificate, peak_bytes=peaks)
-        plans.append(tuple(replace(plan, certificate=certificate) for plan in replica))
-    return tuple(plans), max(max(in_flight) for in_flight in buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,17 +50,17 @@ def timed(source: PlanSource, place: Place) -> Taken:
 
 
 class InlinePlanSource:
-    """Plans here and now; `make_plans` gives the plans of all ranks for a place."""
+    """Plans here and now; `proven` gives the step of a place, of all ranks."""
 
-    def __init__(self, make_plans: Callable[[Place], Plans], *, dp_rank: int, pp_rank: int) -> None:
-        self._make_plans = make_plans
+    def __init__(self, proven: Callable[[Place], ProvenStep], *, dp_rank: int, pp_rank: int) -> None:
+        self._proven = proven
         self._dp_rank, self._pp_rank = dp_rank, pp_rank
         self.exposed_planning_s = 0.0
 
     def plan(self, place: Place) -> ExecutionPlan:
         asked_s = time.monotonic()
         try:
-            return self._make_plans(place)[self._dp_rank][self._pp_rank]
+            return self._proven(place).plans[self._dp_rank][self._pp_rank]
         finally:
             self.exposed_planning_s += time.monotonic() - asked_s
 

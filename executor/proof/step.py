@@ -3,20 +3,16 @@
 A collective is a rendezvous over its group, in program order: the k-th that a member issues on the group meets the
 k-th of every other member, and the host of none goes on before all have come (a library may let it, but a plan that
 needs that is not proven). Collectives are not instructions: the stage runs them inside micro-batches (tensor and expert
-parallelism, gathers of sharded parameters) or at the end of the step (gradient reduction). `with_collectives` says
-where, and `verify_step` proves the whole.
+parallelism, gathers of sharded parameters) or at the end of the step (gradient reduction). `with_collectives` puts
+those of a run there, and `verify_step` proves the whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TypedDict
 
-from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.fitted import FittedCosts
-from dynapipe_ext.costs.forwards import ForwardCosts
-from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
 from dynapipe_ext.executor.proof.rank import Collective, Event, Member, RankTrace
@@ -26,17 +22,11 @@ Places = list[int]
 
 
 def with_collectives(
-    replicas: Sequence[Sequence[Sequence[Instruction]]],
-    *,
-    inside: Sequence[str] = (),
-    with_gradients: Sequence[str] = (),
-    at_end: Sequence[str] = ("gradient reduction",),
+    replicas: Sequence[Sequence[Sequence[Instruction]]], collectives: ReplicaCollectives
 ) -> tuple[tuple[tuple[Event, ...], ...], ...]:
-    """Programs [dp_rank][pp_rank] with collectives over the ranks of all replicas that hold the same stages.
+    """Programs [dp_rank][pp_rank] with the collectives over the ranks of all replicas that hold the same stages.
 
-    `inside` are issued by each Forward, Backward and BackwardInput (gathers of sharded weights, expert parallelism over
-    data ranks), `with_gradients` by each Backward and BackwardWeight (gradients that are scattered as they come),
-    `at_end` once by each rank. A group that stays within a replica issues the same on every member by construction.
+    A group that stays within a replica issues the same on every member by construction.
     """
     found = []
     for programs in replicas:
@@ -44,17 +34,16 @@ def with_collectives(
         for pp_rank, program in enumerate(programs):
             group = tuple((dp_rank, pp_rank) for dp_rank in range(len(replicas)))
             events: Sequence[Event] = program
-            if inside or with_gradients:
-                events = [event for one in program for event in (one, *_issued(one, group, inside, with_gradients))]
-            ranks.append((*events, *(Collective(group, name) for name in at_end)))
+            if collectives.inside or collectives.with_gradients:
+                events = [event for one in program for event in (one, *_issued(one, group, collectives))]
+            ranks.append((*events, *(Collective(group, name) for name in collectives.at_end)))
         found.append(tuple(ranks))
     return tuple(found)
 
 
-def _issued(
-    instruction: Instruction, group: tuple[Member, ...], inside: Sequence[str], with_gradients: Sequence[str]
-) -> list[Collective]:
+def _issued(instruction: Instruction, group: tuple[Member, ...], collectives: ReplicaCollectives) -> list[Collective]:
     """What an instruction issues, after it in the program: its output leaves when they have ended."""
+    inside, with_gradients = collectives.inside, collectives.with_gradients
     match instruction:
         case Forward(stage):
             return [Collective(group, f"{name} in a forward of stage {stage}") for name in inside]
@@ -66,31 +55,6 @@ def _issued(
             return [Collective(group, f"{name} in a weight gradient of stage {stage}") for name in with_gradients]
         case _:
             return []
-
-
-class Crossing(TypedDict, total=False):
-    """Names of collectives over replicas, as `with_collectives` takes them."""
-
-    inside: tuple[str, ...]
-    with_gradients: tuple[str, ...]
-
-
-def crossing_collectives(costs: CostModel) -> Crossing:
-    """What micro-batches issue over replicas in the training that a cost model prices, for `with_collectives`.
-
-    ZeRO from stage 2 on scatters gradients as they come, stage 3 gathers weights besides (Rajbhandari et al. 2020, sec.
-    5); expert parallelism over data ranks exchanges tokens. Other models know nothing of them and have none.
-    """
-    if isinstance(costs, FittedCosts | ForwardCosts):
-        return crossing_collectives(costs.base)
-    if not isinstance(costs, AnalyticCosts):
-        return {}
-    gathers = ("weight gather",) if costs.zero_stage == 3 else ()
-    experts = ("expert all-to-all",) if costs.ep > 1 else ()
-    return {
-        "inside": (*gathers, *experts),
-        "with_gradients": ("gradient scatter",) if costs.zero_stage >= 2 else (),
-    }
 
 
 def verify_step(

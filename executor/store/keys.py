@@ -26,7 +26,7 @@ class Keys:
         return f"{self.prefix}/taken/{epoch}/{step}"
 
     def failure(self, worker: int) -> str:
-        """The signed sentence with which a planner process ended; see `plan_source.publish_failure`."""
+        """The signed sentence with which a planner process ended; see `publish_failure`."""
         return f"{self.prefix}/failure/{worker}"
 
     def heartbeat(self, worker: int) -> str:

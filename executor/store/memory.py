@@ -11,6 +11,9 @@ from dynapipe_ext.executor.store.wait import overdue
 class MemoryStore:
     """Named bytes in this process; for tests and for one-process runs."""
 
+    address: None = None
+    namespace = ""
+
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()

@@ -5,28 +5,42 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.forwards import ForwardCosts
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import VerificationError
+from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.launch.commands.plan_inputs import (
     Priced,
     add_cost_arguments,
     add_length_arguments,
     fitted,
     memory_limit_bytes,
+    messages,
     priced_costs,
     read_batch,
     read_lengths,
+    run_collectives,
 )
-from dynapipe_ext.tools.check.check_plan import Lengths, check, verdict_json, verdict_table
+from dynapipe_ext.plan import GlobalBatchPlan, ReplicaPlan
+from dynapipe_ext.schedules.actions import Action, PipelineSchedule
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.tools.check.buffers import with_buffers
+from dynapipe_ext.tools.check.check_plan import Lengths, check, micro_batch_of
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
+from dynapipe_ext.tools.check.verdict_view import verdict_json, verdict_table
 
 _NOT_VALID_STATUS = 1
 _MOST_FAULTS = 20  # one mistake can make thousands
 _PIPE_COLUMNS = 140
+_FROM_FILE = "as in the file"
 
 _EPILOG = """examples:
   dynapipe check-plan plan.json --costs DIR --model gpt_6.7b --layers 32 --memory-mb 36000 \\
@@ -55,13 +69,18 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args, plan)
     priced = priced_costs(args, config, plan.topology)
     limit_bytes = memory_limit_bytes(args, config)
+    sent, lengths = messages(args, config, priced.costs), _lengths(args, priced)
     verdict = check(
-        plan,
-        priced.costs,
-        memory_limit_bytes=limit_bytes,
-        lengths=_lengths(args, priced),
-        whole_batch=args.batch is not None,
+        plan, priced.costs, memory_limit_bytes=limit_bytes, lengths=lengths, whole_batch=args.batch is not None
     )
+    if verdict.peak_bytes:  # it runs to its end, so it can be lowered
+        step_plan = _step_plan(plan, verdict.peak_bytes, priced.costs, lengths)
+        try:
+            proven = prove(step_plan, sent, run_collectives(priced.costs), fill_waits=config.plan.fill_waits)
+        except VerificationError as error:
+            verdict = replace(verdict, faults=(*verdict.faults, str(error)))
+        else:
+            verdict = with_buffers(verdict, plan, proven.in_flight_bytes, memory_limit_bytes=limit_bytes)
     if args.json:
         json.dump(verdict_json(verdict), sys.stdout, indent=1)
         print()
@@ -77,6 +96,23 @@ def run(args: argparse.Namespace) -> int:
         if len(verdict.faults) > _MOST_FAULTS:
             console.print(f"and {len(verdict.faults) - _MOST_FAULTS:,} more: --json has them all")
     return _NOT_VALID_STATUS if verdict.faults else 0
+
+
+def _step_plan(
+    plan: PlanFile, peak_bytes: Sequence[tuple[int, ...]], costs: CostModel, lengths: Lengths | None
+) -> StepPlan:
+    """The file's plan, to be lowered: of its predictions the peaks, as found."""
+    replicas, schedules = [], []
+    for dp_rank, file in enumerate(plan.replicas):
+        replicas.append(ReplicaPlan(dp_rank, tuple(micro_batch_of(m, lengths) for m in file.micro_batches)))
+        ranks = tuple(tuple(Action.parse(text) for text in rank) for rank in file.ranks)
+        schedules.append(PipelineSchedule(_FROM_FILE, ranks, file.placement, forward_only=plan.forward_only))
+    predictions = tuple(
+        Prediction(makespan_ns=0, lower_bound_ns=0, peak_bytes=peaks, bubble_ratio=0.0) for peaks in peak_bytes
+    )
+    costs = ForwardCosts(costs) if plan.forward_only else costs
+    priced = tuple(costs.evaluate(replica.micro_batches) for replica in replicas)
+    return StepPlan(GlobalBatchPlan(step=0, replicas=tuple(replicas)), tuple(schedules), predictions, priced)
 
 
 def _config(args: argparse.Namespace, plan: PlanFile) -> TrainConfig:

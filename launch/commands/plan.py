@@ -14,24 +14,26 @@ from rich.console import Console
 
 from dynapipe_ext.config import ScheduleName, TrainConfig
 from dynapipe_ext.core import active_core
-from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
+from dynapipe_ext.executor.proven_step import ProvenStep, prove_step
 from dynapipe_ext.launch.commands.plan_inputs import (
     add_cost_arguments,
     add_length_arguments,
     batch_samples,
     memory_limit_bytes,
+    messages,
     priced_costs,
+    run_collectives,
 )
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import Layout
-from dynapipe_ext.schedules.judge.certificate import certify, with_bounds
+from dynapipe_ext.schedules.judge.certificate import with_bounds
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.show.certificate import certificate_of_file, certificate_table
-from dynapipe_ext.tools.show.plan import of_step_plan, read_plan, rendered
+from dynapipe_ext.tools.show.plan import of_proven_step, read_plan, rendered
 
 _MOST_TP, _MOST_DP = 1 << 20, 1 << 16
 _PIPE_COLUMNS = 140  # no terminal to fit into: room for the timeline's labels
@@ -114,28 +116,37 @@ def run(args: argparse.Namespace) -> int:
         recompute=None if config.plan.recompute == "auto" else config.plan.recompute,
         equal_counts=config.plan.replica_counts == "equal",
         split_backward=config.plan.split_backward,
+        fill_waits=config.plan.fill_waits,
+        format=messages(args, config, priced.costs),
+        collectives=run_collectives(priced.costs),
     )
     if args.forward_only:
         _refuse_backwards(args)
         planner = planner.for_forwards()
     start_s = time.perf_counter()
     if args.time_limit is None:
-        plan, num_tried = planner.plan(samples, step=args.step or 0), 0
+        proven, num_tried = prove_step(planner, samples, step=args.step or 0), 0
     else:
-        plan, num_tried = best_in_time(planner, samples, args.step or 0, args.time_limit)
+        proven, num_tried = best_in_time(planner, samples, args.step or 0, args.time_limit)
     planning_s = time.perf_counter() - start_s
-    certificate = plan.certificate or certify(plan, planner.costs, samples, memory_limit_bytes=limit_bytes)
+    plan, certificate = proven.step_plan, proven.step_plan.certificate
+    assert certificate is not None  # a Planner's plans have one
     console.print(f"batch: {chosen}, {len(samples):,} samples, {sum(s.tokens for s in samples):,} tokens")
     for note in notes:
         console.print(f"lengths: {note}")
     console.print(f"costs: {priced.provenance}")
     console.print(f"limits: {limit_bytes / 1e9:g} GB a rank, rows rounded up to a multiple of {multiple}")
+    if planner.topology.dp > 1:
+        console.print(f"over replicas: {planner.replica_collectives}")
     if not planner.forward_only:
         console.print(f"search: {planner.effort:,} moves on the {active_core()} core")
     if num_tried:
         tried = f"{num_tried:,} {'search' if num_tried == 1 else 'searches'} from seed {planner.seed} on"
         console.print(f"tried: {tried} in {args.time_limit:g} s; how many fit is not reproducible")
-    console.print(rendered(of_step_plan(plan, planner.topology, planning_s=planning_s), width=console.width))
+    console.print(rendered(of_proven_step(proven, planner.topology, planning_s=planning_s), width=console.width))
+    if planner.fill_waits:
+        promised_s = max(replica[0].makespan_s for replica in proven.plans)
+        console.print(f"ranks that fill their waits with weight gradients (fill_waits) take {promised_s:.6g} s")
     console.print(certificate_table(certificate))
     if planner.equal_counts:
         free = replace(planner, equal_counts=False).plan(samples, step=args.step or 0)
@@ -145,7 +156,8 @@ def run(args: argparse.Namespace) -> int:
             f" counts ({', '.join(str(len(r.micro_batches)) for r in free.batch.replicas)})"
         )
     if args.json:
-        raw = with_bounds(plan_json(plan, planner.topology), certificate)
+        raw = plan_json(plan, planner.topology, in_flight_bytes=proven.in_flight_bytes)
+        raw = with_bounds(raw, certificate)
         if num_tried:
             raw |= {"reproducible": False, "time_limit_s": args.time_limit}
         write_atomic(args.json, json.dumps(raw, indent=1, allow_nan=False) + "\n")
@@ -184,8 +196,8 @@ def best_in_time(
     step: int,
     limit_s: float,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[StepPlan, int]:
-    """The plan that ends first (of equals the first found) and how many were tried: one a seed, from the planner's on.
+) -> tuple[ProvenStep, int]:
+    """The step that ends first (of equals the first found) and how many were tried: one a seed, from the planner's on.
 
     The first search always ends, and the one that runs when the time is over; so the plan is never worse than without
     a limit. Errors: ConfigError for a limit of no use; PlanError where the first search finds no plan.
@@ -199,16 +211,16 @@ def best_in_time(
             " adaptive schedule with effort above 0"
         )
     end_s = clock() + limit_s
-    best, num_tried = planner.plan(samples, step=step), 1
+    best, num_tried = prove_step(planner, samples, step=step), 1
     while clock() < end_s:
         again = replace(planner, seed=planner.seed + num_tried)
         num_tried += 1
         try:
-            plan = again.plan(samples, step=step)
-        except PlanError:  # another seed found nothing that fits; there is a plan already
+            proven = prove_step(again, samples, step=step)
+        except (PlanError, VerificationError):  # another seed found nothing that fits; there is a plan already
             continue
-        if plan.makespan_s < best.makespan_s:
-            best = replace(plan, batch=replace(plan.batch, seed=planner.seed))  # the batch's seed is dropout's
+        if proven.step_plan.makespan_s < best.step_plan.makespan_s:
+            best = proven
     return best, num_tried
 
 

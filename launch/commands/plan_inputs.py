@@ -9,19 +9,29 @@ from pathlib import Path
 
 import numpy as np
 
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.abilities import has_decoder
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import A100_HIDDEN_SIZE, CostTable
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError, short
-from dynapipe_ext.launch.job import analytic_costs, architecture_of, read_costs, topology_of
+from dynapipe_ext.launch.job import (
+    TRAIN_COLLECTIVES,
+    analytic_costs,
+    architecture_of,
+    configured_format,
+    read_costs,
+    topology_of,
+)
 from dynapipe_ext.lengths import LengthArray, SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.tools.json_file import parse_json
 from dynapipe_ext.topology import Topology
 
 MOST_POSITIONS = 1 << 31  # of a sample's side
 MOST_BYTES = 1 << 60  # of a rank
+MOST_HIDDEN_SIZE = 1 << 20
 _MOST_DIGITS = 18
 
 # Of one CPU core, where nothing was measured: orders of magnitude, so that shapes of plans make sense.
@@ -50,6 +60,7 @@ def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--costs", metavar="PATH", help="cost model (JSON), or folder of measured CSV with --model")
     parser.add_argument("--model", metavar="NAME", help=f"model of the CSV folder ({', '.join(A100_HIDDEN_SIZE)})")
     parser.add_argument("--layers", type=int, metavar="N", help="layers (of each kind) for the CSV folder's model")
+    parser.add_argument("--hidden-size", type=int, metavar="N", help="of messages, where config and costs do not say")
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--memory-limit-gb", type=float, metavar="GB", help="per rank, 10^9 bytes")
     memory.add_argument("--memory-mb", type=float, metavar="MB", help="per rank, 10^6 bytes")
@@ -106,6 +117,32 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
     return Priced(counted, topology, provenance)
 
 
+def messages(args: argparse.Namespace, config: TrainConfig, costs: CostModel) -> ActivationFormat:
+    """What ranks send to one another: as the flag, the configured model or the costs say.
+
+    Errors: ConfigError naming the flag where none of them does.
+    """
+    if args.hidden_size is not None:
+        if not 1 <= args.hidden_size <= MOST_HIDDEN_SIZE:
+            raise ConfigError(f"--hidden-size is {short(args.hidden_size)} but must be 1 to {MOST_HIDDEN_SIZE:,}")
+        return ActivationFormat(args.hidden_size, config.model.dtype, first_decoder_stage=0)
+    is_configured = args.config or not (args.costs or config.plan.costs)
+    found = costs.activation_format
+    if is_configured and (found is None or found.first_decoder_stage is None):
+        return configured_format(config)
+    if found is None:
+        raise ConfigError(
+            f"{type(costs).__name__} do not say how large the messages between ranks are, which must fit beside all"
+            " else: give --hidden-size N, or the model with --config FILE"
+        )
+    return found
+
+
+def run_collectives(costs: CostModel) -> ReplicaCollectives:
+    """Over replicas: as the costs know them, else those of `dynapipe train`."""
+    return costs.replica_collectives or TRAIN_COLLECTIVES
+
+
 def memory_limit_bytes(args: argparse.Namespace, config: TrainConfig) -> int:
     """Of a rank. Errors: ConfigError where costs are given without it, or it is out of bounds."""
     if args.costs and not args.config and args.memory_limit_gb is None and args.memory_mb is None:
@@ -116,7 +153,7 @@ def memory_limit_bytes(args: argparse.Namespace, config: TrainConfig) -> int:
         raise ConfigError(
             f"{name} is {given:g} but must make 1 B to 2^60 B a rank: give the memory of one rank's device"
         )
-    return round(limit_gb * 1e9)
+    return config.plan.memory_limit_bytes
 
 
 def batch_samples(

@@ -16,7 +16,7 @@ from dynapipe_ext.config import ScheduleName, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.store.redis import RedisStore
+from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads
 from dynapipe_ext.launch.initial_weights import open_initial_weights
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     address = store_address(args.store) if args.store else None
     _make_run_dir(Path(config.run.run_dir))
     if address is not None:
-        RedisStore(address, namespace="greeting").close()  # refused here, once, rather than by every rank
+        open_store(address, namespace="greeting").close()  # refused here, once, rather than by every rank
     progress, advance = data_progress(config, enabled=True)
     with progress:
         dataset = prepare_data(config, advance)

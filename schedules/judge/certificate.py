@@ -56,27 +56,17 @@ def certify(
     samples: Sequence[SampleLength],
     *,
     memory_limit_bytes: int | None = None,
-    bounds: Sequence[ReplicaBounds] | None = None,
 ) -> Certificate:
     """The certificate of a plan of `samples` under `costs`; without a limit there is no byte-time bound, and
     the batch bound is that without one.
 
-    `bounds`: each replica's, if they are known already.
-
     Errors: PlanError if the weights alone exceed the limit, or a bound is above the makespan (a defect, never a plan).
     """
     split = any(schedule.is_split for schedule in step_plan.schedules)
-    if bounds is None:
-        bounds = [
-            replica_bounds(
-                schedule,
-                costs.evaluate(replica.micro_batches),
-                split=schedule.is_split,
-                memory_limit_bytes=memory_limit_bytes,
-            )
-            for schedule, replica in zip(step_plan.schedules, step_plan.batch.replicas, strict=True)
-        ]
-    replicas = tuple(bounds)
+    replicas = tuple(
+        replica_bounds(schedule, priced, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes)
+        for schedule, priced in zip(step_plan.schedules, step_plan.costs, strict=True)
+    )
     micro_batches = step_plan.batch.micro_batches
     floor = None
     if _are_whole(samples) and sum(len(m.samples) for m in micro_batches) == len(samples):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.generation import generate_examples
@@ -134,7 +135,9 @@ def best_plan(
     """
     start_s, best, refusal = time.process_time(), None, None
     for options in settings(column, lengths):
-        planner = Planner(topology, costs, limit_bytes, format=ActivationFormat(4), **options)
+        planner = Planner(
+            topology, costs, limit_bytes, format=ActivationFormat(4), collectives=ReplicaCollectives(), **options
+        )
         try:
             plan = planner.plan(lengths)
         except PlanError as error:

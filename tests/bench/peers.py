@@ -93,7 +93,7 @@ def peer_plan(
 
 def step_plan(replicas: Replicas, schedule: Scheduler, costs: CostModel, limit_bytes: int) -> StepPlan:
     """A plan of given micro-batches, scheduled and simulated. Raises PlanError above the limit."""
-    plans, schedules, predictions = [], [], []
+    plans, schedules, predictions, evaluated = [], [], [], []
     for dp_rank, micro_batches in enumerate(replicas):
         priced = costs.evaluate(micro_batches)
         made = schedule(priced, limit_bytes)
@@ -109,10 +109,11 @@ def step_plan(replicas: Replicas, schedule: Scheduler, costs: CostModel, limit_b
                 lower_bound_ns=lower_bound_ns(made, priced, split=made.is_split) if micro_batches else 0,
                 peak_bytes=peaks,
                 bubble_ratio=trace.bubble_ratio,
-                trace=trace,
             )
         )
-    return StepPlan(GlobalBatchPlan(step=0, replicas=tuple(plans)), tuple(schedules), tuple(predictions))
+        evaluated.append(priced)
+    batch = GlobalBatchPlan(step=0, replicas=tuple(plans))
+    return StepPlan(batch, tuple(schedules), tuple(predictions), tuple(evaluated))
 
 
 def natural(costs: MicroBatchCosts, limit_bytes: int) -> PipelineSchedule:
@@ -184,11 +185,12 @@ def readiness_first(costs: MicroBatchCosts, *, memory_limit_bytes: int, split: b
 
 def renumbered(plan: StepPlan) -> StepPlan:
     """The plan with micro-batches numbered in the order in which they enter stage 0, as plan files have them."""
-    batches, schedules = [], []
-    for replica, schedule in zip(plan.batch.replicas, plan.schedules, strict=True):
+    batches, schedules, costs = [], [], []
+    for replica, schedule, priced in zip(plan.batch.replicas, plan.schedules, plan.costs, strict=True):
         order = [a.micro_batch for a in schedule.ranks[0] if a.kind is Kind.FORWARD]
         place = {m: i for i, m in enumerate(order)}
         batches.append(replace(replica, micro_batches=tuple(replica.micro_batches[m] for m in order)))
         ranks = tuple(tuple(replace(a, micro_batch=place[a.micro_batch]) for a in rank) for rank in schedule.ranks)
         schedules.append(replace(schedule, ranks=ranks))
-    return StepPlan(replace(plan.batch, replicas=tuple(batches)), tuple(schedules), plan.predictions)
+        costs.append(priced.take(order))
+    return StepPlan(replace(plan.batch, replicas=tuple(batches)), tuple(schedules), plan.predictions, tuple(costs))

@@ -31,7 +31,6 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof.replica import verify
-from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 
@@ -119,7 +118,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def simulated(kind: Kind, costs: Costs, batches: Sequence[Batch], num_seeds: int) -> Iterator[dict[str, Any]]:
     """A row for each slow stage; every replica of every batch under every seed is a sample."""
     planner = kind.planner(costs)
-    cases = [case for batch in batches for case in priced(planner, planner.plan(batch.lengths))]
+    plans = [planner.plan(batch.lengths) for batch in batches]
+    cases = [case for plan in plans for case in zip(plan.schedules, plan.costs, strict=True)]
     for slow_stage in SLOW_STAGES:
         slacks = [
             measure_slack(
@@ -144,12 +144,6 @@ def simulated(kind: Kind, costs: Costs, batches: Sequence[Batch], num_seeds: int
             {way: [s for loss in losses for s in loss.noisy_s] for way, losses in ways.items()},
             {way: [s for loss in losses for s in loss.losses_s] for way, losses in ways.items()},
         )
-
-
-def priced(planner: Planner, plan: StepPlan) -> list[tuple[PipelineSchedule, MicroBatchCosts]]:
-    """Each replica's schedule and costs."""
-    replicas = zip(plan.schedules, plan.batch.replicas, strict=True)
-    return [(schedule, planner.costs.evaluate(replica.micro_batches)) for schedule, replica in replicas]
 
 
 def row_of(
@@ -186,18 +180,17 @@ def emulated(kind: Kind, costs: Costs, batch: Batch, args: argparse.Namespace) -
     """
     planner = kind.planner(costs)
     plan = planner.plan(batch.lengths)
-    replicas = tuple(replica_costs for _, replica_costs in priced(planner, plan))
     ways = WAYS if plan.schedules[0].is_split else tuple(way for way in WAYS if way != "filling")
     draws: list[tuple[int | None, int]] = [(slow, seed) for slow in EMULATED_SLOW_STAGES for seed in range(args.draws)]
     cases, steps = [], []
     for draw in (None, *draws):
-        turned_out = replicas
+        turned_out = plan.costs
         if draw is not None:
             noise, split = Noise(slow_stage=draw[0]), plan.schedules[0].is_split
-            turned_out = tuple(noisy_costs(c, noise, seed=draw[1], split=split) for c in replicas)
+            turned_out = tuple(noisy_costs(c, noise, seed=draw[1], split=split) for c in plan.costs)
         for way in ways:
             cases.append((way, draw))
-            steps.append(given_step(way, plan, replicas, turned_out, int(kind.limit_bytes)))
+            steps.append(given_step(way, plan, turned_out, int(kind.limit_bytes)))
     traces = run_steps(TOPOLOGY, steps * args.rounds, planner.activation_format, scale=args.scale, timeout_s=550)
     measured: dict[Any, list[float]] = {case: [] for case in cases}
     for case, trace in zip(cases * args.rounds, traces, strict=True):
@@ -213,7 +206,6 @@ def emulated(kind: Kind, costs: Costs, batch: Batch, args: argparse.Namespace) -
 def given_step(
     way: str,
     plan: StepPlan,
-    predicted: tuple[MicroBatchCosts, ...],
     turned_out: tuple[MicroBatchCosts, ...],
     limit_bytes: int,
 ) -> GivenStep:
@@ -223,9 +215,9 @@ def given_step(
             readiness_first(costs, schedule.stage_ranks, memory_limit_bytes=limit_bytes, split=schedule.is_split)
             for costs, schedule in zip(turned_out, plan.schedules, strict=True)
         )
-        plans = lower(replace(plan, schedules=orders), turned_out, _TENSORS)
+        plans = lower(replace(plan, schedules=orders, costs=turned_out), _TENSORS)
     else:
-        plans = lower(plan, predicted, _TENSORS, fill_waits=way == "filling")
+        plans = lower(plan, _TENSORS, fill_waits=way == "filling")
     for replica in plans:
         verify([rank.instructions for rank in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
     return GivenStep(plans=plans, costs=turned_out, fill_waits=way == "filling")

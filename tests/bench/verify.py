@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.instructions import Instruction
 from dynapipe_ext.executor.lowering import lower_schedule
@@ -54,7 +55,7 @@ def prove_step(
     replicas: Sequence[Sequence[Sequence[Instruction]]], stage_ranks: Sequence[int], counts: Sequence[int]
 ) -> None:
     """As plans are proven before they are published."""
-    verify_step(with_collectives(replicas), stage_ranks, counts)
+    verify_step(with_collectives(replicas, ReplicaCollectives()), stage_ranks, counts)
 
 
 def spent_ms(action: Callable[[], object], rounds: int) -> list[float]:

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
 
 import pytest
 import redis
@@ -17,6 +19,7 @@ from dynapipe_ext.errors import ConfigError, StoreError
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.memory import MemoryStore
+from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.store.wait import StoreTimeoutError
 from dynapipe_ext.launch.redis_server import RedisServer
@@ -40,7 +43,7 @@ def store(request: pytest.FixtureRequest, namespace: str) -> Iterator[Store]:
     if request.param == "memory":
         made: Store = MemoryStore()
     else:
-        made = RedisStore(request.getfixturevalue("address"), namespace=namespace)
+        made = open_store(request.getfixturevalue("address"), namespace=namespace)
     yield made
     made.close()
 
@@ -140,6 +143,22 @@ def test_keys_expire_and_neither_reading_nor_waking_makes_them_eternal(
         reader.result(30)
     redis_store.get("a", 1.0)
     assert 0 < admin.pttl(f"dynapipe/{namespace}/a") <= 86_400_000
+
+
+def test_a_store_says_where_another_process_opens_the_same_one(redis_store: RedisStore) -> None:
+    redis_store.put("key", b"value")
+    assert redis_store.address is not None
+    with closing(open_store(redis_store.address, namespace=redis_store.namespace)) as other:
+        assert other.try_get("key") == b"value"
+    assert MemoryStore().address is None
+
+
+def test_only_its_own_file_and_the_opener_know_a_kind_of_store(all_sources: Any) -> None:
+    named = {source.path for source in all_sources if "RedisStore" in source.file.read_text()}
+    assert {path for path in named if not path.startswith("tests")} == {
+        "executor/store/opening.py",
+        "executor/store/redis.py",
+    }
 
 
 def test_namespaces_do_not_see_each_other(address: StoreAddress, redis_store: RedisStore) -> None:

@@ -14,12 +14,13 @@ import pytest
 pytest.importorskip("torch")
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.plans.source import Plans, execution_plans
 from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proven_step import Plans, prove_step
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.schedules.planner import Planner
@@ -74,6 +75,7 @@ def make_planner(schedule: Any) -> Planner:
         schedule="adaptive" if split else schedule,
         split_backward=split,
         format=ActivationFormat(2),
+        collectives=ReplicaCollectives(),
     )
 
 
@@ -86,7 +88,7 @@ def test_measured_makespan_is_within_5_percent_of_the_predicted_one(
 ) -> None:
     planner = make_planner(schedule)
     case = emulation.Case(planner=planner, batches=batches(), transport=transport)
-    plans = [execution_plans(planner, lengths, step=step) for step, lengths in enumerate(numbered())]
+    plans = [prove_step(planner, lengths, step=step).plans for step, lengths in enumerate(numbered())]
     ratios = []
     for _ in range(ATTEMPTS):
         steps = emulation.run_emulated(case, redis_server.address, timeout_s=90)
@@ -140,10 +142,9 @@ def test_ranks_that_fill_their_waits_keep_to_the_proof_when_times_are_not_as_pre
     """Noise and a slow stage; what moves are weight gradients, in their own order, and no rank exceeds its peak."""
     planner = make_planner("split")
     plan = planner.plan(numbered()[0])
-    costs = tuple(planner.costs.evaluate(replica.micro_batches) for replica in plan.batch.replicas)
     noise = Noise(slow_stage=2)
-    noisy = tuple(noisy_costs(priced, noise, seed=seed, split=True) for seed, priced in enumerate(costs))
-    plans = lower(plan, costs, planner.activation_format, fill_waits=True)
+    noisy = tuple(noisy_costs(priced, noise, seed=seed, split=True) for seed, priced in enumerate(plan.costs))
+    plans = lower(plan, planner.activation_format, fill_waits=True)
     for replica in plans:
         verify([rank.instructions for rank in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
     steps = [emulation.GivenStep(plans=plans, costs=noisy, fill_waits=fill) for fill in (False, True)]
@@ -157,7 +158,7 @@ def test_ranks_that_fill_their_waits_keep_to_the_proof_when_times_are_not_as_pre
             assert [label for label in ran if "W" in label] == [label for label in planned if "W" in label]
             assert [label for label in ran if "W" not in label] == [label for label in planned if "W" not in label]
         moved += strict != filled
-        most = plans[me.dp_rank][me.pp_rank].certificate.peak_bytes[me.pp_rank]
+        most = plans[me.dp_rank][me.pp_rank].prediction.peak_bytes[me.pp_rank]
         assert max(span.num_bytes for span in traces[1].of_rank(rank)) <= most
         slept = durations(noisy[me.dp_rank])
         assert all(span.duration_s >= slept[span.label] - 1e-5 for span in traces[1].of_rank(rank))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
@@ -39,7 +40,7 @@ class CountingDataset:
 
 
 def planner(*, pp: int = 2, dp: int = 2, **settings: Any) -> Planner:
-    options = {"schedule": "1f1b", "format": ActivationFormat(16), **settings}
+    options = {"schedule": "1f1b", "format": ActivationFormat(16), "collectives": ReplicaCollectives(), **settings}
     return Planner(Topology(pp=pp, dp=dp), TokenCosts(pp), 1e12, **options)
 
 

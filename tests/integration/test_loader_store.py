@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import DataError, PlanError, StoreError
@@ -77,7 +78,8 @@ def namespace(request: pytest.FixtureRequest) -> str:
 
 def planner(memory_limit_bytes: float = 1e12) -> Planner:
     topology, costs = Topology(pp=2, dp=2), TokenCosts(2)
-    return Planner(topology, costs, memory_limit_bytes, schedule="1f1b", format=ActivationFormat(16))
+    needed: Any = {"format": ActivationFormat(16), "collectives": ReplicaCollectives()}
+    return Planner(topology, costs, memory_limit_bytes, schedule="1f1b", **needed)
 
 
 def inline(at: Coordinates, **settings: Any) -> DynaPipeDataLoader:

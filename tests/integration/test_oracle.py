@@ -126,8 +126,8 @@ def rank_main(case: Case, oracle_path: Path):
         expected = torch.load(oracle_path, weights_only=True)
         results = []
         for step in range(NUM_STEPS):
-            step_plan, costs = step_plan_of(case, step)
-            plans = lower(step_plan, costs, form)
+            step_plan = step_plan_of(case, step)
+            plans = lower(step_plan, form)
             for replica in plans:
                 verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
             plan = plans[me.dp_rank][me.pp_rank]
@@ -254,7 +254,7 @@ def in_job(case: Case, env, stage: MegatronStage, recorder=None):
     groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
     transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
     form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1)
-    plans = lower(*step_plan_of(case, 0), form)
+    plans = lower(step_plan_of(case, 0), form)
     for replica in plans:
         verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
     plan = plans[me.dp_rank][me.pp_rank]

@@ -141,7 +141,7 @@ def oracle(case: Case):
     return main
 
 
-def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list]:
+def step_plan_of(case: Case, step: int) -> StepPlan:
     lengths = [SampleLength(s.index, s.positions, 0, s.target) for s in samples_of(step)]
     if case.rule == "cut":
         replicas = fixed_rows(lengths, row_len=ROW_LEN, dp=case.topology.dp)
@@ -153,7 +153,7 @@ def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list]:
     schedules = [one_f_one_b(case.topology.pp, c.num_micro_batches) for c in costs]
     step_plan = planned(step, replicas, schedules, costs, case.loss_norm)
     check_cover(step_plan.batch, lengths)
-    return step_plan, costs
+    return step_plan
 
 
 def rank_main(case: Case, num_steps: int, expected: dict[str, np.ndarray] | None = None):
@@ -169,7 +169,7 @@ def rank_main(case: Case, num_steps: int, expected: dict[str, np.ndarray] | None
         form = ActivationFormat(case.shape.hidden_size, dtype=case.dtype)
         losses, error = [], 0.0
         for step in range(num_steps):
-            plans = lower(*step_plan_of(case, step), form)
+            plans = lower(step_plan_of(case, step), form)
             for replica in plans:
                 verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
             plan, samples = plans[me.dp_rank][me.pp_rank], samples_of(step)
@@ -202,7 +202,7 @@ def test_an_idle_replica_and_cut_samples_change_no_gradient(case, run_ranks):
     ((loss, gradients),) = run_ranks(1, oracle(case))
     if case.rule == "cut":
         pieces = [
-            s for replica in step_plan_of(case, 0)[0].batch.replicas for m in replica.micro_batches for s in m.samples
+            s for replica in step_plan_of(case, 0).batch.replicas for m in replica.micro_batches for s in m.samples
         ]
         assert any(piece.start for piece in pieces)
     outcomes = run_ranks(case.topology.world_size, rank_main(case, 2, gradients))

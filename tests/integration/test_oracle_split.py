@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof.step import verify_step, with_collectives
@@ -51,9 +52,11 @@ def trained(case: Case):
         form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
         losses, norms, gradients = [], [], []
         for step in range(NUM_STEPS):
-            plans = lower(*step_plan_of(case, step), form)
+            plans = lower(step_plan_of(case, step), form)
             programs = [[plan.instructions for plan in replica] for replica in plans]
-            verify_step(with_collectives(programs), plans[0][0].stage_ranks, plans[0][0].num_micro_batches)
+            verify_step(
+                with_collectives(programs, ReplicaCollectives()), plans[0][0].stage_ranks, plans[0][0].num_micro_batches
+            )
             plan, samples = plans[me.dp_rank][me.pp_rank], samples_of(step)
             losses.append(executor.execute(plan, [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches]))
             gradients.append({name: gradient.numpy().copy() for name, gradient in main_grads(ddp).items()})

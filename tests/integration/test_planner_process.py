@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError, StoreError
-from dynapipe_ext.executor.plans import source as plan_source_module
+from dynapipe_ext.executor import proven_step
 from dynapipe_ext.executor.plans.course import BatchRule, Place, course
 from dynapipe_ext.executor.plans.planner_pool import PlannerProcesses
 from dynapipe_ext.executor.plans.planner_process import PlannerJob, describe_planner, publish_plans
-from dynapipe_ext.executor.plans.source import StorePlanSource, execution_plans, publish_failure
+from dynapipe_ext.executor.plans.source import StorePlanSource, publish_failure
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
@@ -36,7 +38,10 @@ pytestmark = pytest.mark.timeout(90)
 KEY = b"k" * 32
 LENGTHS: LengthArray = as_length_array(np.random.default_rng(0).integers(4, 90, 40))
 RULE = BatchRule(batch_size=5, shuffle=True)
-PLANNER = Planner(Topology(pp=2, dp=2), TokenCosts(2), 1e12, schedule="1f1b", format=ActivationFormat(16))
+PLANNER = Planner(
+    Topology(pp=2, dp=2), TokenCosts(2), 1e12,
+    schedule="1f1b", format=ActivationFormat(16), collectives=ReplicaCollectives(),
+)  # fmt: skip
 KEYS = Keys("topic/1")
 
 
@@ -101,7 +106,7 @@ def test_every_rank_gets_the_plan_that_it_would_make_itself_over_epochs(store: R
     sources = {(d, p): source(store, dp_rank=d, pp_rank=p) for d in range(2) for p in range(2)}
     with PlannerProcesses(job_of(store), store, LENGTHS):
         for place, indices in places(19):  # two epochs of 8 steps, and some
-            expected = execution_plans(PLANNER, sample_lengths(LENGTHS, indices), step=place.global_step)
+            expected = prove_step(PLANNER, sample_lengths(LENGTHS, indices), step=place.global_step).plans
             for (dp_rank, pp_rank), one in sources.items():
                 plan = one.plan(place)
                 assert encode(plan, KEY) == encode(expected[dp_rank][pp_rank], KEY)
@@ -171,7 +176,7 @@ def test_a_planner_that_falls_silent_is_named_without_its_owners_help(store: Red
 def test_a_batch_that_cannot_be_planned_ends_every_rank_with_the_planners_sentence(store: RedisStore) -> None:
     tight = replace(PLANNER, memory_limit_bytes=10.0)
     with pytest.raises(PlanError) as wanted:
-        execution_plans(tight, sample_lengths(LENGTHS, places(1)[0][1]), step=0)
+        prove_step(tight, sample_lengths(LENGTHS, places(1)[0][1]), step=0)
     job = replace(job_of(store), planner=describe_planner(tight))
     with PlannerProcesses(job, store, LENGTHS):
         for dp_rank in range(2):
@@ -188,7 +193,7 @@ def test_a_bug_in_a_planner_is_told_with_its_type_worker_and_step(
         "    memory_limit_bytes = 1e9\n"
         "    @classmethod\n"
         "    def from_json(cls, settings): return cls()\n"
-        "    def plan(self, samples, *, step): raise ZeroDivisionError('by nought')\n"
+        "    def plan(self, samples, **where): raise ZeroDivisionError('by nought')\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     job = replace(job_of(store), planner={"class": "broken_planner:Broken", "settings": {}})
@@ -251,7 +256,7 @@ def test_lengths_and_order_larger_than_a_pipe_reach_the_planners_whole(store: Re
     with PlannerProcesses(job_of(store), store, lengths, order):
         plan = source(store).plan(Place())
     steps = course(RULE, lengths, Place(), order)
-    expected = execution_plans(PLANNER, sample_lengths(lengths, next(steps)[1]), step=0)
+    expected = prove_step(PLANNER, sample_lengths(lengths, next(steps)[1]), step=0).plans
     assert encode(plan, KEY) == encode(expected[0][0], KEY)
 
 
@@ -361,13 +366,13 @@ def test_the_first_failure_stays() -> None:
 
 
 def test_plans_are_verified_before_they_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = plan_source_module.lower
+    real = proven_step.lower
 
     def without_waits(*arguments: object, **named: object) -> object:
         plans = real(*arguments, **named)
         return tuple(tuple(replace(plan, instructions=plan.instructions[:-1]) for plan in replica) for replica in plans)
 
-    monkeypatch.setattr(plan_source_module, "lower", without_waits)
+    monkeypatch.setattr(proven_step, "lower", without_waits)
     store = MemoryStore()
     with pytest.raises(Exception, match="rank"):
         publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)

@@ -12,7 +12,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 - once, before ranks are forked
 
 from dynapipe_ext import ActivationFormat, InlineHub, PipelineExecutor, TokenCosts, TorchStage
-from dynapipe_ext.executor.plans.source import execution_plans
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.transport.inline import InlineReductions
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
@@ -113,7 +113,7 @@ def test_the_readmes_stage_gives_the_gradients_of_the_built_in_one_on_a_pipeline
 def train_once(make, modules, parts, loss_sum, planner, samples):
     import threading
 
-    plans = execution_plans(planner, samples, step=0)[0]
+    plans = prove_step(planner, samples, step=0).plans[0]
     hub, losses, parallel = InlineHub(timeout_s=20), {}, InlineReductions(Topology(pp=2), timeout_s=20)
     everything = torch.nn.ModuleDict({str(s): m for s, m in parts.items()})
     everything.zero_grad(set_to_none=True)

@@ -84,7 +84,7 @@ def measured(case: Case):
             split_backward=True,
         ).evaluate(parts)
         stage = MegatronStage([ddp])
-        stage.start_step(lower(step_plan, costs, ActivationFormat(case.model.shape.hidden_size))[0][0])
+        stage.start_step(lower(step_plan, ActivationFormat(case.model.shape.hidden_size))[0][0])
         found = []
         for m, part in enumerate(parts):
             stage.load(m, tensors_of(part, samples, case.loss_norm))

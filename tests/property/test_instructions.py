@@ -17,8 +17,8 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError, VerificationError
 from dynapipe_ext.executor.instructions import Backward, Forward, Load, Recv, Send, WaitRecv, WaitSend
 from dynapipe_ext.executor.lowering import lower_schedule
-from dynapipe_ext.executor.plans.source import execution_plans
 from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
@@ -223,7 +223,7 @@ def test_no_published_plan_exceeds_the_limit_with_its_buffers_in_flight(lengths,
     planner = Planner(Topology(pp=num_stages), costs, int(longest * room), pad_multiple=1, effort=2, format=FORMAT)
     samples = [SampleLength(i, n, target=n) for i, n in enumerate(lengths)]
     try:
-        plans = execution_plans(planner, samples, step=0)
+        plans = prove_step(planner, samples, step=0).plans
     except PlanError:
         return  # nothing fits: refused, not exceeded
     assert all(plan.peak_bytes <= planner.memory_limit_bytes for plan in plans[0])

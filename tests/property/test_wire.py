@@ -21,7 +21,6 @@ from dynapipe_ext.executor.instructions import (
     BackwardInput,
     BackwardWeight,
     Buffer,
-    Certificate,
     ExecutionPlan,
     Forward,
     Instruction,
@@ -33,6 +32,7 @@ from dynapipe_ext.executor.instructions import (
 )
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch
+from dynapipe_ext.schedules.step_plan import Prediction
 
 KEY = b"k" * 32
 counts = st.integers(0, 2**40)
@@ -70,8 +70,8 @@ plans = st.builds(
     stage_ranks=st.lists(small, max_size=8).map(tuple),
     micro_batches=st.lists(micro_batches, max_size=6).map(tuple),
     instructions=st.lists(st.one_of(*of_kind.values()), max_size=40).map(tuple),
-    certificate=st.builds(
-        Certificate,
+    prediction=st.builds(
+        Prediction,
         makespan_ns=counts,
         lower_bound_ns=counts,
         peak_bytes=st.lists(counts, max_size=8).map(tuple),
@@ -111,7 +111,7 @@ def example_plan(num_micro_batches: int = 3, rows: int = 2) -> ExecutionPlan:
         stage_ranks=(0, 1, 2, 3),
         micro_batches=group,
         instructions=tuple(program),
-        certificate=Certificate(makespan_ns=10, lower_bound_ns=9, peak_bytes=(1, 2, 3, 4), bubble_ratio=0.25),
+        prediction=Prediction(makespan_ns=10, lower_bound_ns=9, peak_bytes=(1, 2, 3, 4), bubble_ratio=0.25),
         loss_norm="tokens",
         loss_divisor=100,
         real_tokens=100,

@@ -58,7 +58,7 @@ def found() -> dict[str, object]:
     ]
     fitted = fit_costs(recorded, AnalyticCosts(SHAPE, Topology()))
     lengths = random.integers(16, 500, 60).tolist()
-    plan = Planner(Topology(pp=2), table.with_topology(Topology(pp=2)), memory_limit_bytes=1e9, seed=0).plan(lengths)
+    plan = Planner(Topology(pp=2), table.over(Topology(pp=2)), memory_limit_bytes=1e9, seed=0).plan(lengths)
     return {
         "errors of shapes": [(shape, error) for shape, error in profile.errors(within).items()],
         "surface of the simplest fit": list(left_out_errors(points).values()),

@@ -30,7 +30,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import GlobalBatchPlan, Layout, LossNorm, MicroBatch, Recompute, ReplicaPlan
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate
+from dynapipe_ext.schedules.judge.simulate import makespan_ns
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
@@ -157,7 +157,7 @@ def join(env) -> None:
     dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size, timeout=limit)
 
 
-def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list[MicroBatchCosts]]:
+def step_plan_of(case: Case, step: int) -> StepPlan:
     """Uneven micro-batches (5, 2, 1, 3 and 3 samples); of two replicas one has two of them, the other three."""
     lengths = [length_of(sample) for sample in samples_of(step)]
     cuts = [lengths[:5], lengths[5:7], lengths[7:8], lengths[8:11], lengths[11:]]
@@ -169,7 +169,7 @@ def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list[MicroBatchCosts]
         schedules = [split_backwards(schedule, case.weights_lag) for schedule in schedules]
     if case.is_joined:
         schedules = [joined_backwards(schedule) for schedule in schedules]
-    return planned(step, replicas, schedules, costs, case.loss_norm), costs
+    return planned(step, replicas, schedules, costs, case.loss_norm)
 
 
 def costs_of(topology: Topology, replicas: Sequence[Sequence[MicroBatch]]) -> list[MicroBatchCosts]:
@@ -205,12 +205,12 @@ def planned(
             lower_bound_ns=0,
             peak_bytes=(0,) * len(s.ranks),
             bubble_ratio=0.0,
-            trace=simulate(s, c),
         )
         for s, c in zip(schedules, costs, strict=True)
     )
     plans = tuple(ReplicaPlan(i, tuple(replica)) for i, replica in enumerate(replicas))
-    return StepPlan(GlobalBatchPlan(step=step, replicas=plans, loss_norm=loss_norm), tuple(schedules), predictions)
+    batch = GlobalBatchPlan(step=step, replicas=plans, loss_norm=loss_norm)
+    return StepPlan(batch, tuple(schedules), predictions, tuple(costs))
 
 
 def split_backwards(schedule: PipelineSchedule, lag: int) -> PipelineSchedule:

@@ -112,7 +112,7 @@ def test_the_check_agrees_with_an_independent_judge(
     assert verdict["batch_bound_s"] >= judged["batch_bound_s"] - 2e-6
     if not more:  # of split backwards the judge leaves out the last W
         assert verdict["batch_bound_s"] == pytest.approx(judged["batch_bound_s"], abs=2e-6)
-    peaks = [figure["found"] / 1e6 for figure in verdict["figures"] if figure["unit"] == "B"]
+    peaks = [figure["found"] / 1e6 for figure in verdict["figures"] if figure["what"].startswith("peak")]
     assert peaks == pytest.approx([peak for replica in judged["replicas"] for peak in replica["peak_mb"]], abs=0.06)
     raw["replicas"][0]["schedule"]["stages"][0].reverse()
     (tmp_path / "plan.json").write_text(json.dumps(raw))
@@ -150,7 +150,7 @@ def _claim(*path: str | int, factor: float) -> Callable[[Raw], None]:
         for step in path[:-1]:
             place = place[step]
         value = place[path[-1]] * factor
-        place[path[-1]] = round(value) if "peak_bytes" in path else value
+        place[path[-1]] = round(value) if isinstance(place[path[-1]], int) else value
 
     return change
 
@@ -221,6 +221,14 @@ MUTATIONS: dict[str, tuple[Callable[[Raw], None], str]] = {
     "batch bound raised": (_claim("batch_bound_s", factor=1.001), "the batch bound is claimed to be"),
     "batch bound no number": (_claim("batch_bound_s", factor=float("nan")), "the batch bound is claimed to be nan"),
     "a peak lowered": (_claim(*PREDICTED, "peak_bytes", 1, factor=0.9), "pipeline rank 1 is claimed to need"),
+    "bytes in flight lowered": (
+        _claim(*PREDICTED, "in_flight_bytes", 1, factor=0.5),
+        "pipeline rank 1 is claimed to have",
+    ),
+    "bytes in flight left out": (
+        lambda raw: _first(raw)["predicted"]["in_flight_bytes"].pop(),
+        "bytes in flight of 1 ranks are claimed",
+    ),
     "a peak left out": (lambda raw: _first(raw)["predicted"]["peak_bytes"].pop(), "peaks of 1 ranks are claimed"),
 }
 
@@ -260,11 +268,11 @@ def test_claims_that_are_left_out_are_shown_as_such(
     raw = json.loads(json.dumps(raw))
     del raw["batch_bound_s"]
     for replica in raw["replicas"]:
-        del replica["predicted"]["bounds"]
+        del replica["predicted"]["bounds"], replica["predicted"]["in_flight_bytes"]
     status, verdict = checked(folder, raw, "gpt_6.7b", capsys)
     assert status == 0
     unclaimed = [figure for figure in verdict["figures"] if figure["claimed"] is None]
-    assert len(unclaimed) == 1 + len(BOUNDS) * len(raw["replicas"])
+    assert len(unclaimed) == 1 + (len(BOUNDS) + 2) * len(raw["replicas"])
     assert all(figure["found"] > 0 for figure in unclaimed)
 
 
@@ -355,7 +363,7 @@ def test_packed_plans_of_a_lengths_file_are_checked_with_its_lengths(
     (tmp_path / "costs.json").write_text(
         json.dumps(cost_model_to_json(TokenCosts(2, ns_per_token_squared=2.0, overhead_ns=9000)))
     )
-    flags = ["--costs", str(tmp_path / "costs.json"), "--memory-limit-gb", "0.01"]
+    flags = ["--costs", str(tmp_path / "costs.json"), "--memory-limit-gb", "0.01", "--hidden-size", "8"]
     lengths = ["--lengths", str(tmp_path / "lengths.npy")]
     size = ["--tokens-per-batch", "700", "--pp", "2", "--dp", "2", "--layout", "packed"]
     target = tmp_path / "plan.json"

@@ -15,7 +15,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import Buffer, Recv, Send, WaitRecv, WaitSend
 from dynapipe_ext.executor.measuring.profiler_ranges import profiler_ranges
-from dynapipe_ext.executor.plans.source import execution_plans
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.lengths import SampleLength
@@ -31,7 +31,7 @@ V, INTERLEAVED = Topology(pp=2, placement=(0, 1, 1, 0)), Topology(pp=2, placemen
 def plans_of(topology: Topology, **settings):
     costs, form = TokenCosts(topology.num_stages), ActivationFormat(HIDDEN, order="bsh")
     planner = Planner(topology, costs, 10**9, pad_multiple=1, format=form, effort=200, **settings)
-    return execution_plans(planner, SAMPLES, step=0)[0]
+    return prove_step(planner, SAMPLES, step=0).plans[0]
 
 
 def parts_of(num_stages: int) -> list[torch.nn.Module]:
@@ -177,7 +177,7 @@ def test_an_error_out_of_any_instruction_says_where_on_what_and_with_how_many_by
     first = plan.micro_batches[0]
     assert note.startswith(f"on rank 6 (pipeline rank 0 of replica 0), step 0, {says}:")
     assert f"micro-batch 0 of {first.rows} rows x {first.encoder_len} tokens, padded, recomputation none" in note
-    assert note.endswith(f"predicted peak of this rank {plan.certificate.peak_bytes[0]} bytes")
+    assert note.endswith(f"predicted peak of this rank {plan.prediction.peak_bytes[0]} bytes")
 
 
 class Peer(threading.Thread):

@@ -16,7 +16,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, WaitSend
-from dynapipe_ext.executor.plans.source import execution_plans
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.emulated import EmulatedStage
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
@@ -61,7 +61,7 @@ def planner_for(num_stages: int, **settings) -> Planner:
 
 def run_step(num_stages: int, parts, make_accumulator=PlainAccumulator, recorders=None, **settings):
     """Every pipeline rank as a thread; returns the last stage's loss and the plans."""
-    plans = execution_plans(planner_for(num_stages, **settings), SAMPLES, step=0)[0]
+    plans = prove_step(planner_for(num_stages, **settings), SAMPLES, step=0).plans[0]
     hub, losses, parallel = InlineHub(timeout_s=20), {}, InlineReductions(Topology(pp=num_stages), timeout_s=20)
 
     def rank(pp_rank: int) -> None:
@@ -98,7 +98,7 @@ def whole_batch(parts) -> tuple[float, list[torch.Tensor]]:
 def test_split_backwards_of_torch_linears_give_the_bits_of_whole_ones(make_accumulator):
     parts = [*make_parts(1)[:1], torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, VOCAB)]
     model = torch.nn.Sequential(*parts)
-    plan = execution_plans(planner_for(1), SAMPLES, step=0)[0][0]
+    plan = prove_step(planner_for(1), SAMPLES, step=0).plans[0][0]
     batches = [batch_of(m) for m in plan.micro_batches]
     stage = TorchStage(model, loss_sum, accumulator=make_accumulator)
     whole_loss = PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, batches)
@@ -184,14 +184,14 @@ def test_recorded_spans_are_the_schedule_with_shapes_and_bytes():
 
 def test_a_wrong_number_of_batches_is_refused_before_anything_runs():
     parts = make_parts(2)
-    plan = execution_plans(planner_for(2), SAMPLES, step=3)[0][0]
+    plan = prove_step(planner_for(2), SAMPLES, step=3).plans[0][0]
     stage = TorchStage(parts[0], loss_sum)
     with pytest.raises(ExecutionError, match=r"step 3: 0 batches"):
         PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, [])
 
 
 def test_a_plan_that_leaves_a_buffer_behind_is_an_error():
-    parts, plans = make_parts(2), execution_plans(planner_for(2), SAMPLES, step=0)[0]
+    parts, plans = make_parts(2), prove_step(planner_for(2), SAMPLES, step=0).plans[0]
     plan = plans[0]
     damaged = type(plan)(
         **{
@@ -230,7 +230,7 @@ def test_the_emulated_stage_holds_bytes_from_forward_to_backward_and_from_input_
         transfer_bytes=ones[:0],
         static_bytes=np.zeros(1, np.int64),
     )
-    plan = execution_plans(planner_for(1), SAMPLES[:1], step=0)[0][0]
+    plan = prove_step(planner_for(1), SAMPLES[:1], step=0).plans[0][0]
     stage = EmulatedStage(lambda _: costs, ActivationFormat(1), lambda spec: spec)
     stage.start_step(plan)
     stage.forward(0, 0, ())
@@ -244,7 +244,7 @@ def test_the_emulated_stage_holds_bytes_from_forward_to_backward_and_from_input_
 @pytest.mark.parametrize("is_hooked", [False, True], ids=["plain", "saved-tensor hooks"])
 def test_the_input_gradient_leaves_weight_gradients_to_w_also_under_saved_tensor_hooks(is_hooked):
     """Tensors may be counted or offloaded by hooks: a weight that comes back from them is another object."""
-    plan = execution_plans(planner_for(1), SAMPLES[:1], step=0)[0][0]
+    plan = prove_step(planner_for(1), SAMPLES[:1], step=0).plans[0][0]
     part = torch.nn.Sequential(torch.nn.Embedding(VOCAB, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB))
     stage, weight = TorchStage(part, loss_sum), part[1].weight
     batch = batch_of(plan.micro_batches[0])

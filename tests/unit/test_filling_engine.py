@@ -42,8 +42,7 @@ PLANNER = Planner(
 
 def plans_of(fill_waits: bool) -> tuple[ExecutionPlan, ...]:
     step_plan = PLANNER.plan(SAMPLES)
-    costs = [PLANNER.costs.evaluate(replica.micro_batches) for replica in step_plan.batch.replicas]
-    return lower(step_plan, costs, PLANNER.activation_format, fill_waits=fill_waits)[0]
+    return lower(step_plan, PLANNER.activation_format, fill_waits=fill_waits)[0]
 
 
 class Part(torch.nn.Module):
@@ -140,7 +139,7 @@ def test_a_wait_runs_every_weight_gradient_that_may_run_and_none_where_nothing_i
 
 def test_plans_to_fill_are_proven_and_promise_the_peaks_of_the_schedule() -> None:
     plain, to_fill = plans_of(False), plans_of(True)
-    assert [plan.certificate.peak_bytes for plan in to_fill] == [plan.certificate.peak_bytes for plan in plain]
+    assert [plan.prediction.peak_bytes for plan in to_fill] == [plan.prediction.peak_bytes for plan in plain]
     verify([plan.instructions for plan in to_fill], to_fill[0].stage_ranks, len(to_fill[0].micro_batches))
     kinds = [[type(i) for i in plan.instructions] for plan in to_fill]
     assert all(BackwardWeight in rank for rank in kinds)
@@ -151,11 +150,11 @@ def test_the_promised_makespan_and_bubble_are_those_of_ranks_that_fill() -> None
     step_plan = PLANNER.plan(SAMPLES)
     costs = PLANNER.costs.evaluate(step_plan.batch.replicas[0].micro_batches)
     ran = simulate_filling(with_room_to_fill(step_plan.schedules[0], costs), costs)
-    certificate = plans_of(True)[0].certificate
-    assert certificate.makespan_ns == max(end for rank in ran for _, _, end in rank)
+    promised = plans_of(True)[0].prediction
+    assert promised.makespan_ns == max(end for rank in ran for _, _, end in rank)
     busy_ns = sum(end - start for rank in ran for _, start, end in rank)
-    assert certificate.bubble_ratio == pytest.approx(1 - busy_ns / (NUM_STAGES * certificate.makespan_ns))
-    assert plans_of(False)[0].certificate.makespan_ns == step_plan.predictions[0].makespan_ns
+    assert promised.bubble_ratio == pytest.approx(1 - busy_ns / (NUM_STAGES * promised.makespan_ns))
+    assert plans_of(False)[0].prediction.makespan_ns == step_plan.predictions[0].makespan_ns
 
 
 def operation(kind: type[Send] | type[Recv], micro_batch: int, peer: int) -> Any:

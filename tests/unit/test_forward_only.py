@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -24,8 +25,8 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.evaluation import EvalResult, evaluate
 from dynapipe_ext.executor.instructions import Backward, ExecutionPlan, Forward, Instruction, Recv, Send, WaitRecv
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
-from dynapipe_ext.executor.plans.source import execution_plans
 from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.wire import decode, encode
 from dynapipe_ext.lengths import LengthArray, SampleLength
@@ -49,7 +50,8 @@ def planner(
 ) -> Planner:
     topology = Topology(pp=pp, dp=dp, placement=placement)
     costs = replace(COSTS, num_stages=topology.num_stages)
-    return Planner(topology, costs, limit, format=ActivationFormat(4), **options).for_forwards()
+    needed: Any = {"format": ActivationFormat(4), "collectives": ReplicaCollectives()}
+    return Planner(topology, costs, limit, **needed, **options).for_forwards()
 
 
 @settings(max_examples=40, deadline=None)
@@ -73,7 +75,7 @@ def test_every_sample_runs_once_forwards_and_no_rank_exceeds_the_limit_on_what_i
         costs = planning.costs.evaluate(replica.micro_batches)
         assert prediction.lower_bound_ns <= prediction.makespan_ns == makespan_ns(schedule, costs)
     samples = [SampleLength(i, n, target=n) for i, n in enumerate(sizes)]
-    for ranks in execution_plans(planning, samples, step=0):  # proven, or this raises
+    for ranks in prove_step(planning, samples, step=0).plans:  # proven, or this raises
         for rank_plan in ranks:
             assert rank_plan.forward_only
             assert rank_plan.peak_bytes <= planning.memory_limit_bytes
@@ -87,9 +89,8 @@ def test_a_planner_for_forwards_is_a_function_of_its_settings_and_travels_as_jso
     again = Planner.from_json(json.loads(json.dumps(forwards.to_json())))
     assert again == forwards == forwards.for_forwards()
     assert again.plan(LENGTHS) == forwards.plan(LENGTHS)
-    assert (training.forward_only, forwards.forward_only, forwards.with_memory_limit(20_000).forward_only) == (
-        False, True, True,
-    )  # fmt: skip
+    assert (training.forward_only, forwards.forward_only) == (False, True)
+    assert forwards.plan(LENGTHS, reserve_bytes=10_000).forward_only
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_a_training_schedule_without_backwards_is_refused_by_validate_verify_and
         validate(replace(forwards, forward_only=False), count)
     with pytest.raises(PlanError, match="runs FB but must run F"):
         validate(replace(gpipe(4, count), forward_only=True), count)
-    (ranks,) = execution_plans(planner(), SAMPLES, step=0)
+    (ranks,) = prove_step(planner(), SAMPLES, step=0).plans
     programs = [rank_plan.instructions for rank_plan in ranks]
     assert verify(programs, (0, 1, 2, 3), len(ranks[0].micro_batches), forward_only=True)
     with pytest.raises(VerificationError, match="ends without the whole backward"):
@@ -240,7 +241,7 @@ def _with_backward(ranks: list[Program]) -> None:
     ids=["recv", "wait", "send", "forward", "sends", "receives", "backward"],
 )
 def test_the_proof_refuses_a_damaged_plan(change: Callable[[list[Program]], None], reason: str) -> None:
-    (ranks,) = execution_plans(planner(), SAMPLES, step=0)
+    (ranks,) = prove_step(planner(), SAMPLES, step=0).plans
     programs = [list(rank_plan.instructions) for rank_plan in ranks]
     change(programs)
     with pytest.raises(VerificationError, match=reason):
@@ -266,11 +267,11 @@ def test_forwards_gather_sharded_weights_over_replicas_and_end_without_a_reducti
         costs = AnalyticCosts(shape, topology, zero_stage=zero_stage)  # type: ignore[arg-type]
         planning = Planner(topology, costs, 1e9, max_tokens=96, format=ActivationFormat(32)).for_forwards()
         if is_proven:
-            execution_plans(planning, samples, step=0)
+            prove_step(planning, samples, step=0)
             continue
         with pytest.raises(VerificationError, match="weight gather in a forward"):
-            execution_plans(planning, samples, step=0)
-        execution_plans(replace(planning, equal_counts=True), [*samples, SampleLength(3, 60, target=60)], step=0)
+            prove_step(planning, samples, step=0)
+        prove_step(replace(planning, equal_counts=True), [*samples, SampleLength(3, 60, target=60)], step=0)
 
 
 class Data:

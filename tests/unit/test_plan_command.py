@@ -61,7 +61,7 @@ def test_a_plan_is_shown_with_shapes_certificate_and_timeline(lengths: str, caps
     assert "default rates (50 GFLOP/s" in text
     for words in ("Replica 1: padded", "rows x length", "makespan", "lower bound", "gap to the bound", "bubble"):
         assert words in text
-    for words in ("padding efficiency", "peak bytes of pipeline rank 1", "planning took", "recompute"):
+    for words in ("padding efficiency", "peak bytes of pipeline rank 1", "in flight at most", "planning took"):
         assert words in text
     timeline = [line for line in text.splitlines() if line.startswith(("0 |", "1 |"))]
     assert len(timeline) == 4  # two pipeline ranks in each of two replicas
@@ -245,7 +245,7 @@ def test_a_measured_batch_is_planned_with_its_extra_positions(
 
 def test_a_cost_file_brings_its_own_topology(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs = tmp_path / "costs.json"
-    costs.write_text(json.dumps(cost_model_to_json(TokenCosts(num_stages=3))))
+    costs.write_text(json.dumps(cost_model_to_json(TokenCosts(num_stages=3, transfer_bytes_per_token=16))))
     arguments = ["--lengths", lengths, "--costs", str(costs), "--memory-limit-gb", "1"]
     assert plan(*arguments, "--json", str(tmp_path / "plan.json")) == 0
     assert planned(tmp_path / "plan.json")["topology"]["pp"] == 3
@@ -255,6 +255,23 @@ def test_a_cost_file_brings_its_own_topology(lengths: str, tmp_path: Path, capsy
     assert "give a cost model written as JSON" in refused(capsys, *arguments)
     costs.write_text("{}")
     assert "kind None" in refused(capsys, *arguments)
+
+
+def test_messages_are_as_large_as_the_costs_or_a_flag_say_and_never_none(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs, target = tmp_path / "costs.json", tmp_path / "plan.json"
+    arguments = ["--lengths", lengths, "--costs", str(costs), "--memory-limit-gb", "1", "--json", str(target)]
+    costs.write_text(json.dumps(cost_model_to_json(TokenCosts(2))))
+    assert "how large the messages between ranks are" in refused(capsys, *arguments)
+    assert "--hidden-size is 0 but must be 1 to" in refused(capsys, *arguments, "--hidden-size", "0")
+    in_flight = []
+    for bytes_per_token, flags in ((0, ["--hidden-size", "8"]), (32, [])):  # in float32, the configured dtype
+        costs.write_text(json.dumps(cost_model_to_json(TokenCosts(2, transfer_bytes_per_token=bytes_per_token))))
+        assert plan(*arguments, *flags) == 0
+        in_flight.append([replica["predicted"]["in_flight_bytes"] for replica in planned(target)["replicas"]])
+    assert in_flight[0] == in_flight[1]
+    assert min(num_bytes for replica in in_flight[0] for num_bytes in replica) > 0
 
 
 def test_planning_needs_no_torch(lengths: str) -> None:

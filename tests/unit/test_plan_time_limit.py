@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
+from dynapipe_ext.executor.proven_step import ProvenStep, prove_step
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands.plan import best_in_time
 from dynapipe_ext.lengths import SampleLength, as_length_array, sample_lengths
@@ -47,13 +50,16 @@ class Scripted:
     schedule: str = "adaptive"
     effort: int = 8
 
-    def plan(self, samples: Sequence[SampleLength], *, step: int) -> StepPlan:
+    memory_limit_bytes, fill_waits = 1e9, False
+    activation_format, replica_collectives = ActivationFormat(8), ReplicaCollectives()
+
+    def plan(self, samples: Sequence[SampleLength], *, step: int, reserve_bytes: int = 0) -> StepPlan:
         plan = Planner(Topology(pp=2), TokenCosts(2), 1e9, self.seed, effort=1).plan(samples, step=step)
         makespan_ns = round(self.makespans_s[self.seed] * 1e9)
         return replace(plan, predictions=tuple(replace(p, makespan_ns=makespan_ns) for p in plan.predictions))
 
 
-def searched(limit_s: float, makespans_s: tuple[float, ...], seed: int = 0) -> tuple[StepPlan, int]:
+def searched(limit_s: float, makespans_s: tuple[float, ...], seed: int = 0) -> tuple[ProvenStep, int]:
     """What is kept and how many were tried where each search takes a second."""
     now = itertools.count()
     samples = sample_lengths(as_length_array(LENGTHS))
@@ -61,10 +67,9 @@ def searched(limit_s: float, makespans_s: tuple[float, ...], seed: int = 0) -> t
     return best_in_time(planner, samples, 2, limit_s, clock=lambda: next(now))
 
 
-def test_a_time_limit_keeps_the_best_of_consecutive_seeds_and_the_seed_of_dropout() -> None:
+def test_a_time_limit_keeps_the_best_of_consecutive_seeds() -> None:
     best, num_tried = searched(4.5, (1.0, 9.0, 7.0, 5.0, 8.0, 6.0, 1.0), seed=1)
-    assert (best.makespan_s, num_tried) == (5.0, 5)
-    assert best.batch.seed == 1
+    assert (best.step_plan.makespan_s, num_tried) == (5.0, 5)
 
 
 def test_of_equally_good_plans_the_first_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,12 +82,13 @@ def test_of_equally_good_plans_the_first_is_kept(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Scripted, "plan", noted)
     best, num_tried = searched(2.5, (5.0, 5.0, 5.0))
     assert num_tried == len(made) == 3
-    assert best is made[0]
+    assert best.step_plan is made[0]
 
 
 def test_a_time_limit_that_is_over_at_once_gives_the_plan_without_one() -> None:
     samples = sample_lengths(as_length_array(LENGTHS))
-    assert searched(0.5, (5.0, 1.0)) == (Scripted((5.0, 1.0)).plan(samples, step=2), 1)
+    found, num_tried = searched(0.5, (5.0, 1.0))
+    assert (found.step_plan, num_tried) == (Scripted((5.0, 1.0)).plan(samples, step=2), 1)
 
 
 def test_a_seed_that_finds_no_plan_costs_its_time_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +100,8 @@ def test_a_seed_that_finds_no_plan_costs_its_time_and_nothing_else(monkeypatch: 
         return inner(self, *arguments, **named)
 
     samples = sample_lengths(as_length_array(LENGTHS))
-    planner = Planner(Topology(pp=3), TokenCosts(3), 1e9, 4, effort=10)
-    plain, now = planner.plan(samples), itertools.count()
+    planner = Planner(Topology(pp=3), TokenCosts(3), 1e9, 4, effort=10, format=ActivationFormat(8))
+    plain, now = prove_step(planner, samples, step=0), itertools.count()
     monkeypatch.setattr(Planner, "plan", only_the_first)
     assert best_in_time(planner, samples, 0, 2.5, clock=lambda: next(now)) == (plain, 3)
 

@@ -29,11 +29,10 @@ def step_plan(schedules: list[PipelineSchedule]) -> StepPlan:
             ReplicaPlan(d, (MicroBatch((a, b), pad_multiple=8), MicroBatch((c, e), "packed", recompute="full")))
         )
     predictions = tuple(
-        Prediction(makespan_ns=2_000_000_000, lower_bound_ns=1_500_000_000, peak_bytes=(7, 8), bubble_ratio=0.1,
-                   trace=Trace(()))
+        Prediction(makespan_ns=2_000_000_000, lower_bound_ns=1_500_000_000, peak_bytes=(7, 8), bubble_ratio=0.1)
         for _ in schedules
     )  # fmt: skip
-    return StepPlan(GlobalBatchPlan(step=3, replicas=tuple(replicas)), tuple(schedules), predictions)
+    return StepPlan(GlobalBatchPlan(step=3, replicas=tuple(replicas)), tuple(schedules), predictions, costs=())
 
 
 def plan_of_two_replicas() -> dict[str, Any]:

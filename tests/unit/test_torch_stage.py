@@ -11,7 +11,7 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.plans.source import execution_plans
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.lengths import SampleLength
@@ -25,7 +25,7 @@ SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((3, 6, 2))]
 def plan_of(pp: int = 1):
     topology = Topology(pp=pp)
     costs, form = TokenCosts(topology.num_stages), ActivationFormat(HIDDEN, order="bsh")
-    return execution_plans(Planner(topology, costs, 10**9, pad_multiple=1, format=form), SAMPLES, step=0)[0][0]
+    return prove_step(Planner(topology, costs, 10**9, pad_multiple=1, format=form), SAMPLES, step=0).plans[0][0]
 
 
 def batch_of(micro_batch) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""No plan is published whose replicas would issue different collectives: what they issue follows from the costs."""
+"""No plan is published whose replicas would issue different collectives: what they issue is a fact of the run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.fitted import Fit, FittedCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.errors import VerificationError
+from dynapipe_ext.errors import ConfigError, VerificationError
 from dynapipe_ext.executor.instructions import Backward, BackwardWeight, Forward
 from dynapipe_ext.executor.plans.course import Place
 from dynapipe_ext.executor.plans.planner_process import publish_plans
-from dynapipe_ext.executor.plans.source import execution_plans
-from dynapipe_ext.executor.proof.step import Collective, crossing_collectives, with_collectives
+from dynapipe_ext.executor.proof.step import Collective, with_collectives
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
 from dynapipe_ext.lengths import SampleLength, as_length_array
@@ -50,6 +51,8 @@ KEYS = Keys("topic/1")
 
 def planner(costs: CostModel, **settings: Any) -> Planner:
     options = {"schedule": "1f1b", "max_tokens": 96, "pad_multiple": 1, "format": ActivationFormat(32), **settings}
+    if costs.replica_collectives is None:
+        options = {"collectives": ReplicaCollectives(), **options}
     return Planner(TOPOLOGY, costs, 1e12, **options)
 
 
@@ -78,8 +81,8 @@ class OneReplicaOtherwise:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def plan(self, lengths: Any, *, step: int) -> StepPlan:
-        plan = self.inner.plan(lengths, step=step)
+    def plan(self, lengths: Any, **where: int) -> StepPlan:
+        plan = self.inner.plan(lengths, **where)
         count = len(plan.batch.replicas[-1].micro_batches)
         assert count >= 2
         return replace(plan, schedules=(*plan.schedules[:-1], gpipe(2, count)))
@@ -107,7 +110,7 @@ def published(costs: CostModel) -> MemoryStore:
 def test_unequal_counts_are_published_only_where_nothing_inside_micro_batches_crosses_replicas(
     costs: CostModel, is_proven: bool
 ) -> None:
-    counts = [len(replica[0].micro_batches) for replica in execution_plans(planner(TokenCosts(2)), samples(), step=0)]
+    counts = [len(replica[0].micro_batches) for replica in prove_step(planner(TokenCosts(2)), samples(), step=0).plans]
     assert sorted(counts) == [1, 2]
     store = published(costs)
     keys = [KEYS.plan(epoch=0, step=0, dp_rank=d, pp_rank=p) for d in range(2) for p in range(2)]
@@ -115,43 +118,67 @@ def test_unequal_counts_are_published_only_where_nothing_inside_micro_batches_cr
     assert (store.try_get(KEYS.failure(0)) is None) == is_proven
     if not is_proven:
         with pytest.raises(VerificationError, match=r'replica 0 and .* replica 1 disagree.*replica_counts = "equal"'):
-            execution_plans(planner(costs), samples(), step=0)
+            prove_step(planner(costs), samples(), step=0)
 
 
 def test_equal_counts_in_one_order_are_proven_with_all_collectives() -> None:
     costs = replace(SHARDED, zero_stage=3, ep=2)
-    plans = execution_plans(planner(costs, equal_counts=True), [*samples(), SampleLength(3, 60)], step=0)
+    plans = prove_step(planner(costs, equal_counts=True), [*samples(), SampleLength(3, 60)], step=0).plans
     assert [len(replica[0].micro_batches) for replica in plans] == [2, 2]
 
 
 def test_equal_counts_in_two_orders_are_refused_where_collectives_cross() -> None:
     settings: dict[str, Any] = {"equal_counts": True, "max_tokens": 24}
     lengths = [SampleLength(i, 20) for i in range(6)]
-    execution_plans(OneReplicaOtherwise(planner(replace(SHARDED, zero_stage=1), **settings)), lengths, step=0)
+    prove_step(OneReplicaOtherwise(planner(replace(SHARDED, zero_stage=1), **settings)), lengths, step=0)
     with pytest.raises(
         VerificationError, match=r"collective 2 of .*: weight gather in a backward of stage 0 meets .* in a forward"
     ):
-        execution_plans(OneReplicaOtherwise(planner(replace(SHARDED, zero_stage=3), **settings)), lengths, step=0)
+        prove_step(OneReplicaOtherwise(planner(replace(SHARDED, zero_stage=3), **settings)), lengths, step=0)
 
 
-def test_what_crosses_replicas_follows_from_the_cost_model() -> None:
+def test_a_cost_model_says_what_its_training_issues_over_replicas_or_that_it_does_not_know() -> None:
     gathers = ("weight gather",)
     three = replace(SHARDED, zero_stage=3)
-    assert crossing_collectives(three) == {"inside": gathers, "with_gradients": ("gradient scatter",)}
-    assert crossing_collectives(replace(three, ep=2))["inside"] == (*gathers, "expert all-to-all")
-    assert crossing_collectives(SHARDED) == {"inside": (), "with_gradients": ("gradient scatter",)}
-    assert not any(crossing_collectives(replace(SHARDED, zero_stage=1)).values())
-    assert crossing_collectives(fitted(SHARDED)) == crossing_collectives(SHARDED)
-    assert crossing_collectives(TokenCosts(2)) == {}
+    assert three.replica_collectives.of_micro_batches == (gathers, ("gradient scatter",))
+    assert replace(three, ep=2).replica_collectives.inside == (*gathers, "expert all-to-all")
+    assert SHARDED.replica_collectives.of_micro_batches == ((), ("gradient scatter",))
+    assert replace(SHARDED, zero_stage=1).replica_collectives == ReplicaCollectives()
+    assert fitted(SHARDED).replica_collectives == SHARDED.replica_collectives
+    assert TokenCosts(2).replica_collectives is None
+
+
+def test_collectives_that_nobody_knows_are_refused_when_a_plan_is_proven_and_not_when_it_is_made() -> None:
+    unknown = replace(planner(TokenCosts(2)), collectives=None)
+    assert unknown.plan(samples()).makespan_s > 0
+    with pytest.raises(ConfigError, match=r"TokenCosts do not say what dp 2 replicas .*collectives=ReplicaCollectives"):
+        prove_step(unknown, samples(), step=0)
+    assert prove_step(replace(unknown, topology=Topology(pp=2)), samples(), step=0).plans  # one replica meets nobody
+
+
+def test_costs_that_do_not_know_of_zero_are_proven_with_the_gathers_of_the_run() -> None:
+    gathered = replace(planner(TokenCosts(2)), collectives=ReplicaCollectives.of_zero(3))
+    with pytest.raises(VerificationError, match=r'weight gather .*replica_counts = "equal"'):
+        prove_step(gathered, samples(), step=0)
+    assert Planner.from_json(gathered.to_json()) == gathered  # and in planner processes
+
+
+@pytest.mark.parametrize("given", [ReplicaCollectives(), ReplicaCollectives.of_zero(3)], ids=["zero1", "zero3"])
+def test_a_run_that_issues_other_collectives_than_its_costs_price_is_refused(given: ReplicaCollectives) -> None:
+    with pytest.raises(ConfigError, match=r"the costs are those of a run with \(\(\), \('gradient scatter',\)\)"):
+        planner(SHARDED, collectives=given)
+    at_end_alone = replace(SHARDED.replica_collectives, at_end=("gradient norm",))  # which no costs price
+    assert planner(SHARDED, collectives=at_end_alone).replica_collectives == at_end_alone
 
 
 def test_a_split_backward_scatters_gradients_once_they_are_there() -> None:
     """I gathers weights and exchanges tokens, W scatters; B does both."""
-    plans = execution_plans(planner(TokenCosts(2), schedule="zb-h1"), samples(), step=0)
-    whole = execution_plans(planner(TokenCosts(2)), samples(), step=0)
+    plans = prove_step(planner(TokenCosts(2), schedule="zb-h1"), samples(), step=0).plans
+    whole = prove_step(planner(TokenCosts(2)), samples(), step=0).plans
     for made, last in ((plans, BackwardWeight), (whole, Backward)):
         programs = [[plan.instructions for plan in replica] for replica in made]
-        events = with_collectives(programs, inside=["gather"], with_gradients=["scatter"], at_end=())[0][0]
+        issued = ReplicaCollectives(inside=("gather",), with_gradients=("scatter",), at_end=())
+        events = with_collectives(programs, issued)[0][0]
         issuers = {"gather": set(), "scatter": set()}
         for before, event in pairwise(events):
             if isinstance(event, Collective):

@@ -1,6 +1,6 @@
 """A plan's file proven or refused by code that shares nothing with what made it but the cost model's numbers.
 
-plan.json ─► plan_file.read_plan_file ─► check ─► Verdict ─► verdict_table, verdict_json
+plan.json ─► plan_file.read_plan_file ─► check ─► Verdict ─► verdict_view
 
 Checked: every sample in one row that holds it; on every stage F before B (or I before W) of each micro-batch, or F
 alone where the plan says that it is forwards alone; no deadlock; a simulation in the order of the lists; peak bytes
@@ -14,10 +14,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, cast
-
-from rich.table import Table
+from dataclasses import dataclass
+from typing import cast
 
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
@@ -48,10 +46,14 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Every reason against a plan (none: it is valid), and the figures. Bounds and gaps are those found here."""
+    """Every reason against a plan (none: it is valid), and the figures. Bounds, gaps and peaks are those found here.
+
+    `peak_bytes` [dp_rank][pp_rank] are empty, and the seconds None, unless every replica runs to its end.
+    """
 
     faults: tuple[str, ...]
     figures: tuple[Compared, ...]
+    peak_bytes: tuple[tuple[int, ...], ...] = ()
     makespan_s: float | None = None
     bound_s: float | None = None
     batch_bound_s: float | None = None
@@ -97,6 +99,7 @@ def check(
     figures: list[Compared] = []
     makespans: list[int] = []
     bounds: list[int] = []
+    peaks_found: list[tuple[int, ...]] = []
     split = False
     for number, replica in enumerate(plan.replicas):
         where = f"replica {number}"
@@ -104,7 +107,7 @@ def check(
         wrong += _shape_faults(replica, lengths)
         if not wrong:
             try:
-                priced = costs.evaluate([_micro_batch(m, lengths) for m in replica.micro_batches])
+                priced = costs.evaluate([micro_batch_of(m, lengths) for m in replica.micro_batches])
             except PlanError as error:
                 wrong.append(str(error))
         if wrong:
@@ -125,6 +128,7 @@ def check(
         faults += [f"{where}: {reason}" for reason in wrong]
         makespans.append(makespan)
         bounds.append(max(found.values()))
+        peaks_found.append(peaks)
     if len(makespans) < len(plan.replicas):
         return Verdict(faults=tuple(faults), figures=tuple(figures))
     batch = None
@@ -150,6 +154,7 @@ def check(
     return Verdict(
         faults=tuple(faults),
         figures=tuple(figures),
+        peak_bytes=tuple(peaks_found),
         makespan_s=max(makespans) / 1e9,
         bound_s=max(bounds) / 1e9,
         batch_bound_s=None if batch is None else batch / 1e9,
@@ -201,7 +206,7 @@ def _shape_faults(replica: ReplicaFile, lengths: Lengths | None) -> list[str]:
     return faults
 
 
-def _micro_batch(m: ShapeFile, lengths: Lengths | None) -> MicroBatch:
+def micro_batch_of(m: ShapeFile, lengths: Lengths | None) -> MicroBatch:
     """What the cost model prices; its rows are as long as the file says."""
     if m.layout == "packed":
         packed = None if lengths is None else _packed(m, lengths)
@@ -360,39 +365,3 @@ def _compared(
 
 def _close(claimed: float, found: float) -> bool:
     return abs(claimed - found) <= _TOLERANCE * found
-
-
-def verdict_table(verdict: Verdict) -> Table:
-    """Claims beside what was found."""
-    title = f"The plan is {'not valid' if verdict.faults else 'valid'}"
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for heading in ("", "", "claimed", "found"):
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-
-    def text(value: float | None, unit: str) -> str:
-        if value is None:
-            return "-"
-        return f"{value:,.0f} B" if unit == "B" else f"{value:.6f} s"
-
-    for figure in verdict.figures:
-        name = figure.what.replace("_", " ")
-        table.add_row(figure.where, name, text(figure.claimed, figure.unit), text(figure.found, figure.unit))
-    for name, seconds in (("makespan", verdict.makespan_s), ("bound of these micro-batches", verdict.bound_s)):
-        table.add_row("step", name, "", text(seconds, "s"))
-    for name, gap in (("gap to that bound", verdict.gap), ("gap to the bound of every plan", verdict.batch_gap)):
-        table.add_row("step", name, "", "-" if gap is None else f"{100 * gap:.2f} %")
-    return table
-
-
-def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """The verdict, ready for json.dump."""
-    return {
-        "valid": not verdict.faults,
-        "faults": list(verdict.faults),
-        "makespan_s": verdict.makespan_s,
-        "bound_s": verdict.bound_s,
-        "gap": verdict.gap,
-        "batch_bound_s": verdict.batch_bound_s,
-        "batch_gap": verdict.batch_gap,
-        "figures": [asdict(figure) for figure in verdict.figures],
-    }

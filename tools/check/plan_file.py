@@ -34,7 +34,8 @@ class ShapeFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFile:
-    """A replica as the file has it; `ranks` are each pipeline rank's actions as text. The rest is what it claims."""
+    """A replica as the file has it; `ranks` are each pipeline rank's actions as text. The rest is what it claims;
+    `in_flight_bytes` are empty where it claims none."""
 
     micro_batches: tuple[ShapeFile, ...]
     ranks: tuple[tuple[str, ...], ...]
@@ -42,6 +43,7 @@ class ReplicaFile:
     makespan_s: float
     lower_bound_s: float
     peak_bytes: tuple[int, ...]
+    in_flight_bytes: tuple[int, ...]
     bounds_s: Mapping[str, float]
 
 
@@ -113,7 +115,7 @@ def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
     replica.only(("dp_rank", "micro_batches", "schedule", "predicted"))
     schedule, predicted = replica.sub("schedule"), replica.sub("predicted")
     schedule.only(("name", "stages", "placement"))
-    predicted.only(("makespan_s", "lower_bound_s", "peak_bytes", "bounds"))
+    predicted.only(("makespan_s", "lower_bound_s", "peak_bytes", "in_flight_bytes", "bounds"))
     ranks = tuple(schedule.many("stages", list))
     for i, rank in enumerate(ranks):
         for action in rank:
@@ -146,5 +148,6 @@ def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
         makespan_s=_seconds(predicted, "makespan_s"),
         lower_bound_s=_seconds(predicted, "lower_bound_s"),
         peak_bytes=predicted.many("peak_bytes", int),
+        in_flight_bytes=predicted.many("in_flight_bytes", int) if "in_flight_bytes" in raw["predicted"] else (),
         bounds_s=claimed,
     )

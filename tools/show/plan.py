@@ -1,7 +1,7 @@
 """A planned step for people: tables of micro-batches, what the plan promises, and the timeline as text.
 
-StepPlan ─► of_step_plan ─┐
-plan.json ─► read_plan ───┴► PlanView ─► summary_table, micro_batch_table, timeline
+ProvenStep ─► of_proven_step ─┐
+plan.json ─► read_plan ───────┴► PlanView ─► summary_table, micro_batch_table, timeline
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dynapipe_ext.errors import DataError
+from dynapipe_ext.executor.proven_step import ProvenStep
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, draw, format_lines, plan_json, read_plan_json
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -54,7 +55,9 @@ class MicroBatchView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaView:
-    """One replica; `peak_bytes` is per pipeline rank. A plan's file has no trace: no durations are stored in it."""
+    """One replica; bytes are per pipeline rank, those of buffers in flight beside the peaks of all else (empty where a
+    file does not say). A plan's file has no trace: no durations are stored in it.
+    """
 
     dp_rank: int
     layout: str
@@ -63,6 +66,7 @@ class ReplicaView:
     makespan_s: float
     lower_bound_s: float
     peak_bytes: tuple[int, ...]
+    in_flight_bytes: tuple[int, ...] = ()
     bubble_ratio: float | None = None
     trace: Trace | None = None
 
@@ -98,9 +102,11 @@ class PlanView:
         return None if None in known else sum(tokens for tokens in known if tokens is not None)
 
 
-def of_step_plan(plan: StepPlan, topology: Topology, *, planning_s: float | None = None) -> PlanView:
-    replicas = []
-    for replica, schedule, prediction in zip(plan.batch.replicas, plan.schedules, plan.predictions, strict=True):
+def of_proven_step(proven: ProvenStep, topology: Topology, *, planning_s: float | None = None) -> PlanView:
+    plan, replicas = proven.step_plan, []
+    for replica, schedule, prediction, in_flight_bytes, trace in zip(
+        plan.batch.replicas, plan.schedules, plan.predictions, proven.in_flight_bytes, plan.traces, strict=True
+    ):
         replicas.append(
             ReplicaView(
                 dp_rank=replica.dp_rank,
@@ -120,8 +126,9 @@ def of_step_plan(plan: StepPlan, topology: Topology, *, planning_s: float | None
                 makespan_s=prediction.makespan_ns / 1e9,
                 lower_bound_s=prediction.lower_bound_ns / 1e9,
                 peak_bytes=prediction.peak_bytes,
+                in_flight_bytes=in_flight_bytes,
                 bubble_ratio=prediction.bubble_ratio,
-                trace=prediction.trace,
+                trace=trace,
             )
         )
     return PlanView(topology=topology, replicas=tuple(replicas), planning_s=planning_s, bubble_ratio=plan.bubble_ratio)
@@ -140,12 +147,15 @@ def read_plan(path: str | Path) -> PlanView:
     replicas = []
     for dp_rank, (shapes, schedule) in enumerate(zip(micro_batches, schedules, strict=True)):
         predicted = Fields(by_rank[dp_rank], f"{path}: replica {dp_rank}").sub("predicted")
-        peaks = predicted.many("peak_bytes", int)
-        if len(peaks) != topology.pp:
-            raise DataError(
-                f"{path}: replica {dp_rank} has peak_bytes of {len(peaks)} ranks but pp is {topology.pp}: give one"
-                " a rank"
-            )
+        claimed = {"peak_bytes": predicted.many("peak_bytes", int)}
+        if "in_flight_bytes" in by_rank[dp_rank]["predicted"]:
+            claimed["in_flight_bytes"] = predicted.many("in_flight_bytes", int)
+        for name, each in claimed.items():
+            if len(each) != topology.pp:
+                raise DataError(
+                    f"{path}: replica {dp_rank} has {name} of {len(each)} ranks but pp is {topology.pp}: give one a"
+                    " rank"
+                )
         replicas.append(
             ReplicaView(
                 dp_rank=dp_rank,
@@ -154,7 +164,8 @@ def read_plan(path: str | Path) -> PlanView:
                 schedule=schedule,
                 makespan_s=predicted.one("makespan_s", float),
                 lower_bound_s=predicted.one("lower_bound_s", float),
-                peak_bytes=peaks,
+                peak_bytes=claimed["peak_bytes"],
+                in_flight_bytes=claimed.get("in_flight_bytes", ()),
             )
         )
     return PlanView(topology=topology, replicas=tuple(replicas))
@@ -208,6 +219,9 @@ def summary_table(view: PlanView) -> Table:
     for rank in range(max(len(r.peak_bytes) for r in replicas)):
         peaks = [r.peak_bytes[rank] for r in replicas]
         row(f"peak bytes of pipeline rank {rank}", [format_bytes(peak) for peak in peaks], format_bytes(max(peaks)))
+        if all(r.in_flight_bytes for r in replicas):
+            buffers = [r.in_flight_bytes[rank] for r in replicas]
+            row("  and in flight at most", [format_bytes(size) for size in buffers], format_bytes(max(buffers)))
     if view.planning_s is not None:
         row("planning took", ["" for _ in replicas], _seconds(view.planning_s))
     return table

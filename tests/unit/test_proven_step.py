@@ -1,4 +1,4 @@
-"""Plans of all ranks for a step: how room is left for buffers in flight, and whose waits may be filled."""
+"""The proven step: how room is left for buffers in flight, and whose waits may be filled."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.plans.source import execution_plans
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.planner import Planner
@@ -38,9 +39,7 @@ LARGE = replace(WHOLE, costs=TokenCosts(3, overhead_ns=10**7, bytes_per_token=10
 
 def in_flight(of: Planner) -> int:
     """The most bytes of buffers that a rank has in flight beside what the planner has counted."""
-    peaks = execution_plans(of, SAMPLES, step=0)[0][0].certificate.peak_bytes
-    counted = of.plan(SAMPLES).predictions[0].peak_bytes
-    return max(peak - one for peak, one in zip(peaks, counted, strict=True))
+    return max(prove_step(of, SAMPLES, step=0).in_flight_bytes[0])
 
 
 @dataclass
@@ -52,19 +51,17 @@ class Filling:
     fill_waits: bool = False
     asked: list[int] = field(default_factory=list)
 
-    topology, costs, activation_format = WHOLE.topology, WHOLE.costs, FORMAT
+    topology, activation_format, replica_collectives = WHOLE.topology, FORMAT, ReplicaCollectives()
 
-    def plan(self, samples: Sequence[SampleLength], *, step: int) -> StepPlan:
-        self.asked.append(int(self.memory_limit_bytes))
+    def plan(self, samples: Sequence[SampleLength], *, step: int, reserve_bytes: int = 0) -> StepPlan:
+        room = int(self.memory_limit_bytes) - reserve_bytes
+        self.asked.append(room)
         for claim, of in self.claims.items():
-            if claim <= self.memory_limit_bytes:
+            if claim <= room:
                 plan = of.plan(samples, step=step)
                 peaks = (claim,) * self.topology.pp
                 return replace(plan, predictions=tuple(replace(p, peak_bytes=peaks) for p in plan.predictions))
-        raise PlanError(f"nothing fits {self.memory_limit_bytes} B")
-
-    def with_memory_limit(self, limit_bytes: int) -> Filling:
-        return replace(self, memory_limit_bytes=limit_bytes)
+        raise PlanError(f"nothing fits {room} B")
 
     def to_json(self) -> Mapping[str, Any]:
         raise NotImplementedError
@@ -73,8 +70,8 @@ class Filling:
 def test_a_plan_that_is_too_large_by_what_is_in_flight_is_planned_again_with_that_much_less() -> None:
     limit, buffers = 10_000, in_flight(WHOLE)
     full = Filling(limit, {limit - buffers + size: WHOLE for size in (600, -20, -90)})
-    plans = execution_plans(full, SAMPLES, step=0)
-    assert max(plans[0][0].certificate.peak_bytes) == limit - 20
+    plans = prove_step(full, SAMPLES, step=0).plans
+    assert max(plans[0][0].prediction.peak_bytes) == limit - 20
     assert full.asked == [limit, limit - 600]
 
 
@@ -82,8 +79,8 @@ def test_where_a_little_less_changes_nothing_the_third_plan_leaves_room_for_all_
     """Less room by the 5 B that are too many, again and again, would end in the same plan more than 200 times."""
     limit, buffers = 10_000, in_flight(WHOLE)
     tight = Filling(limit, {limit - buffers + 5: WHOLE, limit - buffers - 100: WHOLE})
-    plans = execution_plans(tight, SAMPLES, step=0)
-    assert max(plans[0][0].certificate.peak_bytes) == limit - 100
+    plans = prove_step(tight, SAMPLES, step=0).plans
+    assert max(plans[0][0].prediction.peak_bytes) == limit - 100
     assert tight.asked == [limit, limit - 5, limit - buffers]
 
 
@@ -92,14 +89,14 @@ def test_where_nothing_fits_beside_the_most_in_flight_a_plan_with_less_in_flight
     too_many = large * 2 // 5  # so that the large one fits once more, and then no longer
     assert small <= too_many
     tight = Filling(limit, {limit - large + too_many: LARGE, limit - 2 * too_many: WHOLE})
-    plans = execution_plans(tight, SAMPLES, step=0)
-    assert max(plans[0][0].certificate.peak_bytes) == limit - 2 * too_many + small
+    plans = prove_step(tight, SAMPLES, step=0).plans
+    assert max(plans[0][0].prediction.peak_bytes) == limit - 2 * too_many + small
     assert tight.asked == [limit, limit - too_many, limit - large, limit - 2 * too_many]
 
 
 def test_where_nothing_fits_with_its_buffers_the_planner_says_why() -> None:
     with pytest.raises(PlanError, match="nothing fits"):
-        execution_plans(Filling(10_000, {10_000: WHOLE}), SAMPLES, step=0)
+        prove_step(Filling(10_000, {10_000: WHOLE}), SAMPLES, step=0)
 
 
 def instructions(plans: Any) -> list[list[tuple[Any, ...]]]:
@@ -109,17 +106,16 @@ def instructions(plans: Any) -> list[list[tuple[Any, ...]]]:
 def test_a_planner_that_fills_waits_gives_plans_with_room_to_fill_and_the_same_peaks() -> None:
     plain = planner(split_backward=True)
     filling = replace(plain, fill_waits=True)
-    found = execution_plans(filling, SAMPLES, step=0)
+    found = prove_step(filling, SAMPLES, step=0).plans
     limit = int(filling.memory_limit_bytes)
-    assert max(found[0][0].certificate.peak_bytes) <= limit
+    assert max(found[0][0].prediction.peak_bytes) <= limit
     roomy = replace(filling, memory_limit_bytes=10**9)
     step_plan = roomy.plan(SAMPLES)
-    costs = [roomy.costs.evaluate(replica.micro_batches) for replica in step_plan.batch.replicas]
-    found, plans = execution_plans(roomy, SAMPLES, step=0), lower(step_plan, costs, FORMAT, fill_waits=True)
+    found, plans = prove_step(roomy, SAMPLES, step=0).plans, lower(step_plan, FORMAT, fill_waits=True)
     assert instructions(found) == instructions(plans)
-    assert found[0][0].certificate.makespan_ns == plans[0][0].certificate.makespan_ns
-    unfilled = execution_plans(replace(roomy, fill_waits=False), SAMPLES, step=0)
-    assert instructions(unfilled) == instructions(lower(step_plan, costs, FORMAT))
+    assert found[0][0].prediction.makespan_ns == plans[0][0].prediction.makespan_ns
+    unfilled = prove_step(replace(roomy, fill_waits=False), SAMPLES, step=0).plans
+    assert instructions(unfilled) == instructions(lower(step_plan, FORMAT))
     assert instructions(unfilled) != instructions(found)
 
 
@@ -145,16 +141,16 @@ SHARDED = AnalyticCosts(
 def test_waits_are_not_filled_where_weight_gradients_meet_over_replicas(zero_stage: int) -> None:
     costs = replace(SHARDED, zero_stage=zero_stage, split_backward=True)
     sharded = planner(costs, memory_limit_bytes=1e12, schedule="zb-h1", equal_counts=True)
-    execution_plans(sharded, SAMPLES, step=0)
+    prove_step(sharded, SAMPLES, step=0)
     with pytest.raises(ConfigError, match=r"joins a gradient scatter over replicas .*leave fill_waits out"):
-        execution_plans(replace(sharded, fill_waits=True), SAMPLES, step=0)
+        prove_step(replace(sharded, fill_waits=True), SAMPLES, step=0)
 
 
 @pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"ep": 2}], ids=str)
 def test_waits_are_filled_where_no_weight_gradient_meets_another_replica_s(settings: dict[str, int]) -> None:
     costs = replace(SHARDED, split_backward=True, **settings)
     filling = planner(costs, memory_limit_bytes=1e12, schedule="zb-h1", equal_counts=True, fill_waits=True)
-    assert execution_plans(filling, SAMPLES, step=0)
+    assert prove_step(filling, SAMPLES, step=0).plans
 
 
 @pytest.mark.parametrize(

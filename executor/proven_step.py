@@ -1,0 +1,148 @@
+"""From samples to the proven step: planned, lowered for all ranks, proven together, and fitting with its buffers.
+
+samples ─► StepPlanner.plan ─► StepPlan ─► lower ─► verify_step ─► ProvenStep
+
+All who need instructions, or say what a step will be, come here: loader, planner processes, commands, traces. So what
+is shown is what runs, and what would not run is refused in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.proof.step import verify_step, with_collectives
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.topology import Topology
+
+Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [dp_rank][pp_rank]
+
+_MOST_PLANS = 4  # of a step: less room makes fewer micro-batches wait; so a few rounds settle it
+
+
+class StepPlanner(Protocol):
+    """Plans one global batch as a pure function of its samples' lengths, the step and its own settings."""
+
+    @property
+    def topology(self) -> Topology: ...
+
+    @property
+    def memory_limit_bytes(self) -> float: ...
+
+    @property
+    def activation_format(self) -> ActivationFormat: ...
+
+    @property
+    def replica_collectives(self) -> ReplicaCollectives: ...
+
+    @property
+    def fill_waits(self) -> bool:
+        """Whether executors will run weight gradients while they wait."""
+        ...
+
+    def plan(self, samples: Sequence[SampleLength], *, step: int, reserve_bytes: int = 0) -> StepPlan:
+        """A plan that leaves `reserve_bytes` of the limit free on every rank. Raises PlanError where there is none."""
+        ...
+
+    def to_json(self) -> Mapping[str, Any]:
+        """The settings from which the class's `from_json` makes an equal planner in another process."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenStep:
+    """A step and the proven instructions of all its ranks; what the latter promise counts buffers in flight as well.
+
+    `in_flight_bytes` [dp_rank][pp_rank] are the most bytes of such buffers that a rank holds at once.
+    """
+
+    step_plan: StepPlan
+    plans: Plans
+    in_flight_bytes: tuple[tuple[int, ...], ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest predicted peak of any rank."""
+        return max(replica[0].peak_bytes for replica in self.plans)
+
+
+def prove_step(planner: StepPlanner, samples: Sequence[SampleLength], *, step: int) -> ProvenStep:
+    """The proven step of one global batch, within the planner's memory limit.
+
+    Where buffers in flight do not fit beside what the planner has filled, it plans again with that much less. Where
+    that was not enough it leaves room for the most that was ever in flight, which settles it at once but can cost
+    makespan; where no plan has that much to spare, again for what was too much. Raises PlanError or VerificationError;
+    ConfigError where waits cannot be filled, or the planner does not know what a proof needs.
+    """
+    limit, most_in_flight = int(planner.memory_limit_bytes), 0
+    reserves: tuple[int, ...] = (0,)
+    for attempt in range(_MOST_PLANS):
+        step_plan, reserve = _first_plan(planner, samples, step, reserves)
+        proven = prove(step_plan, planner.activation_format, planner.replica_collectives, fill_waits=planner.fill_waits)
+        too_many = proven.peak_bytes - limit
+        if too_many <= 0:
+            return proven
+        most_in_flight = max(most_in_flight, *(max(replica) for replica in proven.in_flight_bytes))
+        reserve += too_many
+        reserves = (most_in_flight, reserve) if attempt and reserve < most_in_flight < limit else (reserve,)
+    raise PlanError(
+        f"step {step}: buffers in flight take a rank to {proven.peak_bytes} B but the limit is {limit} B: raise the"
+        " limit, or cap micro-batches with max_tokens"
+    )
+
+
+def _first_plan(
+    planner: StepPlanner, samples: Sequence[SampleLength], step: int, reserves: Sequence[int]
+) -> tuple[StepPlan, int]:
+    """The plan with the first of these reserves that leaves one, and which it was. Errors: the last one's."""
+    *before, last = reserves
+    for reserve in before:
+        try:
+            return planner.plan(samples, step=step, reserve_bytes=reserve), reserve
+        except PlanError:
+            continue
+    return planner.plan(samples, step=step, reserve_bytes=last), last
+
+
+def prove(
+    step_plan: StepPlan,
+    activation_format: ActivationFormat,
+    collectives: ReplicaCollectives,
+    *,
+    fill_waits: bool = False,
+) -> ProvenStep:
+    """A step as planned, lowered and proven; whether its peaks fit a limit is for the caller to ask.
+
+    Raises VerificationError where ranks would wait for ever or disagree; ConfigError where weight gradients would move
+    that meet those of other replicas, whose ranks move theirs at other times.
+    """
+    if fill_waits and collectives.with_gradients:
+        raise ConfigError(
+            f"fill_waits moves weight gradients at run time, but each joins a {collectives.with_gradients[0]} over"
+            " replicas (ZeRO stage 2 or 3), which needs one order on all: leave fill_waits out, or take ZeRO stage 1"
+        )
+    lowered = lower(step_plan, activation_format, fill_waits=fill_waits)
+    programs = [[plan.instructions for plan in replica] for replica in lowered]
+    counts = [len(replica.micro_batches) for replica in step_plan.batch.replicas]
+    if step_plan.forward_only:
+        collectives = replace(collectives, at_end=())  # there are no gradients to reduce
+    buffers = verify_step(
+        with_collectives(programs, collectives),
+        step_plan.schedules[0].stage_ranks,
+        counts,
+        forward_only=step_plan.forward_only,
+    )
+    plans = []
+    for replica, in_flight in zip(lowered, buffers, strict=True):
+        promised = replica[0].prediction
+        peaks = tuple(sum(pair) for pair in zip(promised.peak_bytes, in_flight, strict=True))
+        promised = replace(promised, peak_bytes=peaks)
+        plans.append(tuple(replace(plan, prediction=promised) for plan in replica))
+    return ProvenStep(step_plan, tuple(plans), tuple(tuple(replica) for replica in buffers))

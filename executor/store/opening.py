@@ -1,0 +1,23 @@
+"""A store by its address: the one place that knows which kind of store a scheme names."""
+
+from __future__ import annotations
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.protocols import Store
+from dynapipe_ext.executor.store.address import StoreAddress
+
+
+def open_store(address: StoreAddress, *, namespace: str, patience_s: float = 5.0) -> Store:
+    """The store at `address`, its keys below `namespace`; connecting, and connecting again, may take `patience_s`.
+
+    Errors: ConfigError for an address or options that cannot work; StoreError for a server that is away or refuses.
+    """
+    match address.scheme:
+        case "redis" | "rediss" | "unix":
+            from dynapipe_ext.executor.store.redis import RedisStore  # only who opens one needs its client
+
+            return RedisStore(
+                address, namespace=namespace, connect_timeout_s=patience_s, reconnect_timeout_s=patience_s
+            )
+        case scheme:
+            raise ConfigError(f"no store is known for {scheme}://: give redis://, rediss:// or unix://")

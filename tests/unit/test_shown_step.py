@@ -1,0 +1,191 @@
+"""What `dynapipe plan` shows, what ranks get and what the trace simulates are one step, also where limits are tight."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.plans.course import BatchRule, Place
+from dynapipe_ext.executor.plans.planner_process import describe_planner, make_planner, publish_plans
+from dynapipe_ext.executor.plans.source import StorePlanSource
+from dynapipe_ext.executor.store.keys import Keys
+from dynapipe_ext.executor.store.memory import MemoryStore
+from dynapipe_ext.launch import cli, job, outcome
+from dynapipe_ext.lengths import as_length_array, sample_lengths
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.timeline import Trace
+
+BATCH_SIZE, NUM_STEPS = 20, 3
+PLACES = [Place(0, step, step) for step in range(NUM_STEPS)]
+_drawn = 8 + np.random.default_rng(0).lognormal(4, 1, BATCH_SIZE * NUM_STEPS)
+LENGTHS = as_length_array(np.minimum(120, _drawn).astype(int))
+RANKS = [(dp_rank, pp_rank) for dp_rank in range(2) for pp_rank in range(2)]
+KEYS, KEY = Keys("topic/1"), b"k" * 32
+
+CONFIG = """
+[topology]
+tp = 1
+pp = 2
+dp = 2
+[model]
+num_layers = 8
+hidden_size = 64
+ffn_hidden_size = 256
+max_seq_len = 512
+[data]
+tokens_per_batch = 0
+batch_size = {batch_size}
+[plan]
+layout = "padded"
+effort = 300
+memory_limit_gb = {limit_gb}
+costs = "{costs}"
+"""
+
+
+class LengthsAlone:
+    """A dataset of which no sample is read."""
+
+    lengths = LENGTHS
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainConfig, AnalyticCosts]:
+    """A job whose ranks have half of the memory that its activations would like; a message is 1 % of those."""
+    folder = tmp_path_factory.mktemp("tight")
+    path, costs_path = folder / "job.toml", folder / "costs.json"
+
+    def written(limit_gb: float) -> TrainConfig:
+        path.write_text(CONFIG.format(batch_size=BATCH_SIZE, limit_gb=limit_gb, costs=costs_path))
+        return TrainConfig.read(path)
+
+    config = written(1.0)
+    costs = job.analytic_costs(config, job.architecture_of(config, 256), flops_per_s=1e10, overhead_ns=20_000)
+    costs_path.write_text(json.dumps(cost_model_to_json(costs)))
+    samples = sample_lengths(LENGTHS, range(BATCH_SIZE))
+    static_bytes, roomy = int(costs.static_bytes().max()), planner_of(config, costs).plan(samples)
+    return path, written((static_bytes + (roomy.peak_bytes - static_bytes) // 2) / 1e9), costs
+
+
+def planner_of(config: TrainConfig, costs: AnalyticCosts) -> Planner:
+    (variant,) = job.variants(config, compare=False)
+    return job.make_planner(config, costs, variant)
+
+
+def in_line(config: TrainConfig, costs: AnalyticCosts, dp_rank: int, pp_rank: int) -> list[ExecutionPlan]:
+    at = job.topology_of(config).coordinates(dp_rank + 2 * pp_rank)
+    assert (at.dp_rank, at.pp_rank) == (dp_rank, pp_rank)
+    planner = planner_of(config, costs)
+    with DynaPipeDataLoader(
+        LengthsAlone(), planner, batch_size=BATCH_SIZE, shuffle=True, coordinates=at, needs_data=False
+    ) as loader:
+        return [plan for _, plan in loader]
+
+
+def through_a_store(config: TrainConfig, costs: AnalyticCosts) -> dict[tuple[int, int], list[ExecutionPlan]]:
+    """As a planner process makes, signs and publishes them, and each rank takes its own."""
+    store, planner = MemoryStore(), make_planner(json.loads(json.dumps(describe_planner(planner_of(config, costs)))))
+    batches = BatchRule(batch_size=BATCH_SIZE, shuffle=True).batches(LENGTHS, 0)
+    places = [(place, batches[place.step]) for place in PLACES]
+    publish_plans(store, KEYS, KEY, planner, LENGTHS, places, worker=0, num_workers=1, ahead=NUM_STEPS)
+    sources = {
+        (dp, pp): StorePlanSource(store, KEYS, KEY, dp_rank=dp, pp_rank=pp, num_planners=1, timeout_s=1)
+        for dp, pp in RANKS
+    }
+    return {rank: [source.plan(place) for place in PLACES] for rank, source in sources.items()}
+
+
+def simulated(config: TrainConfig, costs: AnalyticCosts, step: int) -> Trace:
+    (variant,) = job.variants(config, compare=False)
+    figures: Any = SimpleNamespace(step=step, epoch=0, epoch_step=step)
+    dataset: Any = LengthsAlone()
+    return outcome._simulated(config, costs, dataset, variant, figures, None)
+
+
+def told(micro_batches: tuple[MicroBatch, ...]) -> list[Any]:
+    return [[[s.index for s in m.samples], m.rows, m.encoder_len, m.recompute] for m in micro_batches]
+
+
+def shown(path: Path, step: int) -> list[dict[str, Any]]:
+    np.save(path.with_name("lengths.npy"), LENGTHS)
+    target = path.with_name("plan.json")
+    arguments = ["--config", str(path), "--lengths", str(path.with_name("lengths.npy")), "--step", str(step)]
+    assert cli.main(["plan", *arguments, "--json", str(target)]) == 0
+    assert cli.main(["check-plan", str(target), *arguments[:4]]) == 0
+    replicas: list[dict[str, Any]] = json.loads(target.read_text())["replicas"]
+    return replicas
+
+
+def test_what_is_shown_is_what_ranks_get_and_what_the_trace_simulates_under_a_tight_limit(
+    tight: tuple[Path, TrainConfig, AnalyticCosts], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, config, costs = tight
+    plans = through_a_store(config, costs)
+    assert all(in_line(config, costs, *rank) == plans[rank] for rank in [(0, 0), (1, 1)])
+    replanned = 0
+    for step in range(NUM_STEPS):
+        trace, replicas = simulated(config, costs, step), shown(path, step)
+        for rank in RANKS:
+            replica, plan = replicas[rank[0]], plans[rank][step]
+            fields = ("samples", "rows", "encoder_len", "recompute")
+            assert told(plan.micro_batches) == [[m[name] for name in fields] for m in replica["micro_batches"]]
+            predicted = replica["predicted"]
+            assert plan.prediction.makespan_ns / 1e9 == predicted["makespan_s"]
+            assert plan.prediction.lower_bound_ns / 1e9 == predicted["lower_bound_s"]
+            both = zip(predicted["peak_bytes"], predicted["in_flight_bytes"], strict=True)
+            assert plan.prediction.peak_bytes == tuple(map(sum, both))
+            assert plan.peak_bytes <= config.plan.memory_limit_bytes
+            labels = [span.label for span in trace.of_rank(rank[0] + 2 * rank[1])]
+            assert labels == replica["schedule"]["stages"][rank[1]]
+        assert round(trace.makespan_s * 1e9) == max(plans[rank][step].prediction.makespan_ns for rank in RANKS)
+        planner = planner_of(config, costs)
+        samples = [s for plan in (plans[0, 0][step], plans[1, 0][step]) for m in plan.micro_batches for s in m.samples]
+        first = planner.plan(sorted(samples, key=lambda sample: sample.index), step=step)
+        replanned += first.batch.replicas[0].micro_batches != plans[0, 0][step].micro_batches
+    assert replanned  # or nothing was tight
+
+
+def test_a_plan_that_ranks_would_refuse_is_refused_in_the_same_words(
+    tight: tuple[Path, TrainConfig, AnalyticCosts], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, config, costs = tight
+    samples = sample_lengths(LENGTHS, BatchRule(batch_size=BATCH_SIZE, shuffle=True).batches(LENGTHS, 0)[0])
+    least = next(  # room for the batch, but for no buffer
+        limit
+        for limit in range(int(costs.static_bytes().max()), config.plan.memory_limit_bytes, 20_000)
+        if _fits(planner_of(config.with_values(plan={"memory_limit_gb": limit / 1e9}), costs), samples)
+    )
+    np.save(path.with_name("lengths.npy"), LENGTHS)
+    flags = ["--config", str(path), "--lengths", str(path.with_name("lengths.npy")), "--step", "0"]
+    with pytest.raises(PlanError) as refusal:
+        in_line(config.with_values(plan={"memory_limit_gb": least / 1e9}), costs, 0, 0)
+    assert cli.main(["plan", *flags, "--memory-limit-gb", str(least / 1e9)]) == 2
+    assert str(refusal.value) in capsys.readouterr().err
+
+
+def _fits(planner: Planner, samples: Any) -> bool:
+    try:
+        planner.plan(samples)
+    except PlanError:
+        return False
+    return True
