@@ -173,7 +173,7 @@ class AnalyticCosts:
     def activation_format(self) -> ActivationFormat:
         shards = self.topology.tp if self.sequence_parallel else 1
         dtype = DTYPE_OF_WIDTH[self.activation_bytes_per_value]
-        return ActivationFormat(self.shape.hidden_size, dtype, sequence_shards=shards)
+        return ActivationFormat(self.architecture.hidden_size, dtype, sequence_shards=shards)
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
