@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,8 @@ from dynapipe_ext.data.dataset import TokenDataset, fingerprint_of_source, is_pr
 from dynapipe_ext.data.generation import generate_examples, generator_settings
 from dynapipe_ext.data.reading import Example, read_examples
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.launch.file_lock import FileLock
+from dynapipe_ext.launch.run_directory import runs_folder
 from dynapipe_ext.lengths import LengthArray, sample_lengths
 from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, round_up
 from dynapipe_ext.schedules.planner import Planner
@@ -30,6 +34,8 @@ from dynapipe_ext.topology import Topology
 # One multiple for all topologies: the padded vocabulary, and with it the weights, must not depend on tp.
 _VOCAB_MULTIPLE = 128
 _OURS = "dynapipe-ext"
+# How long ranks wait for data to be tokenized and costs to be measured; a failure of who does it ends the job at once.
+PREPARE_LIMIT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,41 +107,59 @@ def model_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
 
 
 def data_folder(config: TrainConfig) -> Path:
-    """Where the tokens of a run are."""
-    prepared = config.data.path and is_prepared(config.data.path)
-    return Path(config.data.path) if prepared else Path(config.run.run_dir) / "data"
+    """Where the tokens of a run are: in the user's own folder, or beside the run, by what they were made from, so that
+    the next run finds them. Errors: DataError for a file that cannot be read.
+    """
+    return Path(config.data.path) if _is_tokens(config) else _source(config).folder
 
 
 def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenDataset:
-    """Tokenize the user's file, or the generator's examples, into RUN_DIR/data; opens what is already there, and a
-    folder that `dynapipe preprocess` wrote.
+    """Tokenize the user's file, or the generator's examples, into `data_folder`; opens what is already there, and a
+    folder that `dynapipe preprocess` wrote. Of several runs that want the same data at once, one makes them.
     """
-    data, folder = config.data, data_folder(config)
-    if data.path and folder == Path(data.path):
-        return open_prepared(folder, max_seq_len=config.model.max_seq_len)
+    data = config.data
+    if _is_tokens(config):
+        return open_prepared(data.path, max_seq_len=config.model.max_seq_len)
+    source = _source(config)
+    lock = source.folder.with_name(f".{source.folder.name}.lock")
+    with FileLock(lock, f"the tokenized data in {source.folder}", wait_s=PREPARE_LIMIT_S):
+        return prepare(
+            source.examples,
+            source.folder,
+            tokenizer=data.tokenizer,
+            vocab_size=data.vocab_size if data.tokenizer == "bpe" else None,
+            max_seq_len=config.model.max_seq_len,
+            truncate=data.truncate,
+            source_fingerprint=source.fingerprint,
+            progress=progress,
+        )
+
+
+def _is_tokens(config: TrainConfig) -> bool:
+    return bool(config.data.path) and is_prepared(config.data.path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Text to tokenize, and the folder for its tokens."""
+
+    examples: Callable[[], Iterator[Example]]
+    fingerprint: str
+    folder: Path
+
+
+def _source(config: TrainConfig) -> _Source:
+    data, seed = config.data, config.run.seed
     if data.path:
         path = Path(data.path)
-        fingerprint = fingerprint_of_source(path)
-
-        def examples() -> Iterator[Example]:
-            return read_examples(path)
+        examples, fingerprint = partial(read_examples, path), fingerprint_of_source(path)
     else:
-        settings = generator_settings(num_samples=data.num_samples, seed=config.run.seed)
-        fingerprint = fingerprint_of_source(settings)
-
-        def examples() -> Iterator[Example]:
-            return generate_examples(num_samples=data.num_samples, seed=config.run.seed)
-
-    return prepare(
-        examples,
-        folder,
-        tokenizer=data.tokenizer,
-        vocab_size=data.vocab_size if data.tokenizer == "bpe" else None,
-        max_seq_len=config.model.max_seq_len,
-        truncate=data.truncate,
-        source_fingerprint=fingerprint,
-        progress=progress,
-    )
+        examples = partial(generate_examples, num_samples=data.num_samples, seed=seed)
+        fingerprint = fingerprint_of_source(generator_settings(num_samples=data.num_samples, seed=seed))
+    vocab_size = data.vocab_size if data.tokenizer == "bpe" else 0
+    made_from = [fingerprint, data.tokenizer, vocab_size, config.model.max_seq_len, data.truncate]
+    name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+    return _Source(examples, fingerprint, runs_folder(config.run.run_dir) / "tokenized" / name)
 
 
 def analytic_costs(config: TrainConfig, shape: ModelShape, *, flops_per_s: float, overhead_ns: int) -> AnalyticCosts:

@@ -39,7 +39,7 @@ RIM = {
         "executor/transport/torch_p2p.py",
         "launch/commands/doctor.py",
         "launch/commands/profile_model.py",  # the name of the device
-        "launch/training_loop.py",
+        "launch/variant_run.py",
         "launch/train.py",
         "tools/checkpoint/*.py",
     ),
@@ -67,6 +67,7 @@ LIGHT = (
     "dynapipe_ext.executor.proof.replica",
     "dynapipe_ext.executor.wire",
     "dynapipe_ext.executor.engine",
+    "dynapipe_ext.executor.training_loop",
     "dynapipe_ext.launch.cli",
     "dynapipe_ext.launch.cluster",
 )
