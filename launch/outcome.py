@@ -22,6 +22,7 @@ from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.events import StepDone
+from dynapipe_ext.launch.cluster import JobError
 from dynapipe_ext.launch.job import Variant, data_folder, make_planner, topology_of
 from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, link, point_latest_at
 from dynapipe_ext.launch.traced_spans import Spans
@@ -137,6 +138,8 @@ def _reason(error: BaseException) -> str:
             return "interrupted (Ctrl-C)"
         case SystemExit():
             return "ended by a signal (SIGTERM)"
+        case JobError():
+            return error.cause
         case DynaPipeError():
             return " ".join(str(error).split())
         case _:

@@ -67,7 +67,6 @@ LIGHT = (
     "dynapipe_ext.executor.proof.replica",
     "dynapipe_ext.executor.wire",
     "dynapipe_ext.executor.engine",
-    "dynapipe_ext.executor.training_loop",
     "dynapipe_ext.launch.cli",
     "dynapipe_ext.launch.cluster",
 )

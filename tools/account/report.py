@@ -116,7 +116,9 @@ class RunResult:
         that is known at all, so that measured and predicted means are of the same steps."""
         kinds = [getattr(self, name) for name in _SOMETIMES_KNOWN]
         known = [kind for kind in kinds if any(value is not None for value in kind)]
-        return tuple(step for step in range(len(self.losses)) if all(kind[step] is not None for kind in known))
+        return tuple(
+            step for step in range(len(self.losses)) if known and all(kind[step] is not None for kind in known)
+        )
 
     def mean(self, values: Sequence[float | None]) -> float | None:
         """The mean of one of the makespans or bubble ratios over `averaged_steps`; None where it is not known."""

@@ -6,8 +6,10 @@ has left here all that its report needs. People's step numbers count from 1.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -55,13 +57,13 @@ class EventsFile:
 
     def __init__(self, path: Path, variant: str) -> None:
         self._path, self._variant = path, variant
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def step_done(self, done: StepDone) -> None:
-        line = json.dumps({"variant": self._variant, **step_json(done)}, allow_nan=False)
+        line = json.dumps({"variant": self._variant, **step_json(done)}, allow_nan=False).encode() + b"\n"
         try:
-            self._file.write(line + "\n")
-            self._file.flush()
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise DataError(f"{self._path} cannot be written ({error.strerror}): make room for it") from error
 

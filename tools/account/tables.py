@@ -19,8 +19,8 @@ def shared_cores_note(num_ranks: int, num_cores: int) -> str:
     '8 ranks share 2 cores: an idle rank lends its core, so compare CPU time a token, not tokens/s, makespan or bubble.'
     """
     return (
-        f"{num_ranks} ranks share {counted(num_cores, 'core')}: an idle rank lends its core, so compare CPU time a token,"
-        " not tokens/s, makespan or bubble."
+        f"{num_ranks} ranks share {counted(num_cores, 'core')}: an idle rank lends its core, so compare CPU time a"
+        " token, not tokens/s, makespan or bubble."
     )
 
 
@@ -57,7 +57,6 @@ def summary_table(report: RunReport) -> Table:
     makespans = (result.measured_makespan_s, result.predicted_makespan_s)
     bubbles = (result.measured_bubble_ratio, result.predicted_bubble_ratio)
     numbers = tuple(result.first_step + step + 1 for step in result.averaged_steps)
-    mean_of = "mean" if len(numbers) == report.steps else f"mean of {step_range(numbers)}"
     rows = (
         ("loss, first → last step", losses, ""),
         ("real tokens", f"{result.real_tokens:,}", ""),
@@ -65,8 +64,9 @@ def summary_table(report: RunReport) -> Table:
         ("CPU time a token", _microseconds(cpu_s), ""),
         ("padding efficiency", percent(result.padding_efficiency), ""),
         ("micro-batches a replica and step", spread, ""),
-        (f"makespan, {mean_of}", *(seconds(result.mean(of)) for of in makespans)),
-        (f"bubble, {mean_of}", *(percent(result.mean(of)) for of in bubbles)),
+        ("makespan, mean", *(seconds(result.mean(of)) for of in makespans)),
+        ("bubble, mean", *(percent(result.mean(of)) for of in bubbles)),
+        ("  both means are of", step_range(numbers), ""),
         ("exposed planning", f"{seconds(exposed_s)} ({percent(share)} of the time)", ""),
         ("peak bytes of a rank", _peak(result.measured_peak_bytes), _peak(result.predicted_peak_bytes)),
     )
