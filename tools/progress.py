@@ -124,7 +124,7 @@ class StepProgress(_Meter):
         """One more step is done. The bubble is "-" where nobody measured it; padding is padded over all tokens."""
         self._done += 1
         padding = 1 - done.real_tokens / max(1, done.padded_tokens)
-        bubble = done.all_ranks and done.all_ranks.bubble_ratio
+        bubble = done.all_ranks.bubble_ratio if done.all_ranks else None
         figures = f"loss {done.loss:.4f}  {done.real_tokens_per_s:,.0f} tok/s"
         figures += f"  padding {percent(padding)}  bubble {percent(bubble)}"
         if self._live:

@@ -135,10 +135,11 @@ def curves(report: RunReport) -> dict[str, list[Point]]:
 def _result(
     label: VariantLabel, steps: Sequence[StepDone], simulated: Mapping[int, Trace], *, plans_hold: bool
 ) -> RunResult:
-    everywhere = [(index, done.all_ranks) for index, done in enumerate(steps) if done.all_ranks is not None]
-    accounted = [i for index, ranks in everywhere for i in range(max(0, index - ranks.num_steps + 1), index + 1)]
+    asked = [done.all_ranks for done in steps]
+    told = [ranks for ranks in asked if ranks is not None]
+    accounted = [i for last, ranks in enumerate(asked) if ranks for i in range(last - ranks.num_steps + 1, last + 1)]
     predicted = [_prediction(done, simulated, plans_hold=plans_hold) for done in steps]
-    last = everywhere[-1][1] if everywhere else None
+    latest = told[-1] if told else None
     return RunResult(
         name=label.name,
         layout=label.layout,
@@ -147,16 +148,16 @@ def _result(
         real_tokens_per_step=tuple(done.real_tokens for done in steps),
         padded_tokens=sum(done.padded_tokens for done in steps),
         step_s=tuple(done.step_s for done in steps),
-        cpu_s=sum(ranks.cpu_s for _, ranks in everywhere),
+        cpu_s=sum(ranks.cpu_s for ranks in told),
         num_micro_batches=tuple(done.num_micro_batches for done in steps),
-        measured_makespan_s=tuple(done.all_ranks and done.all_ranks.makespan_s for done in steps),
-        measured_bubble_ratio=tuple(done.all_ranks and done.all_ranks.bubble_ratio for done in steps),
+        measured_makespan_s=tuple(ranks.makespan_s if ranks else None for ranks in asked),
+        measured_bubble_ratio=tuple(ranks.bubble_ratio if ranks else None for ranks in asked),
         predicted_makespan_s=tuple(makespan_s for makespan_s, _ in predicted),
         predicted_bubble_ratio=tuple(bubble_ratio for _, bubble_ratio in predicted),
-        exposed_planning_s=last and last.exposed_planning_s,
-        predicted_peak_bytes=last and last.predicted_peak_bytes,
-        measured_peak_bytes=last and last.peak_bytes,
-        work=sum((ranks.work for _, ranks in everywhere), Work()),
+        exposed_planning_s=latest.exposed_planning_s if latest else None,
+        predicted_peak_bytes=latest.predicted_peak_bytes if latest else None,
+        measured_peak_bytes=latest.peak_bytes if latest else None,
+        work=sum((ranks.work for ranks in told), Work()),
         accounted_steps=None if len(accounted) == len(steps) else tuple(accounted),
         first_step=steps[0].step if steps else 0,
     )
@@ -203,13 +204,15 @@ def _label(fields: Fields) -> VariantLabel:
 def _step(fields: Fields) -> StepDone:
     floats = ("learning_rate", "step_s", "executed_s", "cpu_s", "predicted_makespan_s", "predicted_bubble_ratio")
     integers = ("epoch", "epoch_step", "real_tokens", "padded_tokens", "peak_bytes", "predicted_peak_bytes")
+    figures: dict[str, Any] = {name: fields.one(name, float) for name in floats}
+    figures |= {name: fields.one(name, int) for name in integers}
+    for name in ("loss", "grad_norm"):
+        figures[name] = math.nan if fields.raw(name) is None else fields.one(name, float)
     return StepDone(
         step=fields.one("step", int) - 1,
         num_micro_batches=fields.many("num_micro_batches", int),
         all_ranks=None if fields.raw("all_ranks") is None else _all_ranks(fields.sub("all_ranks")),
-        **{name: math.nan if fields.raw(name) is None else fields.one(name, float) for name in ("loss", "grad_norm")},
-        **{name: fields.one(name, float) for name in floats},
-        **{name: fields.one(name, int) for name in integers},
+        **figures,
     )
 
 
