@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING
 from dynapipe_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from dynapipe_ext.packing.collator import PackingCollator, check_packing, register_document_attention
+    from dynapipe_ext.packing.attention import register_document_attention
+    from dynapipe_ext.packing.check import check_packing
+    from dynapipe_ext.packing.collator import PackingCollator
     from dynapipe_ext.packing.dynamicat import loss_weight, scaled_learning_rate
     from dynapipe_ext.packing.record_tokens import tokenize_records
 
 _HOMES = {
     "PackingCollator": "dynapipe_ext.packing.collator",
-    "check_packing": "dynapipe_ext.packing.collator",
+    "check_packing": "dynapipe_ext.packing.check",
     "loss_weight": "dynapipe_ext.packing.dynamicat",
-    "register_document_attention": "dynapipe_ext.packing.collator",
+    "register_document_attention": "dynapipe_ext.packing.attention",
     "scaled_learning_rate": "dynapipe_ext.packing.dynamicat",
     "tokenize_records": "dynapipe_ext.packing.record_tokens",
 }

@@ -4,18 +4,18 @@ What keeps documents apart is the model's attention, and not every setting of it
 
     attention=      emits                               exact with (transformers 5)
     "positions"     position_ids, use_cache=False       sdpa, eager
-    "block-mask"    those and a 4D mask, rows x S x S   sdpa, with a cache too
+    "block-mask"    those and a 4D mask, rows x S x S   sdpa without sliding windows or chunks, with a cache too
     "cu_seqlens"    those and cu_seq_lens_q/k           sdpa, eager, `register_document_attention()`, flash-attn varlen
 
 Three traps that give no error: transformers finds documents in position_ids only where there is no cache (use_cache is
 on by default) and no 2D attention mask, and eager attention adds a boolean mask to its scores. So each batch carries
-use_cache=False, none carries a 2D mask, and `check_packing` proves a model with its settings in a few small forwards.
+use_cache=False, none carries a 2D mask, and `check_packing` proves a model with its settings in a few small forwards,
+with its windows, chunks and rotary frequencies.
 """
 
 from __future__ import annotations
 
 import bisect
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +24,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
+from dynapipe_ext.errors import ConfigError, DataError
 
 Packing = Literal["best-fit", "in-order"]
 PackedAttention = Literal["positions", "block-mask", "cu_seqlens"]
 
 IGNORED = -100  # the label that transformers' losses leave out
-DOCUMENT_ATTENTION = "dynapipe_documents"
 
 
 def pack_rows(
@@ -259,98 +258,3 @@ def _flat(place: int, name: str, values: Any, like: npt.NDArray[np.int64] | None
     if like is not None and len(array) != len(like):
         raise DataError(f"{name} of feature {place} has {len(array)} entries but input_ids has {len(like)}: align them")
     return array.astype(np.int64)
-
-
-def register_document_attention() -> str:
-    """Makes `attn_implementation="dynapipe_documents"` known to transformers; returns that name.
-
-    Work grows with the sum of squared document lengths, where a 4D mask pays for the squared row. Any device; collate
-    with attention="cu_seqlens". Not for sliding windows, soft-capped scores or generation: these are refused.
-    """
-    transformers = importlib.import_module("transformers")  # optional, so unknown to type checkers where it is absent
-    transformers.AttentionInterface.register(DOCUMENT_ATTENTION, _document_attention)
-    return DOCUMENT_ATTENTION
-
-
-def _document_attention(
-    module: Any,
-    query_BHSD: Any,
-    key_BHSD: Any,
-    value_BHSD: Any,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    cu_seq_lens_q: Any = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    **_: Any,
-) -> tuple[Any, None]:
-    """One call a document. Shapes: (B, heads, S, D) -> (B, S, heads, D); borders in the flattened B x S."""
-    import torch
-
-    batch, heads, row_len, _ = query_BHSD.shape
-    if cu_seq_lens_q is None or key_BHSD.shape[2] != row_len:
-        raise ConfigError(
-            f"{DOCUMENT_ATTENTION} got no document borders for rows of {row_len} positions (or a cache of"
-            f' {key_BHSD.shape[2]}): collate with attention="cu_seqlens", and load the model with sdpa to generate'
-        )
-    lengths = cu_seq_lens_q.diff().tolist()
-    if sum(lengths) != batch * row_len:
-        raise DataError(f"documents of {sum(lengths)} positions do not fill {batch} rows of {row_len}: collate again")
-    if softcap is not None or (sliding_window is not None and sliding_window < max(lengths)):
-        raise ConfigError(
-            f"{DOCUMENT_ATTENTION} has no soft cap ({softcap}) or sliding window ({sliding_window} under a document of"
-            f' {max(lengths)}): use attn_implementation="sdpa"'
-        )
-    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    groups = heads // key_BHSD.shape[1]
-    if groups > 1:
-        key_BHSD, value_BHSD = (x.repeat_interleave(groups, dim=1) for x in (key_BHSD, value_BHSD))
-    parts = (
-        x_BHSD.transpose(0, 1).reshape(1, heads, batch * row_len, -1).split(lengths, dim=2)
-        for x_BHSD in (query_BHSD, key_BHSD, value_BHSD)
-    )
-    outputs = [
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout, scale=scaling)
-        for q, k, v in zip(*parts, strict=True)
-    ]
-    return torch.cat(outputs, dim=2)[0].transpose(0, 1).reshape(batch, row_len, heads, -1), None
-
-
-def check_packing(model: Any, collator: PackingCollator, *, tolerance: float = 1e-4) -> float:
-    """Largest difference of logits, packed against one by one, relative to the largest logit, for two small documents.
-
-    Call it once with the model to be trained: a model whose attention looks across documents raises ExecutionError.
-    `tolerance` suits float32; take 2e-2 for bfloat16.
-    """
-    import torch
-
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    documents = [[(7 * i + 3) % vocabulary for i in range(5)], [(5 * i + 1) % vocabulary for i in range(8)]]
-    packed = PackingCollator(attention=collator.attention).pack([{"input_ids": document} for document in documents])
-    inputs = PackingCollator(attention=collator.attention).model_inputs(packed)
-    was_training = model.training
-    model.eval()
-
-    def logits(arguments: Mapping[str, Any]) -> Any:
-        placed = {name: value.to(model.device) if hasattr(value, "to") else value for name, value in arguments.items()}
-        return model(**placed).logits.float()
-
-    try:
-        with torch.no_grad():
-            together = packed.unpack(logits({**inputs, "labels": None}))
-            alone = [logits({**collator([{"input_ids": document}]), "labels": None})[0] for document in documents]
-    finally:
-        model.train(was_training)
-    largest = max(float(x.abs().max()) for x in alone)
-    error = max(float((a - b[: len(a)]).abs().max()) for a, b in zip(together, alone, strict=True)) / max(
-        largest, 1e-30
-    )
-    if not error <= tolerance:
-        raise ExecutionError(
-            f"packed logits differ from those of single documents by {error:.2g} of the largest (allowed"
-            f' {tolerance:.2g}): this model sees across documents with attention="{collator.attention}"; use'
-            ' attn_implementation="sdpa" and attention="positions", or "block-mask" before transformers 5'
-        )
-    return error

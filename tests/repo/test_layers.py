@@ -20,7 +20,7 @@ RIM = {
     "torch": (
         "dynapipe_ext/inference/loader.py",  # a DataLoader, and the driver of generate(); planning needs neither
         "dynapipe_ext/inference/memory_profiling.py",  # measures peaks of the user's model
-        "dynapipe_ext/packing/collator.py",  # tensors and attention of transformers models; packing is numpy
+        "dynapipe_ext/packing/*.py",  # tensors and attention of transformers models; packing itself is numpy
         "dynapipe_ext/megatron.py",
         "executor/stages/accumulator.py",
         "executor/device.py",
@@ -49,7 +49,8 @@ RIM = {
     "transformers": (
         "dynapipe_ext/inference/memory_profiling.py",  # builds the user's model
         "dynapipe_ext/data/preprocessing/transformers_encoder.py",  # tokenizers that only it can load
-        "dynapipe_ext/packing/collator.py",  # registers an attention that keeps documents apart
+        "dynapipe_ext/packing/attention.py",  # registers an attention that keeps documents apart
+        "dynapipe_ext/packing/check.py",  # builds a small twin of the user's model
         "executor/stages/transformers*.py",
     ),
     "flash_attn": ("executor/stages/attention*.py",),

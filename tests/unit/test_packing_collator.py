@@ -9,14 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
-from dynapipe_ext.packing.collator import (
-    IGNORED,
-    PackingCollator,
-    check_packing,
-    pack_rows,
-    register_document_attention,
-)
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.packing.attention import register_document_attention
+from dynapipe_ext.packing.collator import IGNORED, PackingCollator, pack_rows
 
 LENGTHS = (5, 1, 9, 17, 3, 8)
 VOCABULARY = 97
@@ -221,13 +216,6 @@ def test_loss_and_gradients_are_the_sums_over_single_documents(attention: Any, k
         assert float((ours.grad - theirs.grad).abs().max()) <= 1e-5 * float(theirs.grad.abs().max()), name
 
 
-def test_check_packing_passes_what_is_exact_and_refuses_what_is_not() -> None:
-    assert check_packing(llama("sdpa"), PackingCollator()) <= 1e-5
-    assert check_packing(llama("sdpa").train(), PackingCollator(attention="block-mask")) <= 1e-5
-    with pytest.raises(ExecutionError, match='attention="positions"'):
-        check_packing(llama("eager"), PackingCollator(attention="block-mask"))  # it adds the boolean mask to the scores
-
-
 def test_document_attention_refuses_what_it_would_get_wrong() -> None:
     import torch
 
@@ -237,8 +225,8 @@ def test_document_attention_refuses_what_it_would_get_wrong() -> None:
     batch = PackingCollator(attention="cu_seqlens")(documents())
     with pytest.raises(DataError, match="do not fill"):
         model(**{**batch, "cu_seq_lens_q": batch["cu_seq_lens_q"][:-1]})
-    with pytest.raises(ConfigError, match="sliding window"):
-        model(**batch, sliding_window=4)
+    with pytest.raises(ConfigError, match="soft cap"):
+        model(**batch, softcap=30.0)
 
 
 def test_a_data_loader_takes_it_with_worker_processes() -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -278,3 +279,26 @@ def test_a_browser_runs_the_page_without_errors(tmp_path: Path) -> None:
     )
     assert 'data-seen="0B0,1B0,true,true,true,true"' in done.stdout
     assert "bubble ratio <b>50.0 %</b>" in re.sub(r' class="[^"]*"', "", done.stdout)
+
+
+def test_shades_units_and_stages_are_told_apart_as_much_as_they_differ() -> None:
+    if not (node := shutil.which("node")):
+        pytest.skip("no node on PATH")
+    view = (files("dynapipe_ext.tools.show") / "trace_page" / "view.js").read_text()
+    script = (
+        view
+        + """
+    const shades = (low, high) => [low, high].map((n) => shadeOf(n, { low, high }));
+    const pane = { labels: ["0F0", "7F0", "1F0"], label: [0, 1, 2], rank: [0, 0, 1], shapes: [[1, 8]], kinds: {},
+      start_ns: [0, 1, 2], end_ns: [1, 2, 3] };
+    const made = prepare(pane, {});
+    console.log(JSON.stringify([shades(100, 101), shades(100, 6400), [0, 999, 4e6, 36e9].map(bytes), made.chunk,
+      made.numChunks]));
+    """
+    )
+    done = subprocess.run([node, "-"], input=script, capture_output=True, text=True, timeout=60, check=True)
+    near, far, sizes, chunk, num_chunks = json.loads(done.stdout)
+    assert near[1] - near[0] == 0  # 1 % is no difference that a colour should show
+    assert far == [0, 8]
+    assert sizes == ["0 B", "999 B", "4.00 MB", "36.0 GB"]
+    assert (chunk, num_chunks) == ([0, 1, 0], 2)

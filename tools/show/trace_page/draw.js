@@ -123,14 +123,15 @@ function drawRow(view, row) {
       drawWait(c, x, row.y, width, view.bar);
       fill = null;
     } else {
-      const shade = data.shade[data.shape[i]];
-      if (fill !== colours.fills[kind][shade]) c.fillStyle = fill = colours.fills[kind][shade];
+      const shade = data.shade[data.shape[i]], chunk = data.chunk[i];
+      if (fill !== colours.fills[kind][chunk][shade]) c.fillStyle = fill = colours.fills[kind][chunk][shade];
       c.fillRect(x + inset, row.y, width - 2 * inset, view.bar);
       if (width < 8) continue;
-      const short = match ? match[3] : label, long = match ? `${match[2]}${match[3]}` : label;
+      const short = match ? match[3] : label;
+      const long = match && data.numChunks === 1 ? `${match[2]}${match[3]}` : label;  // with its stage where ranks have several
       const text = width > long.length * font * 0.66 + 10 ? long : width > short.length * font * 0.62 + 3 ? short : "";
       if (text && view.bar >= 11) {
-        c.fillStyle = fill = colours.inks[kind][shade];
+        c.fillStyle = fill = colours.inks[kind][chunk][shade];
         c.fillText(text, x + width / 2, row.y + view.bar / 2 + 0.5);
       }
     }
@@ -264,18 +265,31 @@ function buildPane(section, data) {
   return view;
 }
 
+const ordinal = (n) => `${n}${["th", "st", "nd", "rd"][n % 100 > 10 && n % 100 < 14 ? 0 : n % 10] ?? "th"}`;
+
 function buildLegend() {
+  const numChunks = Math.max(1, ...panes.map((view) => view.data?.numChunks ?? 1));
   const kinds = new Set(panes.flatMap((view) => (view.data ? view.data.kind : [])));
   const entries = Object.keys(KIND_NAMES).filter((kind) => kinds.has(kind)).map((kind) => {
     const swatch = element("i");
-    swatch.style.background = kind === "wait" ? colours.wait : colours.fills[kind][Math.round(SHADES * 0.6)];
+    swatch.style.background = kind === "wait" ? colours.wait : colours.fills[kind][0][Math.round(SHADES * MIDDLE)];
     if (kind === "wait") swatch.style.height = "5px";
     const letter = kind.length === 1 ? `${kind} ` : "";
     return element("span", "", swatch, `${letter}${KIND_NAMES[kind]}`);
   });
+  for (let chunk = 0; chunk < numChunks && numChunks > 1; chunk++) {
+    const swatches = ["F", "B", "I", "W"].filter((kind) => kinds.has(kind)).map((kind) => {
+      const swatch = element("i", "chunk");
+      swatch.style.background = colours.fills[kind][chunk][Math.round(SHADES * MIDDLE)];
+      return swatch;
+    });
+    entries.push(element("span", "", ...swatches, `${ordinal(chunk + 1)} stage of a rank`));
+  }
   if (state.range && state.range.low !== state.range.high) {
     const ramp = element("i", "shade");
-    ramp.style.background = `linear-gradient(90deg, ${colours.fills.F.join(", ")})`;
+    const ends = [state.range.low, state.range.high].map((tokens) => shadeOf(tokens, state.range));
+    ramp.style.background = `linear-gradient(90deg, ${colours.fills.F[0].slice(ends[0], ends[1] + 1).concat(
+      colours.fills.F[0][ends[1]]).join(", ")})`;
     entries.push(element("span", "", ramp,
       `${integer.format(state.range.low)} to ${integer.format(state.range.high)} padded tokens`));
   }
@@ -305,6 +319,7 @@ function showStep(index) {
   }
   state.extent = [0, Math.max(1, ...filled.map((pane) => pane.last)) * 1.005];
   [state.from, state.to] = state.extent;
+  colours = palette(Math.max(1, ...filled.map((pane) => pane.numChunks)));
   panes = [...document.querySelectorAll(".pane")].map((section, k) => buildPane(section, data[k]));
   byId("step").value = String(index);
   byId("previous").disabled = index <= 0;

@@ -47,7 +47,7 @@ function fillCard() {
   const shape = data.shapes[data.shape[index]], duration = data.end_ns[index] - data.start_ns[index];
   const swatch = element("i");
   swatch.style.background = kind === "wait" ? colours.wait :
-    colours.fills[kind][data.shade[data.shape[index]]];
+    colours.fills[kind][data.chunk[index]][data.shade[data.shape[index]]];
   const rows = [];
   const line = (name, value) => rows.push(element("dt", "", name), element("dd", "", value));
   if (match) { line("micro-batch", match[3]); line("stage", match[1]); }
@@ -192,7 +192,7 @@ const largest = Math.max(0, ...record.steps.flatMap((s) => [s.measured, s.simula
 state.memory = byId("memory").checked = largest <= 20;
 byId("memory").addEventListener("change", () => { state.memory = byId("memory").checked; resize(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-  colours = palette();
+  colours = palette(Math.max(1, ...panes.map((view) => view.data?.numChunks ?? 1)));
   buildLegend();
   draw();
 });

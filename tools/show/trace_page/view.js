@@ -5,6 +5,8 @@ const KIND_NAMES = {
   reduce: "reduction, optimizer", wait: "wait", other: "other",
 };
 const KIND_COLOURS = { F: "f", B: "b", I: "i", W: "w", reduce: "r", other: "o" };
+// From a rank's first stage to its last: degrees of hue, and factor of lightness (a forward's blue has neighbours in hue).
+const STAGE_TURNS = { F: [12, 0.68], B: [26, 1], I: [-40, 1], W: [42, 1], reduce: [0, 1], other: [0, 1] };
 const SHADES = 9;
 const ACTION = /^(\d+)([FBIW])(\d+)$/;
 
@@ -17,10 +19,12 @@ function milliseconds(ns) {
   return `${ms.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ms`;
 }
 
+// Powers of ten, as memory limits are given everywhere else.
 function bytes(count) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  const power = count > 0 ? Math.min(units.length - 1, Math.floor(Math.log2(count) / 10)) : 0;
-  return power ? `${(count / 1024 ** power).toFixed(count / 1024 ** power < 10 ? 2 : 1)} ${units[power]}` : `${count} B`;
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  const power = count > 0 ? Math.min(units.length - 1, Math.floor(Math.log10(count) / 3 + 1e-12)) : 0;
+  const value = count / 1000 ** power;
+  return power ? `${value.toFixed(value < 10 ? 2 : 1)} ${units[power]}` : `${count} B`;
 }
 
 // "dp0 pp1 tp0" as coordinates; a rank without such a name sorts last, by number.
@@ -58,6 +62,16 @@ function paddedTokens(shape) {
   return shape.length ? shape[0] * (shape.slice(1).reduce((sum, n) => sum + n, 0) || 1) : 0;
 }
 
+// The stages of each rank, ascending.
+function stagesOf(pane, parsed) {
+  const found = new Map();
+  pane.rank.forEach((rank, i) => {
+    const match = parsed[pane.label[i]];
+    if (match) found.set(rank, (found.get(rank) ?? new Set()).add(Number(match[1])));
+  });
+  return new Map([...found].map(([rank, stages]) => [rank, [...stages].sort((a, b) => a - b)]));
+}
+
 // Adds to a pane what drawing needs: rows, micro-batch and size of each span, and the index by rank and label.
 function prepare(pane, names) {
   const parsed = pane.labels.map((label) => label.match(ACTION));
@@ -68,8 +82,12 @@ function prepare(pane, names) {
     const match = parsed[pane.label[i]];
     return match ? `${replica.get(pane.rank[i])}/${match[3]}` : null;
   };
+  const stages = stagesOf(pane, parsed);
+  const held = (i) => (parsed[pane.label[i]] ? stages.get(pane.rank[i]) : [0]);
+  const numChunks = Math.max(1, ...[...stages.values()].map((one) => one.length));
   return {
-    ...pane, rows, parsed, tokens,
+    ...pane, rows, parsed, tokens, numChunks,
+    chunk: pane.rank.map((_, i) => Math.max(0, held(i).indexOf(Number(parsed[pane.label[i]]?.[1])))),
     kind: pane.label.map((label) => pane.kinds[label]),
     flow: pane.rank.map((_, i) => flow(i)),
     byName: new Map(pane.rank.map((rank, i) => [`${rank} ${pane.labels[pane.label[i]]}`, i])),
@@ -84,26 +102,47 @@ function tokenRange(panes) {
   return high ? { low, high } : null;
 }
 
-// Shade 0 (small) to SHADES - 1 (large) on a square-root scale: sizes in one batch span orders of magnitude.
+// Shade 0 (small) to SHADES - 1 (large) on a square-root scale: sizes in one batch span orders of magnitude. Sizes
+// within a factor of `FULL_RANGE` use as much less of the scale, around its middle: what is nearly equal looks so.
+const FULL_RANGE = 4, MIDDLE = 0.6;
 function shadeOf(tokens, range) {
-  if (!range || !tokens || range.high === range.low) return Math.round((SHADES - 1) * 0.6);
+  if (!range || !tokens || range.high === range.low) return Math.round((SHADES - 1) * MIDDLE);
   const part = (Math.sqrt(tokens) - Math.sqrt(range.low)) / (Math.sqrt(range.high) - Math.sqrt(range.low));
-  return Math.round(part * (SHADES - 1));
+  const used = Math.min(1, Math.log(range.high / range.low) / Math.log(FULL_RANGE));
+  return Math.round((MIDDLE + (part - MIDDLE) * used) * (SHADES - 1));
 }
 
 const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 
-// Fill and text colour of every kind and shade under the colour scheme in force.
-function palette() {
+// The colour with its hue turned by some degrees and its lightness times a factor, saturation kept (HSL).
+function turned([r, g, b], degrees, factor) {
+  const most = Math.max(r, g, b) / 255, least = Math.min(r, g, b) / 255, range = most - least;
+  if (!range) return [r, g, b];
+  const middle = (most + least) / 2, saturation = range / (1 - Math.abs(2 * middle - 1)), light = middle * factor;
+  const sector = most === r / 255 ? ((g - b) / 255 / range) % 6
+    : most === g / 255 ? (b - r) / 255 / range + 2 : (r - g) / 255 / range + 4;
+  const hue = (sector * 60 + degrees + 720) % 360;
+  return [0, 8, 4].map((n) => {
+    const k = (n + hue / 30) % 12, a = saturation * Math.min(light, 1 - light);
+    return 255 * (light - a * Math.max(-1, Math.min(k - 3, 9 - k, 1)));
+  });
+}
+
+// Fill and text colour of every kind, stage of a rank (`numChunks` of them) and shade under the colour scheme in force.
+function palette(numChunks = 1) {
   const style = getComputedStyle(document.documentElement);
   const variable = (name) => style.getPropertyValue(`--${name}`).trim();
   const fills = {}, inks = {};
   for (const [kind, letter] of Object.entries(KIND_COLOURS)) {
     const [small, large] = [channels(variable(`${letter}0`)), channels(variable(`${letter}1`))];
     const mixed = Array.from({ length: SHADES }, (_, s) => small.map((c, k) => c + ((large[k] - c) * s) / (SHADES - 1)));
-    fills[kind] = mixed.map((rgb) => `rgb(${rgb.map(Math.round).join(" ")})`);
+    const [degrees, factor] = STAGE_TURNS[kind], part = (chunk) => chunk / Math.max(1, numChunks - 1);
+    const chunks = Array.from({ length: numChunks }, (_, chunk) =>
+      mixed.map((rgb) => turned(rgb, degrees * part(chunk), factor ** part(chunk))));
+    fills[kind] = chunks.map((shades) => shades.map((rgb) => `rgb(${rgb.map(Math.round).join(" ")})`));
     // Weights of relative luminance; 0.52 is where black and white text are about equally readable.
-    inks[kind] = mixed.map(([r, g, b]) => ((0.2126 * r + 0.7152 * g + 0.0722 * b) / 255 > 0.52 ? "#10161f" : "#ffffff"));
+    inks[kind] = chunks.map((shades) => shades.map(([r, g, b]) =>
+      ((0.2126 * r + 0.7152 * g + 0.0722 * b) / 255 > 0.52 ? "#10161f" : "#ffffff")));
   }
   const names = ["surface", "line", "grid", "text", "muted", "row", "accent", "cursor", "memory", "memory-fill",
     "selected", "wait"];

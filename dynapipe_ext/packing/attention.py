@@ -1,0 +1,94 @@
+"""Attention of transformers models that restarts at each document: one call each, within its windows and chunks."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from dynapipe_ext.errors import ConfigError, DataError
+
+DOCUMENT_ATTENTION = "dynapipe_documents"
+
+
+def register_document_attention() -> str:
+    """Makes `attn_implementation="dynapipe_documents"` known to transformers; returns that name.
+
+    Work grows with the sum of squared document lengths, where a 4D mask pays for the squared row. Sliding windows and
+    chunks count from the start of each document. Any device; collate with attention="cu_seqlens". Not for soft-capped
+    scores, attention sinks or generation: these are refused.
+    """
+    transformers = importlib.import_module("transformers")  # optional, so unknown to type checkers where it is absent
+    transformers.AttentionInterface.register(DOCUMENT_ATTENTION, _document_attention)
+    return DOCUMENT_ATTENTION
+
+
+def _document_attention(
+    module: Any,
+    query_BHSD: Any,
+    key_BHSD: Any,
+    value_BHSD: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Any = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Any = None,
+    **_: Any,
+) -> tuple[Any, None]:
+    """One call a document. Shapes: (B, heads, S, D) -> (B, S, heads, D); borders in the flattened B x S."""
+    import torch
+
+    batch, heads, row_len, _ = query_BHSD.shape
+    if cu_seq_lens_q is None or key_BHSD.shape[2] != row_len:
+        raise ConfigError(
+            f"{DOCUMENT_ATTENTION} got no document borders for rows of {row_len} positions (or a cache of"
+            f' {key_BHSD.shape[2]}): collate with attention="cu_seqlens", and load the model with sdpa to generate'
+        )
+    lengths = cu_seq_lens_q.diff().tolist()
+    if sum(lengths) != batch * row_len:
+        raise DataError(f"documents of {sum(lengths)} positions do not fill {batch} rows of {row_len}: collate again")
+    if softcap is not None or s_aux is not None:
+        raise ConfigError(
+            f"{DOCUMENT_ATTENTION} has no soft cap ({softcap}) and no attention sinks:"
+            ' use attn_implementation="sdpa" or "eager" with attention="positions"'
+        )
+    if chunk := _chunk_of(module):  # a position looks back to the start of its chunk: chunks are documents of their own
+        lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    groups = heads // key_BHSD.shape[1]
+    if groups > 1:
+        key_BHSD, value_BHSD = (x.repeat_interleave(groups, dim=1) for x in (key_BHSD, value_BHSD))
+    parts = (
+        x_BHSD.transpose(0, 1).reshape(1, heads, batch * row_len, -1).split(lengths, dim=2)
+        for x_BHSD in (query_BHSD, key_BHSD, value_BHSD)
+    )
+    outputs = []
+    for q, k, v in zip(*parts, strict=True):
+        mask = _window_mask(q.shape[2], sliding_window, causal, q.device)
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal and mask is None, dropout_p=dropout, scale=scaling
+            )
+        )
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1).reshape(batch, row_len, heads, -1), None
+
+
+def _chunk_of(module: Any) -> int | None:
+    """Positions of a chunk where this layer attends in chunks (Llama 4), else None."""
+    config = getattr(module, "config", None)
+    size, kinds = getattr(config, "attention_chunk_size", None), getattr(config, "layer_types", None)
+    if not size or not kinds:
+        return None
+    return int(size) if kinds[module.layer_idx] == "chunked_attention" else None
+
+
+def _window_mask(length: int, window: int | None, causal: bool, device: Any) -> Any:
+    """(S, S), true where a position may look, for a document longer than its window; None where no mask is needed."""
+    import torch
+
+    if window is None or window >= length:
+        return None
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
+    return seen.tril() if causal else seen.tril(window - 1)
