@@ -227,6 +227,14 @@ def test_comparison_takes_the_best_baseline_of_each_column_and_marks_losses() ->
     assert "share" not in faster
 
 
+def test_comparison_takes_bubbles_of_the_same_steps_though_only_one_run_was_simulated() -> None:
+    ours = replace(result(), predicted_makespan_s=(None, 0.4), predicted_bubble_ratio=(None, 0.2))
+    theirs = replace(result("theirs"), predicted_makespan_s=(), predicted_bubble_ratio=())
+    rows = [line for line in text_of(compare_table(report(result=ours, compare=(theirs,)))).splitlines() if "%" in line]
+    assert len(rows) == 2
+    assert all("25.0 %" in row for row in rows)
+
+
 def test_comparison_leaves_unknown_figures_out() -> None:
     blind = replace(result(last_loss=math.nan), measured_bubble_ratio=())
     text = text_of(compare_table(report(result=blind)))

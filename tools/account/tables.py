@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -83,11 +84,17 @@ class _Metric:
     more_is_better: bool
 
 
+def _measured_mean(values: Sequence[float | None]) -> float | None:
+    """Over all measured steps: all runs of a comparison are measured at the same ones."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
 _METRICS = (
     _Metric("real\ntokens/s", lambda r: r.real_tokens_per_s, lambda v: f"{v:,.0f}", True),
     _Metric("CPU time\na token", lambda r: r.cpu_s_per_token, _microseconds, False),
     _Metric("padding\nefficiency", lambda r: r.padding_efficiency, percent, True),
-    _Metric("bubble", lambda r: r.mean(r.measured_bubble_ratio), percent, False),
+    _Metric("bubble", lambda r: _measured_mean(r.measured_bubble_ratio), percent, False),
     _Metric("last\nloss", lambda r: finite(r.losses[-1]) if r.losses else None, lambda v: f"{v:.4f}", False),
 )
 
