@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dynapipe_ext.executor.loader import DynaPipeDataLoader
     from dynapipe_ext.executor.stages.torch_stage import TorchStage
     from dynapipe_ext.executor.transport.inline import InlineHub
+    from dynapipe_ext.executor.transport.parallel_context import ParallelContext
     from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
     from dynapipe_ext.plan import MicroBatch
     from dynapipe_ext.schedules.planner import Planner
@@ -36,6 +37,7 @@ _HOMES = {
     "InlineHub": "dynapipe_ext.executor.transport.inline",
     "MicroBatch": "dynapipe_ext.plan",
     "ModelShape": "dynapipe_ext.costs.analytic",
+    "ParallelContext": "dynapipe_ext.executor.transport.parallel_context",
     "PipelineExecutor": "dynapipe_ext.executor.engine",
     "Planner": "dynapipe_ext.schedules.planner",
     "TokenCosts": "dynapipe_ext.costs.tokens",
@@ -54,6 +56,7 @@ __all__ = [
     "InlineHub",
     "MicroBatch",
     "ModelShape",
+    "ParallelContext",
     "PipelineExecutor",
     "Planner",
     "TokenCosts",

@@ -60,6 +60,14 @@ class Topology:
         """Pipeline rank of every stage."""
         return self.placement or tuple(range(self.pp))
 
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """Stages of a pipeline rank, in their order: that of its model chunks.
+
+        >>> Topology(pp=2, placement=(0, 1, 1, 0)).stages_of(0)
+        (0, 3)
+        """
+        return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank)
+
     def coordinates(self, rank: int) -> Coordinates:
         if not 0 <= rank < self.world_size:
             size = f"tp {self.tp} x pp {self.pp} x dp {self.dp}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import assert_never
 
 from dynapipe_ext.errors import ExecutionError
@@ -17,6 +18,7 @@ from dynapipe_ext.executor.instructions import (
     BackwardInput,
     BackwardWeight,
     Buffer,
+    Computation,
     ExecutionPlan,
     Forward,
     Instruction,
@@ -33,8 +35,9 @@ from dynapipe_ext.timeline import Span
 class PipelineExecutor:
     """Executes plans on one pipeline rank.
 
-    `rank` labels recorded spans (default: the plan's pipeline rank). `clock` returns seconds; on an accelerator a
-    recording run passes a clock that synchronises first. Two executors fit in one process.
+    `rank` labels recorded spans and errors (default: the plan's pipeline rank). `clock` returns seconds and is read
+    around recorded actions only; on an accelerator a recording run passes a clock that synchronises first. `ranges`
+    gives the context in which an action runs, by its label (`profiler_ranges`). Two executors fit in one process.
 
     `arrived` says of a transfer whether it has ended, without blocking (`WatchedTransport.arrived`); with it, waits are
     filled with weight gradients, which must then join no collective over replicas (ZeRO-2 and 3 do). It pays with plans
@@ -50,6 +53,7 @@ class PipelineExecutor:
         recorder: Recorder | None = None,
         rank: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        ranges: Callable[[str], AbstractContextManager[object]] | None = None,
         arrived: Callable[[Pending], bool] | None = None,
     ) -> None:
         self._stage = stage
@@ -57,12 +61,14 @@ class PipelineExecutor:
         self._recorder = recorder
         self._rank = rank
         self._clock = clock
+        self._ranges = ranges
         self._arrived = arrived
 
     def execute(self, plan: ExecutionPlan, micro_batches: Sequence[Batch]) -> float:
         """Run one step and return the loss of the global batch; gradients are then complete and reduced.
 
         `micro_batches[i]` holds the tensors of `plan.micro_batches[i]`. Raises ExecutionError when a peer is late.
+        What an instruction raises carries a note that says which one, where, and on what.
         """
         if len(micro_batches) != len(plan.micro_batches):
             raise ExecutionError(
@@ -77,100 +83,142 @@ class PipelineExecutor:
         buffers: dict[Buffer, Tensors] = {}
         sends: dict[Buffer, Pending] = {}
         receives: dict[Buffer, Pending] = {}
-        weights = _Weights(plan.instructions)
+        weights = _WeightQueue(plan.instructions)
         for instruction in plan.instructions:
-            start_s, start_cpu_s = self._clock(), time.thread_time()
-            match instruction:
-                case Load(micro_batch):
-                    stage.load(micro_batch, micro_batches[micro_batch])
-                case Forward(s, m):
-                    inputs = buffers.pop(Buffer("activation", s - 1, m)) if s > 0 else ()
-                    outputs = stage.forward(s, m, inputs)
-                    del inputs
-                    if s < last:
-                        buffers[Buffer("activation", s, m)] = outputs
-                    self._record(plan, f"{s}F{m}", m, start_s, start_cpu_s)
-                case Backward(s, m) | BackwardInput(s, m):
-                    whole = isinstance(instruction, Backward)
-                    output_grads = buffers.pop(Buffer("gradient", s + 1, m)) if s < last else ()
-                    input_grads = (stage.backward if whole else stage.backward_input)(s, m, output_grads)
-                    del output_grads
-                    if s > 0:
-                        buffers[Buffer("gradient", s, m)] = input_grads
-                    self._record(plan, f"{s}{'B' if whole else 'I'}{m}", m, start_s, start_cpu_s)
-                    weights.ready.add((s, m))
-                case BackwardWeight():
-                    if weights.due():
-                        self._weight(plan, instruction)
-                case Send(buffer):
-                    sends[buffer] = transport.send(instruction, buffers.pop(buffer))
-                case Recv(buffer):
-                    receives[buffer] = transport.recv(instruction)
-                case WaitSend(buffer):
-                    self._wait(plan, sends.pop(buffer), weights)
-                case WaitRecv(buffer):
-                    buffers[buffer] = self._wait(plan, receives.pop(buffer), weights)
-                case _:
-                    assert_never(instruction)
+            try:
+                match instruction:
+                    case Load(micro_batch):
+                        stage.load(micro_batch, micro_batches[micro_batch])
+                    case Forward(s, m):
+                        inputs = buffers.pop(Buffer("activation", s - 1, m)) if s > 0 else ()
+                        outputs = self._act(plan, instruction, inputs)
+                        del inputs
+                        if s < last:
+                            buffers[Buffer("activation", s, m)] = outputs
+                    case Backward(s, m) | BackwardInput(s, m):
+                        output_grads = buffers.pop(Buffer("gradient", s + 1, m)) if s < last else ()
+                        input_grads = self._act(plan, instruction, output_grads)
+                        del output_grads
+                        if s > 0:
+                            buffers[Buffer("gradient", s, m)] = input_grads
+                        weights.ready.add((s, m))
+                    case BackwardWeight():
+                        if weights.take_in_turn():
+                            self._act(plan, instruction)
+                    case Send(buffer):
+                        sends[buffer] = transport.send(instruction, buffers.pop(buffer))
+                    case Recv(buffer):
+                        receives[buffer] = transport.recv(instruction)
+                    case WaitSend(buffer):
+                        self._wait(plan, sends.pop(buffer), weights)
+                    case WaitRecv(buffer):
+                        buffers[buffer] = self._wait(plan, receives.pop(buffer), weights)
+                    case _:
+                        assert_never(instruction)
+            except Exception as error:
+                error.add_note(self._place(plan, instruction))
+                raise
         if buffers or sends or receives:
             left = [str(buffer) for buffer in (*buffers, *sends, *receives)]
             raise ExecutionError(
                 f"step {plan.step}: the plan left buffers behind: {left[:5]}; verify plans before running"
             )
 
-    def _wait(self, plan: ExecutionPlan, pending: Pending, weights: _Weights) -> Tensors:
+    def _wait(self, plan: ExecutionPlan, pending: Pending, weights: _WeightQueue) -> Tensors:
         """What a transfer brings; until it has ended, weight gradients run if they may."""
         while self._arrived is not None and not self._arrived(pending):
-            weight = weights.take()
+            weight = weights.take_early()
             if weight is None:
                 break
-            self._weight(plan, weight)
+            try:
+                self._act(plan, weight)
+            except Exception as error:
+                error.add_note(self._place(plan, weight))
+                raise
         return pending.wait()
 
-    def _weight(self, plan: ExecutionPlan, weight: BackwardWeight) -> None:
-        start_s, start_cpu_s = self._clock(), time.thread_time()
-        self._stage.backward_weight(weight.stage, weight.micro_batch)
-        self._record(plan, f"{weight.stage}W{weight.micro_batch}", weight.micro_batch, start_s, start_cpu_s)
-
-    def _record(self, plan: ExecutionPlan, label: str, micro_batch: int, start_s: float, start_cpu_s: float) -> None:
-        if self._recorder is None:
-            return
-        shape = plan.micro_batches[micro_batch]
-        self._recorder.record(
-            Span(
-                rank=plan.pp_rank if self._rank is None else self._rank,
-                label=label,
-                start_s=start_s,
-                end_s=self._clock(),
-                cpu_s=time.thread_time() - start_cpu_s,
-                num_bytes=self._stage.held_bytes(),
-                shape=(shape.rows, shape.encoder_len, shape.decoder_len),
+    def _act(self, plan: ExecutionPlan, action: Computation, tensors: Tensors = ()) -> Tensors:
+        """What the stage makes of `tensors`, seen by the recorder and within a range."""
+        if self._recorder is None and self._ranges is None:
+            return self._compute(action, tensors)
+        label = str(action)
+        with nullcontext() if self._ranges is None else self._ranges(label):
+            if self._recorder is None:
+                return self._compute(action, tensors)
+            start_s, start_cpu_s = self._clock(), time.thread_time()
+            made = self._compute(action, tensors)
+            shape = plan.micro_batches[action.micro_batch]
+            self._recorder.record(
+                Span(
+                    rank=self._rank_in(plan),
+                    label=label,
+                    start_s=start_s,
+                    end_s=self._clock(),
+                    cpu_s=time.thread_time() - start_cpu_s,
+                    num_bytes=self._stage.held_bytes(),
+                    shape=(shape.rows, shape.encoder_len, shape.decoder_len),
+                )
             )
+            return made
+
+    def _compute(self, action: Computation, tensors: Tensors) -> Tensors:
+        match action:
+            case Forward(s, m):
+                return self._stage.forward(s, m, tensors)
+            case Backward(s, m):
+                return self._stage.backward(s, m, tensors)
+            case BackwardInput(s, m):
+                return self._stage.backward_input(s, m, tensors)
+            case BackwardWeight(s, m):
+                self._stage.backward_weight(s, m)
+                return ()
+            case _:
+                assert_never(action)
+
+    def _rank_in(self, plan: ExecutionPlan) -> int:
+        return plan.pp_rank if self._rank is None else self._rank
+
+    def _place(self, plan: ExecutionPlan, instruction: Instruction) -> str:
+        """Where an instruction failed, for the note on its error."""
+        where = (
+            f"on rank {self._rank_in(plan)} (pipeline rank {plan.pp_rank} of replica {plan.dp_rank}), step {plan.step},"
+            f" {instruction}"
+        )
+        match instruction:
+            case Send(buffer) | Recv(buffer) | WaitSend(buffer) | WaitRecv(buffer):
+                number = buffer.micro_batch
+            case _:
+                number = instruction.micro_batch
+        m, peak_bytes = plan.micro_batches[number], plan.certificate.peak_bytes[plan.pp_rank]
+        lengths = f"{m.encoder_len} + {m.decoder_len}" if m.decoder_len else f"{m.encoder_len}"
+        return (
+            f"{where}: micro-batch {number} of {m.rows} rows x {lengths} tokens, {m.layout}, recomputation"
+            f" {m.recompute}; predicted peak of this rank {peak_bytes} bytes"
         )
 
 
-class _Weights:
-    """The weight gradients of a plan, run as a prefix of their order; those before `taken` have run."""
+class _WeightQueue:
+    """The weight gradients of a plan, taken in its order, each once: in turn, or early while a transfer is late."""
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self.ready: set[tuple[int, int]] = set()  # (stage, micro-batch) whose I has run
         self._order = [instruction for instruction in instructions if isinstance(instruction, BackwardWeight)]
-        self._taken = self._passed = 0
+        self._num_taken = self._num_passed = 0
 
-    def take(self) -> BackwardWeight | None:
-        """The next one, if its I has run: it counts as run."""
-        if self._taken == len(self._order):
+    def take_early(self) -> BackwardWeight | None:
+        """Take the next one, if its I has run."""
+        if self._num_taken == len(self._order):
             return None
-        weight = self._order[self._taken]
+        weight = self._order[self._num_taken]
         if (weight.stage, weight.micro_batch) not in self.ready:
             return None
-        self._taken += 1
+        self._num_taken += 1
         return weight
 
-    def due(self) -> bool:
-        """Whether the one at this place of the plan has yet to run: it then counts as run."""
-        self._passed += 1
-        if self._passed <= self._taken:
+    def take_in_turn(self) -> bool:
+        """Take the one at the next place of the plan; False if it was taken early."""
+        self._num_passed += 1
+        if self._num_passed <= self._num_taken:
             return False
-        self._taken += 1
+        self._num_taken += 1
         return True

@@ -3,6 +3,7 @@
 The rank's order is the whole program. Send and Recv only start a transfer; Wait ends it. Forward and Backward take the
 buffers named after them: a Forward of stage s takes the "activation" that stage s - 1 produced, a Backward of stage s
 the "gradient" that stage s + 1 produced, and each leaves its own output in a buffer until it is sent or taken.
+Printed, a computation is its action in a schedule ("2F0"), everything else says what it does.
 """
 
 from __future__ import annotations
@@ -34,11 +35,17 @@ class Load:
 
     micro_batch: int
 
+    def __str__(self) -> str:
+        return f"Load of micro-batch {self.micro_batch}"
+
 
 @dataclass(frozen=True, slots=True)
 class Forward:
     stage: int
     micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}F{self.micro_batch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +55,26 @@ class Backward:
     stage: int
     micro_batch: int
 
+    def __str__(self) -> str:
+        return f"{self.stage}B{self.micro_batch}"
+
 
 @dataclass(frozen=True, slots=True)
 class BackwardInput:
     stage: int
     micro_batch: int
 
+    def __str__(self) -> str:
+        return f"{self.stage}I{self.micro_batch}"
+
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight:
     stage: int
     micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}W{self.micro_batch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,9 @@ class Send:
     channel: int
     specs: tuple[TensorSpec, ...]
 
+    def __str__(self) -> str:
+        return f"Send of the {self.buffer}"
+
 
 @dataclass(frozen=True, slots=True)
 class Recv:
@@ -80,12 +99,18 @@ class Recv:
     channel: int
     specs: tuple[TensorSpec, ...]
 
+    def __str__(self) -> str:
+        return f"Recv of the {self.buffer}"
+
 
 @dataclass(frozen=True, slots=True)
 class WaitSend:
     """Block until the buffer has left, and give up its memory."""
 
     buffer: Buffer
+
+    def __str__(self) -> str:
+        return f"Wait for the send of the {self.buffer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +119,12 @@ class WaitRecv:
 
     buffer: Buffer
 
+    def __str__(self) -> str:
+        return f"Wait for the receipt of the {self.buffer}"
 
-Instruction = Load | Forward | Backward | BackwardInput | BackwardWeight | Send | Recv | WaitSend | WaitRecv
+
+Computation = Forward | Backward | BackwardInput | BackwardWeight
+Instruction = Load | Computation | Send | Recv | WaitSend | WaitRecv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,3 +182,8 @@ class ExecutionPlan:
     @property
     def num_stages(self) -> int:
         return len(self.stage_ranks)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Stages of this rank, in their order."""
+        return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == self.pp_rank)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from dynapipe_ext.executor.instructions import ExecutionPlan, Recv, Send
 from dynapipe_ext.timeline import Span
+from dynapipe_ext.topology import Topology
 
 Tensors = tuple[Any, ...]
 Batch = Mapping[str, Any]  # tensors of one micro-batch by name, as the collate function made them
@@ -18,13 +19,14 @@ Batch = Mapping[str, Any]  # tensors of one micro-batch by name, as the collate 
 class Stage(Protocol):
     """The layers of one pipeline rank (of one or more stages) and their autograd state.
 
-    The engine calls `start_step`, then the methods below in the plan's order, then `finish_step`.
+    The engine calls `start_step`, then the methods below in the plan's order, then `finish_step`. Under a plan that is
+    `forward_only` a stage keeps nothing from forwards, and leaves gradients alone.
     """
 
     def start_step(self, plan: ExecutionPlan) -> None: ...
 
     def load(self, micro_batch: int, batch: Batch) -> None:
-        """Take the tensors of a micro-batch; they may be dropped after its last backward."""
+        """Take the tensors of a micro-batch; they may be dropped after its last backward (or only forward)."""
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
         """Outputs for stage + 1; `inputs` is empty on the first stage, the outputs are empty on the last."""
@@ -47,6 +49,18 @@ class Stage(Protocol):
     def held_bytes(self) -> int:
         """Bytes of activations and gradients-to-be held right now, for the trace (0 where unknown)."""
         ...
+
+
+class Reductions(Protocol):
+    """Sums over the ranks of a job, in place. All ranks of a sum call it, in one order."""
+
+    @property
+    def topology(self) -> Topology: ...
+
+    def sum_over_replicas(self, tensor: Any) -> None:
+        """Over the ranks that hold the same stages, one of each replica."""
+
+    def sum_over_job(self, tensor: Any) -> None: ...
 
 
 class Pending(Protocol):

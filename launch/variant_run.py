@@ -76,7 +76,7 @@ def run_variant(
     model = build_model(shape, topology, me.pp_rank, settings, seed=config.run.seed, device=device)
     ddp = wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed)
     optimizer = MegatronOptimizer(ddp, settings, config.optimizer, num_steps=config.run.steps)
-    stage = MegatronStage(ddp, dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
+    stage = MegatronStage([ddp], dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
     recorder = SpanRecorder(context.clock_offset_s)
     with ExitStack() as stack:
         transport = _transport(context, variant)

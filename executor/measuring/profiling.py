@@ -160,7 +160,7 @@ class LayerProfiler:
             model = build_model(shape, topology, pp_rank, config, seed=0, device=self._device)
         if not num_layers:
             model.decoder.layers = torch.nn.ModuleList()  # type: ignore[union-attr]
-        return MegatronStage(wrap_ddp(model, config))
+        return MegatronStage([wrap_ddp(model, config)])
 
     def _inputs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """A random hidden state (sequence, rows, hidden), and the batch that goes with it."""
@@ -186,7 +186,7 @@ class LayerProfiler:
         """(stage number, its input); the stage has loaded micro-batch 0."""
         number = _LAYERS_STAGE if stage is not self._stages["head"] else _HEAD_STAGE
         x_SBH, batch = self._inputs(micro_batch)
-        stage.measure_bytes = count_bytes
+        stage.count_bytes(count_bytes)
         stage.start_step(_plan(micro_batch, number))
         stage.load(0, batch)
         return number, x_SBH

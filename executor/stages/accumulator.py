@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from dynapipe_ext.errors import ExecutionError
 
+Sum = Callable[[torch.Tensor], None]  # over ranks, in place
+
 
 class GradientAccumulator(Protocol):
-    """Sums gradients over micro-batches and replicas; `reduce` leaves the sums in `parameter.grad`.
+    """Sums gradients over micro-batches and replicas; after `reduce` the sums are where the optimizer expects them.
 
-    That has the parameter's dtype, as torch wants it; what an implementation adds up in is its own choice.
+    That is `parameter.grad`, in the parameter's dtype, as torch wants it, or Megatron's `main_grad`; what an
+    implementation adds up in is its own choice.
     """
 
     def begin(self) -> None:
@@ -23,20 +25,23 @@ class GradientAccumulator(Protocol):
     def add(self) -> None:
         """Take in what the backward that just ran has produced."""
 
+    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Take in a gradient that a split backward had put off; `add` follows."""
+
     def reduce(self) -> None:
         """Sum over replicas, once a step."""
 
 
 class PlainAccumulator:
-    """Floating-point sums in arrival order, one flat all-reduce over `group` (None: a single replica).
+    """Floating-point sums in arrival order, replicas in one flat sum.
 
     Micro-batches add up in the parameter's dtype, replicas in float32: with bfloat16 weights and many micro-batches
     a step, small gradients are lost in the first sum.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: Any = None) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], sum_over_replicas: Sum | None = None) -> None:
         self._parameters = list(parameters)
-        self._group = group
+        self._sum_over_replicas = sum_over_replicas
 
     def begin(self) -> None:
         for parameter in self._parameters:
@@ -45,13 +50,16 @@ class PlainAccumulator:
     def add(self) -> None:
         """Autograd has already added into `parameter.grad`."""
 
+    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        _add_to_grad(weight, gradient)
+
     def reduce(self) -> None:
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if self._group is not None and self._parameters:
+        if self._sum_over_replicas is not None and self._parameters:
             flat = torch.cat([_grad(parameter).reshape(-1).float() for parameter in self._parameters])
-            dist.all_reduce(flat, group=self._group)
+            self._sum_over_replicas(flat)
             _scatter(flat, self._parameters)
 
 
@@ -62,9 +70,15 @@ class ExactAccumulator:
     parameter. Raises ExecutionError where a sum leaves the range of 2^(62 - scale_bits).
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: Any = None, *, scale_bits: int = 44) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        sum_over_replicas: Sum | None = None,
+        *,
+        scale_bits: int = 44,
+    ) -> None:
         self._parameters = list(parameters)
-        self._group = group
+        self._sum_over_replicas = sum_over_replicas
         self._scale = float(2**scale_bits)
         self._limit = float(2 ** (62 - scale_bits))
         self._sums = [torch.zeros(p.shape, dtype=torch.int64, device=p.device) for p in self._parameters]
@@ -84,20 +98,27 @@ class ExactAccumulator:
                 total += torch.round(grad * self._scale).long()
                 parameter.grad = None
 
+    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        _add_to_grad(weight, gradient)
+
     def reduce(self) -> None:
         device = self._sums[0].device if self._sums else None
         largest = torch.tensor([self._largest], dtype=torch.float64, device=device)
-        if self._group is not None:
-            dist.all_reduce(largest, group=self._group)
+        if self._sum_over_replicas is not None:
+            self._sum_over_replicas(largest)
         if not float(largest) < self._limit:
             raise ExecutionError(
                 f"gradients as large as {float(largest):.3g} leave the fixed-point range {self._limit:.3g}:"
                 " lower the learning rate, clip, or use the plain accumulator"
             )
         for parameter, total in zip(self._parameters, self._sums, strict=True):
-            if self._group is not None:
-                dist.all_reduce(total, group=self._group)
+            if self._sum_over_replicas is not None:
+                self._sum_over_replicas(total)
             parameter.grad = (total.double() / self._scale).to(parameter.dtype)
+
+
+def _add_to_grad(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
 def _grad(parameter: torch.nn.Parameter) -> torch.Tensor:

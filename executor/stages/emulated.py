@@ -39,7 +39,8 @@ class EmulatedStage:
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
         self._sleep(int(self._costs.forward_ns[stage, micro_batch]))
-        self._held[stage, micro_batch] = int(self._costs.stored_bytes[stage, micro_batch])
+        if not self._plan.forward_only:
+            self._held[stage, micro_batch] = int(self._costs.stored_bytes[stage, micro_batch])
         return self._tensors[micro_batch] if stage < self._plan.num_stages - 1 else ()
 
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:

@@ -1,50 +1,65 @@
-"""A Stage of megatron-core: its DDP buffers, its gradient reduction, its optimizer."""
+"""A Stage of megatron-core: its model chunks, its DDP buffers, its gradient reduction."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages import megatron_split
-from dynapipe_ext.executor.stages.collectives import named_collectives
-from dynapipe_ext.executor.stages.split_linear import DeferredGradients, Work, deferred_bytes
-from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
+from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
+from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
+
+Chunks = Sequence[Any]  # a rank's model chunks, one a stage and in their order, each in megatron-core's DDP
 
 
-class MegatronGradients(Protocol):
-    """The GradientAccumulator of Megatron's parameters: sums live in DDP's float32 `main_grad` buffers."""
+def gpt_call(chunk: Any, batch: Batch, x_SBH: torch.Tensor | None = None) -> torch.Tensor:
+    """Runs a chunk of a GPTModel: hidden states, or, where it ends in the head, the weighted loss sum."""
+    model = unwrapped(chunk)
+    model.set_input_tensor(x_SBH)
+    output: torch.Tensor = chunk(
+        input_ids=batch.get("tokens"),
+        position_ids=batch.get("position_ids"),
+        attention_mask=None,
+        labels=batch["labels"] if model.post_process else None,
+        packed_seq_params=batch.get("packed"),
+    )
+    model.set_input_tensor(None)
+    return (output.float() * batch["loss_weights"]).sum() if model.post_process else output
 
-    def begin(self) -> None: ...
 
-    def add(self) -> None: ...
+def finalize_grads(chunks: Chunks) -> None:
+    """Megatron's own: one reduction over replicas, then the sums over tensor parallel ranks (norms under sequence
+    parallelism) and over the two copies of a tied embedding."""
+    from megatron.core.distributed import finalize_model_grads
 
-    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take in a gradient that a split backward had put off."""
-
-    def reduce(self) -> None: ...
+    finalize_model_grads(list(chunks))
 
 
-class PlainMegatronGradients:
-    """Megatron's own way: backward hooks add into `main_grad`; one reduction over replicas a step, then the sums over
-    tensor parallel ranks (norms under sequence parallelism) and over the two copies of a tied embedding."""
+class MegatronGradients:
+    """Sums in DDP's float32 `main_grad` buffers, into which backward hooks add; `finalize` reduces them.
 
-    def __init__(self, ddp: Any) -> None:
-        self._ddp = ddp
+    With None the caller does so, after the step: the sums are then this rank's own.
+    """
+
+    def __init__(self, chunks: Chunks, *, finalize: Callable[[Chunks], object] | None = finalize_grads) -> None:
+        self._chunks, self._finalize = chunks, finalize
 
     def begin(self) -> None:
-        self._ddp.zero_grad_buffer()
-        for parameter in self._ddp.parameters():
-            # Megatron's float32 optimizer leaves `grad` aliased to `main_grad`: the first backward would count twice.
-            parameter.grad = None
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                # Megatron's float32 optimizer leaves `grad` aliased to `main_grad`: the first backward would count
+                # twice.
+                parameter.grad = None
 
     def add(self) -> None: ...
 
@@ -52,52 +67,61 @@ class PlainMegatronGradients:
         weight.main_grad.add_(gradient)  # type: ignore[attr-defined]
 
     def reduce(self) -> None:
-        from megatron.core.distributed import finalize_model_grads
-
-        finalize_model_grads([self._ddp])
-
-
-@dataclass(slots=True)
-class _Live:
-    """One micro-batch between its forward and its backward."""
-
-    input: torch.Tensor | None
-    output: torch.Tensor
-    stored_bytes: int
+        if self._finalize is not None:
+            self._finalize(self._chunks)
 
 
 class MegatronStage:
-    """One pipeline rank of a GPTModel wrapped in megatron-core's DistributedDataParallel.
+    """The model chunks of one pipeline rank, each wrapped in megatron-core's DistributedDataParallel.
+
+    `call(chunk, batch, *inputs)` runs one chunk on one micro-batch, `inputs` being what the stage before returned
+    (nothing on the first): it returns what crosses to the next stage, a tensor or a tuple of them, or on the last
+    stage the weighted sum of the micro-batch's losses, which the step divides by the plan's `loss_divisor`. `batch` has
+    the collate function's tensors on the device, and for a packed row "packed", Megatron's PackedSeqParams.
 
     With `dropout`, random numbers are keyed by (seed, step, samples of the micro-batch, layer); the tensor parallel
-    rank is added by Megatron's tracker, and recomputation replays them. `measure_bytes` counts stored
-    activations with saved-tensor hooks.
+    rank is added by Megatron's tracker, and recomputation replays them. `measure_bytes` counts stored activations with
+    saved-tensor hooks. Whether chunks train or evaluate is theirs (`train()`, `eval()`).
+    Errors: ConfigError for chunks that cannot be a stage each.
     """
 
     def __init__(
-        self, ddp: Any, *, gradients: MegatronGradients | None = None, dropout: bool = False, measure_bytes: bool = True
+        self,
+        chunks: Chunks,
+        *,
+        call: Callable[..., Any] = gpt_call,
+        gradients: GradientAccumulator | None = None,
+        dropout: bool = False,
+        measure_bytes: bool = True,
     ) -> None:
         from megatron.core import parallel_state
+        from megatron.core.transformer.transformer_layer import TransformerLayer
 
-        self._ddp, self._config = ddp, ddp.config
-        self._gradients = gradients or PlainMegatronGradients(ddp)
+        self._chunks, self._call = _checked(chunks), call
         megatron_split.install()
-        self._deferred = DeferredGradients(ddp.parameters(), self._gradients.add_weight)
-        self._dropout, self.measure_bytes = dropout, measure_bytes
+        parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
+        self._device = parameters[0].device
+        self._runner = ChunkRunner(
+            len(self._chunks),
+            gradients or MegatronGradients(self._chunks),
+            parameters=parameters,
+            splittable=parameters,
+            device=self._device,
+            measure_bytes=measure_bytes,
+        )
         self._counts_loss = parallel_state.get_tensor_model_parallel_rank() == 0
-        self._parameter_storages = {p.untyped_storage().data_ptr() for p in ddp.parameters()}
-        self._device = next(ddp.parameters()).device
-        self._layers = list(ddp.module.decoder.layers)
+        self._num_weight_bytes: int = sum(p.numel() * (p.element_size() + 4) for p in parameters)
+        self._layers = [[m for m in chunk.modules() if isinstance(m, TransformerLayer)] for chunk in self._chunks]
         if dropout:
-            self._key_dropout(ddp.module)
+            self._key_dropout()
+
+    def count_bytes(self, enabled: bool) -> None:
+        """Whether stored activations are counted from here on."""
+        self._runner.measure_bytes = enabled
 
     def start_step(self, plan: ExecutionPlan) -> None:
+        self._runner.start_step(plan)
         self._plan = plan
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._batches: dict[int, Batch] = {}
-        self._live: dict[tuple[int, int], _Live] = {}
-        self._put_off: dict[tuple[int, int], Work] = {}
-        self._gradients.begin()
 
     def load(self, micro_batch: int, batch: Batch) -> None:
         loaded = {
@@ -106,93 +130,57 @@ class MegatronStage:
         }
         if "cu_seqlens" in batch:
             loaded["packed"] = packed_parameters(batch["cu_seqlens"].diff().tolist(), self._device)
-        self._batches[micro_batch] = loaded
+        self._runner.load(micro_batch, loaded)
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
-        batch, plan = self._batches[micro_batch], self._plan
-        last = stage == plan.num_stages - 1
-        x_SBH = inputs[0].detach().requires_grad_() if inputs else None
-        self._ddp.module.set_input_tensor(x_SBH)
-        self._set_recompute(plan.micro_batches[micro_batch].recompute)
-        self._running = micro_batch
-        stored = StoredBytes(self._parameter_storages)
-        name = f"step {plan.step}, {stage}F{micro_batch}"
-        with named_collectives(name), stored.counting() if self.measure_bytes else nullcontext():
-            output = self._ddp(
-                input_ids=batch.get("tokens"),
-                position_ids=batch.get("position_ids"),
-                attention_mask=None,
-                labels=batch["labels"] if last else None,
-                packed_seq_params=batch.get("packed"),
-            )
-            if last:
-                output = (output.float() * batch["loss_weights"]).sum() / plan.loss_divisor
-        self._ddp.module.set_input_tensor(None)
-        self._live[stage, micro_batch] = _Live(x_SBH, output, stored.num_bytes)
-        if last:
-            self._loss_sum += output.detach().double()
-            return ()
-        return (output.detach(),)
+        number = self._plan.stages.index(stage)
+        self._set_recompute(number, micro_batch)
+        self._working_on = micro_batch
+        return self._runner.forward(stage, micro_batch, inputs, partial(self._call, self._chunks[number]))
 
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
-        live = self._live.pop((stage, micro_batch))
-        self._running = micro_batch  # recomputation draws the same random numbers again
-        with named_collectives(f"step {self._plan.step}, backward of micro-batch {micro_batch} on stage {stage}"):
-            torch.autograd.backward(live.output, output_grads[0] if output_grads else None)
-        self._gradients.add()
-        del self._batches[micro_batch]
-        if live.input is None:
-            return ()
-        assert live.input.grad is not None
-        return (live.input.grad,)
+        self._working_on = micro_batch  # recomputation draws the same random numbers again
+        return self._runner.backward(stage, micro_batch, output_grads)
 
     def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
-        """Under full recomputation I does the work of W: all layers' inputs would come back and stay until W."""
-        if self._plan.micro_batches[micro_batch].recompute == "full":
-            self._put_off[stage, micro_batch] = []
-            return self.backward(stage, micro_batch, output_grads)
-        with self._deferred.deferring() as work:
-            input_grads = self.backward(stage, micro_batch, output_grads)
-        self._put_off[stage, micro_batch] = work
-        return input_grads
+        self._working_on = micro_batch
+        return self._runner.backward_input(stage, micro_batch, output_grads)
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
-        self._deferred.run(self._put_off.pop((stage, micro_batch)))
+        self._runner.backward_weight(stage, micro_batch)
 
     def finish_step(self) -> float:
-        with named_collectives(f"step {self._plan.step}, reduction of gradients and loss"):
-            return self._reduced()
-
-    def _reduced(self) -> float:
-        self._gradients.reduce()
-        if not self._counts_loss:
-            self._loss_sum.zero_()  # tensor parallel ranks all hold the same loss: count it once
-        dist.all_reduce(self._loss_sum)
-        return float(self._loss_sum)
+        return self._runner.finish_step(self._sum_over_job)
 
     def held_bytes(self) -> int:
-        put_off = sum(deferred_bytes(work) for work in self._put_off.values())
-        return put_off + sum(live.stored_bytes for live in self._live.values())
+        return self._runner.held_bytes()
 
     def weight_bytes(self) -> int:
         """Weights and their float32 gradient buffers on this rank."""
-        return sum(p.numel() * (p.element_size() + 4) for p in self._ddp.parameters())
+        return self._num_weight_bytes
 
-    def _set_recompute(self, recompute: str) -> None:
+    def _sum_over_job(self, loss: torch.Tensor) -> None:
+        if not self._counts_loss:
+            loss.zero_()  # tensor parallel ranks all hold the same loss: count it once
+        dist.all_reduce(loss)
+
+    def _set_recompute(self, number: int, micro_batch: int) -> None:
         """Megatron reads these at run time: "full" in its block's forward, "selective" in each attention layer's."""
-        full = recompute == "full"
-        self._config.recompute_granularity = "full" if full else None
-        self._config.recompute_method = "uniform" if full else None
-        self._config.recompute_num_layers = 1 if full else None
-        for layer in self._layers:
+        recompute = "none" if self._plan.forward_only else self._plan.micro_batches[micro_batch].recompute
+        config, full = self._chunks[number].config, recompute == "full"
+        config.recompute_granularity = "full" if full else None
+        config.recompute_method = "uniform" if full else None
+        config.recompute_num_layers = 1 if full else None
+        for layer in self._layers[number]:
             layer.self_attention.checkpoint_core_attention = recompute == "selective"
 
-    def _key_dropout(self, model: torch.nn.Module) -> None:
+    def _key_dropout(self) -> None:
         """Before each layer, seed by what it works on: masks depend neither on schedule, placement nor replica."""
-        first = self._layers[0].layer_number - 1 if self._layers else 0
-        keyed = [(f"layer {first + i}", layer) for i, layer in enumerate(self._layers)]
-        if hasattr(model, "embedding"):
-            keyed.append(("embedding", model.embedding))
+        keyed = [(f"layer {layer.layer_number - 1}", layer) for layers in self._layers for layer in layers]
+        for chunk in self._chunks:
+            model = unwrapped(chunk)
+            if hasattr(model, "embedding"):
+                keyed.append(("embedding", model.embedding))
         for name, module in keyed:
             module.register_forward_pre_hook(lambda _module, _inputs, name=name: self._seed(name))
 
@@ -200,9 +188,35 @@ class MegatronStage:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         plan = self._plan
-        samples = [(s.index, s.start) for s in plan.micro_batches[self._running].samples]
+        samples = [(s.index, s.start) for s in plan.micro_batches[self._working_on].samples]
         key = hashlib.sha256(f"{plan.seed}/{plan.step}/{samples}/{layer}".encode()).digest()
         model_parallel_cuda_manual_seed(int.from_bytes(key[:4], "little") >> 1, force_reset_rng=True)
+
+
+def unwrapped(chunk: Any) -> Any:
+    """The model itself, within DDP and whatever else has a `module`."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _checked(chunks: Chunks) -> list[Any]:
+    if isinstance(chunks, torch.nn.Module) or not chunks:
+        raise ConfigError(
+            f"MegatronStage was given {type(chunks).__name__} but takes the list of this rank's model chunks:"
+            " give [chunk] where the rank has one stage"
+        )
+    for number, chunk in enumerate(chunks):
+        if not hasattr(chunk, "zero_grad_buffer"):
+            raise ConfigError(
+                f"model chunk {number} is a {type(chunk).__name__}, without gradient buffers: wrap it in"
+                " megatron-core's DistributedDataParallel (wrap_ddp)"
+            )
+        if next(chunk.parameters(), None) is None:
+            raise ConfigError(
+                f"model chunk {number} owns no parameters: give its stage at least one layer (layers_per_stage)"
+            )
+    return list(chunks)
 
 
 def packed_parameters(document_lengths: Sequence[int], device: torch.device) -> Any:

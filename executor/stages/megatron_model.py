@@ -72,12 +72,17 @@ def transformer_config(
 def parallel_arguments(
     num_layers: int, topology: Topology, *, dtype: str, sequence_parallel: bool, dropout: float
 ) -> dict[str, Any]:
-    """TransformerConfig's arguments that do not depend on the model's sizes: ranks, precision, sums, no fusion."""
+    """TransformerConfig's arguments that do not depend on the model's sizes: ranks, precision, sums, no fusion.
+
+    Errors: ConfigError for several stages on the only pipeline rank.
+    """
     layout = None
     if topology.pp > 1:
-        layout = [["decoder"] * n for n in topology.with_layers(num_layers).layers_per_stage]
-        layout[0].insert(0, "embedding")
-        layout[-1].append("loss")
+        from dynapipe_ext.executor.stages.megatron_placement import PlacedLayout
+
+        layout = PlacedLayout(topology, num_layers)
+    elif topology.num_stages > 1:
+        raise ConfigError(f"{topology.num_stages} stages on one pipeline rank: give pp of at least 2, or one stage")
     torch_dtype = getattr(torch, dtype)
     return {
         "attention_dropout": dropout,
@@ -129,9 +134,9 @@ class CoreAttention(DocumentAttention):
 
 
 def build_model(
-    shape: ModelShape, topology: Topology, pp_rank: int, config: Any, *, seed: int, device: torch.device
+    shape: ModelShape, topology: Topology, stage: int, config: Any, *, seed: int, device: torch.device
 ) -> torch.nn.Module:
-    """The GPTModel slice of one pipeline rank, initialised by name (see `initialize_weights`).
+    """The GPTModel slice of one stage, initialised by name (see `initialize_weights`).
 
     Errors: ConfigError for a shape with experts.
     """
@@ -140,23 +145,26 @@ def build_model(
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+    from dynapipe_ext.executor.stages.megatron_placement import is_tied_by_megatron, virtual_stage
+
     layer = get_gpt_layer_local_spec(normalization=config.normalization)
     layer.submodules.self_attention.submodules.core_attention = CoreAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     layers = topology.with_layers(shape.num_layers).layers_per_stage
     model: torch.nn.Module = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * layers[pp_rank], layer_norm=Norm),
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * layers[stage], layer_norm=Norm),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_seq_len,
-        pre_process=pp_rank == 0,
-        post_process=pp_rank == topology.pp - 1,
+        pre_process=stage == 0,
+        post_process=stage == topology.num_stages - 1,
         parallel_output=True,
-        share_embeddings_and_output_weights=shape.tied_embeddings,
+        share_embeddings_and_output_weights=shape.tied_embeddings and is_tied_by_megatron(topology),
+        vp_stage=virtual_stage(topology, stage, config),
         position_embedding_type="rope" if shape.position == "rope" else "learned_absolute",
     )
     model.to(device=device, dtype=config.params_dtype)
-    initialize_weights(model, config, first_layer=sum(layers[:pp_rank]), seed=seed)
+    initialize_weights(model, config, first_layer=sum(layers[:stage]), seed=seed)
     return model
 
 

@@ -2,112 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.protocols import Batch, Tensors
-from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, PlainAccumulator
-from dynapipe_ext.executor.stages.split_linear import (
-    DeferredGradients,
-    Work,
-    deferred_bytes,
-    make_linears_splittable,
-)
+from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
+from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, PlainAccumulator, Sum
+from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
+from dynapipe_ext.executor.stages.split_linear import make_linears_splittable
 
-LossFunction = Callable[[torch.Tensor, Batch], torch.Tensor]
+Module = Callable[..., Any]
+LossFunction = Callable[[Any, Batch], torch.Tensor]
+MakeAccumulator = Callable[[Sequence[torch.nn.Parameter], Sum | None], GradientAccumulator]
 
 
 class TorchStage:
-    """Split backwards put off the weight gradients of torch.nn.Linear layers of `modules` that are torch modules.
+    """One or more stages of torch modules: `modules` is the only one, or this rank's in the order of its stages.
 
-    `modules[stage]` maps (hidden states, or the batch's "tokens" on stage 0; batch) to hidden states or outputs.
+    A module maps hidden states, or on stage 0 the batch's "tokens", to hidden states or outputs; one whose `forward`
+    has a parameter `batch`, or takes two arguments, gets the micro-batch as well. A mapping by stage may hold any
+    callables of (hidden states or tokens, batch), together with `parameters`. `loss(output, batch)` returns the
+    weighted sum over the micro-batch's positions, which the step divides by the plan's loss divisor. A batch has what
+    `collate` made: "tokens", "labels", "loss_weights" and "position_ids", each (rows, length), and "cu_seqlens" where
+    documents are packed.
 
-    `loss(output, batch)` returns the weighted sum over the micro-batch's positions (weights in "loss_weights"); the
-    stage divides it by the plan's loss divisor. `parameters` default to those of the modules. `group` is the
-    data-parallel process group of this stage's replicas; `world` says that torch.distributed spans the job, so that
-    every rank returns the loss of the global batch.
+    `parallel` (a `ParallelContext`) sums over ranks: needed where the plan has more than one. Split backwards put off
+    the weight gradients of torch.nn.Linear layers. Whether modules train or evaluate is theirs (`train()`, `eval()`).
+    Errors: ConfigError for what cannot be trained so.
     """
 
     def __init__(
         self,
-        modules: Mapping[int, Callable[[torch.Tensor, Batch], torch.Tensor]],
+        modules: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[int, Module],
         loss: LossFunction,
         *,
         parameters: Iterable[torch.nn.Parameter] | None = None,
-        accumulator: GradientAccumulator | None = None,
-        group: Any = None,
-        world: bool = False,
+        accumulator: MakeAccumulator = PlainAccumulator,
+        parallel: Reductions | None = None,
     ) -> None:
-        self._modules, self._loss, self._world = dict(modules), loss, world
+        if not callable(loss):
+            raise ConfigError(f"the loss is a {type(loss).__name__} but must be a function of (output, batch)")
+        chunks = _chunks(modules)
+        owners = [chunk for chunk in chunks if isinstance(chunk, torch.nn.Module)]
         if parameters is None:
-            modules_with_weights = [m for m in self._modules.values() if isinstance(m, torch.nn.Module)]
-            parameters = [p for module in modules_with_weights for p in module.parameters()]
-        trained = [p for p in parameters if p.requires_grad]
-        self._accumulator = accumulator or PlainAccumulator(trained, group)
-        linears = [
-            w for m in self._modules.values() if isinstance(m, torch.nn.Module) for w in make_linears_splittable(m)
-        ]
-        self._deferred = DeferredGradients(linears, _add_to_grad)
-        self._device = trained[0].device if trained else torch.device("cpu")
+            _refuse_ownerless(chunks)
+            parameters = {p: None for owner in owners for p in owner.parameters()}
+        own = list(parameters)
+        trained = [p for p in own if p.requires_grad]
+        self._stages = tuple(modules) if isinstance(modules, Mapping) else None
+        self._calls = [_with_batch(chunk) for chunk in chunks]
+        self._loss, self._parallel = loss, parallel
+        self._runner = ChunkRunner(
+            len(chunks),
+            accumulator(trained, parallel.sum_over_replicas if parallel else None),
+            parameters=own,
+            splittable=[weight for owner in owners for weight in make_linears_splittable(owner)],
+            device=own[0].device if own else torch.device("cpu"),
+            # Saved-tensor hooks would hide from autograd that a module changed in place what it needs again.
+            measure_bytes=False,
+        )
 
     def start_step(self, plan: ExecutionPlan) -> None:
+        """Errors: ConfigError where the plan is for other stages or ranks than these."""
+        _check_ranks(plan, self._parallel)
+        if self._stages is not None and self._stages != plan.stages:
+            raise ConfigError(
+                f"pipeline rank {plan.pp_rank} runs stages {plan.stages} of the plan but has modules for"
+                f" {self._stages}: give those, in that order"
+            )
+        self._runner.start_step(plan)
         self._plan = plan
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._batches: dict[int, Batch] = {}
-        self._live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self._put_off: dict[tuple[int, int], Work] = {}
-        self._accumulator.begin()
 
     def load(self, micro_batch: int, batch: Batch) -> None:
-        self._batches[micro_batch] = batch
+        self._runner.load(micro_batch, batch)
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
-        batch = self._batches[micro_batch]
-        x = inputs[0].detach().requires_grad_() if inputs else None
-        output = self._modules[stage](batch["tokens"] if x is None else x, batch)
-        if stage == self._plan.num_stages - 1:
-            output = self._loss(output, batch) / self._plan.loss_divisor
-            self._loss_sum += output.detach().double()
-            self._live[stage, micro_batch] = (x, output)
-            return ()
-        self._live[stage, micro_batch] = (x, output)
-        return (output.detach(),)
+        call = partial(self._call, stage, self._calls[self._plan.stages.index(stage)])
+        return self._runner.forward(stage, micro_batch, inputs, call)
 
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
-        x, output = self._live.pop((stage, micro_batch))
-        torch.autograd.backward(output, output_grads[0] if output_grads else None)
-        self._accumulator.add()
-        if x is None:
-            return ()
-        assert x.grad is not None
-        return (x.grad,)
+        return self._runner.backward(stage, micro_batch, output_grads)
 
     def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
-        with self._deferred.deferring() as work:
-            input_grads = self.backward(stage, micro_batch, output_grads)
-        self._put_off[stage, micro_batch] = work
-        return input_grads
+        return self._runner.backward_input(stage, micro_batch, output_grads)
 
     def backward_weight(self, stage: int, micro_batch: int) -> None:
-        self._deferred.run(self._put_off.pop((stage, micro_batch)))
-        self._accumulator.add()
+        self._runner.backward_weight(stage, micro_batch)
 
     def finish_step(self) -> float:
-        self._accumulator.reduce()
-        self._batches.clear()
-        if self._world:
-            dist.all_reduce(self._loss_sum)
-        return float(self._loss_sum)
+        return self._runner.finish_step(self._parallel.sum_over_job if self._parallel else _only_rank)
 
     def held_bytes(self) -> int:
-        tensors = [tensor for pair in self._live.values() for tensor in pair if tensor is not None]
-        put_off = sum(deferred_bytes(work) for work in self._put_off.values())
-        return put_off + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return self._runner.held_bytes()
+
+    def _call(self, stage: int, module: Module, batch: Batch, *inputs: torch.Tensor) -> Any:
+        if not inputs:
+            if "tokens" not in batch:
+                raise DataError(f'stage 0 reads batch["tokens"], but the collate function gave {sorted(batch)}')
+            inputs = (batch["tokens"],)
+        output = module(*inputs, batch)
+        return self._loss(output, batch) if stage == self._plan.num_stages - 1 else output
 
 
-def _add_to_grad(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+def _chunks(modules: Any) -> list[Module]:
+    if isinstance(modules, torch.nn.Module) and not isinstance(modules, torch.nn.ModuleList):
+        return [modules]
+    chunks = list(modules.values()) if isinstance(modules, Mapping) else None
+    if chunks is None and isinstance(modules, Sequence | torch.nn.ModuleList):
+        chunks = list(modules)
+    if not chunks or not all(callable(chunk) for chunk in chunks):
+        raise ConfigError(
+            f"TorchStage was given {type(modules).__name__} but takes a module, a list of this rank's modules in the"
+            " order of their stages, or a mapping from stage to module"
+        )
+    return chunks
+
+
+def _refuse_ownerless(chunks: Iterable[Module]) -> None:
+    for chunk in chunks:
+        if not isinstance(chunk, torch.nn.Module):
+            raise ConfigError(
+                f"{getattr(chunk, '__name__', chunk)!r} is no torch module, so the weights that it uses cannot be"
+                " found, and their gradients would never be cleared nor reduced: give parameters=model.parameters()"
+            )
+
+
+def _with_batch(chunk: Module) -> Module:
+    """`chunk` as a function of (inputs…, batch)."""
+    if not isinstance(chunk, torch.nn.Module):
+        return chunk
+    named = inspect.signature(chunk.forward).parameters
+    required = [p for p in named.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if "batch" in named:
+        return lambda *inputs_and_batch: chunk(*inputs_and_batch[:-1], batch=inputs_and_batch[-1])
+    return chunk if len(required) > 1 else lambda *inputs_and_batch: chunk(*inputs_and_batch[:-1])
+
+
+def _check_ranks(plan: ExecutionPlan, parallel: Reductions | None) -> None:
+    pp, dp = max(plan.stage_ranks) + 1, len(plan.num_micro_batches)
+    if parallel is None:
+        if pp * dp > 1:
+            raise ConfigError(
+                f"the plan is for pp {pp} x dp {dp} but this stage sums neither gradients nor losses over ranks: give"
+                " TorchStage parallel=ParallelContext(topology)"
+            )
+        return
+    topology = parallel.topology
+    if (topology.pp, topology.dp) != (pp, dp):
+        raise ConfigError(
+            f"the plan is for pp {pp} x dp {dp} but parallel= is for pp {topology.pp} x dp {topology.dp}:"
+            " make both from one topology"
+        )
+    if topology.tp > 1:
+        raise ConfigError(f"tp is {topology.tp} but torch modules are not cut over tensor parallel ranks: give tp 1")
+
+
+def _only_rank(_: torch.Tensor) -> None:
+    """The sum over a single rank."""

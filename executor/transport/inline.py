@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from typing import Any
 
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.instructions import Recv, Send
 from dynapipe_ext.executor.protocols import Pending, Tensors
+from dynapipe_ext.topology import Topology
 
 _Lane = tuple[int, int, int]  # lower rank, higher rank, communicator
 
@@ -96,6 +98,35 @@ class _InlinePending:
 
     def wait(self) -> Tensors:
         return self._hub.wait(self._meeting, self._operation, self._who)
+
+
+class InlineReductions:
+    """Sums over the pipeline ranks of one replica, threads that share this object."""
+
+    def __init__(self, topology: Topology, *, timeout_s: float = 60.0) -> None:
+        if topology.world_size != topology.pp:
+            raise ConfigError(f"tp {topology.tp} and dp {topology.dp} must be 1 where ranks are threads of one process")
+        self.topology = topology
+        self._lock = threading.Lock()
+        self._total: Any = None
+        self._given = threading.Barrier(topology.pp, timeout=timeout_s)
+        self._taken = threading.Barrier(topology.pp, action=self._reset, timeout=timeout_s)
+
+    def sum_over_replicas(self, tensor: Any) -> None:
+        """There is one."""
+
+    def sum_over_job(self, tensor: Any) -> None:
+        with self._lock:
+            self._total = tensor.clone() if self._total is None else self._total + tensor
+        try:
+            self._given.wait()
+            tensor.copy_(self._total)
+            self._taken.wait()
+        except threading.BrokenBarrierError as error:
+            raise ExecutionError(f"not all {self.topology.pp} ranks came to a sum over the job") from error
+
+    def _reset(self) -> None:
+        self._total = None
 
 
 def _check_meets(sent: Send, received: Recv, who: str) -> None:

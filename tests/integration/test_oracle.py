@@ -7,6 +7,7 @@ shows that nothing is left over from the first, and that clipping and updates ag
 from __future__ import annotations
 
 import tempfile
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,17 +20,25 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof.replica import verify
-from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads
+from dynapipe_ext.executor.stages.megatron import (
+    MegatronGradients,
+    MegatronStage,
+    finalize_grads,
+    main_grads,
+    unwrapped,
+)
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology
+from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import (
     NUM_SAMPLES,
     Case,
     Model,
     Spans,
     build,
+    build_ddps,
     join,
     length_of,
     samples_of,
@@ -40,6 +49,8 @@ from tests.support.megatron_ranks import (
 
 NUM_STEPS = 2
 TP2, TP2PP2, ALL = Topology(tp=2), Topology(tp=2, pp=2), Topology(tp=2, pp=2, dp=2)
+INTERLEAVED, V = Topology(pp=2, placement=(0, 1, 0, 1)), Topology(pp=2, placement=(0, 1, 1, 0))
+TP2V = replace(V, tp=2)
 UNTIED, LEARNED = Model(tied=False), Model(position="learned")
 GPT2 = Model(tied=False, position="learned", modern=False)
 MAIN_JOB = Model(modern=False)  # as `dynapipe train` builds it where nothing else is said
@@ -109,7 +120,7 @@ def rank_main(case: Case, oracle_path: Path):
         model, ddp, optimizer = build(case, topology, env.rank)
         groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
         transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
-        executor = PipelineExecutor(MegatronStage(ddp, dropout=case.dropout > 0), transport)
+        executor = PipelineExecutor(MegatronStage([ddp], dropout=case.dropout > 0), transport)
         shards = topology.tp if case.sequence_parallel else 1
         form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
         expected = torch.load(oracle_path, weights_only=True)
@@ -124,7 +135,7 @@ def rank_main(case: Case, oracle_path: Path):
             loss = executor.execute(plan, [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches])
             # Under a distributed optimizer sums are reduce-scattered: the buffer holds only this rank's shard of them.
             whole = not case.distributed_optimizer
-            error = worst_error(case.model.shape, topology, env.rank, model, expected[step][2]) if whole else 0.0
+            error = worst_error(case.model.shape, topology, env.rank, [model], expected[step][2]) if whole else 0.0
             results.append((loss, optimizer.step(), error))
         transport.close()
         dist.barrier()
@@ -140,11 +151,17 @@ def oracle_folder():
         yield Path(folder)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_and_losses_equal_one_process_one_sample_at_a_time(case, run_ranks, oracle_folder):
-    path = oracle_folder / f"{case.model}-{case.loss_norm}.pt"
+def recorded(case: Case, run_ranks, folder: Path) -> Path:
+    """The oracle's record for a model and a norm, made once."""
+    path = folder / f"{case.model}-{case.loss_norm}.pt"
     if not path.exists():
         run_ranks(1, oracle(case, path))
+    return path
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_and_losses_equal_one_process_one_sample_at_a_time(case, run_ranks, oracle_folder):
+    path = recorded(case, run_ranks, oracle_folder)
     expected = torch.load(path, weights_only=True)
     results = run_ranks(case.topology.world_size, rank_main(case, path))
     for rank, steps in enumerate(results):
@@ -156,27 +173,109 @@ def test_gradients_and_losses_equal_one_process_one_sample_at_a_time(case, run_r
             assert error <= limit, f"rank {rank} step {step}"
 
 
+CHUNK_CASES = [
+    Case(INTERLEAVED, schedule="interleaved-1f1b"),
+    Case(INTERLEAVED, "packed", UNTIED, weights_lag=1, schedule="interleaved-1f1b"),
+    Case(V, "packed", schedule="zb-v"),
+    Case(Topology(pp=2, placement=(0, 1, 0), layers_per_stage=(1, 2, 1)), model=LEARNED, schedule="adaptive"),
+    Case(TP2V, "packed", sequence_parallel=True, recompute="selective", schedule="zb-v"),
+    Case(replace(TP2V, dp=2), model=GPT2, recompute="full", schedule="adaptive"),
+]
+
+
+@pytest.mark.parametrize("case", CHUNK_CASES, ids=str)
+def test_several_chunks_a_rank_have_loss_and_gradients_of_one_process(case, run_ranks, oracle_folder):
+    """A second run of the step shows that nothing is left over; its forwards alone find the loss and change nothing."""
+    path = recorded(case, run_ranks, oracle_folder)
+    expected_loss, _, gradients = torch.load(path, weights_only=True)[0]
+
+    def main(env):
+        join(env)
+        ddps = build_ddps(case, case.topology, env.rank)
+        models = [ddp.module for ddp in ddps]
+        found = []
+        with in_job(case, env, MegatronStage(ddps)) as (executor, plan, batches):
+            for step in (plan, plan, forwards_of(plan)):
+                loss = executor.execute(step, batches)
+                found.append((loss, worst_error(case.model.shape, case.topology, env.rank, models, gradients)))
+        return found
+
+    for rank, found in enumerate(run_ranks(case.topology.world_size, main)):
+        for loss, error in found:
+            assert loss == pytest.approx(expected_loss, rel=1e-5), f"rank {rank}"
+            assert error <= 1e-5, f"rank {rank}"
+
+
+def forward_step(iterator, model):
+    """As in Megatron-LM's pretrain_gpt.py: (output, what makes (loss sum, number of tokens, log) of it)."""
+    batch = next(iterator)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+    def loss_func(losses):
+        weights = batch["loss_weights"]
+        loss = (losses.float() * weights).sum()
+        return loss, weights.sum(), {"lm loss": loss.detach()}
+
+    return output, loss_func
+
+
+def test_the_call_of_the_model_and_the_end_of_its_gradients_are_the_users(run_ranks, oracle_folder):
+    """Behind the call stands a `forward_step` of Megatron-LM; its caller finalises the gradients."""
+    case = Case(INTERLEAVED, schedule="interleaved-1f1b")
+    expected_loss, _, gradients = torch.load(recorded(case, run_ranks, oracle_folder), weights_only=True)[0]
+
+    def call(chunk, batch, *inputs):
+        unwrapped(chunk).set_input_tensor(inputs[0] if inputs else None)
+        output, loss_func = forward_step(iter([batch]), chunk)
+        return loss_func(output)[0] if unwrapped(chunk).post_process else output
+
+    def main(env):
+        join(env)
+        ddps = build_ddps(case, case.topology, env.rank)
+        models = [ddp.module for ddp in ddps]
+        stage = MegatronStage(ddps, call=call, gradients=MegatronGradients(ddps, finalize=None))
+        with in_job(case, env, stage) as (executor, plan, batches):
+            loss = executor.execute(plan, batches)
+            unfinished = worst_error(case.model.shape, case.topology, env.rank, models, gradients)
+            finalize_grads(ddps)
+            finished = worst_error(case.model.shape, case.topology, env.rank, models, gradients)
+        return loss, unfinished, finished
+
+    for loss, unfinished, finished in run_ranks(2, main):
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert unfinished > 1e-3  # the two copies of the tied embedding had a part of its gradient each
+        assert finished <= 1e-5
+
+
+@contextmanager
+def in_job(case: Case, env, stage: MegatronStage, recorder=None):
+    """This rank's executor over the strict transport, its plan of step 0 and the batches; leaves the job afterwards."""
+    topology, me = case.topology, case.topology.coordinates(env.rank)
+    groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
+    transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
+    form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1)
+    plans = lower(*step_plan_of(case, 0), form)
+    for replica in plans:
+        verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
+    plan = plans[me.dp_rank][me.pp_rank]
+    batches = [tensors_of(m, samples_of(0), case.loss_norm) for m in plan.micro_batches]
+    yield PipelineExecutor(stage, transport, recorder=recorder), plan, batches
+    transport.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def one_step(case: Case):
     """Returns (loss, {name: gradient}, bytes held after each action) of one step on this rank."""
 
     def main(env):
         join(env)
-        me = case.topology.coordinates(env.rank)
-        _, ddp, _ = build(case, case.topology, env.rank)
-        groups = make_pipeline_groups(case.topology, env.rank, timeout_s=60)
-        transport = StrictTransport(case.topology, env.rank, groups, timeout_s=30)
-        step_plan, costs = step_plan_of(case, 0)
-        shards = case.topology.tp if case.sequence_parallel else 1
-        form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
-        plan = lower(step_plan, costs, form)[me.dp_rank][me.pp_rank]
-        batches = [tensors_of(m, samples_of(0), case.loss_norm) for m in plan.micro_batches]
-        spans = Spans()
-        stage = MegatronStage(ddp, dropout=case.dropout > 0)
-        loss = PipelineExecutor(stage, transport, recorder=spans).execute(plan, batches)
-        gradients = {name: gradient.numpy().copy() for name, gradient in main_grads(ddp).items()}
-        transport.close()
-        dist.barrier()
-        dist.destroy_process_group()
+        ddps, spans = build_ddps(case, case.topology, env.rank), Spans()
+        stage = MegatronStage(ddps, dropout=case.dropout > 0)
+        with in_job(case, env, stage, spans) as (executor, plan, batches):
+            loss = executor.execute(plan, batches)
+            grads = {f"{i}.{name}": g for i, ddp in enumerate(ddps) for name, g in main_grads(ddp).items()}
+            gradients = {name: gradient.numpy().copy() for name, gradient in grads.items()}
         return loss, gradients, [span.num_bytes for span in spans]
 
     return main
@@ -203,12 +302,24 @@ def test_dropout_depends_neither_on_the_schedule_nor_on_recomputation(run_ranks)
     assert abs(runs[4][0][0] - runs[0][0][0]) > 1e-5  # it does drop
 
 
-def test_dropout_masks_depend_neither_on_the_pipeline_nor_on_the_replica(run_ranks):
-    losses = [
-        run_ranks(topology.world_size, one_step(Case(topology, "packed", GPT2, dropout=0.2)))[0][0]
-        for topology in (TP2, TP2PP2, ALL)
+def test_dropout_masks_depend_neither_on_the_pipeline_nor_on_the_replica_nor_on_chunks(run_ranks):
+    dropping = Case(TP2, "packed", GPT2, dropout=0.2)
+    runs = [
+        run_ranks(topology.world_size, one_step(replace(dropping, topology=topology, schedule=name, recompute=kind)))
+        for topology, name, kind in (
+            (TP2, "1f1b", "none"),
+            (TP2PP2, "1f1b", "none"),
+            (ALL, "1f1b", "none"),
+            (TP2V, "zb-v", "none"),
+            (TP2V, "zb-v", "full"),
+        )
     ]
-    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
+    losses = [ranks[0][0] for ranks in runs]
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 4
+    for (_, gradients, _), (_, recomputed, _) in zip(runs[3], runs[4], strict=True):
+        for name, gradient in gradients.items():
+            scale = max(1e-12, float(np.abs(gradient).max()))
+            assert float(np.abs(recomputed[name] - gradient).max()) <= 1e-5 * scale, name
 
 
 SPLIT_CASES = [

@@ -139,7 +139,7 @@ def rank_main(case: Case, num_steps: int, expected: dict[str, np.ndarray] | None
         model, ddp, optimizer = build(case, topology, env.rank)
         groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
         transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
-        executor = PipelineExecutor(MegatronStage(ddp), transport)
+        executor = PipelineExecutor(MegatronStage([ddp]), transport)
         form = ActivationFormat(case.shape.hidden_size, dtype=case.dtype)
         losses, error = [], 0.0
         for step in range(num_steps):
@@ -150,7 +150,7 @@ def rank_main(case: Case, num_steps: int, expected: dict[str, np.ndarray] | None
             batches = [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches]
             losses.append(executor.execute(plan, batches))
             if step == 0 and expected is not None:
-                error = worst_error(case.shape, topology, env.rank, model, expected)
+                error = worst_error(case.shape, topology, env.rank, [model], expected)
             optimizer.step()
         dtypes = {gradient.dtype for gradient in main_grads(ddp).values()}
         parameters = {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}

@@ -46,7 +46,7 @@ def trained(case: Case):
             topology, env.rank, make_pipeline_groups(topology, env.rank, timeout_s=60), timeout_s=30
         )
         spans = Spans()
-        executor = PipelineExecutor(MegatronStage(ddp), transport, recorder=spans)
+        executor = PipelineExecutor(MegatronStage([ddp]), transport, recorder=spans)
         shards = topology.tp if case.sequence_parallel else 1
         form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
         losses, norms, gradients = [], [], []

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 
 import pytest
 import torch
+import transformers.models.llama.modeling_llama  # noqa: F401 - once, before ranks are forked
 
 from dynapipe_ext import ActivationFormat, InlineHub, PipelineExecutor, TokenCosts, TorchStage
 from dynapipe_ext.executor.plans.source import execution_plans
+from dynapipe_ext.executor.transport.inline import InlineReductions
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
@@ -19,7 +22,7 @@ from dynapipe_ext.topology import Topology
 @pytest.fixture(scope="module")
 def blocks(root):
     found = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.S)
-    assert len(found) == 4
+    assert len(found) == 5
     return found
 
 
@@ -44,21 +47,47 @@ def test_the_training_example_trains(blocks, tmp_path, monkeypatch):
     assert losses[-1] < losses[0] - 0.1
 
 
+def test_the_example_on_four_ranks_has_the_losses_of_the_same_script_on_one(blocks, tmp_path, monkeypatch, run_ranks):
+    """Its first four steps, planned with little effort."""
+    monkeypatch.chdir(tmp_path)
+    exec(blocks[1].partition("model =")[0], {})  # writes the data
+
+    def script(topology: str):
+        block = blocks[2].replace("Topology(pp=2, dp=2)", topology)
+        block = block.replace("in loader:", "in itertools.islice(loader, 4):").replace(
+            "format=form", "format=form, effort=100"
+        )
+
+        def main(env):
+            place = f"init_method={env.init_method!r}, rank={env.rank}, world_size={env.world_size}"
+            return run(block.replace('"gloo"', f'"gloo", {place}'), {"itertools": itertools})
+
+        return main
+
+    (whole,) = run_ranks(1, script("Topology()"))
+    first, *others = run_ranks(4, script("Topology(pp=2, dp=2)"))
+    assert not any(others)
+    expected, losses = ([float(x) for x in re.findall(r"loss (\d+\.\d+)", text)] for text in (whole, first))
+    assert len(losses) == 4
+    assert losses == pytest.approx(expected, abs=2e-4)
+    assert losses[-1] < losses[0] - 0.05
+
+
 def test_the_training_example_is_about_twenty_lines_and_the_stage_at_most_forty(blocks):
     code = [line for line in blocks[1].splitlines() if line.strip()]
     assert len(code) <= 27
-    assert len([line for line in blocks[2].splitlines() if line.strip()]) <= 40
+    assert len([line for line in blocks[3].splitlines() if line.strip()]) <= 40
 
 
 def test_the_samplers_example_prints_batches_within_their_cap(blocks):
-    printed = [tuple(map(int, line.split())) for line in run(blocks[3], {}).splitlines()]
+    printed = [tuple(map(int, line.split())) for line in run(blocks[4], {}).splitlines()]
     assert printed
     assert all(count > 0 and tokens <= 2048 for count, tokens in printed)
 
 
 def test_the_readmes_stage_gives_the_gradients_of_the_built_in_one_on_a_pipeline(blocks):
     namespace: dict = {}
-    run(blocks[2], namespace)
+    run(blocks[3], namespace)
     topology, form = Topology(pp=2), ActivationFormat(8, order="bsh")
     planner = Planner(topology, TokenCosts(2), 10**9, pad_multiple=1, format=form)
     samples = [SampleLength(i, n, target=n) for i, n in enumerate((3, 9, 4, 5))]
@@ -85,14 +114,14 @@ def train_once(make, modules, parts, loss_sum, planner, samples):
     import threading
 
     plans = execution_plans(planner, samples, step=0)[0]
-    hub, losses = InlineHub(timeout_s=20), {}
+    hub, losses, parallel = InlineHub(timeout_s=20), {}, InlineReductions(Topology(pp=2), timeout_s=20)
     everything = torch.nn.ModuleDict({str(s): m for s, m in parts.items()})
     everything.zero_grad(set_to_none=True)
 
     def rank(pp_rank):
         own = {pp_rank: modules[pp_rank]}
         if make is TorchStage:
-            stage = TorchStage(own, loss_sum, parameters=parts[pp_rank].parameters())
+            stage = TorchStage(own, loss_sum, parameters=parts[pp_rank].parameters(), parallel=parallel)
         else:
             wrapped = torch.nn.Module()
             wrapped.forward = own[pp_rank]

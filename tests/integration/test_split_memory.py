@@ -72,7 +72,7 @@ def measured(case: Case):
         cuts = [(RECOMPUTES[0], large), *((kind, cut) for kind in RECOMPUTES for cut in (large, small))]
         parts = [MicroBatch(tuple(cut), case.layout, kind, pad_multiple=4) for kind, cut in cuts]
         costs = costs_of(case.topology, [parts])
-        step_plan = planned(0, [parts], [schedule_of("zb-h1", costs[0])], costs, "tokens")
+        step_plan = planned(0, [parts], [schedule_of("zb-h1", costs[0], case.topology)], costs, "tokens")
         predicted = AnalyticCosts(
             case.model.shape,
             case.topology,
@@ -83,7 +83,7 @@ def measured(case: Case):
             sequence_parallel=case.sequence_parallel,
             split_backward=True,
         ).evaluate(parts)
-        stage = MegatronStage(ddp)
+        stage = MegatronStage([ddp])
         stage.start_step(lower(step_plan, costs, ActivationFormat(case.model.shape.hidden_size))[0][0])
         found = []
         for m, part in enumerate(parts):

@@ -24,9 +24,11 @@ RIM = {
         "dynapipe_ext/megatron.py",
         "executor/stages/accumulator.py",
         "executor/device.py",
+        "executor/stages/chunk_runner.py",
         "executor/loader.py",
         "executor/measuring/rate.py",  # it times the user's model
         "executor/measuring/profiling.py",  # so does this one
+        "executor/measuring/profiler_ranges.py",
         "executor/stages/attention*.py",
         "executor/stages/deepspeed*.py",
         "executor/stages/megatron*.py",
@@ -35,6 +37,7 @@ RIM = {
         "executor/stages/torch_stage.py",
         "executor/stages/transformers*.py",
         "executor/transport/groups.py",
+        "executor/transport/parallel_context.py",
         "executor/transport/strict.py",
         "executor/transport/torch_p2p.py",
         "launch/commands/doctor.py",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.executor.instructions import Instruction
+from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, ExecutionPlan, Instruction
 from dynapipe_ext.executor.lowering import lower_schedule
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
@@ -47,3 +48,14 @@ def lowered(
     micro_batches = [MicroBatch((SampleLength(i, length),)) for i, length in enumerate(lens)]
     times = simulate_ns(schedule, costs)
     return lower_schedule(schedule, times, micro_batches, ActivationFormat(2), costs.transfer_ns.tolist())
+
+
+def forwards_of(plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan without its backwards and their transfers."""
+
+    def is_forward(instruction: Instruction) -> bool:
+        if isinstance(instruction, Backward | BackwardInput | BackwardWeight):
+            return False
+        return not hasattr(instruction, "buffer") or instruction.buffer.payload == "activation"
+
+    return replace(plan, instructions=tuple(filter(is_forward, plan.instructions)), forward_only=True)

@@ -30,6 +30,7 @@ from dynapipe_ext.executor.stages.megatron_model import (
     transformer_config,
 )
 from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
+from dynapipe_ext.executor.stages.megatron_placement import build_chunks
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import GlobalBatchPlan, Layout, LossNorm, MicroBatch, Recompute, ReplicaPlan
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
@@ -81,6 +82,7 @@ class Case:
         words += ["samples"] * (self.loss_norm != "tokens")
         words += [f"split{self.weights_lag}"] * (self.weights_lag is not None) + ["joined"] * self.is_joined
         words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer
+        words += ["dropout"] * (self.dropout > 0) + ["".join(map(str, t.placement))] * bool(t.placement)
         return "-".join(words + [str(n) for n in t.layers_per_stage])
 
 
@@ -101,6 +103,16 @@ def tensors_of(micro_batch: MicroBatch, samples: list[TokenSample], loss_norm: L
 
 
 def build(case: Case, topology: Topology, rank: int):
+    """The only chunk of a rank, its DDP, its optimizer."""
+    (ddp,) = build_ddps(case, topology, rank)
+    settings = OptimizerSettings(
+        lr=1e-3, min_lr=1e-4, warmup_steps=1, weight_decay=0.01, clip_grad=0.5, distributed=case.distributed_optimizer
+    )
+    return ddp.module, ddp, MegatronOptimizer(ddp, ddp.config, settings, num_steps=10)
+
+
+def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
+    """The chunks of a rank, one a stage, each in its DDP."""
     initialize_parallel(topology, 0)
     config = transformer_config(
         case.model.shape,
@@ -109,12 +121,14 @@ def build(case: Case, topology: Topology, rank: int):
         sequence_parallel=case.sequence_parallel,
         dropout=case.dropout,
     )
-    model = build_model(case.model.shape, topology, topology.coordinates(rank).pp_rank, config, seed=7, device=CPU)
-    ddp = wrap_ddp(model, config, distributed_optimizer=case.distributed_optimizer)
-    settings = OptimizerSettings(
-        lr=1e-3, min_lr=1e-4, warmup_steps=1, weight_decay=0.01, clip_grad=0.5, distributed=case.distributed_optimizer
+    shape, pp_rank = case.model.shape, topology.coordinates(rank).pp_rank
+    chunks = build_chunks(
+        topology,
+        pp_rank,
+        lambda stage: build_model(shape, topology, stage, config, seed=7, device=CPU),
+        tied_embeddings=shape.tied_embeddings,
     )
-    return model, ddp, MegatronOptimizer(ddp, config, settings, num_steps=10)
+    return [wrap_ddp(chunk, config, distributed_optimizer=case.distributed_optimizer) for chunk in chunks]
 
 
 def join(env) -> None:
@@ -129,7 +143,7 @@ def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list[MicroBatchCosts]
     parts = [MicroBatch(tuple(cut), case.layout, case.recompute, pad_multiple=4) for cut in cuts]
     replicas = [parts] if case.topology.dp == 1 else [parts[:2], parts[2:]]
     costs = costs_of(case.topology, replicas)
-    schedules = [schedule_of(case.schedule, c) for c in costs]
+    schedules = [schedule_of(case.schedule, c, case.topology) for c in costs]
     if case.weights_lag is not None:
         schedules = [split_backwards(schedule, case.weights_lag) for schedule in schedules]
     if case.is_joined:
@@ -138,15 +152,17 @@ def step_plan_of(case: Case, step: int) -> tuple[StepPlan, list[MicroBatchCosts]
 
 
 def costs_of(topology: Topology, replicas: Sequence[Sequence[MicroBatch]]) -> list[MicroBatchCosts]:
-    return [TokenCosts(topology.pp, transfer_ns_per_token=10).evaluate(replica) for replica in replicas]
+    return [TokenCosts(topology.num_stages, transfer_ns_per_token=10).evaluate(replica) for replica in replicas]
 
 
-def schedule_of(name: str, costs: MicroBatchCosts) -> PipelineSchedule:
+def schedule_of(name: str, costs: MicroBatchCosts, topology: Topology) -> PipelineSchedule:
     """A published schedule, or the optimizer's: "adaptive", and "adaptive-split" in the memory that 1F1B takes."""
-    pp, count = costs.num_stages, costs.num_micro_batches
+    pp, count = topology.pp, costs.num_micro_batches
     match name:
         case "adaptive":
-            return optimize(costs, memory_limit_bytes=10**12, split=False, effort=0)
+            return optimize(
+                costs, memory_limit_bytes=10**12, split=False, effort=0, stage_ranks=topology.placement or None
+            )
         case "adaptive-split":
             limit = max(peak_bytes(one_f_one_b(pp, count), costs))
             return optimize(costs, memory_limit_bytes=limit, split=True, effort=200)
@@ -166,7 +182,7 @@ def planned(
         Prediction(
             makespan_ns=makespan_ns(s, c),
             lower_bound_ns=0,
-            peak_bytes=(0,) * c.num_stages,
+            peak_bytes=(0,) * len(s.ranks),
             bubble_ratio=0.0,
             trace=simulate(s, c),
         )
@@ -208,22 +224,23 @@ def joined_backwards(schedule: PipelineSchedule) -> PipelineSchedule:
 
 
 def worst_error(
-    shape: ModelShape, topology: Topology, rank: int, model: torch.nn.Module, expected: Mapping[str, Any]
+    shape: ModelShape, topology: Topology, rank: int, chunks: Sequence[torch.nn.Module], expected: Mapping[str, Any]
 ) -> float:
     """Largest difference of any gradient entry, relative to the largest entry of its parameter's gradient.
 
     `expected` has the whole gradients, tensors or arrays, by their names in the whole model.
     """
-    me = topology.coordinates(rank)
-    first_layer = sum(topology.with_layers(shape.num_layers).layers_per_stage[: me.pp_rank])
+    me, layers = topology.coordinates(rank), topology.with_layers(shape.num_layers).layers_per_stage
     worst = 0.0
-    for local_name, parameter in model.named_parameters():
-        name = global_name(local_name, first_layer)
-        if name == "output_layer.weight" and shape.tied_embeddings:
-            name = "embedding.word_embeddings.weight"
-        whole = torch.as_tensor(expected[name])
-        wanted = tensor_slice(whole, parameter, me.tp_rank, topology.tp)
-        worst = max(worst, float((parameter.main_grad - wanted).abs().max()) / max(float(whole.abs().max()), 1e-12))
+    for stage, chunk in zip(topology.stages_of(me.pp_rank), chunks, strict=True):
+        for local_name, parameter in chunk.named_parameters():
+            name = global_name(local_name, sum(layers[:stage]))
+            if name == "output_layer.weight" and shape.tied_embeddings:
+                name = "embedding.word_embeddings.weight"
+            whole = torch.as_tensor(expected[name])
+            wanted = tensor_slice(whole, parameter, me.tp_rank, topology.tp)
+            error = float((parameter.main_grad - wanted).abs().max())
+            worst = max(worst, error / max(float(whole.abs().max()), 1e-12))
     return worst
 
 

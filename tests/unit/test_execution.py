@@ -20,7 +20,7 @@ from dynapipe_ext.executor.plans.source import execution_plans
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.emulated import EmulatedStage
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
-from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
@@ -28,15 +28,6 @@ from dynapipe_ext.topology import Topology
 HIDDEN, VOCAB = 8, 17
 LENGTHS = (3, 11, 4, 5, 9, 2, 7)
 SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate(LENGTHS)]
-
-
-class WithoutBatch(torch.nn.Module):
-    def __init__(self, part: torch.nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x, batch):
-        return self.part(x)
 
 
 def make_parts(num_stages: int) -> list[torch.nn.Module]:
@@ -68,17 +59,13 @@ def planner_for(num_stages: int, **settings) -> Planner:
     return Planner(Topology(pp=num_stages), TokenCosts(num_stages), 10**9, pad_multiple=1, format=form, **settings)
 
 
-def run_step(num_stages: int, parts, make_accumulator=None, recorders=None, **settings):
+def run_step(num_stages: int, parts, make_accumulator=PlainAccumulator, recorders=None, **settings):
     """Every pipeline rank as a thread; returns the last stage's loss and the plans."""
     plans = execution_plans(planner_for(num_stages, **settings), SAMPLES, step=0)[0]
-    hub, losses = InlineHub(timeout_s=20), {}
+    hub, losses, parallel = InlineHub(timeout_s=20), {}, InlineReductions(Topology(pp=num_stages), timeout_s=20)
 
     def rank(pp_rank: int) -> None:
-        part = parts[pp_rank]
-        accumulator = make_accumulator(list(part.parameters())) if make_accumulator else None
-        stage = TorchStage(
-            {pp_rank: lambda x, batch: part(x)}, loss_sum, parameters=part.parameters(), accumulator=accumulator
-        )
+        stage = TorchStage(parts[pp_rank], loss_sum, accumulator=make_accumulator, parallel=parallel)
         recorder = recorders[pp_rank] if recorders else None
         executor = PipelineExecutor(stage, hub.transport(pp_rank), recorder=recorder)
         losses[pp_rank] = executor.execute(plans[pp_rank], [batch_of(m) for m in plans[pp_rank].micro_batches])
@@ -88,7 +75,8 @@ def run_step(num_stages: int, parts, make_accumulator=None, recorders=None, **se
         thread.start()
     for thread in threads:
         thread.join(30)
-    return losses[num_stages - 1], plans
+    assert losses == dict.fromkeys(range(num_stages), losses[0])
+    return losses[0], plans
 
 
 def whole_batch(parts) -> tuple[float, list[torch.Tensor]]:
@@ -106,24 +94,13 @@ def whole_batch(parts) -> tuple[float, list[torch.Tensor]]:
     return float(loss.detach()), [p.grad.clone() for p in model.parameters()]
 
 
-class Part(torch.nn.Module):
-    """A part under the signature of a stage's modules, so that its linear layers can be split."""
-
-    def __init__(self, part: torch.nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x, batch):
-        return self.part(x)
-
-
 @pytest.mark.parametrize("make_accumulator", [PlainAccumulator, ExactAccumulator])
 def test_split_backwards_of_torch_linears_give_the_bits_of_whole_ones(make_accumulator):
     parts = [*make_parts(1)[:1], torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, VOCAB)]
-    model = Part(torch.nn.Sequential(*parts))
+    model = torch.nn.Sequential(*parts)
     plan = execution_plans(planner_for(1), SAMPLES, step=0)[0][0]
     batches = [batch_of(m) for m in plan.micro_batches]
-    stage = TorchStage({0: model}, loss_sum, accumulator=make_accumulator(list(model.parameters())))
+    stage = TorchStage(model, loss_sum, accumulator=make_accumulator)
     whole_loss = PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, batches)
     whole = [p.grad.clone() for p in model.parameters()]
     instructions, late = [], []
@@ -208,7 +185,7 @@ def test_recorded_spans_are_the_schedule_with_shapes_and_bytes():
 def test_a_wrong_number_of_batches_is_refused_before_anything_runs():
     parts = make_parts(2)
     plan = execution_plans(planner_for(2), SAMPLES, step=3)[0][0]
-    stage = TorchStage({0: lambda x, batch: parts[0](x)}, loss_sum, parameters=parts[0].parameters())
+    stage = TorchStage(parts[0], loss_sum)
     with pytest.raises(ExecutionError, match=r"step 3: 0 batches"):
         PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, [])
 
@@ -222,25 +199,23 @@ def test_a_plan_that_leaves_a_buffer_behind_is_an_error():
             "instructions": tuple(i for i in plan.instructions if not isinstance(i, WaitSend)),
         }
     )
-    hub, errors = InlineHub(timeout_s=5), []
+    hub, errors, parallel = InlineHub(timeout_s=5), {}, InlineReductions(Topology(pp=2), timeout_s=0.1)
 
     def rank(pp_rank, own):
-        stage = TorchStage(
-            {pp_rank: lambda x, batch: parts[pp_rank](x)}, loss_sum, parameters=parts[pp_rank].parameters()
-        )
+        stage = TorchStage(parts[pp_rank], loss_sum, parallel=parallel)
         try:
             PipelineExecutor(stage, hub.transport(pp_rank)).execute(own, [batch_of(m) for m in own.micro_batches])
         except ExecutionError as error:
-            errors.append(str(error))
+            errors[pp_rank] = str(error)
 
     threads = [threading.Thread(target=rank, args=(p, own)) for p, own in enumerate((damaged, plans[1]))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert len(errors) == 1
     assert "left buffers behind" in errors[0]
     assert "activation" in errors[0]
+    assert "not all 2 ranks came" in errors[1]
 
 
 def test_the_emulated_stage_holds_bytes_from_forward_to_backward_and_from_input_to_weight_gradient():
@@ -271,7 +246,7 @@ def test_the_input_gradient_leaves_weight_gradients_to_w_also_under_saved_tensor
     """Tensors may be counted or offloaded by hooks: a weight that comes back from them is another object."""
     plan = execution_plans(planner_for(1), SAMPLES[:1], step=0)[0][0]
     part = torch.nn.Sequential(torch.nn.Embedding(VOCAB, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB))
-    stage, weight = TorchStage({0: WithoutBatch(part)}, loss_sum), part[1].weight
+    stage, weight = TorchStage(part, loss_sum), part[1].weight
     batch = batch_of(plan.micro_batches[0])
 
     def gradient(*halves: str) -> list[torch.Tensor | None]:

@@ -18,7 +18,7 @@ from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
-from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.executor.transport.torch_p2p import _TorchPending
 from dynapipe_ext.executor.transport.watched import WatchedTransport
 from dynapipe_ext.lengths import SampleLength
@@ -80,11 +80,12 @@ def train(plans: Sequence[ExecutionPlan], arrived: Arrived | None) -> tuple[floa
     torch.manual_seed(0)
     parts = [Part(stage) for stage in range(NUM_STAGES)]
     hub, recorders = InlineHub(timeout_s=20), [Spans() for _ in parts]
+    parallel = InlineReductions(Topology(pp=NUM_STAGES), timeout_s=20)
     losses: dict[int, float] = {}
 
     def rank(pp_rank: int) -> None:
         transport = WatchedTransport(hub.transport(pp_rank))
-        stage = TorchStage({pp_rank: parts[pp_rank]}, loss_sum, parameters=parts[pp_rank].parameters())
+        stage = TorchStage(parts[pp_rank], loss_sum, parallel=parallel)
         executor = PipelineExecutor(
             stage, transport, recorder=recorders[pp_rank], arrived=arrived(transport) if arrived else None
         )

@@ -1,0 +1,157 @@
+"""Runs the model chunks of one pipeline rank: what stages of torch tensors have in common.
+
+Between a micro-batch's forward and its backward it keeps inputs and outputs, between I and W the weight gradients that
+were put off; it sums the loss. How a chunk is called and where gradients are summed is said by the stage that owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.protocols import Batch, Tensors
+from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
+from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.stages.split_linear import DeferredGradients, Work, deferred_bytes
+from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
+
+
+@dataclass(slots=True)
+class _Live:
+    """One micro-batch between a stage's forward and its backward."""
+
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    num_bytes: int
+
+
+class ChunkRunner:
+    """`num_chunks` model chunks, one a stage of this rank; `splittable` weights are those whose gradients W computes.
+
+    With `measure_bytes`, what autograd stores beside `parameters` is counted by saved-tensor hooks; without, inputs and
+    outputs are.
+    """
+
+    def __init__(
+        self,
+        num_chunks: int,
+        gradients: GradientAccumulator,
+        *,
+        parameters: Iterable[torch.Tensor],
+        splittable: Iterable[torch.Tensor],
+        device: torch.device,
+        measure_bytes: bool,
+    ) -> None:
+        self._num_chunks, self._gradients, self._device = num_chunks, gradients, device
+        self._deferred = DeferredGradients(splittable, gradients.add_weight)
+        own = list(parameters)
+        self._weights = {parameter.untyped_storage().data_ptr() for parameter in own}
+        self._trains = any(parameter.requires_grad for parameter in own)
+        self.measure_bytes = measure_bytes
+
+    def start_step(self, plan: ExecutionPlan) -> None:
+        """Errors: ConfigError where the plan gives this rank another number of stages than it has chunks."""
+        if len(plan.stages) != self._num_chunks:
+            raise ConfigError(
+                f"pipeline rank {plan.pp_rank} runs stages {plan.stages} of the plan but was given {self._num_chunks}"
+                f" model chunks: give one a stage, in that order (Topology.stages_of({plan.pp_rank}))"
+            )
+        self._plan = plan
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._batches: dict[int, Batch] = {}
+        self._live: dict[tuple[int, int], _Live] = {}
+        self._put_off: dict[tuple[int, int], Work] = {}
+        if not plan.forward_only:
+            self._gradients.begin()
+
+    def load(self, micro_batch: int, batch: Batch) -> None:
+        self._batches[micro_batch] = batch
+
+    def forward(self, stage: int, micro_batch: int, inputs: Tensors, call: Callable[..., Any]) -> Tensors:
+        """Outputs of `call(batch, *inputs)`: a tensor or a tuple of them; on the last stage it returns the loss sum."""
+        plan, batch = self._plan, self._batches[micro_batch]
+        is_last, learns = stage == plan.num_stages - 1, not plan.forward_only
+        own_inputs = tuple(x.detach().requires_grad_(learns) for x in inputs)
+        stored = StoredBytes(self._weights)
+        with (
+            named_collectives(f"step {plan.step}, {stage}F{micro_batch}"),
+            nullcontext() if learns else torch.no_grad(),
+            stored.counting() if self.measure_bytes else nullcontext(),
+        ):
+            output = call(batch, *own_inputs)
+            if is_last:
+                output = checked_loss_sum(output) / plan.loss_divisor
+        outputs = output if isinstance(output, tuple) else (output,)
+        if is_last:
+            self._loss_sum += output.detach().double()
+        if learns:
+            if not any(x.requires_grad for x in outputs) and (inputs or is_last or self._trains):
+                raise ConfigError(
+                    f"what stage {stage} returns has no gradient: it was detached, or computed under no_grad, on its"
+                    " way from the stage's inputs and weights"
+                )
+            num_bytes = stored.num_bytes if self.measure_bytes else _num_bytes((*own_inputs, *outputs))
+            self._live[stage, micro_batch] = _Live(own_inputs, outputs, num_bytes)
+        elif stage == plan.stages[-1]:
+            del self._batches[micro_batch]
+        return () if is_last else tuple(x.detach() for x in outputs)
+
+    def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        plan, live = self._plan, self._live.pop((stage, micro_batch))
+        ends = [i for i, x in enumerate(live.outputs) if x.requires_grad]  # none where the first stage is frozen
+        if ends:
+            with named_collectives(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"):
+                torch.autograd.backward(
+                    [live.outputs[i] for i in ends], [output_grads[i] for i in ends] if output_grads else None
+                )
+        self._gradients.add()
+        if stage == plan.stages[0]:
+            del self._batches[micro_batch]
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs)
+
+    def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
+        """Under full recomputation I does the work of W: all layers' inputs would come back and stay until W."""
+        if self._plan.micro_batches[micro_batch].recompute == "full":
+            self._put_off[stage, micro_batch] = []
+            return self.backward(stage, micro_batch, output_grads)
+        with self._deferred.deferring() as work:
+            input_grads = self.backward(stage, micro_batch, output_grads)
+        self._put_off[stage, micro_batch] = work
+        return input_grads
+
+    def backward_weight(self, stage: int, micro_batch: int) -> None:
+        self._deferred.run(self._put_off.pop((stage, micro_batch)))
+        self._gradients.add()
+
+    def finish_step(self, sum_over_job: Callable[[torch.Tensor], None]) -> float:
+        """Reduces gradients, and returns the loss of the global batch: `sum_over_job` adds up the ranks' in place."""
+        with named_collectives(f"step {self._plan.step}, reduction of gradients and loss"):
+            if not self._plan.forward_only:
+                self._gradients.reduce()
+            sum_over_job(self._loss_sum)
+            return float(self._loss_sum)
+
+    def held_bytes(self) -> int:
+        put_off = sum(deferred_bytes(work) for work in self._put_off.values())
+        return put_off + sum(live.num_bytes for live in self._live.values())
+
+
+def checked_loss_sum(loss: Any) -> torch.Tensor:
+    """`loss`, if it is what a last stage returns; else a ConfigError that says what that is."""
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+        return loss
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise ConfigError(
+        f"the last stage's loss is {found} but must be a scalar tensor, the weighted sum over the micro-batch's"
+        ' positions: return (losses * batch["loss_weights"]).sum()'
+    )
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,53 @@
+"""A rank's place in a topology over torch.distributed: its transport, and its sums over other ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.device import rank_device
+from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
+from dynapipe_ext.topology import Coordinates, Topology
+
+
+class ParallelContext:
+    """Made from a topology on every rank of the job at the same point, once torch.distributed is initialised.
+
+    `coordinates` say where this rank is, `stages` which stages it holds, `transport` moves their buffers, and the sums
+    are what `TorchStage(parallel=…)` asks for. What waits longer than `timeout_s` ends its rank.
+    Errors: ConfigError where torch.distributed has another number of ranks.
+    """
+
+    def __init__(self, topology: Topology, *, device: torch.device | None = None, timeout_s: float = 120.0) -> None:
+        if not dist.is_initialized():
+            raise ConfigError("torch.distributed is not initialised: call init_process_group before ParallelContext")
+        if dist.get_world_size() != topology.world_size:
+            raise ConfigError(
+                f"{dist.get_world_size()} ranks were started but tp {topology.tp} x pp {topology.pp} x dp"
+                f" {topology.dp} needs {topology.world_size}: change --nproc-per-node or the topology"
+            )
+        rank = dist.get_rank()
+        self.topology = topology
+        self.coordinates: Coordinates = topology.coordinates(rank)
+        self.stages = topology.stages_of(self.coordinates.pp_rank)
+        self.device = device or rank_device(dist.get_node_local_rank(fallback_rank=rank))
+        groups = make_pipeline_groups(topology, rank, timeout_s=timeout_s)
+        self.transport = TorchP2PTransport(topology, rank, groups, device=self.device, timeout_s=timeout_s)
+        for pp_rank in range(topology.pp):
+            for tp_rank in range(topology.tp):
+                ranks = [topology.rank(tp_rank=tp_rank, pp_rank=pp_rank, dp_rank=d) for d in range(topology.dp)]
+                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+                if rank in ranks:
+                    self._replicas = group
+
+    def sum_over_replicas(self, tensor: torch.Tensor) -> None:
+        """Over the ranks that hold the same stages, one of each replica."""
+        if self.topology.dp > 1:
+            dist.all_reduce(tensor, group=self._replicas)
+
+    def sum_over_job(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor)

@@ -1,0 +1,97 @@
+"""Where Megatron finds layers and tied weights under a placement, and which chunks no stage can be made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dynapipe_ext.costs.analytic import ModelShape
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.stages import megatron_cpu
+from dynapipe_ext.executor.stages.megatron import MegatronStage
+from dynapipe_ext.executor.stages.megatron_model import transformer_config
+from dynapipe_ext.topology import Topology
+
+megatron_cpu.install()
+
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout  # noqa: E402
+
+from dynapipe_ext.executor.stages.megatron_placement import PlacedLayout, is_tied_by_megatron  # noqa: E402
+
+SHAPE = ModelShape(8, 32, 4, 2, 64, True, 256, 64, True, "rope", "rmsnorm", False)
+
+
+@pytest.mark.parametrize(
+    ("topology", "offsets"),
+    [
+        (Topology(pp=2), [[0], [4]]),
+        (Topology(pp=2, placement=(0, 1, 0, 1)), [[0, 4], [2, 6]]),
+        (Topology(pp=2, placement=(0, 1, 1, 0)), [[0, 6], [2, 4]]),
+        (Topology(pp=2, placement=(0, 1, 1, 0), layers_per_stage=(1, 2, 4, 1)), [[0, 7], [1, 3]]),
+        (Topology(pp=2, placement=(1, 0, 1)), [[3], [0, 6]]),
+    ],
+)
+def test_layer_numbers_are_global_under_every_placement(topology, offsets):
+    config = transformer_config(SHAPE, topology, dtype="float32", sequence_parallel=False)
+    layout = config.pipeline_model_parallel_layout
+    found = [
+        [layout.get_layer_offset(vp_stage=chunk, pp_rank=rank) for chunk in range(len(topology.stages_of(rank)))]
+        for rank in range(topology.pp)
+    ]
+    assert found == offsets
+
+
+@pytest.mark.parametrize("placement", [(), (0, 1, 0, 1)])
+def test_the_layout_of_an_interleaved_placement_is_megatrons_own(placement):
+    topology = Topology(pp=2, placement=placement)
+    ours = PlacedLayout(topology, 8)
+    rows = [["decoder"] * (8 // topology.num_stages) for _ in range(topology.num_stages)]
+    rows[0].insert(0, "embedding")
+    rows[-1].append("loss")
+    megatrons = PipelineParallelLayerLayout(rows, 2)
+    for name in ("layout", "flatten_layout", "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size"):
+        assert getattr(ours, name) == getattr(megatrons, name)
+    assert ours.pretty_repr() == megatrons.pretty_repr()
+
+
+@pytest.mark.parametrize(
+    ("topology", "answer"),
+    [
+        (Topology(), True),
+        (Topology(pp=4), True),
+        (Topology(pp=2, placement=(0, 1, 0, 1)), True),
+        (Topology(pp=2, placement=(0, 1, 1, 0)), False),
+        (Topology(pp=2, placement=(1, 0, 1)), False),
+    ],
+)
+def test_megatron_ties_ends_on_the_first_and_last_rank_and_we_those_on_one(topology, answer):
+    assert is_tied_by_megatron(topology) is answer
+
+
+@pytest.mark.parametrize("placement", [(1, 0), (0, 0, 1), (0, 1, 2, 1)])
+def test_tied_ends_that_megatron_would_not_find_are_refused(placement):
+    with pytest.raises(ConfigError, match=r"tied embeddings under placement .*untie them"):
+        is_tied_by_megatron(Topology(pp=max(placement) + 1, placement=placement))
+
+
+def test_several_stages_on_the_only_rank_are_refused():
+    with pytest.raises(ConfigError, match="2 stages on one pipeline rank"):
+        transformer_config(SHAPE, Topology(placement=(0, 0)), dtype="float32", sequence_parallel=False)
+
+
+class WithoutWeights(torch.nn.Module):
+    def zero_grad_buffer(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("chunks", "says"),
+    [
+        (torch.nn.Linear(2, 2), "Linear but takes the list"),
+        ([], "list but takes the list"),
+        ([torch.nn.Linear(2, 2)], "model chunk 0 is a Linear.*wrap it in megatron-core's DistributedDataParallel"),
+        ([WithoutWeights()], "model chunk 0 owns no parameters"),
+    ],
+)
+def test_what_cannot_be_a_stage_is_refused_by_name(chunks, says):
+    with pytest.raises(ConfigError, match=says):
+        MegatronStage(chunks)

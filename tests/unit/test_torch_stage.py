@@ -1,0 +1,146 @@
+"""What a TorchStage takes, and what it refuses by name instead of training wrongly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.plans.source import execution_plans
+from dynapipe_ext.executor.stages.torch_stage import TorchStage
+from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.topology import Topology
+
+HIDDEN, VOCAB = 4, 9
+SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((3, 6, 2))]
+
+
+def plan_of(pp: int = 1):
+    topology = Topology(pp=pp)
+    costs, form = TokenCosts(topology.num_stages), ActivationFormat(HIDDEN, order="bsh")
+    return execution_plans(Planner(topology, costs, 10**9, pad_multiple=1, format=form), SAMPLES, step=0)[0][0]
+
+
+def batch_of(micro_batch) -> dict[str, torch.Tensor]:
+    tokens = torch.arange(micro_batch.rows * micro_batch.encoder_len).reshape(micro_batch.rows, -1) % VOCAB
+    return {"tokens": tokens, "labels": (tokens + 1) % VOCAB, "loss_weights": torch.ones(tokens.shape)}
+
+
+def losses_of(logits: torch.Tensor, batch) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+
+
+def loss_sum(logits: torch.Tensor, batch) -> torch.Tensor:
+    return (losses_of(logits, batch) * batch["loss_weights"]).sum()
+
+
+def model_of() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(VOCAB, HIDDEN), torch.nn.Linear(HIDDEN, VOCAB))
+
+
+def run(stage: TorchStage, plan=None, batches=None) -> float:
+    plan = plan or plan_of()
+    batches = batches or [batch_of(m) for m in plan.micro_batches]
+    return PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, batches)
+
+
+class TakesBatch(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x, batch):
+        assert "labels" in batch
+        return self.inner(x)
+
+
+class TakesBatchByName(TakesBatch):
+    def forward(self, x, mask=None, *, batch):
+        assert mask is None
+        return super().forward(x, batch)
+
+
+class TakesTwo(TakesBatch):
+    def forward(self, hidden, rows):
+        return super().forward(hidden, rows)
+
+
+WAYS = {
+    "a module": lambda model: (model, {}),
+    "a list": lambda model: ([model], {}),
+    "a mapping": lambda model: ({0: model}, {}),
+    "a function": lambda model: ({0: lambda x, batch: model(x)}, {"parameters": model.parameters()}),
+    "a module that takes the batch": lambda model: (TakesBatch(model), {}),
+    "a module that takes the batch by name": lambda model: (TakesBatchByName(model), {}),
+    "a module of two arguments": lambda model: (TakesTwo(model), {}),
+}
+
+
+def test_every_way_to_give_the_only_stage_trains_the_same():
+    found = []
+    for way in WAYS.values():
+        model = model_of()
+        modules, options = way(model)
+        loss = run(TorchStage(modules, loss_sum, **options))
+        found.append((loss, [p.grad for p in model.parameters()]))
+    for loss, gradients in found[1:]:
+        assert loss == found[0][0] > 0
+        assert all(torch.equal(a, b) for a, b in zip(gradients, found[0][1], strict=True))
+
+
+def nothing(*_) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda m: TorchStage({0: lambda x, batch: m(x)}, loss_sum), r"'<lambda>' is no torch module.*parameters="),
+        (lambda m: TorchStage(m, {"lm": 1}), "the loss is a dict but must be a function"),
+        (lambda m: TorchStage([], loss_sum), "list but takes a module, a list of this rank's modules"),
+        (lambda m: TorchStage(3, loss_sum), "int but takes a module"),
+        (lambda m: run(TorchStage(m, losses_of)), r"loss is a tensor of shape \(\d+, \d+\) but must be a scalar"),
+        (lambda m: run(TorchStage(m, lambda logits, batch: 1.0)), "loss is float but must be a scalar tensor"),
+        (lambda m: run(TorchStage(m, lambda x, batch: loss_sum(x.detach(), batch))), "stage 0 returns has no gradient"),
+        (lambda m: run(TorchStage({1: m}, loss_sum)), r"stages \(0,\) of the plan but has modules for \(1,\)"),
+        (
+            lambda m: TorchStage(m, loss_sum).start_step(plan_of(pp=2)),
+            r"pp 2 x dp 1 .*give TorchStage parallel=ParallelContext",
+        ),
+        (
+            lambda m: run(TorchStage(m, loss_sum), replace(plan_of(), num_micro_batches=(3, 3))),
+            r"pp 1 x dp 2 .*give TorchStage parallel=ParallelContext",
+        ),
+        (
+            lambda m: TorchStage(m, loss_sum, parallel=InlineReductions(Topology(pp=3))).start_step(plan_of(pp=2)),
+            "the plan is for pp 2 x dp 1 but parallel= is for pp 3 x dp 1",
+        ),
+        (lambda m: InlineReductions(Topology(pp=2, dp=2)), "dp 2 must be 1"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused_by_name(make, says):
+    with pytest.raises(ConfigError, match=says):
+        make(model_of())
+
+
+def test_a_batch_without_tokens_is_refused_with_the_keys_that_it_has():
+    plan = plan_of()
+    with pytest.raises(DataError, match=r'reads batch\["tokens"\].*\[\'input_ids\', \'labels\'\]'):
+        run(TorchStage(model_of(), loss_sum), plan, [{"input_ids": 0, "labels": 0} for _ in plan.micro_batches])
+
+
+def test_a_frozen_first_stage_sends_its_output_and_needs_no_backward():
+    model = model_of().requires_grad_(False)
+    stage = TorchStage(model, loss_sum, parallel=InlineReductions(Topology(pp=2)))
+    stage.start_step(plan_of(pp=2))
+    stage.load(0, batch_of(plan_of(pp=2).micro_batches[0]))
+    (output,) = stage.forward(0, 0, ())
+    assert stage.backward(0, 0, (torch.ones_like(output),)) == ()
+    assert all(p.grad is None for p in model.parameters())
