@@ -22,10 +22,15 @@ Rule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
+    """`run_dir` empty means a new directory under runs/, named by the time. Figures of all ranks are gathered every
+    `log_every` steps, and at the last `traced_steps`, whose timelines go into trace.html."""
+
     steps: int = 40
     seed: int = 0
-    run_dir: str = "runs/latest"
-    traced_steps: int = 3  # the last ones; their timelines go into trace.html
+    run_dir: str = ""
+    log_every: int = 1
+    traced_steps: int = 3
+    tensorboard: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +228,7 @@ class TrainConfig:
 
 
 _AT_LEAST = {
-    "run": {"steps": 1, "seed": 0, "traced_steps": 0},
+    "run": {"steps": 1, "seed": 0, "log_every": 1, "traced_steps": 0},
     "topology": {"tp": 1, "pp": 1, "dp": 1},
     "model": {
         "num_layers": 1,

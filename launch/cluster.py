@@ -38,23 +38,26 @@ _POLL_S = 0.5  # a signal that arrives just before a wait is noticed at the late
 
 
 class JobError(ExecutionError):
-    """A process of the job failed; what it had to say it has said itself. `exit_status` is the whole job's."""
+    """A process of the job failed. It has said the `cause` itself, if it could; `exit_status` is the whole job's."""
 
-    def __init__(self, message: str, exit_status: int = USER_ERROR_STATUS) -> None:
+    def __init__(self, message: str, exit_status: int = USER_ERROR_STATUS, cause: str = "") -> None:
         super().__init__(message)
         self.exit_status = exit_status
+        self.cause = cause or message
 
 
 class Supervised:
     """A child process that ends with this one; a context manager that ends it. Make it with `fork` or `spawn`."""
 
-    def __init__(self, name: str, pid: int, popen: subprocess.Popen[bytes] | None = None, stacks: int = -1) -> None:
+    def __init__(
+        self, name: str, pid: int, popen: subprocess.Popen[bytes] | None = None, stacks: int = -1, words: int = -1
+    ) -> None:
         self.name = name
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.return_code: int | None = None
         self._popen = popen
-        self._stacks = stacks
+        self._stacks, self._words = stacks, words
         self._owner_pid = os.getpid()
 
     @classmethod
@@ -67,12 +70,12 @@ class Supervised:
         parent_pid = supervising_pid()
         sys.stdout.flush()
         sys.stderr.flush()
-        stacks = os.memfd_create("stacks")
+        stacks, words = os.memfd_create("stacks"), os.memfd_create("words")
         with ending_signals_blocked():
             pid = os.fork()
             if pid == 0:
-                _run_child(name, main, parent_pid, stacks)
-            return cls(name, pid, stacks=stacks)
+                _run_child(name, main, parent_pid, stacks, words)
+            return cls(name, pid, stacks=stacks, words=words)
 
     @classmethod
     def spawn(
@@ -133,9 +136,11 @@ class Supervised:
 
     def stack_text(self) -> str:
         """The stacks it has written so far, as asked for with SIGUSR1 (forked processes only)."""
-        if self._stacks < 0:
-            return ""
-        return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
+        return _memory_text(self._stacks)
+
+    def last_words(self) -> str:
+        """What it said of the error that ended it, in a line (forked processes only)."""
+        return _memory_text(self._words)
 
     def close(self, grace_s: float = _GRACE_S) -> None:
         """End it: SIGTERM, and SIGKILL after `grace_s`."""
@@ -143,10 +148,10 @@ class Supervised:
 
     def release(self) -> None:
         """Give back the file descriptors of a process that has ended."""
-        for descriptor in (self.pidfd, self._stacks):
+        for descriptor in (self.pidfd, self._stacks, self._words):
             if descriptor >= 0:
                 os.close(descriptor)
-        self.pidfd = self._stacks = -1
+        self.pidfd = self._stacks = self._words = -1
 
     @property
     def owned(self) -> bool:
@@ -237,7 +242,8 @@ def _raise_first_failure(processes: Sequence[Supervised]) -> None:
     if failed:
         # Of several that ended at once, one that gave a reason says more than one that was killed.
         culprit = max(failed, key=lambda process: (process.poll() or 0) > 0)
-        raise JobError(culprit.verdict(), BUG_STATUS if culprit.poll() == BUG_STATUS else USER_ERROR_STATUS)
+        status = BUG_STATUS if culprit.poll() == BUG_STATUS else USER_ERROR_STATUS
+        raise JobError(culprit.verdict(), status, culprit.last_words())
 
 
 def _wait_for_all(processes: Collection[Supervised], timeout_s: float) -> None:
@@ -272,7 +278,7 @@ def _rank(rank_main: Callable[[RankEnv], int], env: RankEnv) -> int:
     return rank_main(env)
 
 
-def _run_child(name: str, main: Callable[[], int], parent_pid: int, stacks: int) -> NoReturn:
+def _run_child(name: str, main: Callable[[], int], parent_pid: int, stacks: int, words: int) -> NoReturn:
     status = BUG_STATUS
     try:
         end_with_parent(parent_pid)
@@ -287,16 +293,23 @@ def _run_child(name: str, main: Callable[[], int], parent_pid: int, stacks: int)
         status = main()
     except DynaPipeError as error:
         status = USER_ERROR_STATUS
-        _say(f"{name}: {' '.join(str(error).split())}")
+        message = f"{name}: {' '.join(str(error).split())}"
+        _say(message)
+        os.write(words, message.encode())
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # noqa: BLE001 - nothing may travel up into the parent's stack
+    except BaseException as error:  # noqa: BLE001 - nothing may travel up into the parent's stack
+        os.write(words, f"{name}: {type(error).__name__}: {' '.join(str(error).split())}".encode())
         _say("".join(f"{name}: {line}\n" for line in traceback.format_exc().splitlines()))
     finally:
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status & 0xFF)
+
+
+def _memory_text(descriptor: int) -> str:
+    return "" if descriptor < 0 else os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
 
 def _say(text: str) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 
@@ -18,20 +16,6 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.data.dataset import (
-    TokenDataset,
-    TokenizerKind,
-    fingerprint_of_source,
-    is_prepared,
-    open_prepared,
-    prepare,
-)
-from dynapipe_ext.data.generation import generate_examples, generator_settings
-from dynapipe_ext.data.preprocessing.encoders import load_encoder
-from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
-from dynapipe_ext.data.preprocessing.inputs import find_inputs
-from dynapipe_ext.data.preprocessing.preprocess import preprocess
-from dynapipe_ext.data.reading import Example, read_examples
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.lengths import LengthArray, sample_lengths
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
@@ -122,66 +106,6 @@ def architecture_of(config: TrainConfig, vocab_size: int) -> Architecture:
         norm=m.norm,
         bias=m.bias,
     )
-
-
-def data_folder(config: TrainConfig) -> Path:
-    """Where the tokens of a run are."""
-    prepared = config.data.path and is_prepared(config.data.path)
-    return Path(config.data.path) if prepared else Path(config.run.run_dir) / "data"
-
-
-def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenDataset:
-    """Tokenize the user's file, or the generator's examples, into RUN_DIR/data; opens what is already there, and a
-    folder that `dynapipe preprocess` wrote.
-    """
-    data, folder = config.data, data_folder(config)
-    if data.path and folder == Path(data.path):
-        return open_prepared(folder, max_seq_len=config.model.max_seq_len)
-    if data.tokenizer not in get_args(TokenizerKind):
-        return _preprocessed(config, folder, progress)
-    if data.path:
-        path = Path(data.path)
-        fingerprint = fingerprint_of_source(path)
-
-        def examples() -> Iterator[Example]:
-            return read_examples(path)
-    else:
-        settings = generator_settings(num_samples=data.num_samples, seed=config.run.seed)
-        fingerprint = fingerprint_of_source(settings)
-
-        def examples() -> Iterator[Example]:
-            return generate_examples(num_samples=data.num_samples, seed=config.run.seed)
-
-    return prepare(
-        examples,
-        folder,
-        tokenizer="bpe" if data.tokenizer == "bpe" else "bytes",
-        vocab_size=data.vocab_size if data.tokenizer == "bpe" else None,
-        max_seq_len=config.model.max_seq_len,
-        truncate=data.truncate,
-        source_fingerprint=fingerprint,
-        progress=progress,
-    )
-
-
-def _preprocessed(config: TrainConfig, folder: Path, progress: Callable[[int], None] | None) -> TokenDataset:
-    """The user's file by a tokenizer of any make, as `dynapipe preprocess` does it."""
-    data = config.data
-    if not data.path:
-        raise ConfigError(
-            f"[data] tokenizer is {data.tokenizer!r} but no path is given: the built-in generator's text takes bpe or"
-            " bytes; name your own data"
-        )
-    settings = EncodeSettings(target="dataset", max_seq_len=config.model.max_seq_len, truncate=data.truncate)
-    preprocess(
-        find_inputs([data.path]),
-        folder,
-        settings=settings,
-        encoder=load_encoder(data.tokenizer),
-        overwrite=True,
-        progress=None if progress is None else lambda done: progress(done.num_samples),
-    )
-    return TokenDataset.open(folder)
 
 
 def analytic_costs(

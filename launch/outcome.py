@@ -1,42 +1,54 @@
-"""What a run leaves in RUN_DIR: report.json, loss.png, trace.html, trace.json and the Chrome trace."""
+"""What a run leaves in its directory: settings and costs at its start; report, curve and timelines at its end."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import math
+import json
+import os
 import platform
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from itertools import accumulate
 from pathlib import Path
 
 from rich.console import Console
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.errors import DynaPipeError
+from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.launch.cluster import JobError
 from dynapipe_ext.launch.job import Variant, make_planner, topology_of
-from dynapipe_ext.launch.training_loop import RankFigures, StepFigures
+from dynapipe_ext.launch.run_data import data_folder
+from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, link, point_latest_at
+from dynapipe_ext.launch.traced_spans import Spans
 from dynapipe_ext.lengths import sample_lengths
-from dynapipe_ext.models.flops import Work
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.judge.memory import held_bytes
 from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.timeline import Span, Trace, merge
-from dynapipe_ext.tools.account.report import (
-    RunReport,
-    RunResult,
-    StoreInfo,
-    compare_table,
-    shared_cores_note,
-    summary_table,
+from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo
+from dynapipe_ext.tools.account.run_events import (
+    EVENTS_FILE,
+    VariantLabel,
+    curves,
+    read_events,
+    report_of,
+    start_events,
 )
+from dynapipe_ext.tools.account.tables import compare_table, shared_cores_note, summary_table
+from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.show.loss_curve import write_loss_png
 from dynapipe_ext.tools.show.timeline import TraceRecord, write_chrome_trace, write_trace_file, write_trace_html
+from dynapipe_ext.tools.toml_file import toml_of
+from dynapipe_ext.tools.wording import counted
 from dynapipe_ext.topology import Topology
 
 _STRICT_NOTE = (
@@ -45,52 +57,52 @@ _STRICT_NOTE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class VariantFigures:
-    """All ranks' figures of one variant."""
-
-    variant: Variant
-    steps: list[StepFigures]
-    ranks: list[RankFigures]
-
-
-def write_outcome(
-    config: TrainConfig,
-    costs: CostModel,
-    dataset: TokenDataset,
-    runs: list[VariantFigures],
-    *,
-    store: StoreInfo,
-    device: str,
-    num_cores: int,
-) -> None:
-    """Write the files and print the tables; `runs[0]` is the job itself, the others its baselines."""
-    topology, run_dir = topology_of(config), Path(config.run.run_dir)
-    results = [_result(run) for run in runs]
-    oversubscribed = device == "cpu" and topology.world_size > num_cores
-    report = RunReport(
-        result=results[0],
+def run_facts(config: TrainConfig, dataset: TokenDataset, store: StoreInfo, *, device: str, num_cores: int) -> RunFacts:
+    """What is known of a run before its first step; `device` is "cpu" or an accelerator's name."""
+    topology = topology_of(config)
+    return RunFacts(
         topology=topology,
-        device=device if device != "cpu" else f"cpu ({platform.machine()}, {num_cores} cores)",
+        device=device if device != "cpu" else f"cpu ({platform.machine()}, {counted(num_cores, 'core')})",
         num_cores=num_cores,
         seed=config.run.seed,
         loss_norm=config.plan.loss_norm,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        oversubscribed=oversubscribed,
+        oversubscribed=device == "cpu" and topology.world_size > num_cores,
         store=store,
         versions=versions(),
         model=asdict(config.model) | {"vocab_size": dataset.vocab_size},
-        compare=tuple(results[1:]) or None,
     )
-    report.write(run_dir / "report.json")
-    curves = {
-        result.name: list(
-            zip(range(1, len(result.losses) + 1), accumulate(result.real_tokens_per_step), result.losses, strict=True)
-        )
-        for result in results
-    }
-    write_loss_png(run_dir / "loss.png", curves, f"Training loss, TP{topology.tp} x PP{topology.pp} x DP{topology.dp}")
-    _write_traces(config, costs, dataset, runs[0], num_cores if oversubscribed else None)
+
+
+def begin_run(run_dir: Path, config: TrainConfig, costs: CostModel, facts: RunFacts, chosen: Sequence[Variant]) -> None:
+    """Fill a claimed directory with what the run starts from, in the place of an overwritten run."""
+    clear_run(run_dir)
+    write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
+    # With --costs, this file makes another run plan exactly as this one does.
+    write_atomic(run_dir / "costs.json", json.dumps(cost_model_to_json(costs)) + "\n")
+    link(run_dir / "data", Path(os.path.relpath(data_folder(config).resolve(), run_dir.resolve())))
+    labels = [VariantLabel(variant.name, variant.layout, variant.schedule) for variant in chosen]
+    start_events(run_dir / EVENTS_FILE, facts, labels, num_steps=config.run.steps)
+    point_latest_at(run_dir)
+
+
+def write_outcome(
+    run_dir: Path,
+    config: TrainConfig,
+    costs: CostModel,
+    dataset: TokenDataset,
+    variant: Variant,
+    spans: Sequence[Spans],
+) -> None:
+    """Write the files of a finished run and print the tables. `spans` are those of the job's own `variant`, by rank."""
+    events = read_events(run_dir / EVENTS_FILE)
+    (_, steps), facts = events.variants[0], events.facts
+    shared_cores = facts.num_cores if facts.oversubscribed else None
+    traced = [done for done in steps if any(done.step in rank for rank in spans)]
+    simulated = {done.step: _simulated(config, costs, dataset, variant, done, shared_cores) for done in traced}
+    report = report_of(events, simulated, unfinished=None)
+    _write_report(run_dir, report)
+    _write_traces(run_dir, variant, facts.topology, spans, simulated, shared_cores)
     console = Console()
     console.print(summary_table(report))
     if report.compare:
@@ -98,62 +110,85 @@ def write_outcome(
     console.print(f"report.json, loss.png and trace.html are in {run_dir}", highlight=False)
 
 
-def _result(run: VariantFigures) -> RunResult:
-    steps, bubbles = run.steps, tuple(s.bubble_ratio for s in run.steps)
-    return RunResult(
-        name=run.variant.name,
-        layout=run.variant.layout,
-        schedule=run.variant.schedule,
-        losses=tuple(s.loss for s in steps),
-        real_tokens_per_step=tuple(s.real_tokens for s in steps),
-        padded_tokens=sum(s.padded_tokens for s in steps),
-        work=sum((s.work for s in steps), Work()),
-        step_s=tuple(s.step_s for s in steps),
-        cpu_s=sum(s.cpu_s for s in steps),
-        num_micro_batches=tuple(s.num_micro_batches for s in steps),
-        measured_makespan_s=tuple(s.makespan_s for s in steps),
-        predicted_makespan_s=tuple(s.predicted_makespan_s for s in steps),
-        measured_bubble_ratio=bubbles if all(math.isfinite(ratio) for ratio in bubbles) else (),
-        predicted_bubble_ratio=tuple(s.predicted_bubble_ratio for s in steps),
-        exposed_planning_s=max(r.exposed_planning_s for r in run.ranks),
-        predicted_peak_bytes=tuple(r.predicted_peak_bytes for r in run.ranks),
-        measured_peak_bytes=tuple(r.measured_peak_bytes for r in run.ranks),
-    )
+def write_unfinished(run_dir: Path, reason: str) -> None:
+    """Write report and curve of what ran before a run ended early."""
+    events = read_events(run_dir / EVENTS_FILE)
+    report = report_of(events, unfinished=reason)
+    _write_report(run_dir, report)
+    done = f"{report.steps} of {counted(events.num_steps, 'step')} ran"
+    Console(stderr=True, highlight=False).print(f"{done}: what is known of them is in {run_dir}", soft_wrap=True)
+
+
+@contextmanager
+def keeping_what_ran(directory: RunDirectory) -> Iterator[None]:
+    """Inside, a run that ends early for whatever reason leaves its report, with the reason in it."""
+    try:
+        yield
+    except BaseException as error:
+        if directory.has_begun:
+            try:
+                write_unfinished(directory.path, _reason(error))
+            except DynaPipeError as second:  # a full disk may be the cause of both: the first one is what ends the run
+                print(f"dynapipe: the report could not be written: {second}", file=sys.stderr)
+        raise
+
+
+def _reason(error: BaseException) -> str:
+    match error:
+        case KeyboardInterrupt():
+            return "interrupted (Ctrl-C)"
+        case SystemExit():
+            return "ended by a signal (SIGTERM)"
+        case JobError():
+            return error.cause
+        case DynaPipeError():
+            return " ".join(str(error).split())
+        case _:
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _write_report(run_dir: Path, report: RunReport) -> None:
+    report.write(run_dir / "report.json")
+    t = report.facts.topology
+    if report.steps:
+        write_loss_png(run_dir / "loss.png", curves(report), f"Training loss, TP{t.tp} x PP{t.pp} x DP{t.dp}")
 
 
 def _write_traces(
-    config: TrainConfig, costs: CostModel, dataset: TokenDataset, run: VariantFigures, shared_cores: int | None
+    run_dir: Path,
+    variant: Variant,
+    topology: Topology,
+    spans: Sequence[Spans],
+    simulated: Mapping[int, Trace],
+    shared_cores: int | None,
 ) -> None:
-    topology, run_dir = topology_of(config), Path(config.run.run_dir)
-    traced = sorted({step for rank in run.ranks for step in rank.spans})
     measured = tuple(
-        merge((Trace(tuple(rank.spans.get(step, ()))) for rank in run.ranks), f"step {step + 1}") for step in traced
+        merge((Trace(tuple(rank.get(step, ()))) for rank in spans), f"step {step + 1}") for step in simulated
     )
-    simulated = tuple(_simulated(config, costs, dataset, run.variant, run.steps[step], shared_cores) for step in traced)
     names = {}
     for rank in range(topology.world_size):
         me = topology.coordinates(rank)
         names[rank] = f"dp{me.dp_rank} pp{me.pp_rank} tp{me.tp_rank}"
-    notes = page_notes(topology.world_size, shared_cores, fill_waits=run.variant.fill_waits)
+    notes = page_notes(topology.world_size, shared_cores, fill_waits=variant.fill_waits)
     record = TraceRecord(
         measured=measured,
-        simulated=simulated,
+        simulated=tuple(simulated.values()),
         title=f"Pipeline timeline, TP{topology.tp} x PP{topology.pp} x DP{topology.dp}",
-        subtitle=f"{run.variant.layout} layout, {run.variant.schedule} schedule; measured above simulated",
+        subtitle=f"{variant.layout} layout, {variant.schedule} schedule; measured above simulated",
         notes=notes,
         rank_names=names,
     )
     write_trace_file(run_dir / "trace.json", record)
     write_trace_html(
         run_dir / "trace.html",
-        measured=measured,
-        simulated=simulated,
+        measured=record.measured,
+        simulated=record.simulated,
         title=record.title,
         subtitle=record.subtitle,
         notes=notes,
         rank_names=names,
     )
-    write_chrome_trace(run_dir / "trace.chrome.json", [*measured, *simulated])
+    write_chrome_trace(run_dir / "trace.chrome.json", [*record.measured, *record.simulated])
 
 
 def page_notes(world_size: int, shared_cores: int | None, *, fill_waits: bool) -> tuple[str, ...]:
@@ -168,7 +203,7 @@ def _simulated(
     costs: CostModel,
     dataset: TokenDataset,
     variant: Variant,
-    step: StepFigures,
+    step: StepDone,
     shared_cores: int | None,
 ) -> Trace:
     """The step proven again (it is a pure function of lengths and settings) and simulated on all ranks.

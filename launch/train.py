@@ -1,6 +1,6 @@
 """The rank program: `torchrun --nproc-per-node 8 -m dynapipe_ext.launch.train --config FILE --store redis://…`.
 
-`dynapipe train` forks its ranks into the same `run_rank`. What ranks must agree on (costs, the key that signs plans,
+`dynapipe train` forks its ranks into the same `train_rank`. What ranks must agree on (costs, the key that signs plans,
 the store's address) comes from rank 0 over the job's own process group, so no secret passes through the store.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import secrets
 import sys
 import warnings
@@ -16,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.core import active_core
@@ -26,6 +27,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import ConfigError, DynaPipeError
+from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.env import RankEnv, limit_threads, rank_env, store_password
@@ -35,32 +37,41 @@ from dynapipe_ext.launch.job import (
     check_batches,
     check_fits,
     configured_costs,
-    data_folder,
-    prepare_data,
     read_costs,
     topology_of,
     variants,
 )
+from dynapipe_ext.launch.outcome import begin_run, keeping_what_ran, run_facts, write_outcome
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.tools.json_file import write_atomic
-from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.launch.run_data import PREPARE_LIMIT_S, data_folder, prepare_data
+from dynapipe_ext.launch.run_directory import RunDirectory
+from dynapipe_ext.launch.signals import ending_signals_raise
+from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
+from dynapipe_ext.tools.account.report import StoreInfo
+from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile
+from dynapipe_ext.tools.progress import StepProgress, WorkProgress
+from dynapipe_ext.tools.tensorboard_file import TensorBoardFile, require_tensorboard
 from dynapipe_ext.topology import Topology
 
-# How long ranks wait for rank 0 to tokenize the data and to measure costs; rank 0's own failure ends the job at once.
-_PREPARE_LIMIT_S = 3600.0
+if TYPE_CHECKING:  # it imports torch and Megatron
+    from dynapipe_ext.launch.variant_run import RankContext
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What `dynapipe train` has settled before it forks ranks; under torchrun rank 0 settles it."""
+    """What `dynapipe train` has settled before it forks ranks; under torchrun rank 0 settles it.
+
+    `run_dir` is the directory that rank 0 fills; its owner has claimed it, and holds it for as long as the ranks run.
+    """
 
     config: TrainConfig
     compare: bool
+    run_dir: Path
     address: StoreAddress | None = None
     costs: CostModel | None = None
 
 
-def run_rank(env: RankEnv, job: Job) -> int:
+def train_rank(env: RankEnv, job: Job) -> int:
     """Train as one rank of a job; returns 0. Errors are raised."""
     warnings.filterwarnings("ignore", module="megatron")
     import torch
@@ -90,47 +101,42 @@ def run_rank(env: RankEnv, job: Job) -> int:
         init_method=env.init_method,
         rank=env.rank,
         world_size=env.world_size,
-        timeout=timedelta(seconds=max(config.job.timeout_s, _PREPARE_LIMIT_S)),
+        timeout=timedelta(seconds=max(config.job.timeout_s, PREPARE_LIMIT_S)),
     )
     try:
         with ExitStack() as stack:
-            _run(env, job, costs, device, stack)
+            context, spans = _run(env, job, costs, device, stack)
             dist.barrier()
     finally:
         dist.destroy_process_group()
+    if env.rank == 0:  # alone, so that what goes wrong here is said once
+        write_outcome(job.run_dir, config, context.costs, context.dataset, variants(config, compare=False)[0], spans)
     return 0
 
 
-def _run(env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: ExitStack) -> None:
+def _run(
+    env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: ExitStack
+) -> tuple[RankContext, list[Spans]]:
+    """Runs the variants; what rank 0 gets back with the rank's context are the spans of all ranks in the first one."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     from dynapipe_ext.executor.stages.megatron_model import initialize_parallel
     from dynapipe_ext.executor.transport.groups import make_pipeline_groups
-    from dynapipe_ext.launch.training_loop import (
-        RankContext,
-        RankFigures,
-        broadcast_bytes,
-        clock_offset_s,
-        num_cores,
-        train,
-    )
+    from dynapipe_ext.launch.variant_run import RankContext, broadcast_bytes, clock_offset_s, num_cores, run_variant
 
     config, topology = job.config, topology_of(job.config)
     settled = b""
     if env.rank == 0:
         address = job.address or _embedded_store(env, config, stack)
         assert costs is not None
-        priced = cost_model_to_json(costs)
-        # With --costs, this file makes another run plan exactly as this one does.
-        write_atomic(Path(config.run.run_dir) / "costs.json", json.dumps(priced) + "\n")
         settled = json.dumps(
             {
                 "url": address.url,
                 "password": address.password,
                 "plan_key": secrets.token_hex(32),
                 "namespace": f"run-{secrets.token_hex(8)}",
-                "costs": priced,
+                "costs": cost_model_to_json(costs),
             }
         ).encode()
     shared = json.loads(broadcast_bytes(settled, device))
@@ -155,30 +161,35 @@ def _run(env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: Ex
         device=device,
         clock_offset_s=clock_offset_s(env.local_world_size == env.world_size, device),
     )
-    runs: list[tuple[Variant, Any, list[RankFigures]]] = []
-    for index, variant in enumerate(variants(config, compare=job.compare)):
-        steps, mine = train(context, variant, index)
-        key = f"figures/{index}"
-        store.put(f"{key}/{env.rank}", mine.encode())
-        if env.rank == 0:
-            everyone = [store.get(f"{key}/{rank}", config.job.timeout_s) for rank in range(topology.world_size)]
-            runs.append((variant, steps, [RankFigures.decode(figures) for figures in everyone]))
-            store.delete(*(f"{key}/{rank}" for rank in range(topology.world_size)))
-        dist.barrier()
+    chosen, traced = variants(config, compare=job.compare), TracedSpans()
     if env.rank == 0:
-        from dynapipe_ext.launch.outcome import VariantFigures, write_outcome
-        from dynapipe_ext.tools.account.report import StoreInfo
+        told, name = store.info(), "cpu" if device.type == "cpu" else _device_name(device)
+        info = StoreInfo(told["server"], told["version"])
+        facts = run_facts(config, dataset, info, device=name, num_cores=num_cores())
+        begin_run(job.run_dir, config, agreed, facts, chosen)
+    for index, variant in enumerate(chosen):
+        with ExitStack() as listening:
+            listeners: list[Listener] = [] if index else [traced]
+            if env.rank == 0:
+                listeners += _shown_and_written(config, job.run_dir, variant, index)
+            for listener in listeners:
+                listening.callback(listener.close)
+            run_variant(context, variant, f"{context.namespace}/{index}", listeners)
+        dist.barrier()
+    give_spans(store, env.rank, traced.spans)
+    dist.barrier()
+    return context, take_spans(store, topology.world_size, config.job.timeout_s) if env.rank == 0 else []
 
-        info = store.info()
-        write_outcome(
-            config,
-            context.costs,
-            dataset,
-            [VariantFigures(*run) for run in runs],
-            store=StoreInfo(info["server"], info["version"]),
-            device=str(device) if device.type == "cpu" else _device_name(device),
-            num_cores=num_cores(),
-        )
+
+def _shown_and_written(config: TrainConfig, run_dir: Path, variant: Variant, index: int) -> list[Listener]:
+    """Who else is told of the steps on rank 0."""
+    progress = StepProgress(config.run.steps, every=config.run.log_every)
+    if index:
+        progress.log(f"comparing: {variant.name}")
+    listeners: list[Listener] = [EventsFile(run_dir / EVENTS_FILE, variant.name), progress]
+    if config.run.tensorboard:
+        listeners.append(TensorBoardFile(run_dir / "tensorboard" / (re.sub(r"\W+", "-", variant.name))))
+    return listeners
 
 
 def ranks_line(topology: Topology) -> str:
@@ -268,16 +279,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="settings in TOML")
     parser.add_argument("--store", metavar="URL", help="redis://, rediss:// or unix://; default: embedded (one node)")
     parser.add_argument("--compare", action="store_true", help="run the usual ways beside the configured one")
+    parser.add_argument("--overwrite", action="store_true", help="lose the run that the run directory holds")
     args = parser.parse_args(arguments)
     try:
-        env = rank_env()
-        address = store_address(args.store) if args.store else None
-        return run_rank(env, Job(TrainConfig.read(args.config), args.compare, address))
+        with ending_signals_raise():
+            return _main(rank_env(), args)
     except DynaPipeError as error:
         print(f"dynapipe: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _main(env: RankEnv, args: argparse.Namespace) -> int:
+    address = store_address(args.store) if args.store else None
+    config = TrainConfig.read(args.config)
+    if config.run.tensorboard:
+        require_tensorboard()
+    if env.rank:
+        return train_rank(env, Job(config, args.compare, Path(), address))
+    with RunDirectory(config.run.run_dir, overwrite=args.overwrite) as directory, keeping_what_ran(directory):
+        return train_rank(env, Job(config, args.compare, directory.path, address))
 
 
 def store_address(url: str) -> StoreAddress:

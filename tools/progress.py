@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.events import StepDone
+from dynapipe_ext.tools.wording import percent
 
 Clock = Callable[[], float]
 
@@ -76,15 +78,12 @@ class _Meter:
         )
         self._task = self._bar.add_task(description, total=total, figures="", start=False)
 
-    def __enter__(self) -> Self:
+    def _start(self) -> None:
         self._started_s = self._clock()
         self._bar.start_task(self._task)
         self._bar.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def _stop(self) -> None:
         self._bar.stop()
 
     def log(self, message: str) -> None:
@@ -101,7 +100,7 @@ class _Meter:
 
 
 class StepProgress(_Meter):
-    """Progress of training over `total_steps`; a context manager.
+    """Progress of training over `total_steps`: a listener, which shows from its making to `close`.
 
     On a terminal a bar; elsewhere one line every `every` steps, and one for the last. `console` defaults to standard
     error, so that standard output stays clean for results.
@@ -112,35 +111,29 @@ class StepProgress(_Meter):
         total_steps: int,
         *,
         console: Console | None = None,
-        enabled: bool = True,
         every: int = 1,
         clock: Clock = time.monotonic,
     ) -> None:
         if every < 1:
             raise ConfigError(f"every is {every} but must be at least 1: it is the number of steps between lines")
-        super().__init__("step", total_steps, console=console, enabled=enabled, clock=clock, figures=True)
+        super().__init__("step", total_steps, console=console, enabled=True, clock=clock, figures=True)
         self._every = every
+        self._start()
 
-    def update(
-        self,
-        step: int,
-        loss: float,
-        tokens_per_s: float,
-        padding_efficiency: float,
-        bubble_ratio: float | None = None,
-    ) -> None:
-        """One more step is done. `step` is its number in the run; `bubble_ratio` is None where nothing measured it.
-
-        The line says "padding" for padding efficiency: real over padded tokens.
-        """
+    def step_done(self, done: StepDone) -> None:
+        """One more step is done. The bubble is "-" where nobody measured it; padding is padded over all tokens."""
         self._done += 1
-        bubble = "-" if bubble_ratio is None else f"{100 * bubble_ratio:.1f} %"
-        figures = f"loss {loss:.4f}  {tokens_per_s:,.0f} tok/s  padding {100 * padding_efficiency:.1f} %"
-        figures += f"  bubble {bubble}"
+        padding = 1 - done.real_tokens / max(1, done.padded_tokens)
+        bubble = done.all_ranks.bubble_ratio if done.all_ranks else None
+        figures = f"loss {done.loss:.4f}  {done.real_tokens_per_s:,.0f} tok/s"
+        figures += f"  padding {percent(padding)}  bubble {percent(bubble)}"
         if self._live:
-            self._bar.update(self._task, completed=self._done, description=f"step {step}", figures=figures)
-        elif self._enabled and (self._done % self._every == 0 or self._done == self._total):
-            self._print(f"step {step} ({self._done}/{self._total})  {figures}  ETA {self._left()}")
+            self._bar.update(self._task, completed=self._done, description=f"step {done.number}", figures=figures)
+        elif done.number % self._every == 0 or self._done == self._total:
+            self._print(f"step {done.number} ({self._done}/{self._total})  {figures}  ETA {self._left()}")
+
+    def close(self) -> None:
+        self._stop()
 
 
 class WorkProgress(_Meter):
@@ -157,6 +150,15 @@ class WorkProgress(_Meter):
     ) -> None:
         super().__init__(description, total, console=console, enabled=enabled, clock=clock, figures=False)
         self._description = description
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._stop()
 
     def advance(self, amount: int = 1) -> None:
         """`amount` more pieces are done."""

@@ -20,10 +20,14 @@ from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads
 from dynapipe_ext.launch.initial_weights import open_initial_weights
-from dynapipe_ext.launch.job import check_batches, check_fits, prepare_data, topology_of
+from dynapipe_ext.launch.job import check_batches, check_fits, topology_of
+from dynapipe_ext.launch.outcome import keeping_what_ran
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.launch.train import Job, data_progress, ranks_line, run_rank, settle_costs, store_address
+from dynapipe_ext.launch.run_data import prepare_data
+from dynapipe_ext.launch.run_directory import RunDirectory
+from dynapipe_ext.launch.train import Job, data_progress, ranks_line, settle_costs, store_address, train_rank
 from dynapipe_ext.plan import Layout, LossNorm
+from dynapipe_ext.tools.tensorboard_file import require_tensorboard
 
 _EPILOG = """examples:
   dynapipe train
@@ -47,7 +51,8 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--num-workers": ("data", "num_workers", {"type": int, "metavar": "N", "help": "planner processes; 0: in line"}),
     "--steps": ("run", "steps", {"type": int, "metavar": "N", "help": "optimizer steps"}),
     "--seed": ("run", "seed", {"type": int, "metavar": "N", "help": "of data order, weights and dropout"}),
-    "--run-dir": ("run", "run_dir", {"metavar": "DIR", "help": "where report, traces and prepared data go"}),
+    "--run-dir": ("run", "run_dir", {"metavar": "DIR", "help": "report, traces, events (default: runs/ and the time)"}),
+    "--log-every": ("run", "log_every", {"type": int, "metavar": "N", "help": "steps between lines of the log"}),
     "--tp": ("topology", "tp", {"type": int, "metavar": "N", "help": "tensor parallel ranks"}),
     "--pp": ("topology", "pp", {"type": int, "metavar": "N", "help": "pipeline ranks"}),
     "--dp": ("topology", "dp", {"type": int, "metavar": "N", "help": "data parallel replicas"}),
@@ -81,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, default=None, **options)
     parser.add_argument("--layers-per-stage", metavar="N,N,…", help="layers of each stage, e.g. 3,5")
     parser.add_argument("--store", metavar="URL", help="your own Redis-compatible server; default: an embedded one")
+    parser.add_argument("--overwrite", action="store_true", help="lose the run that --run-dir holds")
     parser.add_argument("--compare", action="store_true", help="run the usual ways beside the configured one")
 
 
@@ -113,45 +119,41 @@ def run(args: argparse.Namespace) -> int:
     if config.model.init_from:
         open_initial_weights(config.model.init_from, config.model.described)
     address = store_address(args.store) if args.store else None
-    _make_run_dir(Path(config.run.run_dir))
-    if address is not None:
-        open_store(address, namespace="greeting").close()  # refused here, once, rather than by every rank
-    progress, advance = data_progress(config, enabled=True)
-    with progress:
-        dataset = prepare_data(config, advance)
-    truncated = f", {dataset.num_truncated:,} truncated" if dataset.num_truncated else ""
-    console.print(f"data: {len(dataset):,} samples, {int(dataset.lengths[:, :2].sum()):,} tokens{truncated}")
-    check_batches(config, dataset.lengths)
-    given = settle_costs(config, dataset.vocab_size) if config.plan.costs else None
-    with ExitStack() as stack:
-        if address is None:
-            server = stack.enter_context(RedisServer(binary=config.job.redis_server or None))
-            address = server.address
-            console.print(f"store: embedded {server.name} {server.version} on a unix socket")
+    if config.run.tensorboard:
+        require_tensorboard()
+    with RunDirectory(config.run.run_dir, overwrite=args.overwrite) as directory:
+        if address is not None:
+            open_store(address, namespace="greeting").close()  # refused here, once, rather than by every rank
+        progress, advance = data_progress(config, enabled=True)
+        with progress:
+            dataset = prepare_data(config, advance)
+        truncated = f", {dataset.num_truncated:,} truncated" if dataset.num_truncated else ""
+        console.print(f"data: {len(dataset):,} samples, {int(dataset.lengths[:, :2].sum()):,} tokens{truncated}")
+        check_batches(config, dataset.lengths)
+        given = settle_costs(config, dataset.vocab_size) if config.plan.costs else None
         _import_once()
-        costs = given or _measure(config, dataset.vocab_size)
-        check_fits(config, costs, dataset.lengths)
-        console.print(ranks_line(topology), soft_wrap=True)
-        run_local(partial(_rank, Job(config, args.compare, address, costs)), topology.world_size)
+        # Its report is written once everything has ended.
+        with keeping_what_ran(directory), ExitStack() as stack:
+            if address is None:
+                server = stack.enter_context(RedisServer(binary=config.job.redis_server or None))
+                address = server.address
+                console.print(f"store: embedded {server.name} {server.version} on a unix socket")
+            costs = given or _measure(config, dataset.vocab_size)
+            check_fits(config, costs, dataset.lengths)
+            console.print(ranks_line(topology), soft_wrap=True)
+            job = Job(config, args.compare, directory.path, address, costs)
+            run_local(partial(_rank, job), topology.world_size)
     return 0
 
 
-def _make_run_dir(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the run directory {path} cannot be made ({error.strerror}): choose another") from error
-
-
 def _rank(job: Job, env: RankEnv) -> int:
-    return run_rank(env, job)
+    return train_rank(env, job)
 
 
 def _import_once() -> None:
     """What the ranks need, imported before they are forked: once instead of once a rank."""
     from dynapipe_ext.executor.stages import megatron_cpu
-    from dynapipe_ext.launch import outcome  # noqa: F401  (the ranks find them loaded)
-    from dynapipe_ext.launch import training_loop as rank  # noqa: F401  (the ranks find them loaded)
+    from dynapipe_ext.launch import variant_run  # noqa: F401  (the ranks find it loaded)
 
     megatron_cpu.install()
 

@@ -138,7 +138,7 @@ def report_rows(report: RunReport) -> list[Row]:
         raise DataError("the report has no baselines: make it with dynapipe train --compare")
     by_name: dict[str, RunResult] = {result.name: result for result in report.compare}
     runs = {column: by_name[name] for column, name in _RUNS.items() if name in by_name} | {"ours": report.result}
-    t = report.topology
+    t = report.facts.topology
     where = f"small CPU model, TP{t.tp} PP{t.pp} DP{t.dp}"
     return [
         Row(

@@ -20,6 +20,7 @@ import pytest
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
+from dynapipe_ext.tools.account.report import RunReport
 
 TINY = """
 [run]
@@ -73,9 +74,9 @@ def processes(session: int) -> list[Process]:
     return sorted(found, key=lambda process: process.pid)
 
 
-def assert_gone(session: int) -> None:
+def assert_gone(session: int, but: int | None = None) -> None:
     deadline_s = time.monotonic() + ENDS_WITHIN_S
-    while (left := processes(session)) and time.monotonic() < deadline_s:
+    while (left := [p for p in processes(session) if p.pid != but]) and time.monotonic() < deadline_s:
         os.sched_yield()
     assert left == []
 
@@ -125,6 +126,7 @@ def refused(tiny: Path) -> Refused:
         spoken = [line for line in text.splitlines() if not line.startswith(PROGRESS)]
         assert len(spoken) == 1, text
         assert spoken[0].startswith("dynapipe: error: ")
+        assert not (tiny.parent / "run").exists()  # a start that fails leaves nothing
         return spoken[0]
 
     return start
@@ -247,6 +249,18 @@ def ranks(job: subprocess.Popen[str]) -> list[Process]:
     return [p for p in processes(job.pid) if p.parent_pid == job.pid and "dynapipe_ext.launch.cli" in p.command]
 
 
+def left_by(tiny: Path) -> dict[str, Any]:
+    """The report of a run that ended early; curve and events agree with it."""
+    run_dir = tiny.parent / "run"
+    report: dict[str, Any] = json.loads((run_dir / "report.json").read_text())
+    assert RunReport.read(run_dir / "report.json").unfinished == report["unfinished"]
+    assert report["steps"] == len(report["losses"]) >= 2
+    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()[1:]]
+    assert [line["loss"] for line in lines] == report["losses"]
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    return report
+
+
 def test_a_killed_planner_ends_the_job_with_its_name(tiny: Path) -> None:
     with running(tiny) as job:
         (planner,) = [p for p in processes(job.pid) if "planner_process" in p.command]
@@ -256,6 +270,7 @@ def test_a_killed_planner_ends_the_job_with_its_name(tiny: Path) -> None:
         assert_gone(job.pid)
     assert re.search(r"rank \d: planner process 0 .*was killed by SIGKILL", text)
     assert "Traceback" not in text
+    assert re.fullmatch(r"rank \d: planner process 0 .*was killed by SIGKILL.*", left_by(tiny)["unfinished"])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -267,24 +282,45 @@ def test_a_killed_rank_ends_the_job_with_its_number(tiny: Path, rank: int) -> No
         assert_gone(job.pid)
     assert f"dynapipe: error: rank {rank} was killed by signal 9 (SIGKILL)" in text
     assert "Traceback" not in text
+    assert left_by(tiny)["unfinished"].startswith(f"rank {rank} was killed by signal 9 (SIGKILL)")
 
 
 @pytest.mark.parametrize("whole_group", [False, True], ids=["launcher alone", "whole group"])
-def test_ctrl_c_ends_everything_within_seconds_and_saves_nothing(tiny: Path, whole_group: bool) -> None:
+def test_ctrl_c_ends_everything_within_seconds_and_leaves_what_ran(tiny: Path, whole_group: bool) -> None:
     with running(tiny) as job:
         assert len(processes(job.pid)) == 1 + 2 + 1 + 1  # launcher, ranks, planner, server
-        start_s = time.monotonic()
         if whole_group:
             os.killpg(job.pid, signal.SIGINT)
         else:
             job.send_signal(signal.SIGINT)
+        assert_gone(job.pid, but=job.pid)  # the launcher itself has a report and a curve to write
         text = last_words(job)
         assert job.returncode == 130
         assert_gone(job.pid)
-        assert time.monotonic() - start_s < ENDS_WITHIN_S  # what is promised
     assert "Traceback" not in text
     assert "error" not in text.lower()
-    assert not (tiny.parent / "run" / "report.json").exists()
+    report = left_by(tiny)
+    assert report["unfinished"] == "interrupted (Ctrl-C)"
+    assert f"{report['steps']} of 1,000,000 steps ran" in text
+
+
+def test_a_directory_belongs_to_the_run_in_it_and_afterwards_to_the_one_that_overwrites_it(tiny: Path) -> None:
+    def refusal(*arguments: str) -> str:
+        done = subprocess.run(command(tiny, *arguments), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert done.returncode == 2
+        return done.stderr
+
+    with running(tiny) as job:
+        assert f"run is in use by another run (process {job.pid})" in refusal("--overwrite")
+        job.send_signal(signal.SIGINT)
+        last_words(job)
+    before = left_by(tiny)
+    assert "holds another run: choose another, or add --overwrite" in refusal()
+    refusal("--overwrite", "--memory-limit-gb", "1e-6")
+    assert left_by(tiny) == before  # a start that fails leaves the run that it was to overwrite
+    subprocess.run(command(tiny, "--overwrite"), capture_output=True, timeout=LIMIT_S, check=True)
+    report = left_by(tiny)
+    assert (report["steps"], report["unfinished"]) == (2, None)
 
 
 @pytest.mark.parametrize("moment", ["data: ", "store: ", "ranks: "])

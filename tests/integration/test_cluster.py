@@ -93,6 +93,7 @@ def test_the_first_failure_ends_all_ranks_and_names_the_rank(capfd: pytest.Captu
     with pytest.raises(JobError, match=r"rank 2 ended with exit status 2 \(see its message above\)") as caught:
         run_local(main, 4, timeout_s=60)
     assert caught.value.exit_status == 2
+    assert caught.value.cause == "rank 2: line 7 of a.jsonl is no JSON: correct it"
     assert capfd.readouterr().err == "rank 2: line 7 of a.jsonl is no JSON: correct it\n"
 
 
@@ -106,6 +107,7 @@ def test_a_defect_prints_a_traceback_with_its_rank_and_gives_status_1(capfd: pyt
     with pytest.raises(JobError, match="rank 1 ended with exit status 1") as caught:
         run_local(main, 2, timeout_s=60)
     assert caught.value.exit_status == 1
+    assert caught.value.cause == "rank 1: ZeroDivisionError: a defect"
     lines = capfd.readouterr().err.splitlines()
     assert all(line.startswith("rank 1: ") for line in lines)
     assert lines[-1] == "rank 1: ZeroDivisionError: a defect"

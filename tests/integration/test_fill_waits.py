@@ -16,11 +16,11 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.transport.watched import WatchedTransport
-from dynapipe_ext.launch import training_loop as rank
+from dynapipe_ext.launch import variant_run as rank
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.job import Variant, analytic_costs, architecture_of, make_planner, variants
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.launch.train import Job, run_rank
+from dynapipe_ext.launch.train import Job, train_rank
 
 megatron_cpu.install()
 
@@ -70,7 +70,7 @@ def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]
                 asked.append(super().arrived(pending))
                 return asked[-1] and env.rank not in late_ranks
 
-        build, recorder = rank.build_model, rank._SpanRecorder.record
+        build, recorder = rank.build_model, rank.SpanRecorder.record
 
         def noted_build(*arguments, **named):
             models.append(build(*arguments, **named))
@@ -82,8 +82,9 @@ def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]
 
         rank.WatchedTransport = Noted  # this process is a fork: the test's own modules stay as they are
         rank.build_model = noted_build
-        rank._SpanRecorder.record = noted_record
-        assert run_rank(env, Job(config, compare=False, address=server.address, costs=costs)) == 0
+        rank.SpanRecorder.record = noted_record
+        job = Job(config, compare=False, run_dir=Path(config.run.run_dir), address=server.address, costs=costs)
+        assert train_rank(env, job) == 0
         (model,) = models
         return Outcome(len(asked), labels, {n: p.detach().numpy().copy() for n, p in model.named_parameters()})
 

@@ -23,6 +23,8 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.tools.account.report import RunReport
+from dynapipe_ext.tools.account.run_events import read_events
+from dynapipe_ext.tools.show.timeline import read_trace_file
 
 TINY = """
 [run]
@@ -115,7 +117,8 @@ def train(tiny: Path, tmp_path: Path) -> Train:
     """
 
     def start(*arguments: str, config: Path = tiny) -> dict[str, Any]:
-        run([*CLI, "train", "--config", str(config), "--run-dir", str(tmp_path / "run"), "--strict", *arguments])
+        where = ["--run-dir", str(tmp_path / "run"), "--overwrite"]
+        run([*CLI, "train", "--config", str(config), *where, "--strict", *arguments])
         return report_of(tmp_path / "run")
 
     return start
@@ -160,6 +163,10 @@ def test_eight_ranks_leave_a_whole_report_a_curve_and_a_page(tiny: Path, tmp_pat
     assert "exposed planning" in done.stdout
     assert str(run_dir) in done.stdout.replace("\n", "")
 
+    # Where ranks share cores, a step's one prediction is that of its simulated timeline.
+    simulated = [trace.makespan_s for trace in read_trace_file(run_dir / "trace.json").simulated]
+    assert report["predicted_makespan_s"] == pytest.approx(simulated, rel=1e-6)
+
 
 def _chrome(run_dir: Path) -> list[dict[str, Any]]:
     raw = json.loads((run_dir / "trace.chrome.json").read_text())
@@ -173,6 +180,28 @@ def test_the_loss_falls_and_the_same_seed_gives_the_same_losses(train: Train) ->
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
     assert train("--steps", "12")["losses"] == losses
     assert train("--steps", "2", "--seed", "1")["losses"] != losses[:2]
+
+
+def test_figures_of_all_ranks_come_every_log_every_steps_and_what_means_are_of_is_said(
+    train: Train, tiny: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "seldom.toml").write_text(
+        tiny.read_text().replace("steps = 2", "steps = 7\nlog_every = 3\ntraced_steps = 1")
+    )
+    seldom = train(config=tmp_path / "seldom.toml")
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    ((_, steps),) = events.variants
+    assert [done.number for done in steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert [done.loss for done in steps] == seldom["losses"]
+    assert [done.number for done in steps if done.all_ranks] == seldom["averaged_steps"] == [3, 6, 7]
+    assert [makespan_s is not None for makespan_s in seldom["measured_makespan_s"]] == [False, False, True] * 2 + [True]
+    (simulated,) = read_trace_file(tmp_path / "run" / "trace.json").simulated
+    assert seldom["predicted_makespan_s"][-1] == pytest.approx(simulated.makespan_s, rel=1e-6)  # a core for each rank
+    often = train("--steps", "7")
+    for name in ("losses", "work", "num_micro_batches", "real_tokens_per_step"):  # sums are those of every step
+        assert seldom[name] == often[name]
+    assert often["averaged_steps"] == [1, 2, 3, 4, 5, 6, 7]
+    assert seldom["accounted_steps"] == often["accounted_steps"] is None
 
 
 def test_the_costs_of_a_run_make_another_run_plan_alike(train: Train, tiny: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ RIM = {
         "executor/transport/torch_p2p.py",
         "launch/commands/doctor.py",
         "launch/commands/profile_model.py",  # the name of the device
-        "launch/training_loop.py",
+        "launch/variant_run.py",
         "launch/train.py",
         "tools/checkpoint/*.py",
     ),

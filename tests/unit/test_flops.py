@@ -19,7 +19,7 @@ from dynapipe_ext.models.flops import Positions, Work, forward_flops, step_flops
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch
 from dynapipe_ext.tools.account.flops import LoggedRun, account, read_log
-from dynapipe_ext.tools.account.report import RunReport, RunResult, StoreInfo
+from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult, StoreInfo
 from dynapipe_ext.topology import Topology
 
 _GPT = read_config({"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 51_200})
@@ -282,11 +282,11 @@ def test_a_report_is_accounted_with_what_it_is_compared_to(tmp_path: Path, capsy
         padded_tokens=18, step_s=(0.5, 1.5), cpu_s=1.0, num_micro_batches=((1,), (1,)), measured_makespan_s=(0.4, 0.4),
         work=work,
     )  # fmt: skip
-    report = RunReport(
-        result=one, topology=Topology(tp=1, pp=2, dp=2), device="cpu", num_cores=2, seed=0, loss_norm="tokens",
-        date="2026-11-21", oversubscribed=False, store=StoreInfo("valkey", "9"), versions={}, model=model,
-        compare=(replace(one, name="theirs", step_s=(1.0, 3.0)),),
+    facts = RunFacts(
+        topology=Topology(tp=1, pp=2, dp=2), device="cpu", num_cores=2, seed=0, loss_norm="tokens", date="2026-11-21",
+        oversubscribed=False, store=StoreInfo("valkey", "9"), model=model,
     )  # fmt: skip
+    report = RunReport(facts=facts, result=one, compare=(replace(one, name="theirs", step_s=(1.0, 3.0)),))
     report.write(tmp_path / "report.json")
     assert main(["flops", str(tmp_path), "--json", "--peak-tflops", "0.01"]) == 0
     ours, theirs = json.loads(capsys.readouterr().out)
@@ -294,5 +294,9 @@ def test_a_report_is_accounted_with_what_it_is_compared_to(tmp_path: Path, capsy
     assert (ours["model_flops"], ours["recompute_flops"]) == (flops.model, flops.recompute)
     assert (ours["gpus"], ours["steps"], ours["seconds"]) == (4, 2, 2.0)
     assert ours["mfu"] == pytest.approx(2 * theirs["mfu"])
+    replace(report, result=replace(one, accounted_steps=(1,))).write(tmp_path / "report.json")
+    assert main(["flops", str(tmp_path), "--json"]) == 0
+    cut = json.loads(capsys.readouterr().out)[0]  # FLOPs are of one of two steps, and so are the seconds
+    assert (cut["model_flops"], cut["steps"], cut["seconds"]) == (flops.model, 1, 1.5)
     assert main(["flops", str(tmp_path)]) == 0
     assert "real tokens a second" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.data.dataset import prepare
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.launch.job import data_folder, prepare_data
+from dynapipe_ext.launch.run_data import data_folder, prepare_data
 
 
 def test_a_prepared_folder_is_trained_on_as_it_is(tmp_path: Path) -> None:
@@ -32,8 +32,20 @@ def test_a_prepared_folder_is_trained_on_as_it_is(tmp_path: Path) -> None:
         prepare_data(short)
 
 
-def test_a_file_is_tokenized_into_the_runs_folder(tmp_path: Path) -> None:
+def test_runs_beside_each_other_share_what_was_tokenized_from_the_same_text_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "my.jsonl"
     path.write_text('{"input": "a", "target": "b"}\n')
-    config = TrainConfig.from_json({"data": {"path": str(path)}, "run": {"run_dir": str(tmp_path / "run")}})
-    assert data_folder(config) == tmp_path / "run" / "data"
+    config = TrainConfig.from_json({"data": {"path": str(path), "tokenizer": "bytes"}})
+    folder = data_folder(config)
+    assert folder.parent == Path("runs/tokenized")
+    written = prepare_data(config)
+    again = prepare_data(config.with_values(run={"run_dir": "runs/mine"}), lambda _: pytest.fail("tokenized again"))
+    assert again.directory == written.directory == folder
+    assert data_folder(config.with_values(run={"run_dir": "elsewhere/mine"})).parent == Path("elsewhere/tokenized")
+    others = [{"data": {"truncate": True}}, {"model": {"max_seq_len": 64}}, {"data": {"tokenizer": "bpe"}}]
+    assert len({data_folder(config.with_values(**tables)) for tables in others} | {folder}) == 4
+    path.write_text('{"input": "a", "target": "c"}\n{"input": "a", "target": "b"}\n')
+    assert data_folder(config) != folder

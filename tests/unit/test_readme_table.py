@@ -26,7 +26,7 @@ from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
-from dynapipe_ext.tools.account.report import RunReport, RunResult
+from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult
 from dynapipe_ext.topology import Topology
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
@@ -221,8 +221,7 @@ def run_result(name: str, cpu_s: float, loss: float) -> RunResult:
 
 
 def run_report(compare: tuple[RunResult, ...] | None) -> RunReport:
-    return RunReport(
-        result=run_result("dynapipe-ext", 0.5, 2.5),
+    facts = RunFacts(
         topology=Topology(tp=2, pp=2, dp=2),
         device="cpu",
         num_cores=2,
@@ -231,8 +230,8 @@ def run_report(compare: tuple[RunResult, ...] | None) -> RunReport:
         date="2026-01-01T00:00:00",
         oversubscribed=True,
         store=None,
-        compare=compare,
     )
+    return RunReport(facts=facts, result=run_result("dynapipe-ext", 0.5, 2.5), compare=compare)
 
 
 def test_a_report_fills_the_measured_rows_and_leaves_the_rest_empty(table: Any, tmp_path: Path) -> None:

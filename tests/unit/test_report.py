@@ -14,7 +14,8 @@ from rich.table import Table
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.flops import Positions, Work
-from dynapipe_ext.tools.account.report import RunReport, RunResult, StoreInfo, compare_table, summary_table
+from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult, StoreInfo
+from dynapipe_ext.tools.account.tables import compare_table, summary_table
 from dynapipe_ext.topology import Topology
 
 
@@ -42,7 +43,6 @@ def result(name: str = "dynapipe", step_s: float = 0.5, cpu_s: float = 3.0, last
 
 def report(**changes: Any) -> RunReport:
     given: dict[str, Any] = {
-        "result": result(),
         "topology": Topology(tp=2, pp=2, dp=2, layers_per_stage=(3, 1)),
         "device": "cpu",
         "num_cores": 2,
@@ -53,9 +53,29 @@ def report(**changes: Any) -> RunReport:
         "store": StoreInfo("valkey", "9.1.0"),
         "versions": {"dynapipe-ext": "0.1.0"},
         "model": {"layers": 4, "tied": True},
-        "compare": (result("padding, 1F1B", step_s=1.0, cpu_s=4.0), result("fixed rows", cpu_s=2.0)),
     }
-    return RunReport(**(given | changes))
+    facts = RunFacts(**(given | {name: value for name, value in changes.items() if name in given}))
+    compare = (result("padding, 1F1B", step_s=1.0, cpu_s=4.0), result("fixed rows", cpu_s=2.0))
+    outcome: dict[str, Any] = {"result": result(), "compare": compare, "unfinished": None}
+    return RunReport(facts=facts, **(outcome | {name: value for name, value in changes.items() if name in outcome}))
+
+
+# Of two steps, all ranks were asked at the first alone.
+SELDOM = replace(
+    result(),
+    measured_makespan_s=(0.4, None),
+    predicted_makespan_s=(0.5, None),
+    measured_bubble_ratio=(None, None),
+    accounted_steps=(0,),
+    exposed_planning_s=None,
+    first_step=6,
+)
+
+
+_PER_STEP = "losses real_tokens_per_step step_s num_micro_batches measured_makespan_s predicted_makespan_s"
+ONE_STEP: dict[str, Any] = {
+    name: getattr(SELDOM, name)[:1] for name in f"{_PER_STEP} measured_bubble_ratio predicted_bubble_ratio".split()
+}
 
 
 def text_of(table: Table) -> str:
@@ -65,7 +85,12 @@ def text_of(table: Table) -> str:
 
 
 def test_report_round_trips(tmp_path: Path) -> None:
-    for written in (report(), report(compare=None, store=None), report(compare=())):
+    for written in (
+        report(),
+        report(compare=None, store=None),
+        report(compare=()),
+        report(result=SELDOM, unfinished="Ctrl-C"),
+    ):
         written.write(tmp_path / "new" / "report.json")
         assert RunReport.read(tmp_path / "new" / "report.json") == written
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.json"]
@@ -124,7 +149,7 @@ def test_a_missing_field_is_named_unless_it_is_derived(tmp_path: Path, field: st
     data = report().to_json()
     del data[field]
     (tmp_path / "r.json").write_text(json.dumps(data))
-    derived = {"real_tokens", "real_tokens_per_s", "cpu_s_per_token", "padding_efficiency"}
+    derived = {"real_tokens", "real_tokens_per_s", "cpu_s_per_token", "padding_efficiency", "averaged_steps"}
     if field in derived or field.endswith("_mean_s"):
         assert RunReport.read(tmp_path / "r.json") == report()
     else:
@@ -164,9 +189,22 @@ def test_summary_shows_measured_beside_predicted() -> None:
     assert "25.0 %" in text
     assert "20.0 %" in text
     assert "420.0 ms" in text
-    assert "3.00 MiB (rank 1)" in text
+    assert "3.15 MB (rank 1)" in text
+    assert "steps 1 to 2" in text
     assert "8 ranks share 2 cores" in text
     assert "share" not in text_of(summary_table(report(oversubscribed=False)))
+
+
+def test_means_are_of_the_steps_that_have_every_figure_and_the_table_names_them() -> None:
+    data = replace(result(), predicted_makespan_s=(None, 0.5), predicted_bubble_ratio=(None, 0.25)).to_json()
+    assert data["averaged_steps"] == [2]
+    assert (data["measured_makespan_mean_s"], data["predicted_makespan_mean_s"]) == (0.44, 0.5)
+    assert data["bubble_ratio"]["measured"] == 0.3
+    text = text_of(summary_table(report(result=SELDOM, unfinished="Ctrl-C")))
+    assert "2 steps, unfinished" in text
+    assert "step 7 " in text
+    assert "400.0 ms │         500.0 ms" in text
+    assert f"{1e6 * SELDOM.cpu_s / 900:,.1f} µs" in text  # tokens of the step that is accounted for
 
 
 def test_summary_of_a_run_without_steps_has_no_figures() -> None:
@@ -174,6 +212,7 @@ def test_summary_of_a_run_without_steps_has_no_figures() -> None:
         name="x", layout="padded", schedule="1f1b", losses=(), real_tokens_per_step=(), padded_tokens=0, step_s=(),
         cpu_s=0.0, num_micro_batches=(), measured_makespan_s=(),
     )  # fmt: skip
+    assert "x: 1 step," in text_of(summary_table(report(result=replace(SELDOM, name="x", **ONE_STEP), compare=None)))
     assert "x: 0 steps" in text_of(summary_table(report(result=empty, compare=None)))
 
 
@@ -186,6 +225,14 @@ def test_comparison_takes_the_best_baseline_of_each_column_and_marks_losses() ->
     faster = text_of(compare_table(report(result=result(step_s=0.25), oversubscribed=False)))
     assert "2.000×" in faster
     assert "share" not in faster
+
+
+def test_comparison_takes_bubbles_of_the_same_steps_though_only_one_run_was_simulated() -> None:
+    ours = replace(result(), predicted_makespan_s=(None, 0.4), predicted_bubble_ratio=(None, 0.2))
+    theirs = replace(result("theirs"), predicted_makespan_s=(), predicted_bubble_ratio=())
+    rows = [line for line in text_of(compare_table(report(result=ours, compare=(theirs,)))).splitlines() if "%" in line]
+    assert len(rows) == 2
+    assert all("25.0 %" in row for row in rows)
 
 
 def test_comparison_leaves_unknown_figures_out() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.tools.progress import StepProgress, WorkProgress
 from dynapipe_ext.tools.show.loss_curve import smooth, write_loss_png
+from tests.support.steps import a_step
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -62,63 +65,71 @@ def lines(console: Console) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
+def step(number: int, loss: float = 1.0, padding: float = 0.0, bubble_ratio: float | None = None) -> StepDone:
+    """A step of 1,000 positions a second."""
+    return a_step(number - 1, loss=loss, real_tokens=round(1000 * (1 - padding)), bubble_ratio=bubble_ratio)
+
+
 def test_a_pipe_gets_one_line_a_step_without_control_codes() -> None:
     console = pipe()
-    with StepProgress(3, console=console, clock=lambda: 0.0) as progress:
-        progress.update(0, 5.0, 12_345.6, 0.956, 0.25)
-        progress.update(1, 4.0, 12_000.0, 0.9)
-        progress.log("[a message] that is as it was")
-    first, second, message = lines(console)
-    assert first == "step 0 (1/3)  loss 5.0000  12,346 tok/s  padding 95.6 %  bubble 25.0 %  ETA 0:00"
-    assert second.endswith("bubble -  ETA 0:00")
+    progress = StepProgress(3, console=console, clock=lambda: 0.0)
+    progress.step_done(step(1, 5.0, 0.044, 0.25))
+    progress.step_done(step(2, 4.0, 0.1))
+    progress.step_done(step(3, 3.0, 0.0, -1e-17))
+    progress.log("[a message] that is as it was")
+    progress.close()
+    first, second, third, message = lines(console)
+    assert first == "step 1 (1/3)  loss 5.0000  956 tok/s  padding 4.4 %  bubble 25.0 %  ETA 0:00"
+    assert second.endswith("padding 10.0 %  bubble -  ETA 0:00")
+    assert third.endswith("padding 0.0 %  bubble 0.0 %  ETA 0:00")
     assert message == "[a message] that is as it was"
 
 
 def test_time_left_follows_the_mean_rate() -> None:
     console, now = pipe(), [0.0]
-    with StepProgress(10, console=console, clock=lambda: now[0]) as progress:
-        for step in range(2):
-            now[0] += 15.0
-            progress.update(step, 1.0, 1.0, 1.0)
+    progress = StepProgress(10, console=console, clock=lambda: now[0])
+    for number in (1, 2):
+        now[0] += 15.0
+        progress.step_done(step(number))
     assert [line.split("ETA ")[1] for line in lines(console)] == ["2:15", "2:00"]
 
 
 def test_every_k_th_step_and_the_last_have_a_line() -> None:
     console = pipe()
-    with StepProgress(7, console=console, every=3) as progress:
-        for step in range(100, 107):
-            progress.update(step, 1.0, 1.0, 1.0)
-    assert [line.split()[1] for line in lines(console)] == ["102", "105", "106"]
+    progress = StepProgress(7, console=console, every=3)
+    for number in range(101, 108):
+        progress.step_done(step(number))
+    assert [line.split()[1] for line in lines(console)] == ["102", "105", "107"]
 
 
 def test_a_terminal_gets_a_bar_with_the_figures() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=150)
-    with StepProgress(4, console=console) as progress:
-        progress.update(9, 2.5, 1000.0, 0.5, 0.125)
-        progress.log("a message")
+    progress = StepProgress(4, console=console)
+    progress.step_done(step(9, 2.5, 0.5, 0.125))
+    progress.log("a message")
+    progress.close()
     text = console.file.getvalue()  # type: ignore[attr-defined]
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-    assert re.search(r"step 9 ━+\S* +\S*1/4 loss 2.5000  1,000 tok/s  padding 50.0 %  bubble 12.5 % ETA", plain), plain
+    assert re.search(r"step 9 ━+\S* +\S*1/4 loss 2.5000  500 tok/s  padding 50.0 %  bubble 12.5 % ETA", plain), plain
     assert "a message\n" in text.replace("\r", "")
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h")  # the cursor is given back
 
 
 def test_all_figures_fit_in_80_columns() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with StepProgress(9999, console=console, clock=lambda: 0.0) as progress:
-        progress.update(1000, 12.3456, 18_234.0, 0.957, 0.112)
+    progress = StepProgress(9999, console=console, clock=lambda: 0.0)
+    progress.step_done(replace(step(1000, 12.3456, 0.043, 0.112), step_s=0.05))
+    progress.close()
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
-    assert "padding 95.7 %  bubble 11.2 % ETA 0:00" in plain
+    assert "19,140 tok/s  padding 4.3 %  bubble 11.2 % ETA 0:00" in plain
     assert "…" not in plain
 
 
 def test_disabled_progress_writes_nothing() -> None:
     for console in (pipe(), Console(file=io.StringIO(), force_terminal=True)):
-        with StepProgress(1, console=console, enabled=False) as progress:
-            progress.update(0, 1.0, 1.0, 1.0)
-            progress.log("quiet")
         with WorkProgress("tokenizing", 5, console=console, enabled=False) as work:
             work.advance(5)
+            work.log("quiet")
         assert lines(console) == []
 
 

@@ -119,7 +119,7 @@ def account(
 def accounts_of_report(path: Path, *, peak_flops_per_s: float = 0.0, causal: bool = False) -> list[Account]:
     """One account for the run and for each run that it was compared with. Errors: DataError, ConfigError."""
     report = RunReport.read(path)
-    architecture = architecture_of_run(report.model, str(path))
+    architecture = architecture_of_run(report.facts.model, str(path))
     found = []
     for result in (report.result, *(report.compare or ())):
         found.append(
@@ -127,9 +127,9 @@ def accounts_of_report(path: Path, *, peak_flops_per_s: float = 0.0, causal: boo
                 result.name,
                 architecture,
                 result.work,
-                seconds=result.elapsed_s,
-                gpus=report.topology.world_size,
-                steps=len(result.losses),
+                seconds=sum(result.accounted(result.step_s)),
+                gpus=report.facts.topology.world_size,
+                steps=len(result.accounted(result.step_s)),
                 peak_flops_per_s=peak_flops_per_s,
                 causal=causal,
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from dynapipe_ext.models.architecture import VOCAB_MULTIPLE
 from dynapipe_ext.plan import round_up
 from dynapipe_ext.tools.estimate.options import Question, pad_multiple
 from dynapipe_ext.tools.estimate.ranking import Option
+from dynapipe_ext.tools.toml_file import toml_of
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -76,25 +76,11 @@ def toml_text(question: Question, option: Option, place: int, *, data_path: str 
     tables = settings(question, option, data_path=data_path, total_tokens=total_tokens)
     TrainConfig.from_json(tables, "the estimate")
     cluster, t = question.cluster, option.time
-    lines = [
-        f"# Option {place} of dynapipe estimate for {question.name} on {cluster.nodes} x {cluster.gpus_per_node}"
+    return toml_of(
+        tables,
+        f"Option {place} of dynapipe estimate for {question.name} on {cluster.nodes} x {cluster.gpus_per_node}"
         f" {cluster.device.name} of {cluster.gpu_memory_gb:g} GB.",
-        f"# Predicted: {t.total_s:.4g} s a step, {option.tokens_per_s:,.0f} tokens/s, bubble"
+        f"Predicted: {t.total_s:.4g} s a step, {option.tokens_per_s:,.0f} tokens/s, bubble"
         f" {100 * option.bubble_ratio:.1f} %, {option.peak_bytes / 1e9:.2f} GB on the fullest rank.",
-        f"# Lengths: {question.data.description}. What is not said here keeps its default.",
-    ]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: object) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case str():
-            return json.dumps(value, ensure_ascii=False)  # a basic string of TOML escapes as JSON does
-        case list():
-            return f"[{', '.join(map(_toml, value))}]"
-        case _:
-            return repr(value)
+        f"Lengths: {question.data.description}. What is not said here keeps its default.",
+    )

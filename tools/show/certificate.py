@@ -7,6 +7,7 @@ from rich.table import Table
 from dynapipe_ext.schedules.judge.bounds import ReplicaBounds
 from dynapipe_ext.schedules.judge.certificate import Certificate
 from dynapipe_ext.tools.check.plan_file import PlanFile
+from dynapipe_ext.tools.wording import percent
 
 
 def certificate_of_file(plan: PlanFile) -> Certificate | None:
@@ -49,9 +50,9 @@ def certificate_table(certificate: Certificate) -> Table:
     row("bytes x time under the limit", [r.byte_time_ns for r in replicas])
     row("any order of these micro-batches", [r.best_ns for r in replicas])
     idle = [""] * len(replicas)
-    table.add_row("  the plan is above that by", *idle, _percent(certificate.gap))
+    table.add_row("  the plan is above that by", *idle, percent(certificate.gap))
     table.add_row("any plan of this batch", *idle, _time(certificate.batch_ns))
-    table.add_row("  the plan is above that by", *idle, _percent(certificate.batch_gap))
+    table.add_row("  the plan is above that by", *idle, percent(certificate.batch_gap))
     return table
 
 
@@ -63,7 +64,3 @@ def _time(ns: int | None) -> str:
     if ns is None:
         return "-"
     return f"{ns / 1e9:.3f} s" if ns >= 1_000_000_000 else f"{ns / 1e6:.2f} ms"
-
-
-def _percent(gap: float | None) -> str:
-    return "-" if gap is None else f"{100 * gap:.1f} %"

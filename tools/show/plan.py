@@ -22,8 +22,8 @@ from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.notation import PLAN_FORMAT, draw, format_lines, plan_json, read_plan_json
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.timeline import Trace
-from dynapipe_ext.tools.account.report import format_bytes
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
+from dynapipe_ext.tools.wording import format_bytes, percent
 from dynapipe_ext.topology import Topology
 
 
@@ -214,7 +214,7 @@ def summary_table(view: PlanView) -> Table:
         [_gap(r.makespan_s, r.lower_bound_s) for r in replicas],
         _gap(view.makespan_s, view.lower_bound_s),
     )
-    row("bubble", [_percent(r.bubble_ratio) for r in replicas], _percent(view.bubble_ratio))
+    row("bubble", [percent(r.bubble_ratio) for r in replicas], percent(view.bubble_ratio))
     row("padding efficiency", [_efficiency(r.micro_batches) for r in replicas], _efficiency(list(view.micro_batches)))
     for rank in range(max(len(r.peak_bytes) for r in replicas)):
         peaks = [r.peak_bytes[rank] for r in replicas]
@@ -259,7 +259,7 @@ def _efficiency(micro_batches: Sequence[MicroBatchView]) -> str:
     known = [m.real_tokens for m in micro_batches if m.real_tokens is not None]
     if not padded or len(known) < len(micro_batches):
         return "-"
-    return _percent(sum(known) / padded)
+    return percent(sum(known) / padded)
 
 
 def _gap(makespan_s: float, lower_bound_s: float) -> str:
@@ -267,11 +267,7 @@ def _gap(makespan_s: float, lower_bound_s: float) -> str:
     >>> _gap(1.05, 1.0), _gap(0.0, 0.0)
     ('5.0 %', '-')
     """
-    return _percent(makespan_s / lower_bound_s - 1) if lower_bound_s > 0 else "-"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.1f} %"
+    return percent(makespan_s / lower_bound_s - 1) if lower_bound_s > 0 else "-"
 
 
 def _seconds(seconds: float) -> str:

@@ -1,0 +1,150 @@
+"""What a training step came to, as one value, and who is told.
+
+    every rank: StepDone ─► listeners          every `log_every` steps: RankFigures of each rank ─► AllRanks in StepDone
+
+A listener may be the user's progress bar, a file, a checkpoint, an evaluation: the loop knows none of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+from dynapipe_ext.models.flops import Work
+from dynapipe_ext.timeline import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFigures:
+    """What a rank tells the others of a step.
+
+    Times are seconds on rank 0's clock; a rank whose replica has nothing to do has neither start nor end (infinities),
+    and `busy_s` is not a number where nobody recorded spans. `cpu_s` and `work` are sums over the steps since the last
+    time that figures were gathered; `work` is counted by one rank of each replica. Bytes are the most so far.
+    """
+
+    busy_s: float
+    start_s: float
+    end_s: float
+    cpu_s: float
+    predicted_makespan_s: float
+    predicted_bubble_ratio: float
+    predicted_peak_bytes: int
+    peak_bytes: int
+    exposed_planning_s: float
+    work: Work = field(default_factory=Work)
+
+    def numbers(self) -> list[float]:
+        """As many float64 for every rank, so that they can be gathered; exact for integers below 2^53."""
+        own = [float(getattr(self, f.name)) for f in fields(self) if f.name != "work"]
+        return [*own, *map(float, self.work.numbers())]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> RankFigures:
+        names = [f.name for f in fields(cls) if f.name != "work"]
+        own = {
+            name: int(number) if name.endswith("_bytes") else number
+            for name, number in zip(names, numbers, strict=False)
+        }
+        return cls(**own, work=Work.from_numbers([int(n) for n in numbers[len(names) :]]))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllRanks:
+    """A step over all ranks. `cpu_s` and `work` are sums over the last `num_steps` steps, this one included.
+
+    `makespan_s` is from the first start to the last end; `bubble_ratio` is None where some rank recorded no spans. The
+    predictions are those of the plan, for ranks with a core or device each. Per rank, in rank order, the most so far:
+    `predicted_peak_bytes` and `peak_bytes`. `exposed_planning_s` is that of the rank that has waited longest.
+    """
+
+    num_steps: int
+    makespan_s: float
+    bubble_ratio: float | None
+    cpu_s: float
+    work: Work
+    predicted_makespan_s: float
+    predicted_bubble_ratio: float
+    predicted_peak_bytes: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+    exposed_planning_s: float
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankFigures], *, num_steps: int) -> AllRanks:
+        """From every rank's figures, in rank order."""
+        makespan_s = max(r.end_s for r in ranks) - min(r.start_s for r in ranks)
+        bubble_ratio = _bubble_ratio(sum(r.busy_s for r in ranks), len(ranks), makespan_s)
+        predicted_s = max(r.predicted_makespan_s for r in ranks)
+        predicted_busy_s = sum(r.predicted_makespan_s * (1 - r.predicted_bubble_ratio) for r in ranks)
+        return cls(
+            num_steps=num_steps,
+            makespan_s=makespan_s,
+            bubble_ratio=bubble_ratio if math.isfinite(bubble_ratio) else None,
+            cpu_s=sum(r.cpu_s for r in ranks),
+            work=sum((r.work for r in ranks), Work()),
+            predicted_makespan_s=predicted_s,
+            predicted_bubble_ratio=_bubble_ratio(predicted_busy_s, len(ranks), predicted_s),
+            predicted_peak_bytes=tuple(r.predicted_peak_bytes for r in ranks),
+            peak_bytes=tuple(r.peak_bytes for r in ranks),
+            exposed_planning_s=max(r.exposed_planning_s for r in ranks),
+        )
+
+
+def _bubble_ratio(busy_s: float, num_ranks: int, makespan_s: float) -> float:
+    return 1 - busy_s / (num_ranks * makespan_s) if makespan_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """The end of a step, as one rank saw it.
+
+    `step` is the plan's number, from 0 (people read `number`, from 1); `epoch_step` is its place within the epoch.
+    `loss`, `grad_norm` (before clipping), `learning_rate`, tokens and the number of micro-batches of each replica are
+    those of the global batch, equal on all ranks. The rest is the rank's own: `step_s` from the end of the step before,
+    `executed_s` of that in the executor, CPU seconds of this process, the most bytes held so far, and what its plan
+    predicted. `all_ranks` is None where figures were not gathered. `spans` are those of a traced step, seconds from the
+    first start on any rank, else none.
+    """
+
+    step: int
+    epoch: int
+    epoch_step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    real_tokens: int
+    padded_tokens: int
+    num_micro_batches: tuple[int, ...]
+    step_s: float
+    executed_s: float
+    cpu_s: float
+    peak_bytes: int
+    predicted_makespan_s: float
+    predicted_bubble_ratio: float
+    predicted_peak_bytes: int
+    all_ranks: AllRanks | None = None
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def number(self) -> int:
+        """How many steps the run has done, this one included."""
+        return self.step + 1
+
+    @property
+    def real_tokens_per_s(self) -> float:
+        return self.real_tokens / self.step_s if self.step_s > 0 else 0.0
+
+
+class Listener(Protocol):
+    """Told of every step of a run, on the rank it was given to.
+
+    One that communicates (a checkpoint, an evaluation) is given to all ranks, in one order: the loop tells them in the
+    order of its list, before the next step begins. An exception ends the run.
+    """
+
+    def step_done(self, done: StepDone) -> None: ...
+
+    def close(self) -> None:
+        """The run is over, well or not."""

@@ -1,0 +1,120 @@
+"""A run's tokens: the user's own folder of them, or text tokenized once and kept beside the runs by what made it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.data.dataset import (
+    TokenDataset,
+    TokenizerKind,
+    fingerprint_of_source,
+    is_prepared,
+    open_prepared,
+    prepare,
+)
+from dynapipe_ext.data.generation import generate_examples, generator_settings
+from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, load_encoder
+from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
+from dynapipe_ext.data.preprocessing.inputs import find_inputs
+from dynapipe_ext.data.preprocessing.preprocess import preprocess
+from dynapipe_ext.data.reading import Example, read_examples
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.file_lock import FileLock
+from dynapipe_ext.launch.run_directory import runs_folder
+
+# How long ranks wait for data to be tokenized and costs to be measured; a failure of who does it ends the job at once.
+PREPARE_LIMIT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Text to tokenize, by what, and the folder for its tokens."""
+
+    examples: Callable[[], Iterator[Example]]
+    fingerprint: str
+    tokenizer: TokenizerKind | Encoder
+    folder: Path
+
+
+def data_folder(config: TrainConfig) -> Path:
+    """Where the tokens of a run are: in the user's own folder, or beside the run, by what they were made from, so that
+    the next run finds them. Errors: DataError for a file that cannot be read.
+    """
+    return Path(config.data.path) if _is_tokens(config) else _source(config).folder
+
+
+def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenDataset:
+    """Tokenize the user's file, or the generator's examples, into `data_folder`; opens what is already there, and a
+    folder that `dynapipe preprocess` wrote. Of several runs that want the same data at once, one makes them.
+    """
+    if _is_tokens(config):
+        return open_prepared(config.data.path, max_seq_len=config.model.max_seq_len)
+    source = _source(config)
+    lock = source.folder.with_name(f".{source.folder.name}.lock")
+    with FileLock(lock, f"the tokenized data in {source.folder}", wait_s=PREPARE_LIMIT_S):
+        if not isinstance(source.tokenizer, str):
+            return _preprocessed(config, source.folder, source.tokenizer, progress)
+        return prepare(
+            source.examples,
+            source.folder,
+            tokenizer=source.tokenizer,
+            vocab_size=config.data.vocab_size if source.tokenizer == "bpe" else None,
+            max_seq_len=config.model.max_seq_len,
+            truncate=config.data.truncate,
+            source_fingerprint=source.fingerprint,
+            progress=progress,
+        )
+
+
+def _is_tokens(config: TrainConfig) -> bool:
+    return bool(config.data.path) and is_prepared(config.data.path)
+
+
+def _source(config: TrainConfig) -> _Source:
+    data, seed = config.data, config.run.seed
+    tokenizer: TokenizerKind | Encoder
+    made_by: list[object]
+    match data.tokenizer:
+        case "bpe" | "bytes":
+            tokenizer = "bpe" if data.tokenizer == "bpe" else "bytes"
+            made_by = [tokenizer, data.vocab_size if tokenizer == "bpe" else 0]
+        case _:
+            if not data.path:
+                raise ConfigError(
+                    f"[data] tokenizer is {data.tokenizer!r} but no path is given: the built-in generator's text takes"
+                    " bpe or bytes; name your own data"
+                )
+            tokenizer = load_encoder(data.tokenizer)
+            made_by = [digest_of(tokenizer)]
+    if data.path:
+        path = Path(data.path)
+        examples, fingerprint = partial(read_examples, path), fingerprint_of_source(path)
+    else:
+        examples = partial(generate_examples, num_samples=data.num_samples, seed=seed)
+        fingerprint = fingerprint_of_source(generator_settings(num_samples=data.num_samples, seed=seed))
+    made_from = [fingerprint, *made_by, config.model.max_seq_len, data.truncate]
+    name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+    return _Source(examples, fingerprint, tokenizer, runs_folder(config.run.run_dir) / "tokenized" / name)
+
+
+def _preprocessed(
+    config: TrainConfig, folder: Path, encoder: Encoder, progress: Callable[[int], None] | None
+) -> TokenDataset:
+    """The user's file by a tokenizer of any make, as `dynapipe preprocess` does it."""
+    if not is_prepared(folder):
+        data = config.data
+        preprocess(
+            find_inputs([data.path]),
+            folder,
+            settings=EncodeSettings(target="dataset", max_seq_len=config.model.max_seq_len, truncate=data.truncate),
+            encoder=encoder,
+            overwrite=True,
+            progress=None if progress is None else lambda done: progress(done.num_samples),
+        )
+    return TokenDataset.open(folder)

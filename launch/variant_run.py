@@ -1,0 +1,197 @@
+"""One variant of a job on one rank: its part of the model, its transport and loader, joined in the training loop."""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.events import Listener, RankFigures
+from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.protocols import Store, Transport
+from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
+from dynapipe_ext.executor.stages.megatron_model import build_model, transformer_config
+from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
+from dynapipe_ext.executor.training_loop import LoopSettings, SpanRecorder, StepExecutors, train_steps
+from dynapipe_ext.executor.transport.groups import Groups
+from dynapipe_ext.executor.transport.strict import StrictTransport
+from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
+from dynapipe_ext.executor.transport.watched import WatchedTransport
+from dynapipe_ext.launch.initial_weights import load_initial_weights
+from dynapipe_ext.launch.job import Variant, architecture_of, make_planner, topology_of
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """What a rank shares between the runs of a job."""
+
+    rank: int
+    config: TrainConfig
+    dataset: TokenDataset
+    costs: CostModel
+    store: Store
+    plan_key: bytes
+    namespace: str
+    groups: Groups
+    device: torch.device
+    clock_offset_s: float
+
+
+def run_variant(
+    context: RankContext,
+    variant: Variant,
+    namespace: str,
+    listeners: Sequence[Listener],
+    loader_state: Mapping[str, Any] | None = None,
+) -> None:
+    """Run one variant from fresh weights; every rank of the job calls this alike, but with its own rank and listeners.
+
+    `namespace` is its own in the store. With `loader_state` the steps begin where that loader stood.
+    """
+    config, device = context.config, context.device
+    topology = topology_of(config)
+    me = topology.coordinates(context.rank)
+    architecture = architecture_of(config, context.dataset.vocab_size)
+    settings = transformer_config(
+        architecture,
+        topology,
+        dtype=config.model.dtype,
+        sequence_parallel=config.topology.sequence_parallel,
+        dropout=config.model.dropout,
+    )
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seed = None if config.model.init_from else config.run.seed
+    model = build_model(architecture, topology, me.pp_rank, settings, seed=seed, device=device)
+    if config.model.init_from:
+        load_initial_weights(model, config.model.init_from, architecture, topology, me.pp_rank)
+    ddp = wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed)
+    optimizer = MegatronOptimizer(ddp, settings, config.optimizer, num_steps=config.run.steps)
+    stage = MegatronStage([ddp], dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
+    recorder = SpanRecorder(context.clock_offset_s)
+    with ExitStack() as stack:
+        transport = _transport(context, variant)
+        stack.callback(transport.close)
+        arrived = transport.arrived if isinstance(transport, WatchedTransport) else None
+        recording = PipelineExecutor(
+            stage, transport, recorder=recorder, rank=context.rank, clock=_clock(device), arrived=arrived
+        )
+        # Spans on an accelerator need synchronisation, which takes overlap away: there only traced steps record them.
+        plain = recording if device.type == "cpu" else PipelineExecutor(stage, transport, arrived=arrived)
+        loader = stack.enter_context(
+            DynaPipeDataLoader(
+                context.dataset,
+                make_planner(config, context.costs, variant),
+                batch_size=config.data.batch_size or None,
+                tokens_per_batch=config.data.tokens_per_batch or None,
+                shuffle=True,
+                seed=config.run.seed,
+                drop_last=config.data.drop_last,
+                num_workers=config.data.num_workers,
+                prefetch_steps=config.data.prefetch_steps,
+                store=context.store,
+                namespace=namespace,
+                plan_key=context.plan_key,
+                coordinates=me,
+                pin_memory=device.type == "cuda",
+                needs_data=me.pp_rank in (0, topology.pp - 1),
+                timeout_s=config.job.timeout_s,
+            )
+        )
+        if loader_state is not None:
+            loader.load_state_dict(loader_state)
+        train_steps(
+            loader,
+            StepExecutors(plain=plain, traced=recording, recorder=recorder),
+            optimizer,
+            LoopSettings(
+                num_steps=config.run.steps, log_every=config.run.log_every, traced_steps=config.run.traced_steps
+            ),
+            listeners,
+            gather=partial(_gather, device=device),
+            own_bytes=partial(_own_bytes, optimizer, stage, device),
+            counts_work=me.pp_rank == me.tp_rank == 0,
+        )
+
+
+def _own_bytes(optimizer: MegatronOptimizer, stage: MegatronStage, device: torch.device, activation_bytes: int) -> int:
+    """What this rank held at most; on a CPU, where nobody measures it, the sum of what it is known to hold."""
+    if device.type == "cpu":
+        return optimizer.state_bytes() + stage.weight_bytes() + activation_bytes
+    return torch.cuda.max_memory_allocated(device)
+
+
+def _gather(mine: RankFigures, name: str, device: torch.device) -> list[RankFigures]:
+    """Every rank's figures, in rank order."""
+    numbers = torch.tensor(mine.numbers(), dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
+    with named_collectives(name):
+        dist.all_gather(everyone, numbers)
+    return [RankFigures.from_numbers(rank.tolist()) for rank in everyone]
+
+
+def clock_offset_s(one_machine: bool, device: torch.device) -> float:
+    """What to take from this rank's clock to read rank 0's: nothing on one machine, else as of a common barrier."""
+    if one_machine:
+        return 0.0
+    dist.barrier()
+    mine = torch.tensor([time.perf_counter()], dtype=torch.float64, device=device)
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    return float(mine - first)
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds; on an accelerator once its work is done, so that a span ends when its action does."""
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def synchronised() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return synchronised
+
+
+def _transport(context: RankContext, variant: Variant) -> Transport:
+    topology, job, device = topology_of(context.config), context.config.job, context.device
+    inner: Transport
+    if job.strict:
+        inner = StrictTransport(topology, context.rank, context.groups, timeout_s=job.timeout_s)
+    else:
+        inner = TorchP2PTransport(topology, context.rank, context.groups, device=device, timeout_s=job.timeout_s)
+    if not variant.fill_waits:
+        return inner
+    if device.type == "cpu":
+        return WatchedTransport(inner)
+    return WatchedTransport(inner, drain=lambda: torch.cuda.current_stream(device).synchronize())
+
+
+def broadcast_bytes(data: bytes, device: torch.device) -> bytes:
+    """Rank 0's bytes on every rank, over the job's own process group: what the store must not hold."""
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=0)
+    length = int(size)
+    payload = torch.zeros(length, dtype=torch.uint8, device=device)
+    if dist.get_rank() == 0 and length:
+        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(payload, src=0)
+    return struct.pack(f"{length}B", *payload.tolist())
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))

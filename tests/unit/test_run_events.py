@@ -1,0 +1,175 @@
+"""events.jsonl, and the report that can be made of it at any time."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.events import StepDone
+from dynapipe_ext.models.flops import Positions
+from dynapipe_ext.timeline import Span, Trace
+from dynapipe_ext.tools import tensorboard_file
+from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo
+from dynapipe_ext.tools.account.run_events import (
+    EventsFile,
+    VariantLabel,
+    curves,
+    read_events,
+    report_of,
+    start_events,
+)
+from dynapipe_ext.tools.tensorboard_file import TensorBoardFile, scalars
+from dynapipe_ext.topology import Topology
+from tests.support.steps import a_step
+
+FACTS = RunFacts(
+    topology=Topology(pp=2),
+    device="cpu",
+    num_cores=2,
+    seed=0,
+    loss_norm="tokens",
+    date="2026-11-22T01:30:00+00:00",
+    oversubscribed=False,
+    store=StoreInfo("valkey", "9"),
+)
+OURS, THEIRS = VariantLabel("ours", "packed", "adaptive"), VariantLabel("theirs", "padded", "1f1b")
+
+
+def written(path: Path, *steps: StepDone, facts: RunFacts = FACTS) -> Path:
+    start_events(path, facts, [OURS, THEIRS], num_steps=10)
+    add(path, "ours", *steps)
+    return path
+
+
+def add(path: Path, variant: str, *steps: StepDone) -> None:
+    listener = EventsFile(path, variant)
+    for done in steps:
+        listener.step_done(done)
+    listener.close()
+
+
+def test_what_was_written_is_read_again_bit_for_bit(tmp_path: Path) -> None:
+    steps = (a_step(0, loss=math.pi, gathered=0), a_step(1, bubble_ratio=0.1, gathered=2))
+    path = written(tmp_path / "events.jsonl", *steps)
+    add(path, "theirs", a_step(0))
+    events = read_events(path)
+    assert (events.facts, events.num_steps) == (FACTS, 10)
+    assert events.variants == ((OURS, steps), (THEIRS, (a_step(0),)))
+
+
+def test_each_line_is_on_disk_when_its_step_is_over_and_one_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = written(tmp_path / "events.jsonl")
+    listener = EventsFile(path, "ours")
+    for step in range(3):
+        listener.step_done(a_step(step))
+        assert [done.step for done in read_events(path).variants[0][1]] == list(range(step + 1))
+    path.write_text(path.read_text()[:-5])
+    assert [done.step for done in read_events(path).variants[0][1]] == [0, 1]
+    listener.close()
+
+
+def test_steps_that_a_resumed_run_does_again_count_once(tmp_path: Path) -> None:
+    path = written(tmp_path / "events.jsonl", a_step(4), a_step(5), a_step(6))
+    again = replace(a_step(5), loss=0.125)
+    add(path, "ours", again, replace(a_step(6), loss=0.25))
+    report = report_of(read_events(path), unfinished=None)
+    assert report.result.losses == (0.4, 0.125, 0.25)
+    assert report.result.first_step == 4
+    assert [(number, tokens) for number, tokens, _ in curves(report)["ours"]] == [(5, 900), (6, 1800), (7, 2700)]
+
+
+def test_a_loss_that_is_no_number_is_null_and_read_again(tmp_path: Path) -> None:
+    path = written(tmp_path / "events.jsonl", a_step(0, loss=math.nan, grad_norm=math.inf))
+    assert json.loads(path.read_text().splitlines()[1])["loss"] is None
+    (done,) = read_events(path).variants[0][1]
+    assert math.isnan(done.loss)
+
+
+def test_a_report_accounts_for_the_steps_that_all_ranks_told_of_and_no_others(tmp_path: Path) -> None:
+    steps = [a_step(0, gathered=0), a_step(1, gathered=2), a_step(2, gathered=0), a_step(3, gathered=2)]
+    path = written(tmp_path / "events.jsonl", *steps, a_step(4, gathered=0))
+    report = report_of(read_events(path), unfinished="Ctrl-C")
+    result = report.result
+    assert (result.accounted_steps, result.cpu_s, result.work.real) == ((0, 1, 2, 3), 6.0, Positions(3600))
+    assert result.cpu_s_per_token == 6.0 / 3600
+    assert result.measured_makespan_s == (None, 0.4, None, 0.4, None)
+    assert result.averaged_steps == (1, 3)
+    assert (result.measured_peak_bytes, result.predicted_peak_bytes) == ((40, 60), (50, 70))
+    assert (report.unfinished, report.compare[0].losses if report.compare else None) == ("Ctrl-C", ())
+    report.write(tmp_path / "report.json")
+    assert RunReport.read(tmp_path / "report.json") == report
+
+
+def test_a_report_of_no_step_and_of_none_gathered_claims_nothing(tmp_path: Path) -> None:
+    for steps in ((), (a_step(0, gathered=0),)):
+        path = written(tmp_path / "events.jsonl", *steps)
+        result = report_of(read_events(path), unfinished="why").result
+        assert (result.cpu_s_per_token, result.exposed_planning_s, result.measured_peak_bytes) == (None, None, None)
+        assert result.averaged_steps == ()
+
+
+def test_where_ranks_share_cores_only_a_simulated_step_has_a_prediction(tmp_path: Path) -> None:
+    trace = Trace(
+        (Span(rank=0, label="0F0", start_s=0.0, end_s=0.9), Span(rank=1, label="1F0", start_s=0.9, end_s=1.0))
+    )
+    for shared, others in ((True, None), (False, 0.3)):
+        facts = replace(FACTS, oversubscribed=shared)
+        events = read_events(written(tmp_path / "events.jsonl", a_step(0), a_step(1), a_step(2), facts=facts))
+        result = report_of(events, {2: trace}, unfinished=None).result
+        assert result.predicted_makespan_s == (others, others, 1.0)
+        assert result.predicted_bubble_ratio[2] == trace.bubble_ratio
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: [lines[0].replace("events/1", "events/2"), *lines[1:]], "'dynapipe-events/2' but"),
+        (lambda lines: [lines[0], "{", *lines[2:]], "line 2 is not JSON"),
+        (lambda lines: [*lines[:2], lines[2].replace('"ours"', '"his"')], "line 3 is of variant 'his'"),
+        (lambda lines: [lines[0], lines[1].replace('"cpu_s": 0.5', '"cpu_s": "x"')], "line 2: cpu_s is 'x'"),
+        (lambda lines: [lines[0], lines[1], lines[3]], "steps of 'ours' are missing between 1 and 3"),
+        (lambda lines: [], "line 1 is not JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path: Path, change: Any, message: str) -> None:
+    path = written(tmp_path / "events.jsonl", a_step(0), a_step(1), a_step(2))
+    path.write_text("".join(f"{line}\n" for line in change(path.read_text().splitlines())))
+    with pytest.raises(DataError, match=message):
+        read_events(path)
+
+
+def test_a_full_disk_ends_the_run_by_name() -> None:
+    listener = EventsFile(Path("/dev/full"), "ours")
+    with pytest.raises(DataError, match="/dev/full cannot be written"):
+        listener.step_done(a_step(0))
+    listener.close()
+
+
+def test_tensorboard_reads_the_figures_of_each_step(tmp_path: Path) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    listener = TensorBoardFile(tmp_path)
+    steps = [a_step(0, gathered=0), a_step(1, bubble_ratio=0.25)]
+    for done in steps:
+        listener.step_done(done)
+    listener.close()
+    (path,) = tmp_path.iterdir()
+    found: dict[int, dict[str, float]] = {}
+    for event in loader.LegacyEventFileLoader(str(path)).Load():
+        if event.HasField("summary"):
+            found[event.step] = {value.tag: value.simple_value for value in event.summary.value}
+    assert found == {done.number: pytest.approx(scalars(done)) for done in steps}
+    assert found[2]["plan/bubble_ratio"] == 0.25
+
+
+def test_tensorboard_that_is_not_installed_is_refused_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorboard_file.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'dynapipe-ext\[tensorboard\]'"):
+        TensorBoardFile(tmp_path)

@@ -1,0 +1,177 @@
+"""The loop of a training run, with a model of one layer in one process."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.events import AllRanks, Listener, RankFigures, StepDone
+from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.stages.torch_stage import TorchStage
+from dynapipe_ext.executor.training_loop import LoopSettings, SpanRecorder, StepExecutors, train_steps
+from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.models.flops import Positions, Work
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.topology import Topology
+
+NUM_STEPS = 8
+
+
+class Samples:
+    """Epochs of three global batches of four."""
+
+    lengths = np.array([5, 9, 3, 12, 7, 4, 10, 6, 8, 11], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        return TokenSample(index, np.arange(self.lengths[index] + 1) * (index + 1) % 16, 1)
+
+
+@dataclass
+class Run:
+    """A model with all that trains it."""
+
+    model: Any = field(default_factory=lambda: torch.nn.Embedding(16, 16))
+    lr: float = 0.1
+
+    def __post_init__(self) -> None:
+        stage = TorchStage({0: lambda tokens, _: self.model(tokens)}, _loss_sum, parameters=self.model.parameters())
+        self.recorder = SpanRecorder()
+        executor = PipelineExecutor(stage, InlineHub().transport(0), recorder=self.recorder)
+        self.executors = StepExecutors(plain=executor, traced=executor, recorder=self.recorder)
+        planner = Planner(Topology(), TokenCosts(num_stages=1), memory_limit_bytes=1e9, format=ActivationFormat(16))
+        self.loader = DynaPipeDataLoader(Samples(), planner, batch_size=4, shuffle=True, seed=3)
+        self._sgd = torch.optim.SGD(self.model.parameters(), lr=self.lr)
+
+    def step(self) -> float:
+        self._sgd.step()
+        return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
+
+    def train(self, *listeners: Listener, log_every: int = 1, traced_steps: int = 0) -> None:
+        settings = LoopSettings(num_steps=NUM_STEPS, log_every=log_every, traced_steps=traced_steps)
+        train_steps(self.loader, self.executors, self, settings, listeners)
+
+
+def _loss_sum(logits: Any, batch: Any) -> Any:
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+    return (losses * batch["loss_weights"].flatten()).sum()
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.steps: list[StepDone] = []
+
+    def step_done(self, done: StepDone) -> None:
+        self.steps.append(done)
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class SavedAt:
+    """What a checkpoint would keep of step `number`."""
+
+    run: Run
+    number: int
+    model: Any = None
+    loader: Any = None
+
+    def step_done(self, done: StepDone) -> None:
+        if done.number == self.number:
+            self.model, self.loader = copy.deepcopy(self.run.model), self.run.loader.state_dict()
+
+    def close(self) -> None: ...
+
+
+def facts(steps: list[StepDone]) -> list[tuple[Any, ...]]:
+    return [(s.step, s.epoch, s.epoch_step, s.loss, s.grad_norm, s.real_tokens, s.num_micro_batches) for s in steps]
+
+
+@pytest.mark.parametrize("number", [1, 3, 5, NUM_STEPS])  # in mid-epoch, at an epoch's end, and with nothing left
+def test_a_loop_goes_on_anywhere_with_the_numbers_and_losses_of_one_that_never_stopped(number: int) -> None:
+    whole, run = Kept(), Run()
+    saved = SavedAt(run, number)
+    run.train(whole, saved)
+    assert [(s.step, s.epoch, s.epoch_step) for s in whole.steps] == [(n, n // 3, n % 3) for n in range(NUM_STEPS)]
+    resumed, rest = Run(model=saved.model), Kept()
+    resumed.loader.load_state_dict(saved.loader)
+    resumed.train(rest)
+    assert facts(rest.steps) == facts(whole.steps[number:])
+
+
+def test_figures_are_gathered_every_log_every_steps_at_traced_ones_and_at_the_last() -> None:
+    often, seldom = Kept(), Kept()
+    Run().train(often)
+    Run().train(seldom, log_every=3, traced_steps=1)
+    gathered = [(s.number, s.all_ranks.num_steps) for s in seldom.steps if s.all_ranks]
+    assert gathered == [(3, 3), (6, 3), (8, 2)]
+    works = [sum((s.all_ranks.work for s in kept.steps if s.all_ranks), Work()) for kept in (often, seldom)]
+    assert works[0] == works[1]
+    assert works[0].real.encoder == sum(s.real_tokens for s in often.steps)
+    assert [bool(s.spans) for s in seldom.steps] == [False] * 7 + [True]
+    assert min(span.start_s for span in seldom.steps[-1].spans) == 0
+    for done in often.steps:
+        assert done.all_ranks is not None
+        assert done.all_ranks.cpu_s == done.cpu_s
+        assert 0 < done.executed_s <= done.step_s
+
+
+def test_listeners_are_told_in_order_and_one_that_fails_ends_the_run() -> None:
+    first, last = Kept(), Kept()
+
+    class Full:
+        def step_done(self, done: StepDone) -> None:
+            if done.number == 2:
+                raise OSError("the disk is full")
+
+        def close(self) -> None: ...
+
+    with pytest.raises(OSError, match="full"):
+        Run().train(first, Full(), last)
+    assert ([s.number for s in first.steps], [s.number for s in last.steps]) == ([1, 2], [1])
+
+
+def figures(**changes: Any) -> RankFigures:
+    given: dict[str, Any] = {
+        "busy_s": 0.5,
+        "start_s": 10.0,
+        "end_s": 11.0,
+        "cpu_s": 0.25,
+        "predicted_makespan_s": 1.0,
+        "predicted_bubble_ratio": 0.5,
+        "predicted_peak_bytes": 2**40 + 1,
+        "peak_bytes": 7,
+        "exposed_planning_s": 0.125,
+        "work": Work(Positions(3, 0, 9), {"full": Positions(8, 0, 64)}),
+    }
+    return RankFigures(**(given | changes))
+
+
+def test_figures_that_are_gathered_arrive_as_they_were() -> None:
+    mine = figures(start_s=float("inf"), end_s=float("-inf"))
+    sent = torch.tensor(mine.numbers(), dtype=torch.float64)
+    assert RankFigures.from_numbers(sent.tolist()) == mine
+
+
+def test_all_ranks_together_are_as_long_as_from_the_first_start_to_the_last_end() -> None:
+    idle = figures(busy_s=0.0, start_s=float("inf"), end_s=float("-inf"), predicted_makespan_s=0.0, work=Work())
+    ranks = [figures(), figures(start_s=10.5, end_s=12.0, busy_s=1.5, predicted_makespan_s=2.0), idle]
+    together = AllRanks.of(ranks, num_steps=4)
+    assert (together.makespan_s, together.predicted_makespan_s) == (2.0, 2.0)
+    assert together.bubble_ratio == pytest.approx(1 - 2.0 / (3 * 2.0))
+    assert together.predicted_bubble_ratio == pytest.approx(1 - 1.5 / (3 * 2.0))
+    assert (together.cpu_s, together.work.real.encoder, together.num_steps) == (0.75, 6, 4)
+    assert together.peak_bytes == (7, 7, 7)
+    unknown = AllRanks.of([figures(busy_s=float("nan")), figures()], num_steps=1)
+    assert unknown.bubble_ratio is None

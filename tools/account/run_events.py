@@ -1,0 +1,228 @@
+"""events.jsonl (dynapipe-events/1): what a run was, then a line a step, written as it comes; and the report made of it.
+
+The first line has the run's facts and its variants (`--compare` runs several). A run that was cut short, by whatever,
+has left here all that its report needs. People's step numbers count from 1.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.errors import DataError
+from dynapipe_ext.executor.events import AllRanks, StepDone
+from dynapipe_ext.models.flops import Work
+from dynapipe_ext.timeline import Trace
+from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult, finite, work_from
+from dynapipe_ext.tools.json_file import Fields, parse_json, write_atomic
+from dynapipe_ext.tools.show.loss_curve import Point
+
+FORMAT = "dynapipe-events/1"
+EVENTS_FILE = "events.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class VariantLabel:
+    """One way of planning the job, as its report names it."""
+
+    name: str
+    layout: str
+    schedule: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvents:
+    """A run so far. The first variant is the job itself; its steps are in order, without gaps, spans left out."""
+
+    facts: RunFacts
+    num_steps: int
+    variants: tuple[tuple[VariantLabel, tuple[StepDone, ...]], ...]
+
+
+def start_events(path: Path, facts: RunFacts, variants: Sequence[VariantLabel], *, num_steps: int) -> None:
+    """Write the first line, in the place of an older file."""
+    header = {"format": FORMAT, "num_steps": num_steps, "variants": [asdict(v) for v in variants], **facts.to_json()}
+    write_atomic(path, json.dumps(header, allow_nan=False) + "\n")
+
+
+class EventsFile:
+    """A listener that adds each step of one variant to the file. Errors: DataError where it cannot be written."""
+
+    def __init__(self, path: Path, variant: str) -> None:
+        self._path, self._variant = path, variant
+        self._file = path.open("ab", buffering=0)
+
+    def step_done(self, done: StepDone) -> None:
+        line = json.dumps({"variant": self._variant, **step_json(done)}, allow_nan=False).encode() + b"\n"
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise DataError(f"{self._path} cannot be written ({error.strerror}): make room for it") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(path: Path) -> RunEvents:
+    """A file that a run wrote or still writes: a last line that was cut short is left out, and of several lines for a
+    step (a resumed run does some again) the last one counts.
+
+    Errors: DataError naming the line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read ({error}): give the events of a run") from error
+    first, *lines = text.split("\n")[:-1] or [""]
+    header = Fields(parse_json(first, f"{path}: line 1", "the events of a run"), f"{path}: line 1")
+    if header.raw("format") != FORMAT:
+        raise DataError(f"{path} has format {header.raw('format')!r} but {FORMAT!r} is needed: run again")
+    labels = [_label(Fields(one, f"{path}: variants")) for one in header.one("variants", list)]
+    steps: dict[str, dict[int, StepDone]] = {label.name: {} for label in labels}
+    for number, line in enumerate(lines, 2):
+        where = f"{path}: line {number}"
+        fields = Fields(parse_json(line, where, "the events of a run"), where)
+        variant, done = fields.one("variant", str), _step(fields)
+        if variant not in steps:
+            raise DataError(f"{where} is of variant {variant!r}, which the first line does not have: run again")
+        steps[variant][done.step] = done
+    for name, found in steps.items():
+        if found and max(found) - min(found) + 1 != len(found):
+            raise DataError(f"{path}: steps of {name!r} are missing between {min(found) + 1} and {max(found) + 1}")
+    return RunEvents(
+        facts=RunFacts.from_fields(header),
+        num_steps=header.one("num_steps", int),
+        variants=tuple((label, tuple(done for _, done in sorted(steps[label.name].items()))) for label in labels),
+    )
+
+
+def report_of(events: RunEvents, simulated: Mapping[int, Trace] | None = None, *, unfinished: str | None) -> RunReport:
+    """The report of what has run. `simulated` has timelines of the job's own steps, by their numbers from 0.
+
+    A step has one prediction, that of its simulated timeline where there is one. Where every rank has a core or device
+    of its own, a plan's own figures are the same and serve for all steps; where ranks share cores they do not hold, and
+    steps that nobody simulated have none.
+    """
+    results = []
+    for index, (label, steps) in enumerate(events.variants):
+        own = simulated if index == 0 and simulated is not None else {}
+        results.append(_result(label, steps, own, plans_hold=not events.facts.oversubscribed))
+    ours, *others = results
+    return RunReport(facts=events.facts, result=ours, compare=tuple(others) or None, unfinished=unfinished)
+
+
+def curves(report: RunReport) -> dict[str, list[Point]]:
+    """The loss curves of a report, by name."""
+    return {
+        result.name: [
+            (number, tokens, loss)
+            for number, (tokens, loss) in enumerate(
+                zip(accumulate(result.real_tokens_per_step), result.losses, strict=True), result.first_step + 1
+            )
+        ]
+        for result in (report.result, *(report.compare or ()))
+    }
+
+
+def _result(
+    label: VariantLabel, steps: Sequence[StepDone], simulated: Mapping[int, Trace], *, plans_hold: bool
+) -> RunResult:
+    asked = [done.all_ranks for done in steps]
+    told = [ranks for ranks in asked if ranks is not None]
+    accounted = [i for last, ranks in enumerate(asked) if ranks for i in range(last - ranks.num_steps + 1, last + 1)]
+    predicted = [_prediction(done, simulated, plans_hold=plans_hold) for done in steps]
+    latest = told[-1] if told else None
+    return RunResult(
+        name=label.name,
+        layout=label.layout,
+        schedule=label.schedule,
+        losses=tuple(done.loss for done in steps),
+        real_tokens_per_step=tuple(done.real_tokens for done in steps),
+        padded_tokens=sum(done.padded_tokens for done in steps),
+        step_s=tuple(done.step_s for done in steps),
+        cpu_s=sum(ranks.cpu_s for ranks in told),
+        num_micro_batches=tuple(done.num_micro_batches for done in steps),
+        measured_makespan_s=tuple(ranks.makespan_s if ranks else None for ranks in asked),
+        measured_bubble_ratio=tuple(ranks.bubble_ratio if ranks else None for ranks in asked),
+        predicted_makespan_s=tuple(makespan_s for makespan_s, _ in predicted),
+        predicted_bubble_ratio=tuple(bubble_ratio for _, bubble_ratio in predicted),
+        exposed_planning_s=latest.exposed_planning_s if latest else None,
+        predicted_peak_bytes=latest.predicted_peak_bytes if latest else None,
+        measured_peak_bytes=latest.peak_bytes if latest else None,
+        work=sum((ranks.work for ranks in told), Work()),
+        accounted_steps=None if len(accounted) == len(steps) else tuple(accounted),
+        first_step=steps[0].step if steps else 0,
+    )
+
+
+def _prediction(
+    done: StepDone, simulated: Mapping[int, Trace], *, plans_hold: bool
+) -> tuple[float, float] | tuple[None, None]:
+    if done.step in simulated:
+        return simulated[done.step].makespan_s, simulated[done.step].bubble_ratio
+    if plans_hold and done.all_ranks is not None:
+        return done.all_ranks.predicted_makespan_s, done.all_ranks.predicted_bubble_ratio
+    return None, None
+
+
+def step_json(done: StepDone) -> dict[str, Any]:
+    """A step as its line has it, without spans. Figures that are no finite number are null."""
+    ranks = done.all_ranks
+    return {
+        "step": done.number,
+        "epoch": done.epoch,
+        "epoch_step": done.epoch_step,
+        "loss": finite(done.loss),
+        "grad_norm": finite(done.grad_norm),
+        "learning_rate": done.learning_rate,
+        "real_tokens": done.real_tokens,
+        "padded_tokens": done.padded_tokens,
+        "num_micro_batches": list(done.num_micro_batches),
+        "step_s": done.step_s,
+        "executed_s": done.executed_s,
+        "cpu_s": done.cpu_s,
+        "peak_bytes": done.peak_bytes,
+        "predicted_makespan_s": done.predicted_makespan_s,
+        "predicted_bubble_ratio": done.predicted_bubble_ratio,
+        "predicted_peak_bytes": done.predicted_peak_bytes,
+        "all_ranks": None if ranks is None else asdict(ranks) | {"work": ranks.work.to_json()},
+    }
+
+
+def _label(fields: Fields) -> VariantLabel:
+    return VariantLabel(*(fields.one(name, str) for name in VariantLabel.__slots__))
+
+
+def _step(fields: Fields) -> StepDone:
+    floats = ("learning_rate", "step_s", "executed_s", "cpu_s", "predicted_makespan_s", "predicted_bubble_ratio")
+    integers = ("epoch", "epoch_step", "real_tokens", "padded_tokens", "peak_bytes", "predicted_peak_bytes")
+    figures: dict[str, Any] = {name: fields.one(name, float) for name in floats}
+    figures |= {name: fields.one(name, int) for name in integers}
+    for name in ("loss", "grad_norm"):
+        figures[name] = math.nan if fields.raw(name) is None else fields.one(name, float)
+    return StepDone(
+        step=fields.one("step", int) - 1,
+        num_micro_batches=fields.many("num_micro_batches", int),
+        all_ranks=None if fields.raw("all_ranks") is None else _all_ranks(fields.sub("all_ranks")),
+        **figures,
+    )
+
+
+def _all_ranks(fields: Fields) -> AllRanks:
+    floats = ("makespan_s", "cpu_s", "predicted_makespan_s", "predicted_bubble_ratio", "exposed_planning_s")
+    return AllRanks(
+        num_steps=fields.one("num_steps", int),
+        bubble_ratio=None if fields.raw("bubble_ratio") is None else fields.one("bubble_ratio", float),
+        work=work_from(fields.sub("work")),
+        predicted_peak_bytes=fields.many("predicted_peak_bytes", int),
+        peak_bytes=fields.many("peak_bytes", int),
+        **{name: fields.one(name, float) for name in floats},
+    )

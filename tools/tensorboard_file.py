@@ -1,0 +1,58 @@
+"""Steps for TensorBoard: a listener that writes its event file."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.events import StepDone
+
+
+def require_tensorboard() -> None:
+    """Errors: ConfigError where it is not installed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "[run] tensorboard is true but tensorboard is not installed: pip install 'dynapipe-ext[tensorboard]', or"
+            " leave it out"
+        )
+
+
+class TensorBoardFile:
+    """Scalars of each step in a folder of their own; what was gathered of all ranks at the steps that have it."""
+
+    def __init__(self, folder: Path) -> None:
+        require_tensorboard()
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder))
+
+    def step_done(self, done: StepDone) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(done).items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=done.number, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def scalars(done: StepDone) -> dict[str, float]:
+    """The figures of a step by their tags."""
+    found = {
+        "train/loss": done.loss,
+        "train/grad_norm": done.grad_norm,
+        "train/learning_rate": done.learning_rate,
+        "speed/step_s": done.step_s,
+        "speed/real_tokens_per_s": done.real_tokens_per_s,
+        "plan/padding_efficiency": done.real_tokens / max(1, done.padded_tokens),
+        "memory/rank_0_peak_bytes": float(done.peak_bytes),
+    }
+    if done.all_ranks is not None:
+        found["speed/makespan_s"] = done.all_ranks.makespan_s
+        if done.all_ranks.bubble_ratio is not None:
+            found["plan/bubble_ratio"] = done.all_ranks.bubble_ratio
+        found["memory/largest_peak_bytes"] = float(max(done.all_ranks.peak_bytes))
+    return found
