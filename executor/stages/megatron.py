@@ -93,6 +93,7 @@ class MegatronStage:
 
     def start_step(self, plan: ExecutionPlan) -> None:
         self._plan = plan
+        self._losses: dict[int, torch.Tensor] = {}
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._batches: dict[int, Batch] = {}
         self._live: dict[tuple[int, int], _Live] = {}
@@ -130,6 +131,7 @@ class MegatronStage:
         self._ddp.module.set_input_tensor(None)
         self._live[stage, micro_batch] = _Live(x_SBH, output, stored.num_bytes)
         if last:
+            self._losses[micro_batch] = output.detach()
             self._loss_sum += output.detach().double()
             return ()
         return (output.detach(),)
@@ -169,6 +171,10 @@ class MegatronStage:
             self._loss_sum.zero_()  # tensor parallel ranks all hold the same loss: count it once
         dist.all_reduce(self._loss_sum)
         return float(self._loss_sum)
+
+    def losses(self) -> dict[int, float]:
+        """Micro-batch -> its share of the step's loss; empty where the last stage does not run."""
+        return {micro_batch: float(loss) for micro_batch, loss in self._losses.items()}
 
     def held_bytes(self) -> int:
         put_off = sum(deferred_bytes(work) for work in self._put_off.values())
