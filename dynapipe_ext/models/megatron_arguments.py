@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dynapipe_ext.costs.shape import ModelShape
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import MOST, Activation, Architecture, Family, RopeScaling
 
@@ -250,3 +251,28 @@ def write_arguments(architecture: Architecture) -> dict[str, Any]:
             "moe_ffn_hidden_size": a.ffn_hidden_size,
         }
     return arguments | {flag: a.dtype == dtype for dtype, flag in _DTYPES.items()}
+
+
+def shape_arguments(shape: ModelShape, dtype: str) -> dict[str, Any]:
+    """The same of a dense model that is given by its sizes, of a published family or not; `dtype` is torch's name."""
+    arguments: dict[str, Any] = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "group_query_attention": shape.num_query_groups != shape.num_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.head_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "padded_vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_seq_len,
+        "untie_embeddings_and_output_weights": not shape.tied_embeddings,
+        "swiglu": shape.gated_mlp,
+        "position_embedding_type": {kind: name for name, kind in _POSITIONS.items()}[shape.position],
+        "normalization": {kind: name for name, kind in _NORMS.items()}[shape.norm],
+        "norm_epsilon": 1e-5,
+        "add_bias_linear": shape.bias,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "rotary_base": 10_000,
+    }
+    return arguments | {flag: dtype == name for name, flag in _DTYPES.items()}
