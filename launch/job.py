@@ -199,6 +199,11 @@ def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, 
     return _laid_out(cost_model_from_json(raw), topology)
 
 
+def costs_over(costs: CostModel, topology: Topology) -> CostModel:
+    """The same cost model over a topology. Errors: ConfigError where it cannot be laid out over it."""
+    return _laid_out(costs, topology)[0]
+
+
 def _laid_out(costs: CostModel, topology: Topology | None) -> tuple[CostModel, Topology]:
     match costs:
         case FittedCosts():
