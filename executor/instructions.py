@@ -114,7 +114,8 @@ class ExecutionPlan:
 
     `micro_batches` are those of the whole replica. The loss of a step is sum(weight x loss over positions) over all
     replicas divided by `loss_divisor` (the global number of target tokens, or of samples). `real_tokens` and
-    `padded_tokens` count the whole global batch; `num_micro_batches` has one count a replica.
+    `padded_tokens` count the whole global batch; `num_micro_batches` has one count a replica. `forward_only`: no
+    backward follows (evaluation), so nothing is kept after a forward, and gradients stay as they are.
     """
 
     step: int
@@ -130,6 +131,7 @@ class ExecutionPlan:
     padded_tokens: int
     num_micro_batches: tuple[int, ...]
     seed: int
+    forward_only: bool = False
 
     @property
     def makespan_s(self) -> float:

@@ -269,6 +269,7 @@ def lower(
                     padded_tokens=batch.padded_tokens,
                     num_micro_batches=counts,
                     seed=batch.seed,
+                    forward_only=schedule.forward_only,
                 )
                 for pp_rank, rank_instructions in enumerate(instructions)
             )

@@ -36,7 +36,7 @@ from dynapipe_ext.executor.instructions import (
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 
-VERSION = 1
+VERSION = 2
 MAX_PLAN_BYTES = 256 << 20  # of unpacked JSON: a bound for zlib, far above any plan (a million samples take 30 MB)
 MIN_KEY_BYTES = 16
 
@@ -126,13 +126,14 @@ def _to_json(plan: ExecutionPlan) -> bytes:
         [[[spec.shape, spec.dtype] for spec in specs] for specs in tables],
         [certificate.makespan_ns, certificate.lower_bound_ns, certificate.peak_bytes, certificate.bubble_ratio],
         [plan.loss_norm, plan.loss_divisor, plan.real_tokens, plan.padded_tokens, plan.num_micro_batches, plan.seed],
+        plan.forward_only,
     ]
     # default: NumPy integers, which arithmetic on length arrays leaves behind, are written as integers.
     return json.dumps(document, separators=(",", ":"), allow_nan=False, default=operator.index).encode()
 
 
 def _from_json(body: bytes) -> ExecutionPlan:
-    place, micro_batches, instructions, tables, certificate, totals = json.loads(body)
+    place, micro_batches, instructions, tables, certificate, totals, forward_only = json.loads(body)
     step, dp_rank, pp_rank, stage_ranks = place
     makespan_ns, lower_bound_ns, peak_bytes, bubble_ratio = certificate
     loss_norm, loss_divisor, real_tokens, padded_tokens, num_micro_batches, seed = totals
@@ -156,6 +157,7 @@ def _from_json(body: bytes) -> ExecutionPlan:
         padded_tokens=padded_tokens,
         num_micro_batches=tuple(num_micro_batches),
         seed=seed,
+        forward_only=forward_only,
     )
 
 

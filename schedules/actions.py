@@ -46,11 +46,16 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class PipelineSchedule:
-    """Per pipeline rank, its actions in order. `stage_ranks[stage]` is the rank that holds a stage."""
+    """Per pipeline rank, its actions in order. `stage_ranks[stage]` is the rank that holds a stage.
+
+    `forward_only` says that no backward is meant to follow (evaluation); without it a schedule that lacks backwards is
+    refused wherever schedules are judged or lowered.
+    """
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
     stage_ranks: tuple[int, ...]
+    forward_only: bool = False
 
     @property
     def num_stages(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dynapipe_ext.errors import DynaPipeError, PlanError, short
@@ -103,6 +104,8 @@ def _label(action: Action, *, with_stage: bool) -> str:
 def plan_json(step_plan: StepPlan, topology: Topology) -> dict[str, Any]:
     """A step's plan for people and tools: format dynapipe-plan/1 (see README), ready for json.dump.
 
+    A plan of forwards alone says so: "forward_only" is true.
+
     Errors: PlanError for a plan that cuts samples: the format names samples, not pieces of them.
     """
     _refuse_cut_samples(step_plan)
@@ -128,7 +131,8 @@ def plan_json(step_plan: StepPlan, topology: Topology) -> dict[str, Any]:
                 },
             }
         )
-    return {"format": PLAN_FORMAT, "topology": shape, "replicas": replicas}
+    marked = {"forward_only": True} if step_plan.forward_only else {}
+    return {"format": PLAN_FORMAT, "topology": shape, **marked, "replicas": replicas}
 
 
 def _refuse_cut_samples(step_plan: StepPlan) -> None:
@@ -151,6 +155,9 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
     root = _mapping(data, "plan")
     if root.get("format") != PLAN_FORMAT:
         raise PlanError(f"the plan's format is {short(root.get('format'))} but this version reads {PLAN_FORMAT!r}")
+    forward_only = root.get("forward_only", False)
+    if not isinstance(forward_only, bool):
+        raise PlanError(f"the plan's forward_only is {short(forward_only)} but must be true or false")
     shape = _mapping(_field(root, "topology", "plan"), "topology")
     replicas = [_mapping(raw, f"replicas[{i}]") for i, raw in enumerate(_list(root, "replicas", "plan"))]
     numbers = [_field(raw, "dp_rank", f"replicas[{i}]") for i, raw in enumerate(replicas)]
@@ -168,6 +175,7 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
             _check_micro_batch(m, f"{where} micro-batch {i}") for i, m in enumerate(_list(raw, "micro_batches", where))
         ]
         schedule = _read_schedule(_mapping(_field(raw, "schedule", where), f"{where} schedule"), where)
+        schedule = replace(schedule, forward_only=forward_only)
         try:
             validate(schedule, len(shapes))
         except PlanError as error:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.config import Rule, ScheduleName, check_fill_waits
+from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, short
@@ -29,6 +30,7 @@ from dynapipe_ext.schedules.judge.certificate import certify
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.search.flow_shop import forward_schedule, injection_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
@@ -37,6 +39,9 @@ from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
 
 Schedules = tuple[PipelineSchedule, ...]
+
+_LESS = 4  # of the effort, one part in so many for cuts and replicas of forwards alone, which leave less to choose
+_PLACES = 8  # moves of effort for which one micro-batch of theirs tries all places in the order
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class Planner:
     `filling`). `max_tokens` caps the positions (of padded rows: of both sides; of packed ones: of either) of
     one micro-batch (0: memory alone does). `rule` other than "dynapipe-ext" splits as a peer does, for comparisons.
     `recompute` None lets the planner choose per micro-batch. `activation_format` is needed to lower plans to
-    instructions, not to make them.
+    instructions, not to make them. `for_forwards` gives the planner of evaluation.
     """
 
     topology: Topology
@@ -87,6 +92,8 @@ class Planner:
                 " use the adaptive schedule"
             )
         check_fill_waits(self.fill_waits, self.schedule, self.split_backward)
+        if self.forward_only:
+            _check_forward_only(self)
         if self.max_tokens and self.max_tokens < self.pad_multiple:
             raise ConfigError(f"max_tokens {self.max_tokens} is below pad_multiple {self.pad_multiple}")
 
@@ -95,6 +102,28 @@ class Planner:
         if self.format is None:
             raise ConfigError("this planner has no activation format: pass format=ActivationFormat(hidden_size, dtype)")
         return self.format
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether steps are forwards alone: the costs then say so."""
+        return isinstance(self.costs, ForwardCosts)
+
+    def for_forwards(self) -> Planner:
+        """The planner of evaluation on the same ranks, for loaders of their own: steps of forwards alone.
+
+        Micro-batches are cut anew, as nothing is held between F and B; so recomputation, schedule and all that concerns
+        backwards falls away.
+        """
+        if self.forward_only:
+            return self
+        return replace(
+            self,
+            costs=ForwardCosts(self.costs),
+            schedule="adaptive",
+            split_backward=False,
+            fill_waits=False,
+            recompute=None,
+        )
 
     def plan(self, lengths: Sequence[SampleLength] | Sequence[int] | LengthArray, *, step: int = 0) -> StepPlan:
         """The best plan found for one global batch.
@@ -129,26 +158,43 @@ class Planner:
         return Proposals(
             topology=self.topology,
             costs=self.costs,
-            limit_bytes=int(self.memory_limit_bytes),
+            limit_bytes=int(self.memory_limit_bytes) - (self._beside_bytes if self.forward_only else 0),
             layout=self.layout,
             rule=self.rule,
             pad_multiple=self.pad_multiple,
             max_tokens=self.max_tokens,
-            kinds=RECOMPUTES if self.recompute is None else (self.recompute,),
+            kinds=self._recomputes,
             equal_counts=self.equal_counts,
+            forward_only=self.forward_only,
         )
+
+    @property
+    def _recomputes(self) -> tuple[Recompute, ...]:
+        if self.forward_only:
+            return ("none",)
+        return RECOMPUTES if self.recompute is None else (self.recompute,)
+
+    @property
+    def _beside_bytes(self) -> int:
+        """The most static bytes that a rank's other stages hold beside the one that runs: splits see each by itself."""
+        static: list[int] = self.costs.evaluate([]).static_bytes.tolist()
+        ranks = self.topology.stage_ranks
+        own = [[num_bytes for num_bytes, r in zip(static, ranks, strict=True) if r == rank] for rank in set(ranks)]
+        return max(sum(of_rank) - min(of_rank) for of_rank in own)
 
     def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules]:
         settings = Settings(
             memory_limit_bytes=int(self.memory_limit_bytes),
             split=self.split_backward,
-            effort=self.effort,
+            effort=self.effort // _LESS if self.forward_only else self.effort,
             seed=self.seed,
             stage_ranks=self.topology.stage_ranks,
             equal_counts=self.equal_counts,
         )
         index, found = optimize_best([proposal.start for proposal in proposed], settings)
-        return proposed[index].replicas(found.replicas), found.schedules
+        replicas = proposed[index].replicas(found.replicas)
+        # Forwards alone are searched with backwards that take no time: good cuts and replicas, another order to come.
+        return self._forwards_in_order(replicas) if self.forward_only else (replicas, found.schedules)
 
     def _natural_best(self, splits: Sequence[Replicas], step: int) -> tuple[StepPlan, list[MicroBatchCosts]]:
         """Of several splits under a published schedule, the first to end."""
@@ -199,6 +245,18 @@ class Planner:
             return linear_schedule(self.schedule, [()] * self.topology.num_stages)
         return published_schedule(self.schedule, self.topology.num_stages, num_micro_batches)
 
+    def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules]:
+        """A split for forwards alone, each replica's micro-batches in a good order, and that order's schedules."""
+        stage_ranks, effort = self.topology.stage_ranks, self.effort // (_PLACES * self.topology.dp)
+        ordered: Replicas = []
+        schedules: list[PipelineSchedule] = []
+        for replica in replicas:
+            costs = self.costs.evaluate(replica)
+            order = injection_order(costs, stage_ranks, effort=effort)
+            ordered.append([replica[m] for m in order])
+            schedules.append(forward_schedule(costs.take(order), stage_ranks))
+        return ordered, tuple(schedules)
+
     def with_memory_limit(self, limit_bytes: int) -> Planner:
         """The same planner under another limit. Raises PlanError for a limit that leaves nothing."""
         if limit_bytes <= 0:
@@ -226,6 +284,22 @@ class Planner:
             format=None if raw["format"] is None else ActivationFormat(**raw["format"]),
             **{name: raw[name] for name in _PLAIN_FIELDS},
         )
+
+
+def _check_forward_only(planner: Planner) -> None:
+    """Refuse what concerns backwards. Errors: ConfigError."""
+    given = {
+        "schedule": planner.schedule != "adaptive",
+        "split_backward": planner.split_backward,
+        "fill_waits": planner.fill_waits,
+        "recompute": planner.recompute not in (None, "none"),
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ConfigError(
+                f"{name} is {getattr(planner, name)!r} but steps of forwards alone have no backward:"
+                " leave it out, or take Planner.for_forwards(), which does"
+            )
 
 
 _BOUNDS = {"pad_multiple": (1, 1 << 24), "max_tokens": (0, 1 << 40), "effort": (0, 10**9)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dynapipe_ext.errors import PlanError
 from dynapipe_ext.plan import GlobalBatchPlan
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.certificate import Certificate
@@ -26,12 +27,23 @@ class StepPlan:
     """What a Planner returns for one global batch; entry d of each tuple belongs to data-parallel rank d.
 
     `certificate` holds the bounds of the whole step; None where nobody asked for them (see `certify`).
+
+    Errors: PlanError where some replicas run forwards alone and others do not.
     """
 
     batch: GlobalBatchPlan
     schedules: tuple[PipelineSchedule, ...]
     predictions: tuple[Prediction, ...]
     certificate: Certificate | None = None
+
+    def __post_init__(self) -> None:
+        if len({schedule.forward_only for schedule in self.schedules}) > 1:
+            raise PlanError("some replicas run forwards alone and others do not: plan all of a step alike")
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether the step is one of forwards alone, on all replicas."""
+        return self.schedules[0].forward_only
 
     @property
     def makespan_s(self) -> float:

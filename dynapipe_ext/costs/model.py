@@ -69,6 +69,18 @@ class MicroBatchCosts:
         stored, working = (np.ceil(factor * b).astype(np.int64) for b in (self.stored_bytes, self.working_bytes))
         return replace(self, stored_bytes=stored, working_bytes=working)
 
+    def forwards(self) -> MicroBatchCosts:
+        """The costs of forwards alone: no backward follows, and what F stores it needs while it runs."""
+        zeros = np.zeros_like(self.forward_ns)
+        return replace(
+            self,
+            backward_ns=zeros,
+            weight_ns=zeros,
+            stored_bytes=zeros,
+            working_bytes=self.stored_bytes + self.working_bytes,
+            working_in="F",
+        )
+
     @classmethod
     def choose(cls, kinds: Sequence[MicroBatchCosts], kind: IntArray, columns: IntArray) -> MicroBatchCosts:
         """Column `columns[m]` of `kinds[kind[m]]` for every m; all kinds have the stages of the first."""

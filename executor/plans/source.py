@@ -116,10 +116,12 @@ def _verified(step_plan: StepPlan, planner: Planner) -> tuple[Plans, int]:
     costs = tuple(planner.costs.evaluate(replica.micro_batches) for replica in step_plan.batch.replicas)
     lowered = lower(step_plan, costs, planner.activation_format, fill_waits=planner.fill_waits)
     programs = [[plan.instructions for plan in replica] for replica in lowered]
+    at_end = () if step_plan.forward_only else ("gradient reduction",)
     buffers = verify_step(
-        with_collectives(programs, **crossing),
+        with_collectives(programs, **crossing, at_end=at_end),
         lowered[0][0].stage_ranks,
         lowered[0][0].num_micro_batches,
+        forward_only=step_plan.forward_only,
     )
     plans = []
     for replica, in_flight in zip(lowered, buffers, strict=True):

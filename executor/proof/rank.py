@@ -69,7 +69,7 @@ class RankTrace:
 
     `run` raises VerificationError for what is wrong with this rank alone, `check_end` for what it leaves behind.
     `bytes_of` (ids of specs -> bytes) and `keys` (ids of buffers -> keys) are shared by the ranks of one proof, during
-    which no specs and no buffers are freed.
+    which no specs and no buffers are freed. `forward_only`: every micro-batch ends with its forward, and must.
     """
 
     def __init__(
@@ -80,8 +80,10 @@ class RankTrace:
         num_micro_batches: int,
         bytes_of: dict[int, int],
         keys: dict[int, int],
+        *,
+        forward_only: bool = False,
     ) -> None:
-        self.rank, self.program = rank, program
+        self.rank, self.program, self._forward_only = rank, program, forward_only
         self.lanes: dict[tuple[int, int], Lane] = {}
         self.waits: list[tuple[int, Posted]] = []  # place in the program, what is waited for
         self.collectives: list[tuple[int, Collective]] = []  # place in the program, what is issued
@@ -200,6 +202,8 @@ class RankTrace:
 
     def _backward(self, stage: int, micro_batch: int, after: int) -> int:
         key = self._check_place(stage, micro_batch)
+        if self._forward_only:
+            raise self.fail("a plan of forwards alone has no backward")
         if self._progress.get(key) != _FORWARDED:
             raise self.fail("its forward has not run, or a backward has run already")
         num_bytes = 0
@@ -235,14 +239,14 @@ class RankTrace:
                 raise VerificationError(f"rank {self.rank} never waits for {verb} the {self._buffer(key)}")
         for key in self._present:
             raise VerificationError(f"rank {self.rank} leaks the {self._buffer(key)}: nothing sends or takes it")
-        count = self._num_micro_batches
+        count, last = self._num_micro_batches, _FORWARDED if self._forward_only else _DONE
         for stage, owner in enumerate(self._stage_ranks):
             if owner == self.rank:
                 for micro_batch in range(count):
-                    if self._progress.get(stage * count + micro_batch) != _DONE:
+                    if self._progress.get(stage * count + micro_batch) != last:
+                        what = "forward" if self._forward_only else "whole backward"
                         raise VerificationError(
-                            f"rank {self.rank} ends without the whole backward of micro-batch {micro_batch},"
-                            f" stage {stage}"
+                            f"rank {self.rank} ends without the {what} of micro-batch {micro_batch}, stage {stage}"
                         )
         if self._loaded != set(range(count)):
             raise VerificationError(f"rank {self.rank} loads micro-batches {sorted(self._loaded)} of {count}")

@@ -24,24 +24,33 @@ _EMPTY = Lane(-1)
 Need = tuple[int, int, int]  # place of a wait, the rank waited for, the place beyond which that one must have come
 
 
-def verify(programs: Sequence[Sequence[Instruction]], stage_ranks: Sequence[int], num_micro_batches: int) -> list[int]:
+def verify(
+    programs: Sequence[Sequence[Instruction]],
+    stage_ranks: Sequence[int],
+    num_micro_batches: int,
+    *,
+    forward_only: bool = False,
+) -> list[int]:
     """Peak bytes of buffers in flight per rank; raises VerificationError naming rank, instruction and reason.
 
-    `programs[r]` are the instructions of pipeline rank r, `stage_ranks[stage]` the rank of each stage.
+    `programs[r]` are the instructions of pipeline rank r, `stage_ranks[stage]` the rank of each stage. On each stage
+    every micro-batch must run its whole backward; under `forward_only` its forward, and no backward.
     """
-    traces = traced(programs, stage_ranks, num_micro_batches)
+    traces = traced(programs, stage_ranks, num_micro_batches, forward_only=forward_only)
     check_progress([[*needs_of(trace), (NEVER, trace.rank, NEVER)] for trace in traces], partial(_why_blocked, traces))
     for trace in traces:
         trace.check_end()
     return [trace.peak_bytes for trace in traces]
 
 
-def traced(programs: Sequence[Sequence[Event]], stage_ranks: Sequence[int], num_micro_batches: int) -> list[RankTrace]:
+def traced(
+    programs: Sequence[Sequence[Event]], stage_ranks: Sequence[int], num_micro_batches: int, *, forward_only: bool
+) -> list[RankTrace]:
     """A replica's ranks, each proven by itself, and that the operations of every queue meet in one order."""
     bytes_of: dict[int, int] = {}
     keys: dict[int, int] = {}
     traces = [
-        RankTrace(rank, program, stage_ranks, num_micro_batches, bytes_of, keys)
+        RankTrace(rank, program, stage_ranks, num_micro_batches, bytes_of, keys, forward_only=forward_only)
         for rank, program in enumerate(programs)
     ]
     for trace in traces:

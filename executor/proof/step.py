@@ -15,6 +15,7 @@ from typing import TypedDict
 
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.fitted import FittedCosts
+from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
@@ -80,7 +81,7 @@ def crossing_collectives(costs: CostModel) -> Crossing:
     ZeRO from stage 2 on scatters gradients as they come, stage 3 gathers weights besides (Rajbhandari et al. 2020, sec.
     5); expert parallelism over data ranks exchanges tokens. Other models know nothing of them and have none.
     """
-    if isinstance(costs, FittedCosts):
+    if isinstance(costs, FittedCosts | ForwardCosts):
         return crossing_collectives(costs.base)
     if not isinstance(costs, AnalyticCosts):
         return {}
@@ -93,13 +94,20 @@ def crossing_collectives(costs: CostModel) -> Crossing:
 
 
 def verify_step(
-    replicas: Sequence[Sequence[Sequence[Event]]], stage_ranks: Sequence[int], num_micro_batches: Sequence[int]
+    replicas: Sequence[Sequence[Sequence[Event]]],
+    stage_ranks: Sequence[int],
+    num_micro_batches: Sequence[int],
+    *,
+    forward_only: bool = False,
 ) -> list[list[int]]:
     """Peak bytes of buffers in flight [dp_rank][pp_rank], as `verify` gives them, once the collectives are proven too.
 
     `num_micro_batches` has one count a replica. Raises VerificationError naming both ranks and the first difference.
     """
-    traces = [traced(programs, stage_ranks, count) for programs, count in zip(replicas, num_micro_batches, strict=True)]
+    traces = [
+        traced(programs, stage_ranks, count, forward_only=forward_only)
+        for programs, count in zip(replicas, num_micro_batches, strict=True)
+    ]
     members = {(dp, pp): trace for dp, ranks in enumerate(traces) for pp, trace in enumerate(ranks)}
     issued = _checked_agreement(members)
     first = list(accumulate((len(ranks) for ranks in traces), initial=0))

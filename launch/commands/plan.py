@@ -40,6 +40,7 @@ _EPILOG = """examples:
   dynapipe plan --lengths lengths.npy --tokens-per-batch 65536 --tp 1 --pp 4 --dp 2
   dynapipe plan --lengths runs/latest/data/lengths.npy --step 3 --layout packed --json plan.json
   dynapipe plan --lengths lengths.npy --pp 4 --time-limit 60 --json best.json
+  dynapipe plan --lengths lengths.npy --pp 4 --forward-only --json evaluation.json
   dynapipe plan --show plan.json
 
 A lengths file is .npy of shape (N,), (N, 2) = encoder, decoder or (N, 3) = encoder, decoder, targets; or text with one
@@ -74,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="search again with the next seeds until the time is over and keep the best: not reproducible",
     )
     parser.add_argument("--split-backward", action="store_true", default=None, help="run B as I and W")
+    parser.add_argument("--forward-only", action="store_true", help="a step of evaluation: forwards alone")
     parser.add_argument(
         "--replica-counts", choices=("free", "equal"), help="equal: as many micro-batches on every replica (free)"
     )
@@ -113,6 +115,9 @@ def run(args: argparse.Namespace) -> int:
         equal_counts=config.plan.replica_counts == "equal",
         split_backward=config.plan.split_backward,
     )
+    if args.forward_only:
+        _refuse_backwards(args)
+        planner = planner.for_forwards()
     start_s = time.perf_counter()
     if args.time_limit is None:
         plan, num_tried = planner.plan(samples, step=args.step or 0), 0
@@ -125,7 +130,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"lengths: {note}")
     console.print(f"costs: {priced.provenance}")
     console.print(f"limits: {limit_bytes / 1e9:g} GB a rank, rows rounded up to a multiple of {multiple}")
-    console.print(f"search: {planner.effort:,} moves on the {active_core()} core")
+    if not planner.forward_only:
+        console.print(f"search: {planner.effort:,} moves on the {active_core()} core")
     if num_tried:
         tried = f"{num_tried:,} {'search' if num_tried == 1 else 'searches'} from seed {planner.seed} on"
         console.print(f"tried: {tried} in {args.time_limit:g} s; how many fit is not reproducible")
@@ -145,6 +151,15 @@ def run(args: argparse.Namespace) -> int:
         write_atomic(args.json, json.dumps(raw, indent=1, allow_nan=False) + "\n")
         console.print(f"the plan is in {args.json}")
     return 0
+
+
+def _refuse_backwards(args: argparse.Namespace) -> None:
+    """Errors: ConfigError for flags that say how backwards run."""
+    for flag in ("schedule", "split_backward"):
+        if getattr(args, flag) is not None:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} has nothing to change in forwards alone: leave it or --forward-only out"
+            )
 
 
 def _refuse_no_numbers(file: PlanFile, path: str) -> None:

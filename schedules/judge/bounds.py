@@ -26,7 +26,7 @@ class ReplicaBounds:
     stage: the busiest rank's whole work, after the least that comes before and before the least that comes after it.
     chain: the longest dependency chain of one micro-batch. heads_tails: the preemptive one-machine bound, at least
     both. byte_time: byte-seconds that cannot be avoided over the bytes that the limit leaves free; None where no limit
-    was given.
+    was given, and for forwards alone, which hold nothing from one to the next.
     """
 
     stage_ns: int
@@ -70,13 +70,16 @@ def replica_bounds(
 ) -> ReplicaBounds:
     """All bounds of `lower_bound_ns` one by one, under the same assumptions and errors."""
     stage_ranks = tuple(placement.stage_ranks if isinstance(placement, PipelineSchedule) else placement)
+    forward_only = isinstance(placement, PipelineSchedule) and placement.forward_only
+    if forward_only:
+        memory_limit_bytes = None
     if len(stage_ranks) != costs.num_stages:
         raise PlanError(f"the placement has {len(stage_ranks)} stages but the costs have {costs.num_stages}")
     if costs.num_micro_batches == 0:
         return ReplicaBounds(
             stage_ns=0, chain_ns=0, heads_tails_ns=0, byte_time_ns=None if memory_limit_bytes is None else 0
         )
-    chains = _Chains(costs, stage_ranks, split)
+    chains = _Chains(costs, stage_ranks, split=split, forward_only=forward_only)
     ranks = sorted(set(stage_ranks))
     stage_ns = chain_ns = heads_tails_ns = 0
     for rank in ranks:
@@ -92,10 +95,13 @@ def replica_bounds(
 
 
 class _Chains:
-    """Each micro-batch's dependency chain: F down the stages, B (or I) back up, each W after its I. Tables (S, M)."""
+    """Each micro-batch's dependency chain: F down the stages, B (or I) back up, each W after its I. Tables (S, M).
 
-    def __init__(self, costs: MicroBatchCosts, stage_ranks: Sequence[int], split: bool) -> None:
-        self.costs, self.stage_ranks, self.split = costs, stage_ranks, split
+    Under `forward_only` the chain ends with the last F: nothing travels back.
+    """
+
+    def __init__(self, costs: MicroBatchCosts, stage_ranks: Sequence[int], *, split: bool, forward_only: bool) -> None:
+        self.costs, self.stage_ranks, self.split, self.forward_only = costs, stage_ranks, split, forward_only
         self.forward: list[list[int]] = costs.forward_ns.tolist()
         self.weight: list[list[int]] = costs.weight_ns.tolist()
         self.gradient: list[list[int]] = (costs.input_ns if split else costs.backward_ns).tolist()
@@ -104,18 +110,19 @@ class _Chains:
             [0] * len(micro_batches) if stage_ranks[s] == stage_ranks[s + 1] else row
             for s, row in enumerate(costs.transfer_ns.tolist())
         ]
+        back = [[0] * len(micro_batches) for _ in moves] if forward_only else moves
         self.head = [[0] * len(micro_batches)]  # before F
         last_w = self.weight if split else [[0] * len(micro_batches) for _ in stage_ranks]
         self.tail = [last_w[0]]  # after B or I: the gradient goes on up while W, if split, runs where it is
         for s in range(costs.num_stages - 1):
             self.head.append([self.head[s][m] + self.forward[s][m] + moves[s][m] for m in micro_batches])
             self.tail.append(
-                [max(last_w[s + 1][m], moves[s][m] + self.gradient[s][m] + self.tail[s][m]) for m in micro_batches]
+                [max(last_w[s + 1][m], back[s][m] + self.gradient[s][m] + self.tail[s][m]) for m in micro_batches]
             )
         self.between = [[0] * len(micro_batches) for _ in stage_ranks]  # from the end of F to the start of B or I
         for s in reversed(range(costs.num_stages - 1)):
             self.between[s] = [
-                2 * moves[s][m] + self.forward[s + 1][m] + self.between[s + 1][m] + self.gradient[s + 1][m]
+                moves[s][m] + self.forward[s + 1][m] + self.between[s + 1][m] + self.gradient[s + 1][m] + back[s][m]
                 for m in micro_batches
             ]
 
@@ -126,6 +133,8 @@ class _Chains:
                 head, tail, gradient_ns = self.head[s][m], self.tail[s][m], self.gradient[s][m]
                 ready = head + forward_ns + self.between[s][m]
                 jobs.append((head, forward_ns, self.between[s][m] + gradient_ns + tail))
+                if self.forward_only:
+                    continue
                 jobs.append((ready, gradient_ns, tail))
                 if self.split:
                     jobs.append((ready + gradient_ns, self.weight[s][m], 0))

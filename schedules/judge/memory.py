@@ -13,11 +13,16 @@ from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 
 
 def check_sizes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> None:
-    """Refuse costs that are not those of the schedule: other stages, or too few micro-batches."""
+    """Refuse costs that are not those of the schedule: other stages, too few micro-batches, backwards or none."""
     if schedule.num_stages != costs.num_stages:
         raise PlanError(
             f"schedule {schedule.name!r} has {schedule.num_stages} stages but the costs have {costs.num_stages}:"
             " price the micro-batches for the same topology"
+        )
+    if schedule.forward_only and costs.stored_bytes.any():
+        raise PlanError(
+            f"schedule {schedule.name!r} runs forwards alone but its costs store activations for backwards: price the"
+            " micro-batches with ForwardCosts"
         )
     stages, micro_batches = range(costs.num_stages), range(costs.num_micro_batches)
     for rank in schedule.ranks:

@@ -9,6 +9,8 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 def validate(schedule: PipelineSchedule, num_micro_batches: int) -> None:
     """Nothing if every micro-batch runs F then B, or F then I then W, on each stage, and the order has no cycle.
 
+    In a schedule of forwards alone (`forward_only`) it runs F, and nothing else.
+
     Errors: PlanError naming the action, stage or micro-batch at fault.
     """
     _check_placement(schedule)
@@ -26,12 +28,15 @@ def validate(schedule: PipelineSchedule, num_micro_batches: int) -> None:
                 raise PlanError(f"action {action} names a micro-batch outside 0..{num_micro_batches - 1}")
             key = action.stage, action.micro_batch
             done[key] = done.get(key, "") + action.kind.value
+    allowed = ("F",) if schedule.forward_only else ("FB", "FIW")
     for stage in range(schedule.num_stages):
         for micro_batch in range(num_micro_batches):
             kinds = done.get((stage, micro_batch), "")
-            if kinds not in ("FB", "FIW"):
+            if kinds not in allowed:
                 raise PlanError(
-                    f"micro-batch {micro_batch} on stage {stage} runs {kinds or 'nothing'} but must run FB or FIW"
+                    f"micro-batch {micro_batch} on stage {stage} runs {kinds or 'nothing'} but must run"
+                    f" {' or '.join(allowed)}"
+                    + (": only a schedule of forwards alone may lack backwards" if kinds == "F" else "")
                 )
     _check_progress(schedule)
 

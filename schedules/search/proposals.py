@@ -71,12 +71,13 @@ class Proposals:
     max_tokens: int
     kinds: tuple[Recompute, ...]
     equal_counts: bool
+    forward_only: bool = False
 
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Ordered samples that the search may cut anywhere."""
         proposed = []
         stages = self.topology.num_stages
-        runs, firsts = self._first_cuts(samples, (stages, (stages + 1) // 2))
+        runs, firsts = self._first_cuts(samples, self._in_flight(stages, (stages + 1) // 2))
         for cuts in firsts:
             start = Start(
                 kind_costs=runs.kind_costs,
@@ -106,13 +107,18 @@ class Proposals:
         if self.rule != "dynapipe-ext":
             return _possible(self._peer_rules(samples))
         if self.layout == "padded":
-            runs, firsts = self._first_cuts(samples, (stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages))
+            held = self._in_flight(stages, (stages + 1) // 2, 2 * stages, 8 * stages, 32 * stages)
+            runs, firsts = self._first_cuts(samples, held)
             micro_batches = [[runs.micro_batch(cut) for cut in cuts] for cuts in firsts]
         else:
-            held = dict.fromkeys((1, (stages + 1) // 2, stages))
+            held = self._in_flight(1, (stages + 1) // 2, stages)
             dp = min(self.topology.dp, len(samples))
             micro_batches = _possible(partial(self._packed, samples, in_flight, dp) for in_flight in held)
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
+
+    def _in_flight(self, *counts: int) -> list[int]:
+        """Numbers of micro-batches in flight to split for; forwards alone hold nothing, which makes all the same."""
+        return [1] if self.forward_only else list(dict.fromkeys(counts))
 
     def _with_replicas(self, parts: list[MicroBatch], samples: Sequence[SampleLength], step: int) -> Replicas:
         parts = _at_least(parts, min(self.topology.dp, len(samples)))
@@ -164,7 +170,7 @@ class Proposals:
             return runs.cuts(pp=stages, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
 
         try:
-            found = _possible(partial(cut, held) for held in dict.fromkeys(in_flight))
+            found = _possible(partial(cut, held) for held in in_flight)
         except PlanError:  # only what fits by itself is left
             found = [cut(1)]
         return runs, [cuts for i, cuts in enumerate(found) if cuts not in found[:i]]

@@ -20,7 +20,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.redis import RedisStore
-from dynapipe_ext.executor.wire import encode
+from dynapipe_ext.executor.wire import decode, encode
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.lengths import LengthArray
 from dynapipe_ext.schedules.planner import Planner
@@ -81,8 +81,8 @@ def planner(memory_limit_bytes: float = 1e12) -> Planner:
 
 
 def inline(at: Coordinates, **settings: Any) -> DynaPipeDataLoader:
-    options = {"tokens_per_batch": 400, "shuffle": True, **settings}
-    return DynaPipeDataLoader(options.pop("dataset", CountingDataset()), planner(), coordinates=at, **options)
+    options = {"planner": planner(), "tokens_per_batch": 400, "shuffle": True, **settings}
+    return DynaPipeDataLoader(options.pop("dataset", CountingDataset()), coordinates=at, **options)
 
 
 def through(store: object, at: Coordinates, namespace: str = "", **settings: Any) -> DynaPipeDataLoader:
@@ -135,6 +135,20 @@ def test_two_planner_processes_give_every_rank_the_plans_of_planning_in_line(
             loading.close()
     assert found == [train_epochs(inline(at), 2) for at in RANKS]
     assert len({plan for rank in found for plan in rank}) == sum(map(len, found))
+
+
+def test_planners_of_evaluation_give_every_rank_forwards_alone_as_in_line(
+    address: StoreAddress, namespace: str
+) -> None:
+    forwards = planner().for_forwards()
+    loaders = [through(address, at, namespace, planner=forwards) for at in RANKS]
+    try:
+        found = in_step(loaders, epochs=1)
+    finally:
+        for loading in loaders:
+            loading.close()
+    assert found == [train_epochs(inline(at, planner=forwards), 1) for at in RANKS]
+    assert all(decode(plan, KEY).forward_only for rank in found for plan in rank)
 
 
 def test_the_tensors_are_those_of_planning_in_line(address: StoreAddress, namespace: str) -> None:

@@ -19,7 +19,7 @@ from dynapipe_ext.launch.job import check_fits, make_planner, topology_of, varia
 from dynapipe_ext.lengths import SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.plan import check_cover, round_up
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.search.joint import optimizer
+from dynapipe_ext.schedules.search import optimizer
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.splits.equal import split_padded_equal
 from dynapipe_ext.splits.padded import shape_evaluate

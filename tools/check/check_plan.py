@@ -2,9 +2,10 @@
 
 plan.json ─► plan_file.read_plan_file ─► check ─► Verdict ─► verdict_table, verdict_json
 
-Checked: every sample in one row that holds it; on every stage F before B (or I before W) of each micro-batch; no
-deadlock; a simulation in the order of the lists; peak bytes under the limit; every bound. What the plan claims of
-these must be what comes out. Packed rows are priced with attention that restarts at each document.
+Checked: every sample in one row that holds it; on every stage F before B (or I before W) of each micro-batch, or F
+alone where the plan says that it is forwards alone; no deadlock; a simulation in the order of the lists; peak bytes
+under the limit; every bound. What the plan claims of these must be what comes out. Packed rows are priced with
+attention that restarts at each document.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, cast
 
 from rich.table import Table
 
+from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.lengths import SampleLength
@@ -73,7 +75,7 @@ def check(
     lengths: Lengths | None = None,
     whole_batch: bool = True,
 ) -> Verdict:
-    """The verdict on a plan under `costs`, made for the plan's own topology.
+    """The verdict on a plan under `costs`, those of training, made for the plan's own topology.
 
     `lengths` are those of the samples that the plan must hold, each once (or may hold, unless `whole_batch`); without
     them neither rows nor the batch bound can be checked, and packed rows cannot be priced. Errors: ConfigError for
@@ -89,6 +91,8 @@ def check(
         raise ConfigError(
             "the plan packs, and packed rows cannot be priced without their documents' lengths: give them"
         )
+    if plan.forward_only:
+        costs = ForwardCosts(costs)
     faults = _cover_faults(plan, lengths, whole_batch=whole_batch)
     figures: list[Compared] = []
     makespans: list[int] = []
@@ -96,7 +100,7 @@ def check(
     split = False
     for number, replica in enumerate(plan.replicas):
         where = f"replica {number}"
-        actions, wrong = _ordered_actions(replica, plan.topology)
+        actions, wrong = _ordered_actions(replica, plan.topology, forward_only=plan.forward_only)
         wrong += _shape_faults(replica, lengths)
         if not wrong:
             try:
@@ -112,7 +116,9 @@ def check(
         if makespan is None:
             faults.append(f"{where}: deadlock, waiting for ever at {', '.join(stuck)}: the lists have a circular wait")
             continue
-        found = replica_bounds_ns(priced, stage_ranks, split=is_split, limit_bytes=memory_limit_bytes)
+        found = replica_bounds_ns(
+            priced, stage_ranks, split=is_split, limit_bytes=memory_limit_bytes, forward_only=plan.forward_only
+        )
         peaks = _peak_bytes(actions, priced, stage_ranks)
         compared, wrong = _compared(replica, where, makespan, found, peaks, memory_limit_bytes)
         figures += compared
@@ -229,7 +235,9 @@ def _divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-def _ordered_actions(replica: ReplicaFile, topology: Topology) -> tuple[list[list[Action]], list[str]]:
+def _ordered_actions(
+    replica: ReplicaFile, topology: Topology, *, forward_only: bool
+) -> tuple[list[list[Action]], list[str]]:
     """Each rank's actions, and what is wrong with them."""
     faults = []
     if len(replica.ranks) != topology.pp:
@@ -249,8 +257,9 @@ def _ordered_actions(replica: ReplicaFile, topology: Topology) -> tuple[list[lis
             kinds[stage, m] = kinds.get((stage, m), "") + match[2]
     for stage in range(topology.num_stages):
         for m in range(len(replica.micro_batches)):
-            if (found := kinds.get((stage, m), "nothing")) not in ("FB", "FIW"):
-                faults.append(f"micro-batch {m} runs {found} on stage {stage}: it must run F and B, or F, I and W")
+            if (found := kinds.get((stage, m), "nothing")) not in (("F",) if forward_only else ("FB", "FIW")):
+                wanted = "F alone" if forward_only else "F and B, or F, I and W"
+                faults.append(f"micro-batch {m} runs {found} on stage {stage}: it must run {wanted}")
     return ranks, faults
 
 

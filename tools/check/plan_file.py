@@ -14,7 +14,7 @@ from dynapipe_ext.topology import Topology
 FORMAT = "dynapipe-plan/1"
 BOUNDS = ("stage", "chain", "heads_tails", "byte_time")  # of a replica, in the order in which they are shown
 
-_FIELDS = ("format", "topology", "replicas", "batch_bound_s", "reproducible", "time_limit_s")
+_FIELDS = ("format", "topology", "replicas", "forward_only", "batch_bound_s", "reproducible", "time_limit_s")
 _MOST_TP = 1 << 20
 _MOST_POSITIONS = 1 << 31  # of a row; and rows
 _MOST_SECONDS = 1e9
@@ -47,11 +47,15 @@ class ReplicaFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile:
-    """A dynapipe-plan/1 file; entry d of `replicas` is data-parallel rank d. Nothing in it has been proven."""
+    """A dynapipe-plan/1 file; entry d of `replicas` is data-parallel rank d. Nothing in it has been proven.
+
+    `forward_only`: it means to have no backwards.
+    """
 
     topology: Topology
     replicas: tuple[ReplicaFile, ...]
     batch_bound_s: float | None
+    forward_only: bool = False
 
 
 def read_plan_file(path: str | Path) -> PlanFile:
@@ -89,6 +93,7 @@ def read_plan_file(path: str | Path) -> PlanFile:
         topology=Topology(tp, pp, dp, layers, placement),
         replicas=tuple(read),
         batch_bound_s=_seconds(root, "batch_bound_s") if "batch_bound_s" in data else None,
+        forward_only=root.one("forward_only", bool) if "forward_only" in data else False,
     )
 
 

@@ -30,17 +30,24 @@ _Priced = AnalyticCosts | CostTable | FittedCosts | TokenCosts
 
 
 def replica_bounds_ns(
-    costs: MicroBatchCosts, stage_ranks: Sequence[int], *, split: bool, limit_bytes: int
+    costs: MicroBatchCosts, stage_ranks: Sequence[int], *, split: bool, limit_bytes: int, forward_only: bool = False
 ) -> dict[str, int]:
-    """stage, chain, heads_tails and byte_time in ns, as `ReplicaBounds` defines them; 0 without micro-batches."""
+    """stage, chain, heads_tails and byte_time in ns, as `ReplicaBounds` defines them; 0 without micro-batches.
+
+    Under `forward_only` nothing follows the last stage's F, and there is no byte_time (0).
+    """
     bounds = {"stage": 0, "chain": 0, "heads_tails": 0, "byte_time": 0}
     if not costs.num_micro_batches:
         return bounds
     jobs: dict[int, list[Job]] = {rank: [] for rank in stage_ranks}
     byte_ns = dict.fromkeys(stage_ranks, 0)
     for m in range(costs.num_micro_batches):
-        for stage, (forward, gradient, weight) in enumerate(_path(costs, stage_ranks, m, split=split)):
+        path = _path(costs, stage_ranks, m, split=split, forward_only=forward_only)
+        for stage, (forward, gradient, weight) in enumerate(path):
             rank = stage_ranks[stage]
+            if forward_only:
+                jobs[rank].append(forward)
+                continue
             jobs[rank] += [forward, gradient] + ([weight] if split else [])
             released = gradient[0] + gradient[1] + (weight[1] if split else 0)
             byte_ns[rank] += int(costs.stored_bytes[stage, m]) * (released - forward[0])
@@ -57,27 +64,30 @@ def replica_bounds_ns(
                 now = max(now, head) + duration
             bounds["heads_tails"] = max(bounds["heads_tails"], now + tail)
         static = sum(int(costs.static_bytes[s]) for s, r in enumerate(stage_ranks) if r == rank)
-        if limit_bytes > static:
+        if limit_bytes > static and not forward_only:
             spread = -(-byte_ns[rank] // (limit_bytes - static))
             bounds["byte_time"] = max(bounds["byte_time"], min(heads) + spread + (0 if split else min(tails)))
     return bounds
 
 
-def _path(costs: MicroBatchCosts, stage_ranks: Sequence[int], m: int, *, split: bool) -> list[tuple[Job, Job, Job]]:
+def _path(
+    costs: MicroBatchCosts, stage_ranks: Sequence[int], m: int, *, split: bool, forward_only: bool
+) -> list[tuple[Job, Job, Job]]:
     """F, B (or I) and W of micro-batch m on each stage, were it alone; W, which B has in it, is 0 long if not split."""
     last = costs.num_stages - 1
     forward = [int(x) for x in costs.forward_ns[:, m]]
     weight = [int(x) if split else 0 for x in costs.weight_ns[:, m]]
     gradient = [int(b) - w for b, w in zip(costs.backward_ns[:, m], weight, strict=True)]
     moves = [int(costs.transfer_ns[s, m]) * (stage_ranks[s] != stage_ranks[s + 1]) for s in range(last)]
+    back = [0] * last if forward_only else moves
     start_f, start_g, after_g = [0] * (last + 1), [0] * (last + 1), [0] * (last + 1)
     for s in range(1, last + 1):
         start_f[s] = start_f[s - 1] + forward[s - 1] + moves[s - 1]
     start_g[last] = start_f[last] + forward[last]
     for s in reversed(range(last)):
-        start_g[s] = start_g[s + 1] + gradient[s + 1] + moves[s]
+        start_g[s] = start_g[s + 1] + gradient[s + 1] + back[s]
     for s in range(last + 1):
-        upward = moves[s - 1] + gradient[s - 1] + after_g[s - 1] if s else 0
+        upward = back[s - 1] + gradient[s - 1] + after_g[s - 1] if s else 0
         after_g[s] = max(weight[s], upward)
     return [
         (

@@ -184,7 +184,8 @@ def rendered(view: PlanView, *, width: int) -> RenderableType:
 
 def summary_table(view: PlanView) -> Table:
     t = view.topology
-    table = Table(title=f"Plan for TP{t.tp} × PP{t.pp} × DP{t.dp}", title_justify="left", title_style="bold")
+    what = "Plan of forwards alone" if view.replicas[0].schedule.forward_only else "Plan"
+    table = Table(title=f"{what} for TP{t.tp} × PP{t.pp} × DP{t.dp}", title_justify="left", title_style="bold")
     table.add_column("")
     for replica in view.replicas:
         table.add_column(f"replica {replica.dp_rank}", justify="right", no_wrap=True)
@@ -234,7 +235,7 @@ def timeline(replica: ReplicaView, *, width: int) -> Text:
     if replica.trace is None:
         return Text(f"{replica.schedule.name}, order of the actions:\n{format_lines(replica.schedule)}")
     margin = len(str(len(replica.schedule.ranks) - 1)) + len(" ||")
-    legend = "forward 3--- backward 3'== idle ..."
+    legend = "forward 3--- idle ..." if replica.schedule.forward_only else "forward 3--- backward 3'== idle ..."
     picture = draw(replica.schedule, replica.trace, width=max(1, width - margin))
     return Text(f"{replica.schedule.name}, {_seconds(replica.makespan_s)} from left to right; {legend}\n{picture}")
 

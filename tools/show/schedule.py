@@ -184,11 +184,14 @@ def schedule_for(
 
 def view_of(schedule: PipelineSchedule, costs: MicroBatchCosts, times: str) -> ScheduleView:
     """The schedule simulated at `rank_costs`, which `times` describes in words."""
+    held_once = replace(costs, stored_bytes=np.ones_like(costs.stored_bytes))
+    if schedule.forward_only:
+        costs, held_once = costs.forwards(), held_once.forwards()
     spans = [rank for rank in simulate_ns(schedule, costs) if rank]
     makespan_ns = max(rank[-1][1] for rank in spans)
     busy_ns = sum(end - start for rank in spans for start, end in rank)
     inner_ns = sum(rank[-1][1] - rank[0][0] for rank in spans)
-    activations = peak_bytes(schedule, replace(costs, stored_bytes=np.ones_like(costs.stored_bytes)))
+    activations = peak_bytes(schedule, held_once)
     on_rank = Counter(schedule.stage_ranks)
     return ScheduleView(
         schedule=schedule,
