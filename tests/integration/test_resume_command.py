@@ -42,10 +42,10 @@ CLI = [sys.executable, "-m", "dynapipe_ext.launch.cli", "train"]
 LIMIT_S = 100
 
 
-def started(*arguments: str) -> subprocess.Popen[str]:
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(
-        [*CLI, *arguments], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
+        [*CLI, *arguments], cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
     )
 
 
@@ -69,23 +69,23 @@ def signalled_at(step: int, number: signal.Signals, process: subprocess.Popen[st
 
 def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(tmp_path: Path) -> None:
     """All losses to the bit, with dropout; costs are those that the first start measured."""
-    config, broken, whole = tmp_path / "settings.toml", tmp_path / "broken", tmp_path / "whole"
+    config, broken, whole = tmp_path / "settings.toml", tmp_path / "runs" / "broken", tmp_path / "runs" / "whole"
     config.write_text(SETTINGS)
-    status, said = signalled_at(3, signal.SIGTERM, started("--config", str(config), "--run-dir", str(broken)))
+    status, said = signalled_at(3, signal.SIGTERM, started(tmp_path, "--config", str(config), "--run-dir", str(broken)))
     assert (status, "save, for at most 60 s" in said) == (143, True), said
     first = read_manifest(latest(broken / "checkpoints")).run
     assert 3 <= first.step < 40
     assert RunReport.read(broken / "report.json").unfinished == "ended by a signal (SIGTERM)"
-    second = started("--resume", str(broken), "--save-every", "3")
+    second = started(tmp_path, "--resume", str(broken), "--save-every", "3")
     status, said = signalled_at(first.step + 5, signal.SIGKILL, second)
     assert status == -signal.SIGKILL, said
     assert f"step {first.step + 1} (1/" in said
     saved = read_manifest(latest(broken / "checkpoints")).run
     assert first.step < saved.step < 40
-    status, said = ended(started("--resume", str(broken)))
+    status, said = ended(started(tmp_path, "--resume", "latest"))
     assert status == 0, said
     status, said = ended(
-        started("--config", str(config), "--run-dir", str(whole), "--costs", str(broken / "costs.json"))
+        started(tmp_path, "--config", str(config), "--run-dir", str(whole), "--costs", str(broken / "costs.json"))
     )
     assert status == 0, said
     a, b = (RunReport.read(run / "report.json").result for run in (broken, whole))
@@ -95,7 +95,7 @@ def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(tmp_pat
     last = [read_manifest(latest(run / "checkpoints")).run for run in (broken, whole)]
     assert last[0].num_samples == last[1].num_samples
     assert last[0].loader == last[1].loader
-    status, said = ended(started("--resume", str(whole)))
+    status, said = ended(started(tmp_path, "--resume", str(whole)))
     assert status == 2
     assert "has done 40 steps and steps is 40: raise --steps" in said
 
