@@ -111,7 +111,10 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """Adam with linear warm-up and cosine decay over the run; `clip_grad` is the global norm (0: off)."""
+    """Adam with linear warm-up and cosine decay over the run; `clip_grad` is the global norm (0: off).
+
+    A step whose loss or gradients are not finite changes no weight: `nan_policy` "stop" ends the run there, "skip"
+    leaves out up to `max_skips` such steps in a row."""
 
     lr: float = 2e-3
     min_lr: float = 2e-4
@@ -119,6 +122,22 @@ class OptimizerSettings:
     weight_decay: float = 0.01
     clip_grad: float = 1.0
     distributed: bool = False
+    nan_policy: Literal["stop", "skip"] = "stop"
+    max_skips: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSettings:
+    """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and always at its end. The
+    `keep_last` newest stay (0: all), with `keep_best` also that of the least loss. `background`: training goes on while
+    a copy is written. A run that is asked to end by a signal saves and has ended within `grace_s`."""
+
+    save_every: int = 0
+    save_minutes: float = 0.0
+    keep_last: int = 2
+    keep_best: bool = False
+    background: bool = False
+    grace_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +159,7 @@ class TrainConfig:
     data: DataSettings = field(default_factory=DataSettings)
     plan: PlanSettings = field(default_factory=PlanSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     job: JobSettings = field(default_factory=JobSettings)
 
     @classmethod
@@ -247,9 +267,15 @@ _AT_LEAST = {
         "prefetch_steps": 1,
     },
     "plan": {"pad_multiple": 1, "max_tokens": 0, "effort": 0},
-    "optimizer": {"min_lr": 0, "warmup_steps": 0, "weight_decay": 0, "clip_grad": 0},
+    "optimizer": {"min_lr": 0, "warmup_steps": 0, "weight_decay": 0, "clip_grad": 0, "max_skips": 1},
+    "checkpoint": {"save_every": 0, "save_minutes": 0, "keep_last": 0},
 }
-_ABOVE_ZERO = {"plan": ("memory_limit_gb",), "optimizer": ("lr",), "job": ("timeout_s",)}
+_ABOVE_ZERO = {
+    "plan": ("memory_limit_gb",),
+    "optimizer": ("lr",),
+    "checkpoint": ("grace_s",),
+    "job": ("timeout_s",),
+}
 
 
 def check_fill_waits(fill_waits: bool, schedule: ScheduleName, split_backward: bool, where: str = "") -> None:

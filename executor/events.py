@@ -104,8 +104,9 @@ class StepDone:
     `loss`, `grad_norm` (before clipping), `learning_rate`, tokens and the number of micro-batches of each replica are
     those of the global batch, equal on all ranks. The rest is the rank's own: `step_s` from the end of the step before,
     `executed_s` of that in the executor, CPU seconds of this process, the most bytes held so far, and what its plan
-    predicted. `all_ranks` is None where figures were not gathered. `spans` are those of a traced step, seconds from the
-    first start on any rank, else none.
+    predicted. `refused` says why a step changed no weights (its `grad_norm` is then not a number). `all_ranks` is
+    None where figures were not gathered. `spans` are those of a traced step, seconds from the first start on any rank,
+    else none.
     """
 
     step: int
@@ -124,6 +125,7 @@ class StepDone:
     predicted_makespan_s: float
     predicted_bubble_ratio: float
     predicted_peak_bytes: int
+    refused: str = ""
     all_ranks: AllRanks | None = None
     spans: tuple[Span, ...] = ()
 

@@ -186,6 +186,10 @@ class DynaPipeDataLoader:
             self._place = Place(epoch, 0, self._place.global_step)
             self._resumed = False
 
+    def num_samples(self, epoch: int, step: int) -> int:
+        """Samples of a global batch, over all replicas."""
+        return len(self._batches(epoch)[0][step])
+
     def state_dict(self) -> dict[str, Any]:
         """Where the next step stands, and what must be the same for it to be the same step. Plain values only.
 

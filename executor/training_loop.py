@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -15,13 +15,14 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.events import AllRanks, Listener, RankFigures, StepDone
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import Batch, DynaPipeDataLoader
+from dynapipe_ext.executor.update import ExecutedStep, Refused
 from dynapipe_ext.models.flops import Work, work_of
 from dynapipe_ext.timeline import Span
 
 
 class Optimizer(Protocol):
-    def step(self) -> float:
-        """Update the weights; returns the gradient norm before clipping."""
+    def step(self, executed: ExecutedStep) -> float | Refused:
+        """Update the weights; the gradient norm before clipping, or why nothing was changed."""
         ...
 
     @property
@@ -82,11 +83,13 @@ def train_steps(
     gather: Callable[[RankFigures, str], list[RankFigures]] = lambda mine, name: [mine],
     own_bytes: Callable[[int], int] = lambda activation_bytes: activation_bytes,
     counts_work: bool = True,
+    micro_batch_losses: Callable[[], Mapping[int, float]] = dict,
 ) -> None:
     """Run the steps from the loader's place on; every rank calls this alike, with its own place.
 
     `gather(mine, name)` returns the figures of all ranks in rank order (default: one process). `own_bytes` makes what
     this rank held at most of the most that its activations took. `counts_work`: on one rank of each replica.
+    `micro_batch_losses` are the stage's of the step that it has run, to name one that is not finite.
     """
     if loader_step(loader) >= settings.num_steps:
         return
@@ -97,7 +100,7 @@ def train_steps(
         start_s, learning_rate = time.perf_counter(), optimizer.lr
         loss = (executors.traced if is_traced else executors.plain).execute(plan, micro_batches)
         executed_s = time.perf_counter()
-        grad_norm = optimizer.step()
+        updated = optimizer.step(ExecutedStep(plan, loss, micro_batch_losses()))
         end_s, cpu_end_s = time.perf_counter(), time.process_time()
         spans = executors.recorder.take()
         held_bytes = own_bytes(max((span.num_bytes for span in spans), default=0))
@@ -115,7 +118,8 @@ def train_steps(
             epoch=place["epoch"],
             epoch_step=place["step"],
             loss=loss,
-            grad_norm=grad_norm,
+            grad_norm=math.nan if isinstance(updated, Refused) else updated,
+            refused=updated.reason if isinstance(updated, Refused) else "",
             learning_rate=learning_rate,
             real_tokens=plan.real_tokens,
             padded_tokens=plan.padded_tokens,

@@ -31,6 +31,7 @@ from dynapipe_ext.launch.scratch import ScratchDirectory
 from dynapipe_ext.launch.signals import ENDING, ending_signals_blocked, ending_signals_raise
 
 BUG_STATUS, USER_ERROR_STATUS = 1, 2
+_SAVED_STATUS = 128 + signal.SIGUSR1
 _GRACE_S = 2.0
 _KILL_S = 2.0  # a killed process is gone in milliseconds unless it hangs in the kernel
 _STACKS_S = 1.0
@@ -135,7 +136,7 @@ class Supervised:
         return f"{self.name} was killed by {name}{reason}"
 
     def stack_text(self) -> str:
-        """The stacks it has written so far, as asked for with SIGUSR1 (forked processes only)."""
+        """The stacks it has written so far, as asked for with SIGUSR2 (forked processes only)."""
         return _memory_text(self._stacks)
 
     def last_words(self) -> str:
@@ -171,14 +172,16 @@ def run_local(
     *,
     timeout_s: float | None = None,
     grace_s: float = _GRACE_S,
+    save_s: float = 0.0,
     companions: Sequence[Supervised] = (),
 ) -> None:
     """Run `rank_main` in `world_size` forked ranks and return when all have ended with status 0.
 
     Import what the ranks need, and set the number of threads, before the call. The first rank or companion that fails
     ends all ranks (SIGTERM, after `grace_s` SIGKILL) and raises JobError, which names it. At `timeout_s` every rank's
-    stack is printed first. SIGINT and SIGTERM to this process end the ranks too, then raise KeyboardInterrupt and
-    SystemExit(143). Companions stay the caller's to close.
+    stack is printed first. SIGINT, SIGTERM and SIGUSR1 to this process end the ranks too, then raise
+    KeyboardInterrupt and SystemExit (143, 138); with `save_s` ranks are given the latter two as SIGUSR1 first, and have
+    that long to end by themselves. Companions stay the caller's to close.
     """
     if world_size < 1:
         raise ConfigError(f"the number of ranks is {world_size} but must be at least 1")
@@ -200,8 +203,25 @@ def run_local(
                     )
                     ranks.append(Supervised.fork(f"rank {rank}", partial(_rank, rank_main, env)))
             _watch(ranks, companions, timeout_s)
+        except SystemExit:
+            if save_s:
+                _ask_to_save(ranks, save_s)
+            raise
         finally:
             end_all(ranks, grace_s)
+
+
+def _ask_to_save(ranks: Sequence[Supervised], save_s: float) -> None:
+    """Until all have ended, one has failed, or the time is over."""
+    deadline_s = time.monotonic() + save_s
+    _say(f"asked to end: the ranks finish their step and save, for at most {save_s:g} s")
+    with ending_signals_blocked():
+        for rank in ranks:
+            rank.send_signal(signal.SIGUSR1)
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline_s:
+            _wait_for_all(ranks, min(_POLL_S, max(0.0, deadline_s - time.monotonic())))
+            if any(rank.poll() not in (None, _SAVED_STATUS) for rank in ranks):
+                return
 
 
 def end_all(processes: Sequence[Supervised], grace_s: float = _GRACE_S) -> None:
@@ -260,7 +280,7 @@ def _wait_for_all(processes: Collection[Supervised], timeout_s: float) -> None:
 def _print_stacks(ranks: Sequence[Supervised]) -> None:
     """Print where each rank is. The texts come through memory files, so two ranks' lines do not mix."""
     for rank in ranks:
-        rank.send_signal(signal.SIGUSR1)
+        rank.send_signal(signal.SIGUSR2)
     deadline_s = time.monotonic() + _STACKS_S
     texts: list[str] = []
     while time.monotonic() < deadline_s:
@@ -284,9 +304,10 @@ def _run_child(name: str, main: Callable[[], int], parent_pid: int, stacks: int,
         end_with_parent(parent_pid)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         faulthandler.enable(file=2)
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(line_buffering=True, write_through=False)  # whole lines: ranks share the terminal

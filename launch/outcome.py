@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ from dynapipe_ext.tools.account.run_events import (
     curves,
     read_events,
     report_of,
+    resume_events,
     start_events,
 )
 from dynapipe_ext.tools.account.tables import compare_table, shared_cores_note, summary_table
@@ -83,6 +85,13 @@ def begin_run(run_dir: Path, config: TrainConfig, costs: CostModel, facts: RunFa
     link(run_dir / "data", Path(os.path.relpath(data_folder(config).resolve(), run_dir.resolve())))
     labels = [VariantLabel(variant.name, variant.layout, variant.schedule) for variant in chosen]
     start_events(run_dir / EVENTS_FILE, facts, labels, num_steps=config.run.steps)
+    point_latest_at(run_dir)
+
+
+def resume_run(run_dir: Path, config: TrainConfig, step: int) -> None:
+    """Make a directory one of a run that goes on after `step` steps: what came later is run again."""
+    write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
+    resume_events(run_dir / EVENTS_FILE, step, num_steps=config.run.steps)
     point_latest_at(run_dir)
 
 
@@ -137,8 +146,8 @@ def _reason(error: BaseException) -> str:
     match error:
         case KeyboardInterrupt():
             return "interrupted (Ctrl-C)"
-        case SystemExit():
-            return "ended by a signal (SIGTERM)"
+        case SystemExit(code=int(code)) if code > 128:
+            return f"ended by a signal ({signal.Signals(code - 128).name})"
         case JobError():
             return error.cause
         case DynaPipeError():

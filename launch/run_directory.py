@@ -17,11 +17,12 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.file_lock import FileLock
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE
 
+CHECKPOINTS = "checkpoints"
 _RUNS, _LATEST, _LOCK = Path("runs"), "latest", ".lock"
 _HOLDS_A_RUN = (EVENTS_FILE, "report.json")
 _LEFT_BY_A_RUN = (
     *_HOLDS_A_RUN,
-    "checkpoints",
+    CHECKPOINTS,
     "config.toml",
     "costs.json",
     "data",
@@ -45,7 +46,9 @@ class RunDirectory:
     run which may not be overwritten, or that cannot be made.
     """
 
-    def __init__(self, named: str, *, overwrite: bool = False, now: datetime | None = None) -> None:
+    def __init__(
+        self, named: str, *, overwrite: bool = False, resume: bool = False, now: datetime | None = None
+    ) -> None:
         latest = _RUNS / _LATEST
         if latest.is_dir() and not latest.is_symlink() and not named:
             raise ConfigError(f"{latest} is a directory but links to the newest run now: give it another name (mv)")
@@ -54,11 +57,11 @@ class RunDirectory:
         try:
             self._lock = FileLock(self.path / _LOCK, f"the run directory {self.path}")
             self._before = _identity(self.path / EVENTS_FILE)
-            if not overwrite and any((self.path / name).exists() for name in _HOLDS_A_RUN):
+            if not (overwrite or resume) and any((self.path / name).exists() for name in _HOLDS_A_RUN):
                 self._lock.close()
                 raise ConfigError(
                     f"the run directory {self.path} holds another run: choose another, or add --overwrite to lose that"
-                    " run"
+                    f" run, or go on with it by --resume {self.path}"
                 )
         except BaseException:
             if self._is_new:
@@ -80,6 +83,17 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def run_to_resume(named: str) -> Path:
+    """The directory that `--resume` means: "latest", the newest that has begun in runs/, or itself.
+
+    Errors: ConfigError where there is none.
+    """
+    path = _RUNS / _LATEST if named == _LATEST else Path(named)
+    if not path.is_dir():
+        raise ConfigError(f"--resume {named}: there is no directory {path}: name that of a run")
+    return path.resolve() if path.is_symlink() else path
 
 
 def clear_run(path: Path) -> None:

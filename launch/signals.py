@@ -8,12 +8,12 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextlib.contextmanager
 def ending_signals_raise() -> Iterator[None]:
-    """Inside, SIGINT raises KeyboardInterrupt and SIGTERM raises SystemExit(143), in the main thread.
+    """Inside, SIGINT raises KeyboardInterrupt, SIGTERM and SIGUSR1 raise SystemExit (143, 138), in the main thread.
 
     A second such signal is ignored: the first one's clean-up is bounded, and cut short it would leave processes.
     Nested use and use outside the main thread change nothing.
@@ -35,7 +35,7 @@ def ending_signals_raise() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_signals_blocked() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM wait: for a fork, whose child must not run the parent's handlers."""
+    """Inside, ending signals wait: for a fork, whose child must not run the parent's handlers."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         # It blocks, and only then runs the handler of a signal that came before: that may raise, with all blocked.

@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import secrets
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,12 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.core import active_core
-from dynapipe_ext.costs.abilities import recounted
+from dynapipe_ext.costs.abilities import over_topology, recounted
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import ConfigError, DynaPipeError
+from dynapipe_ext.executor.checkpoints.folder import latest
+from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.executor.checkpoints.periodic import EndRequest
 from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
@@ -41,10 +45,10 @@ from dynapipe_ext.launch.job import (
     topology_of,
     variants,
 )
-from dynapipe_ext.launch.outcome import begin_run, keeping_what_ran, run_facts, write_outcome
+from dynapipe_ext.launch.outcome import begin_run, keeping_what_ran, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_data import PREPARE_LIMIT_S, data_folder, prepare_data
-from dynapipe_ext.launch.run_directory import RunDirectory
+from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory, run_to_resume
 from dynapipe_ext.launch.signals import ending_signals_raise
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
 from dynapipe_ext.tools.account.report import StoreInfo
@@ -62,6 +66,7 @@ class Job:
     """What `dynapipe train` has settled before it forks ranks; under torchrun rank 0 settles it.
 
     `run_dir` is the directory that rank 0 fills; its owner has claimed it, and holds it for as long as the ranks run.
+    `resumed` is the checkpoint to go on from. `end_signals` ask a rank to save and end.
     """
 
     config: TrainConfig
@@ -69,6 +74,8 @@ class Job:
     run_dir: Path
     address: StoreAddress | None = None
     costs: CostModel | None = None
+    resumed: Path | None = None
+    end_signals: tuple[signal.Signals, ...] = (signal.SIGUSR1,)
 
 
 def train_rank(env: RankEnv, job: Job) -> int:
@@ -95,7 +102,7 @@ def train_rank(env: RankEnv, job: Job) -> int:
     costs = job.costs
     if costs is None and env.rank == 0:
         print(ranks_line(topology), file=sys.stderr)
-        costs = settle_costs(config, prepare_data(config).vocab_size)
+        costs = settle_costs(config, prepare_data(config).vocab_size, resumed_costs(job.resumed))
     dist.init_process_group(
         process_group_backend(device),
         init_method=env.init_method,
@@ -123,7 +130,14 @@ def _run(
 
     from dynapipe_ext.executor.stages.megatron_model import initialize_parallel
     from dynapipe_ext.executor.transport.groups import make_pipeline_groups
-    from dynapipe_ext.launch.variant_run import RankContext, broadcast_bytes, clock_offset_s, num_cores, run_variant
+    from dynapipe_ext.launch.variant_run import (
+        RankContext,
+        RunCheckpoints,
+        broadcast_bytes,
+        clock_offset_s,
+        num_cores,
+        run_variant,
+    )
 
     config, topology = job.config, topology_of(job.config)
     settled = b""
@@ -137,6 +151,8 @@ def _run(
                 "plan_key": secrets.token_hex(32),
                 "namespace": f"run-{secrets.token_hex(8)}",
                 "costs": cost_model_to_json(costs),
+                "checkpoints": str((job.run_dir / CHECKPOINTS).resolve()),
+                "resumed": str(job.resumed.resolve()) if job.resumed else "",
             }
         ).encode()
     shared = json.loads(broadcast_bytes(settled, device))
@@ -161,29 +177,38 @@ def _run(
         device=device,
         clock_offset_s=clock_offset_s(env.local_world_size == env.world_size, device),
     )
+    resumed = Path(shared["resumed"]) if shared["resumed"] else None
+    first_step = 0 if resumed is None else read_manifest(resumed).run.step
     chosen, traced = variants(config, compare=job.compare), TracedSpans()
     if env.rank == 0:
         told, name = store.info(), "cpu" if device.type == "cpu" else _device_name(device)
         info = StoreInfo(told["server"], told["version"])
         facts = run_facts(config, dataset, info, device=name, num_cores=num_cores())
-        begin_run(job.run_dir, config, agreed, facts, chosen)
+        if job.resumed is None:
+            begin_run(job.run_dir, config, agreed, facts, chosen)
+        else:
+            resume_run(job.run_dir, config, first_step)
+    request = EndRequest(config.checkpoint.grace_s)
+    checkpoints = RunCheckpoints(Path(shared["checkpoints"]), resumed, request, job.end_signals)
     for index, variant in enumerate(chosen):
         with ExitStack() as listening:
             listeners: list[Listener] = [] if index else [traced]
             if env.rank == 0:
-                listeners += _shown_and_written(config, job.run_dir, variant, index)
+                listeners += _shown_and_written(config, job.run_dir, variant, index, first_step)
             for listener in listeners:
                 listening.callback(listener.close)
-            run_variant(context, variant, f"{context.namespace}/{index}", listeners)
+            run_variant(context, variant, f"{context.namespace}/{index}", listeners, None if index else checkpoints)
         dist.barrier()
     give_spans(store, env.rank, traced.spans)
     dist.barrier()
     return context, take_spans(store, topology.world_size, config.job.timeout_s) if env.rank == 0 else []
 
 
-def _shown_and_written(config: TrainConfig, run_dir: Path, variant: Variant, index: int) -> list[Listener]:
+def _shown_and_written(
+    config: TrainConfig, run_dir: Path, variant: Variant, index: int, first_step: int
+) -> list[Listener]:
     """Who else is told of the steps on rank 0."""
-    progress = StepProgress(config.run.steps, every=config.run.log_every)
+    progress = StepProgress(config.run.steps - first_step, every=config.run.log_every)
     if index:
         progress.log(f"comparing: {variant.name}")
     listeners: list[Listener] = [EventsFile(run_dir / EVENTS_FILE, variant.name), progress]
@@ -230,20 +255,30 @@ def _dataset(env: RankEnv, config: TrainConfig) -> TokenDataset:
     return TokenDataset.open(folder)
 
 
-def settle_costs(config: TrainConfig, vocab_size: int) -> CostModel:
-    """The cost file that the settings name, or the model measured on this device. Needs an idle torch.distributed."""
+def resumed_costs(checkpoint: Path | None) -> CostModel | None:
+    """Those that a run to go on with has planned with, measured or not."""
+    return None if checkpoint is None else read_manifest(checkpoint).run.cost_model()
+
+
+def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None = None) -> CostModel:
+    """The cost file that the settings name, or those `saved` by the run that goes on, or the model measured on this
+    device. Needs an idle torch.distributed."""
     architecture = architecture_of(config, vocab_size)
-    if config.plan.costs:
+    if config.plan.costs or saved is not None:
+        where = config.plan.costs or "the checkpoint"
 
         def configured(counted: AnalyticCosts) -> AnalyticCosts:
             if counted.architecture != architecture.padded():
                 raise ConfigError(
-                    f"the costs in {config.plan.costs} are those of another model ({counted.architecture}), not of the"
-                    f" configured one ({architecture.padded()}): leave them out to measure this machine"
+                    f"the costs in {where} are those of another model ({counted.architecture}), not of the configured"
+                    f" one ({architecture.padded()}): leave them out to measure this machine"
                 )
             return configured_costs(config, counted)
 
-        return recounted(read_costs(config.plan.costs, topology_of(config))[0], configured)
+        if config.plan.costs:
+            return recounted(read_costs(config.plan.costs, topology_of(config))[0], configured)
+        assert saved is not None
+        return recounted(over_topology(saved, topology_of(config))[0], configured)
     warnings.filterwarnings("ignore", module="megatron")
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.rate import measure_rate
@@ -280,6 +315,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--store", metavar="URL", help="redis://, rediss:// or unix://; default: embedded (one node)")
     parser.add_argument("--compare", action="store_true", help="run the usual ways beside the configured one")
     parser.add_argument("--overwrite", action="store_true", help="lose the run that the run directory holds")
+    parser.add_argument(
+        "--resume", metavar="RUN_DIR", help='go on from its newest checkpoint; "latest": the newest run'
+    )
     args = parser.parse_args(arguments)
     try:
         with ending_signals_raise():
@@ -296,10 +334,30 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
     config = TrainConfig.read(args.config)
     if config.run.tensorboard:
         require_tensorboard()
+    run_dir, resumed = config.run.run_dir, None
+    if args.resume:
+        run_dir = str(run_to_resume(args.resume))
+        resumed = to_go_on_from(Path(run_dir), config, compare=args.compare, overwrite=args.overwrite)
+    asked = (signal.SIGTERM, signal.SIGUSR1)
     if env.rank:
-        return train_rank(env, Job(config, args.compare, Path(), address))
-    with RunDirectory(config.run.run_dir, overwrite=args.overwrite) as directory, keeping_what_ran(directory):
-        return train_rank(env, Job(config, args.compare, directory.path, address))
+        return train_rank(env, Job(config, args.compare, Path(), address, resumed=resumed, end_signals=asked))
+    with (
+        RunDirectory(run_dir, overwrite=args.overwrite, resume=bool(args.resume)) as directory,
+        keeping_what_ran(directory),
+    ):
+        job = Job(config, args.compare, directory.path, address, resumed=resumed, end_signals=asked)
+        return train_rank(env, job)
+
+
+def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrite: bool) -> Path:
+    """The newest checkpoint of a run. Errors: ConfigError where the settings leave it nothing to do."""
+    if compare or overwrite:
+        raise ConfigError(f"--resume goes on with {run_dir}: leave out {'--compare' if compare else '--overwrite'}")
+    newest = latest(run_dir / CHECKPOINTS)
+    done = read_manifest(newest).run.step
+    if done >= config.run.steps:
+        raise ConfigError(f"{newest} has done {done} steps and steps is {config.run.steps}: raise --steps to go on")
+    return newest
 
 
 def store_address(url: str) -> StoreAddress:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.executor.checkpoints.manifest import RunState
+from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
+from dynapipe_ext.executor.checkpoints.periodic import EndRequest, PeriodicCheckpoints, SoFar
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.events import Listener, RankFigures
+from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.protocols import Store, Transport
 from dynapipe_ext.executor.stages.collectives import named_collectives
@@ -32,6 +38,19 @@ from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
 from dynapipe_ext.executor.transport.watched import WatchedTransport
 from dynapipe_ext.launch.initial_weights import load_initial_weights
 from dynapipe_ext.launch.job import Variant, architecture_of, make_planner, topology_of
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.megatron_arguments import run_arguments
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheckpoints:
+    """Where a run's checkpoints lie, on all ranks alike, the one that it goes on from (None: it begins), and the
+    signals that ask for its end."""
+
+    root: Path
+    resumed: Path | None
+    request: EndRequest
+    end_signals: tuple[signal.Signals, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +74,11 @@ def run_variant(
     variant: Variant,
     namespace: str,
     listeners: Sequence[Listener],
-    loader_state: Mapping[str, Any] | None = None,
+    checkpoints: RunCheckpoints | None = None,
 ) -> None:
-    """Run one variant from fresh weights; every rank of the job calls this alike, but with its own rank and listeners.
+    """Run one variant; every rank of the job calls this alike, but with its own rank and listeners.
 
-    `namespace` is its own in the store. With `loader_state` the steps begin where that loader stood.
+    `namespace` is its own in the store. Weights are fresh, or those of the checkpoint that `checkpoints` goes on from.
     """
     config, device = context.config, context.device
     topology = topology_of(config)
@@ -107,12 +126,14 @@ def run_variant(
                 plan_key=context.plan_key,
                 coordinates=me,
                 pin_memory=device.type == "cuda",
-                needs_data=me.pp_rank in (0, topology.pp - 1),
+                needs_data=me.pp_rank in (topology.stage_ranks[0], topology.stage_ranks[-1]),
                 timeout_s=config.job.timeout_s,
             )
         )
-        if loader_state is not None:
-            loader.load_state_dict(loader_state)
+        if checkpoints is not None:
+            listeners = [*listeners, _saving(context, checkpoints, ddp, optimizer, loader, architecture)]
+            stack.callback(listeners[-1].close)
+            stack.enter_context(checkpoints.request.listening(checkpoints.end_signals))
         train_steps(
             loader,
             StepExecutors(plain=plain, traced=recording, recorder=recorder),
@@ -124,7 +145,56 @@ def run_variant(
             gather=partial(_gather, device=device),
             own_bytes=partial(_own_bytes, optimizer, stage, device),
             counts_work=me.pp_rank == me.tp_rank == 0,
+            micro_batch_losses=stage.losses,
         )
+
+
+def _saving(
+    context: RankContext,
+    checkpoints: RunCheckpoints,
+    ddp: Any,
+    optimizer: MegatronOptimizer,
+    loader: DynaPipeDataLoader,
+    architecture: Architecture,
+) -> PeriodicCheckpoints:
+    """The listener that saves the run; where it goes on from a checkpoint, all is first put back from there."""
+    config, model = context.config, asdict(architecture) | {"dtype": context.config.model.dtype}
+    settings, so_far = config.checkpoint, SoFar()
+    if checkpoints.resumed is not None:
+        run = load_checkpoint(checkpoints.resumed, ddp, optimizer, model=model).run
+        loader.load_state_dict(run.loader)
+        so_far = SoFar(run.losses, run.num_samples)
+
+    def state(done: StepDone, so_far: SoFar) -> RunState:
+        return RunState(
+            step=done.number,
+            num_samples=so_far.num_samples,
+            loader=loader.state_dict(),
+            model=model,
+            settings=config.to_json(),
+            costs=cost_model_to_json(context.costs),
+            costs_fingerprint=context.costs.fingerprint(),
+            losses=so_far.losses,
+        )
+
+    saver = CheckpointSaver(
+        checkpoints.root,
+        ddp,
+        optimizer,
+        run_arguments(architecture, config.model.dtype),
+        keep_last=settings.keep_last,
+        keep_best=settings.keep_best,
+        background=settings.background,
+    )
+    return PeriodicCheckpoints(
+        saver,
+        settings,
+        state,
+        checkpoints.request,
+        num_steps=config.run.steps,
+        num_samples=lambda done: loader.num_samples(done.epoch, done.epoch_step),
+        so_far=so_far,
+    )
 
 
 def _own_bytes(optimizer: MegatronOptimizer, stage: MegatronStage, device: torch.device, activation_bytes: int) -> int:

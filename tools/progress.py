@@ -129,7 +129,9 @@ class StepProgress(_Meter):
         figures += f"  padding {percent(padding)}  bubble {percent(bubble)}"
         if self._live:
             self._bar.update(self._task, completed=self._done, description=f"step {done.number}", figures=figures)
-        elif done.number % self._every == 0 or self._done == self._total:
+        if done.refused:
+            self._print(f"step {done.number} changed no weight: {done.refused}")
+        if not self._live and (done.number % self._every == 0 or self._done == self._total):
             self._print(f"step {done.number} ({self._done}/{self._total})  {figures}  ETA {self._left()}")
 
     def close(self) -> None:

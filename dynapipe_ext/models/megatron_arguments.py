@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
@@ -250,3 +251,9 @@ def write_arguments(architecture: Architecture) -> dict[str, Any]:
             "moe_ffn_hidden_size": a.ffn_hidden_size,
         }
     return arguments | {flag: a.dtype == dtype for dtype, flag in _DTYPES.items()}
+
+
+def run_arguments(architecture: Architecture, dtype: str) -> dict[str, Any]:
+    """The same of a model in training, with the rows that its embedding has; `dtype` is torch's name."""
+    written = write_arguments(replace(architecture, dtype=dtype))
+    return written | {"padded_vocab_size": architecture.padded_vocab_size()}

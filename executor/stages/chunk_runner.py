@@ -64,6 +64,7 @@ class ChunkRunner:
             )
         self._plan = plan
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._losses: dict[int, torch.Tensor] = {}
         self._batches: dict[int, Batch] = {}
         self._live: dict[tuple[int, int], _Live] = {}
         self._put_off: dict[tuple[int, int], Work] = {}
@@ -89,6 +90,7 @@ class ChunkRunner:
                 output = checked_loss_sum(output) / plan.loss_divisor
         outputs = output if isinstance(output, tuple) else (output,)
         if is_last:
+            self._losses[micro_batch] = output.detach()
             self._loss_sum += output.detach().double()
         if learns:
             if not any(x.requires_grad for x in outputs) and (inputs or is_last or self._trains):
@@ -136,6 +138,10 @@ class ChunkRunner:
                 self._gradients.reduce()
             sum_over_job(self._loss_sum)
             return float(self._loss_sum)
+
+    def losses(self) -> dict[int, float]:
+        """Micro-batch -> its share of the step's loss; empty where the last stage does not run."""
+        return {micro_batch: float(loss) for micro_batch, loss in self._losses.items()}
 
     def held_bytes(self) -> int:
         put_off = sum(deferred_bytes(work) for work in self._put_off.values())

@@ -152,6 +152,10 @@ class MegatronStage:
     def finish_step(self) -> float:
         return self._runner.finish_step(self._sum_over_job)
 
+    def losses(self) -> dict[int, float]:
+        """Micro-batch -> its share of the step's loss; empty where the last stage does not run."""
+        return self._runner.losses()
+
     def held_bytes(self) -> int:
         return self._runner.held_bytes()
 

@@ -1,15 +1,28 @@
-"""megatron-core's optimizer and learning-rate schedule behind two calls."""
+"""megatron-core's optimizer and learning-rate schedule: guarded updates, and a state that any topology can take."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from dynapipe_ext.config import OptimizerSettings
 from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
+from dynapipe_ext.executor.stages.megatron_guard import StepGuard
+from dynapipe_ext.executor.update import ExecutedStep, Refused
+
+# How Megatron cuts and names what it saves: the same for any number of replicas, and for any order of its groups.
+SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
 
 
 class MegatronOptimizer:
-    """Megatron's optimizer and learning-rate schedule behind two calls."""
+    """Megatron's optimizer and learning-rate schedule behind two calls, `step` and `restore`."""
 
     def __init__(self, ddp: Any, config: Any, settings: OptimizerSettings, *, num_steps: int) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -29,6 +42,9 @@ class MegatronOptimizer:
             [ddp],
         )
         self._has_masters = bool(config.bf16)
+        self._is_distributed = settings.distributed
+        self._guard = StepGuard(ddp, settings.nan_policy, settings.max_skips)
+        self._num_updates = 0
         self._scheduler = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,
@@ -44,13 +60,63 @@ class MegatronOptimizer:
         )
         self._scheduler.step(1)  # at step 0 Megatron's warm-up has a learning rate of zero
 
-    def step(self) -> float:
-        """Clip, update, advance the schedule; returns the gradient norm before clipping."""
+    def step(self, executed: ExecutedStep) -> float | Refused:
+        """Update, if the step may be taken; the gradient norm before clipping, or why nothing was changed.
+
+        Errors: ExecutionError, on all ranks alike and before anything is changed, for a loss or gradient that is not
+        finite, where the policy does not skip the step.
+        """
+        return self._guard.check(executed) or self.update()
+
+    def update(self) -> float:
+        """Clip, change the weights, advance the schedule, unguarded; returns the gradient norm before clipping."""
         updated, grad_norm, _ = self._optimizer.step()
         if not updated:
-            raise ExecutionError("the optimizer refused the step: a gradient is not finite; lower the learning rate")
+            raise ExecutionError("Megatron's optimizer refused the step: a gradient is not finite; lower lr")
         self._scheduler.step(1)
+        self._num_updates += 1
         return float(grad_norm) if grad_norm is not None else 0.0
+
+    @property
+    def place(self) -> OptimizerPlace:
+        """What it holds besides tensors."""
+        return OptimizerPlace(self._num_updates, self._scheduler.state_dict())
+
+    def sharded_state(self, model_state: Mapping[str, Any]) -> Any:
+        """Megatron's description of its tensors, to be saved. Errors: ExecutionError before the first update."""
+        if not self._num_updates:
+            raise ExecutionError("no weight has been updated yet: there is nothing to save, start the run anew")
+        return self._optimizer.sharded_state_dict(model_state, False, metadata=SHARDING)
+
+    def restore(self, model_state: Mapping[str, Any], place: OptimizerPlace, fill: Callable[[Any], None]) -> None:
+        """Take on the state of `place`: `fill` fills the tensors of a sharded state in place, those of the model too.
+
+        Learning rates follow the settings of now from where the schedule stood.
+        """
+        chained = self._optimizer.chained_optimizers
+        if self._is_distributed:  # with torch's Adam it cannot say what it holds before it holds something
+            with torch.no_grad():
+                for optimizer in chained:
+                    optimizer._init_optimizer_states_with_dummy_values()
+        state = self._optimizer.sharded_state_dict(model_state, True, metadata=SHARDING)
+        fill({"model": model_state, "optimizer": state})
+        states = [state] if len(chained) == 1 else [state[i] for i in range(len(chained))]
+        for optimizer, own in zip(chained, states, strict=True):
+            inner = optimizer.optimizer
+            for tensors in inner.state.values():
+                tensors.pop("step", None)
+            if self._is_distributed:
+                whole = {i: {kind: t.data for kind, t in tensors.items()} for i, tensors in own["param_state"].items()}
+                with torch.no_grad():
+                    optimizer.load_parameter_state_from_fully_reshardable(whole)
+            for tensors in inner.state.values():  # torch's Adam counts for each weight, Apex's for each group
+                tensors["step"] = torch.tensor(float(place.num_updates))
+            for group in inner.param_groups:
+                if "step" in group:
+                    group["step"] = place.num_updates
+        self._num_updates = place.num_updates
+        self._scheduler.num_steps = int(place.schedule["num_steps"])
+        self._scheduler.step(0)
 
     def state_bytes(self) -> int:
         """Adam's moments and the master weights that the optimizer holds on this rank."""

@@ -24,8 +24,17 @@ from dynapipe_ext.launch.job import check_batches, check_fits, topology_of
 from dynapipe_ext.launch.outcome import keeping_what_ran
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_data import prepare_data
-from dynapipe_ext.launch.run_directory import RunDirectory
-from dynapipe_ext.launch.train import Job, data_progress, ranks_line, settle_costs, store_address, train_rank
+from dynapipe_ext.launch.run_directory import RunDirectory, run_to_resume
+from dynapipe_ext.launch.train import (
+    Job,
+    data_progress,
+    ranks_line,
+    resumed_costs,
+    settle_costs,
+    store_address,
+    to_go_on_from,
+    train_rank,
+)
 from dynapipe_ext.plan import Layout, LossNorm
 from dynapipe_ext.tools.tensorboard_file import require_tensorboard
 
@@ -33,6 +42,7 @@ _EPILOG = """examples:
   dynapipe train
   dynapipe train --data my.jsonl --truncate --steps 100 --run-dir runs/mine
   dynapipe train --config launch/configs/quickstart.toml --layout packed --compare
+  dynapipe train --resume latest --steps 80
 """
 
 # flag -> (table, name, keyword arguments of argparse); a flag left out keeps the setting of the file.
@@ -73,6 +83,10 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--costs": ("plan", "costs", {"metavar": "FILE", "help": "cost table; default: measure this machine"}),
     "--memory-limit-gb": ("plan", "memory_limit_gb", {"type": float, "metavar": "GB", "help": "per rank"}),
     "--loss-norm": ("plan", "loss_norm", {"choices": get_args(LossNorm), "help": "divide by target tokens or samples"}),
+    "--save-every": ("checkpoint", "save_every", {"type": int, "metavar": "STEPS", "help": "between checkpoints"}),
+    "--save-minutes": ("checkpoint", "save_minutes", {"type": float, "metavar": "M", "help": "between checkpoints"}),
+    "--keep-last": ("checkpoint", "keep_last", {"type": int, "metavar": "N", "help": "checkpoints that stay; 0: all"}),
+    "--grace": ("checkpoint", "grace_s", {"type": float, "metavar": "SECONDS", "help": "to save in after a signal"}),
     "--strict": ("job", "strict", {"action": "store_true", "help": "enforce NCCL's ordering rules over gloo"}),
     "--redis-server": ("job", "redis_server", {"metavar": "PATH", "help": "server binary of the embedded store"}),
 }
@@ -87,12 +101,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers-per-stage", metavar="N,N,…", help="layers of each stage, e.g. 3,5")
     parser.add_argument("--store", metavar="URL", help="your own Redis-compatible server; default: an embedded one")
     parser.add_argument("--overwrite", action="store_true", help="lose the run that --run-dir holds")
+    parser.add_argument(
+        "--resume", metavar="RUN_DIR", help='go on from its newest checkpoint; "latest": the newest run'
+    )
     parser.add_argument("--compare", action="store_true", help="run the usual ways beside the configured one")
 
 
 def config_from(args: argparse.Namespace) -> TrainConfig:
-    """The file's settings, or the defaults, with the flags on top."""
-    config = TrainConfig.read(args.config) if args.config else TrainConfig()
+    """The file's settings, or those of the run to go on with, or the defaults, with the flags on top."""
+    config = TrainConfig()
+    if args.config:
+        config = TrainConfig.read(args.config)
+    elif args.resume:
+        config = TrainConfig.read(run_to_resume(args.resume) / "config.toml")
     tables: dict[str, dict[str, Any]] = {}
     for flag, (table, name, _) in _FLAGS.items():
         value = getattr(args, flag.lstrip("-").replace("-", "_"))
@@ -121,7 +142,15 @@ def run(args: argparse.Namespace) -> int:
     address = store_address(args.store) if args.store else None
     if config.run.tensorboard:
         require_tensorboard()
-    with RunDirectory(config.run.run_dir, overwrite=args.overwrite) as directory:
+    run_dir, resumed = config.run.run_dir, None
+    if args.resume:
+        if args.run_dir is not None:
+            raise ConfigError(
+                f"--resume {args.resume} goes on in its own directory: leave out --run-dir {args.run_dir}"
+            )
+        run_dir = str(run_to_resume(args.resume))
+        resumed = to_go_on_from(Path(run_dir), config, compare=args.compare, overwrite=args.overwrite)
+    with RunDirectory(run_dir, overwrite=args.overwrite, resume=resumed is not None) as directory:
         if address is not None:
             open_store(address, namespace="greeting").close()  # refused here, once, rather than by every rank
         progress, advance = data_progress(config, enabled=True)
@@ -130,7 +159,9 @@ def run(args: argparse.Namespace) -> int:
         truncated = f", {dataset.num_truncated:,} truncated" if dataset.num_truncated else ""
         console.print(f"data: {len(dataset):,} samples, {int(dataset.lengths[:, :2].sum()):,} tokens{truncated}")
         check_batches(config, dataset.lengths)
-        given = settle_costs(config, dataset.vocab_size) if config.plan.costs else None
+        given = None
+        if config.plan.costs or resumed is not None:
+            given = settle_costs(config, dataset.vocab_size, resumed_costs(resumed))
         _import_once()
         # Its report is written once everything has ended.
         with keeping_what_ran(directory), ExitStack() as stack:
@@ -141,8 +172,8 @@ def run(args: argparse.Namespace) -> int:
             costs = given or _measure(config, dataset.vocab_size)
             check_fits(config, costs, dataset.lengths)
             console.print(ranks_line(topology), soft_wrap=True)
-            job = Job(config, args.compare, directory.path, address, costs)
-            run_local(partial(_rank, job), topology.world_size)
+            job = Job(config, args.compare, directory.path, address, costs, resumed)
+            run_local(partial(_rank, job), topology.world_size, save_s=config.checkpoint.grace_s)
     return 0
 
 

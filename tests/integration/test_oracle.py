@@ -29,6 +29,7 @@ from dynapipe_ext.executor.stages.megatron import (
 )
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
+from dynapipe_ext.executor.update import ExecutedStep
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology
 from tests.support.lowered import forwards_of
@@ -104,7 +105,7 @@ def oracle(case: Case, path: Path):
                 loss.backward()
                 loss_sum += float(loss.detach())
             gradients = {name: gradient.clone() for name, gradient in main_grads(ddp).items()}
-            record.append((loss_sum, optimizer.step(), gradients))
+            record.append((loss_sum, optimizer.update(), gradients))
         torch.save(record, path)
         dist.destroy_process_group()
 
@@ -136,7 +137,7 @@ def rank_main(case: Case, oracle_path: Path):
             # Under a distributed optimizer sums are reduce-scattered: the buffer holds only this rank's shard of them.
             whole = not case.distributed_optimizer
             error = worst_error(case.model.shape, topology, env.rank, [model], expected[step][2]) if whole else 0.0
-            results.append((loss, optimizer.step(), error))
+            results.append((loss, optimizer.step(ExecutedStep(plan, loss)), error))
         transport.close()
         dist.barrier()
         dist.destroy_process_group()

@@ -24,6 +24,7 @@ from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_
 from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
+from dynapipe_ext.executor.update import ExecutedStep
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import LossNorm, MicroBatch, check_cover
@@ -177,7 +178,7 @@ def rank_main(case: Case, num_steps: int, expected: dict[str, np.ndarray] | None
             losses.append(executor.execute(plan, batches))
             if step == 0 and expected is not None:
                 error = worst_error(case.shape, topology, env.rank, [model], expected)
-            optimizer.step()
+            optimizer.step(ExecutedStep(plan, losses[-1]))
         dtypes = {gradient.dtype for gradient in main_grads(ddp).values()}
         parameters = {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
         transport.close()

@@ -20,6 +20,7 @@ from dynapipe_ext.executor.proof.step import verify_step, with_collectives
 from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
+from dynapipe_ext.executor.update import ExecutedStep
 from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import Case, Model, Spans, build, join, samples_of, step_plan_of, tensors_of
 
@@ -60,7 +61,7 @@ def trained(case: Case):
             plan, samples = plans[me.dp_rank][me.pp_rank], samples_of(step)
             losses.append(executor.execute(plan, [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches]))
             gradients.append({name: gradient.numpy().copy() for name, gradient in main_grads(ddp).items()})
-            norms.append(optimizer.step())
+            norms.append(optimizer.step(ExecutedStep(plan, losses[-1])))
         weights = {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
         labels = [span.label for span in spans[: len(spans) // NUM_STEPS]]
         transport.close()

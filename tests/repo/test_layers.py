@@ -23,6 +23,7 @@ RIM = {
         "dynapipe_ext/packing/*.py",  # tensors and attention of transformers models; packing itself is numpy
         "dynapipe_ext/megatron.py",
         "executor/stages/accumulator.py",
+        "executor/checkpoints/megatron*.py",  # a rank's tensors, through megatron-core's dist_checkpointing
         "executor/device.py",
         "executor/stages/chunk_runner.py",
         "executor/loader.py",
@@ -30,6 +31,7 @@ RIM = {
         "executor/measuring/profiling.py",  # so does this one
         "executor/measuring/profiler_ranges.py",
         "executor/stages/attention*.py",
+        "executor/stages/collectives.py",
         "executor/stages/deepspeed*.py",
         "executor/stages/megatron*.py",
         "executor/stages/split_linear.py",
@@ -47,7 +49,11 @@ RIM = {
         "tools/checkpoint/*.py",
     ),
     "redis": ("executor/store/redis.py", "launch/commands/doctor.py"),
-    "megatron": ("dynapipe_ext/megatron.py", "executor/stages/megatron*.py"),
+    "megatron": (
+        "dynapipe_ext/megatron.py",
+        "executor/checkpoints/megatron*.py",
+        "executor/stages/megatron*.py",
+    ),
     "deepspeed": ("executor/stages/deepspeed*.py",),
     "transformers": (
         "dynapipe_ext/inference/memory_profiling.py",  # builds the user's model

@@ -39,6 +39,9 @@ TESTED_COMMANDS = {
     "dynapipe show-schedule zb-v --pp 4 --micro-batches 8 --html zb-v.html": (
         "tests/integration/test_schedule_command.py::test_the_command_of_the_readme_draws_and_writes_a_page"
     ),
+    "dynapipe train --resume latest": (
+        "tests/integration/test_resume_command.py::test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not"
+    ),
     "dynapipe train --split-backward": AS_IT_STANDS,
     "dynapipe train --data my.jsonl --truncate": AS_IT_STANDS,
     "dynapipe train --config mine.toml": AS_IT_STANDS,

@@ -158,7 +158,7 @@ def _of_rank(case: Case, pp_rank: int) -> dict[str, int]:
             parameter.grad = None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         stage.step()
-    optimizer.step()
+    optimizer.update()
     parts = {
         "weights": sum(p.numel() * p.element_size() for p in ddp.parameters()),
         "gradients": sum(

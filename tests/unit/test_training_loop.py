@@ -19,6 +19,7 @@ from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.training_loop import LoopSettings, SpanRecorder, StepExecutors, train_steps
 from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.executor.update import ExecutedStep
 from dynapipe_ext.models.flops import Positions, Work
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
@@ -54,7 +55,7 @@ class Run:
         self.loader = DynaPipeDataLoader(Samples(), planner, batch_size=4, shuffle=True, seed=3)
         self._sgd = torch.optim.SGD(self.model.parameters(), lr=self.lr)
 
-    def step(self) -> float:
+    def step(self, executed: ExecutedStep) -> float:
         self._sgd.step()
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
 

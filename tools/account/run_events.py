@@ -52,6 +52,23 @@ def start_events(path: Path, facts: RunFacts, variants: Sequence[VariantLabel], 
     write_atomic(path, json.dumps(header, allow_nan=False) + "\n")
 
 
+def resume_events(path: Path, step: int, *, num_steps: int) -> None:
+    """Keep the first `step` steps of a run that goes on from there to `num_steps`. Errors: DataError."""
+    events = read_events(path)
+    if len(events.variants) > 1:
+        raise DataError(
+            f"{path} compares {len(events.variants)} ways of planning: a run of one of them can go on, not all"
+        )
+    labels = [label for label, _ in events.variants]
+    start_events(path, events.facts, labels, num_steps=num_steps)
+    for label, steps in events.variants:
+        kept = EventsFile(path, label.name)
+        for done in steps:
+            if done.step < step:
+                kept.step_done(done)
+        kept.close()
+
+
 class EventsFile:
     """A listener that adds each step of one variant to the file. Errors: DataError where it cannot be written."""
 
@@ -193,6 +210,7 @@ def step_json(done: StepDone) -> dict[str, Any]:
         "predicted_makespan_s": done.predicted_makespan_s,
         "predicted_bubble_ratio": done.predicted_bubble_ratio,
         "predicted_peak_bytes": done.predicted_peak_bytes,
+        "refused": done.refused,
         "all_ranks": None if ranks is None else asdict(ranks) | {"work": ranks.work.to_json()},
     }
 
@@ -210,6 +228,7 @@ def _step(fields: Fields) -> StepDone:
         figures[name] = math.nan if fields.raw(name) is None else fields.one(name, float)
     return StepDone(
         step=fields.one("step", int) - 1,
+        refused=fields.one("refused", str),
         num_micro_batches=fields.many("num_micro_batches", int),
         all_ranks=None if fields.raw("all_ranks") is None else _all_ranks(fields.sub("all_ranks")),
         **figures,

@@ -1,0 +1,218 @@
+"""What a checkpoint holds besides its tensors: one JSON file, `dynapipe-checkpoint/1`, that any rank can read safely.
+
+Random numbers are keyed by (seed, step, samples, layer) and drawn from no generator that lives on, so the seed among
+the settings and the step are all of their state.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dynapipe_ext.costs.interchange import cost_model_from_json
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import DataError, short
+
+FORMAT = "dynapipe-checkpoint/1"
+MANIFEST = "dynapipe.json"
+_SCORED_STEPS = 10
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A block of a tensor: its first value's place, its shape, and the bytes of a file that hold it."""
+
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A whole tensor by its chunks, which fill it without overlap; `dtype` is torch's name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """Where a run stands after `step` steps, and what it was given: the next plan is that of step `step`.
+
+    `num_samples` have been trained on, over all epochs; `loader` is DynaPipeDataLoader.state_dict(); `model` says what
+    the weights are of (sizes and dtype); `costs` is the cost model as JSON, with its hash; `losses` are those of all
+    steps so far (not a number where a step was refused).
+    """
+
+    step: int
+    num_samples: int
+    loader: Mapping[str, Any]
+    model: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    costs: Mapping[str, Any]
+    costs_fingerprint: str
+    losses: tuple[float, ...]
+
+    @property
+    def score(self) -> float:
+        """Mean loss of the last steps, by which the best checkpoint is kept; infinite where none is a number.
+
+        >>> state = dict(step=3, num_samples=9, loader={}, model={}, settings={}, costs={}, costs_fingerprint="")
+        >>> RunState(losses=(9.0, math.nan, 1.0), **state).score
+        5.0
+        """
+        known = [loss for loss in self.losses[-_SCORED_STEPS:] if math.isfinite(loss)]
+        return sum(known) / len(known) if known else math.inf
+
+    def cost_model(self) -> CostModel:
+        """The costs that the run plans with. Errors: DataError where they are not those that were hashed."""
+        model = cost_model_from_json(self.costs)
+        if model.fingerprint() != self.costs_fingerprint:
+            raise DataError(
+                f"the checkpoint's costs have the hash {short(model.fingerprint())} but were saved with"
+                f" {short(self.costs_fingerprint)}: plans would differ; resume from another checkpoint"
+            )
+        return model
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerPlace:
+    """Updates that the optimizer has made (refused steps make none), and its learning-rate schedule's own state."""
+
+    num_updates: int
+    schedule: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything in `dynapipe.json`: `files` are the other files with their bytes, `tensors` what lies where."""
+
+    run: RunState
+    optimizer: OptimizerPlace
+    versions: Mapping[str, str]
+    files: Mapping[str, int]
+    tensors: Mapping[str, StoredTensor]
+
+    def encode(self) -> bytes:
+        run = self.run
+        raw = {
+            "format": FORMAT,
+            "step": run.step,
+            "num_samples": run.num_samples,
+            "loader": run.loader,
+            "model": run.model,
+            "settings": run.settings,
+            "costs": run.costs,
+            "costs_fingerprint": run.costs_fingerprint,
+            "losses": [loss if math.isfinite(loss) else None for loss in run.losses],
+            "optimizer": {"num_updates": self.optimizer.num_updates, "schedule": self.optimizer.schedule},
+            "versions": self.versions,
+            "files": self.files,
+            "tensors": {
+                key: [t.dtype, t.shape, [[c.begin, c.shape, c.file, c.offset, c.num_bytes] for c in t.chunks]]
+                for key, t in self.tensors.items()
+            },
+        }
+        return (json.dumps(raw, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Manifest:
+        """Errors: DataError naming `where` and the field."""
+        try:
+            raw = json.loads(data)
+        except ValueError as error:
+            raise DataError(f"{where} is no JSON ({error}): resume from another checkpoint") from error
+        if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+            found = raw.get("format") if isinstance(raw, dict) else raw
+            raise DataError(
+                f"{where} has format {short(found)} but {FORMAT!r} is read here: resume with the version that wrote it"
+            )
+        optimizer = _field(raw, "optimizer", dict, where)
+        try:
+            return cls(
+                run=RunState(
+                    step=_field(raw, "step", int, where),
+                    num_samples=_field(raw, "num_samples", int, where),
+                    loader=_field(raw, "loader", dict, where),
+                    model=_field(raw, "model", dict, where),
+                    settings=_field(raw, "settings", dict, where),
+                    costs=_field(raw, "costs", dict, where),
+                    costs_fingerprint=_field(raw, "costs_fingerprint", str, where),
+                    losses=tuple(
+                        math.nan if loss is None else float(loss) for loss in _field(raw, "losses", list, where)
+                    ),
+                ),
+                optimizer=OptimizerPlace(
+                    _field(optimizer, "num_updates", int, f"{where}: optimizer"),
+                    _field(optimizer, "schedule", dict, f"{where}: optimizer"),
+                ),
+                versions=_field(raw, "versions", dict, where),
+                files={name: int(size) for name, size in _field(raw, "files", dict, where).items()},
+                tensors={key: _tensor(value) for key, value in _field(raw, "tensors", dict, where).items()},
+            )
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{where} is damaged ({error}): resume from another checkpoint") from error
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What a checkpoint's folder says of itself. Errors: DataError naming the file that lacks, is cut or is strange."""
+    path = folder / MANIFEST
+    try:
+        manifest = Manifest.decode(path.read_bytes(), str(path))
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}): {folder.name} is no checkpoint of dynapipe, remove it or resume"
+            " from another run"
+        ) from error
+    for name, num_bytes in manifest.files.items():
+        file = folder / name
+        if Path(name).name != name:
+            raise DataError(f"{path} names the file {short(name)} outside of its folder: it is not to be trusted")
+        found = file.stat().st_size if file.is_file() else None
+        if found != num_bytes:
+            what = "is missing" if found is None else f"has {found:,} bytes"
+            raise DataError(f"{file} {what} but was saved with {num_bytes:,}: remove {folder} to resume from before it")
+    return manifest
+
+
+def refuse_other_model(saved: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
+    """Errors: DataError naming each size in which the checkpoint's model is another than the configured one."""
+    differing = [
+        f"{name} {short(saved.get(name))} where {short(wanted.get(name))} is configured"
+        for name in sorted(saved.keys() | wanted.keys())
+        if saved.get(name) != wanted.get(name)
+    ]
+    if differing:
+        raise DataError(
+            f"{folder} holds another model: {'; '.join(differing)}: resume with the model it was saved with"
+        )
+
+
+def _field(raw: Mapping[str, Any], name: str, kind: type[_T], where: str) -> _T:
+    value = raw.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise DataError(f"{where}: {name} is {short(value)}, expected {kind.__name__}: resume from another checkpoint")
+    return value
+
+
+def _tensor(raw: Any) -> StoredTensor:
+    dtype, shape, chunks = raw
+    return StoredTensor(
+        str(dtype),
+        _ints(shape),
+        tuple(
+            StoredChunk(_ints(b), _ints(s), str(file), int(offset), int(size)) for b, s, file, offset, size in chunks
+        ),
+    )
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)

@@ -1,0 +1,192 @@
+"""A save that is killed before any one of its file operations leaves the last good checkpoint, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.checkpoints import folder as folders
+from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace, RunState, read_manifest
+from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver
+from dynapipe_ext.executor.checkpoints.megatron_tensors import TensorWriter, read_tensors
+from tests.support.megatron_ranks import join
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
+
+STEPS = (1, 2)
+_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+def sharded(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    """A tensor whose rows lie on all ranks, one after the other."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return ShardedTensor.from_rank_offsets(key, tensor, (0, rank, world_size))
+
+
+class Trained:
+    """Stands for a rank's model and its optimizer: one tensor that tells which step it was saved at."""
+
+    def __init__(self, step: int) -> None:
+        self.weight = torch.full((3, 4), float(step))
+        self.module, self.place = self, OptimizerPlace(step, {"num_steps": step})
+
+    def parameters(self) -> Any:
+        return iter([self.weight])
+
+    def sharded_state_dict(self, metadata: Any = None) -> dict[str, ShardedTensor]:
+        return {"weight": sharded("weight", self.weight)}
+
+    def sharded_state(self, _model: Any) -> dict[str, Any]:
+        return {"moment": sharded("moment", self.weight + 0.5)}
+
+
+def run_at(step: int) -> RunState:
+    return RunState(
+        step=step, num_samples=0, loader={}, model={}, settings={}, costs={}, costs_fingerprint="", losses=(1.0,)
+    )
+
+
+def save(root: Path, step: int, value: int) -> None:
+    trained: Any = Trained(value)
+    with CheckpointSaver(root, trained, trained, {}, keep_last=2) as saver:
+        saver.save(run_at(step))
+
+
+def in_a_child(folder: Path, work: Any) -> int:
+    """The wait status of a fork that runs `work` as the only rank."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), 2)
+            dist.init_process_group("gloo", f"file://{folder}/store-{os.getpid()}", rank=0, world_size=1)
+            work()
+            os._exit(0)
+        except BaseException:  # noqa: BLE001  # pytest's own handling must not go on in the fork
+            os._exit(1)
+    return os.waitpid(pid, 0)[1]
+
+
+def killed_before(operation: int, root: Path) -> None:
+    """Kill this process before file operation number `operation` below `root`; syncs count, which have no event."""
+    seen = 0
+    own_thread_fsync = os.fsync
+
+    def count() -> None:
+        nonlocal seen
+        if seen == operation:
+            os.kill(os.getpid(), signal.SIGKILL)
+        seen += 1
+
+    def audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in _OPERATIONS and str(root) in str(arguments[0]):
+            count()
+
+    def fsync(descriptor: Any) -> None:
+        count()
+        own_thread_fsync(descriptor)
+
+    sys.addaudithook(audit)
+    os.fsync = fsync
+
+
+@pytest.mark.parametrize(("step", "before"), [(3, 2), (2, 2)], ids=["a new step", "a step saved before"])
+def test_a_kill_before_any_file_operation_of_a_save_leaves_a_whole_checkpoint(step, before, tmp_path):
+    operation, status, newest = 0, -1, set()
+    while status != 0:
+        root = tmp_path / f"{operation}" / "checkpoints"
+        root.parent.mkdir()
+
+        def work(root: Path = root, operation: int = operation) -> None:
+            for done in STEPS:
+                save(root, done, done)
+            killed_before(operation, root)
+            save(root, step, 10)
+
+        status = in_a_child(tmp_path, work)
+        assert status in (0, signal.SIGKILL), operation
+        folders.tidy(root)
+        found = folders.latest(root)
+        manifest = read_manifest(found)
+        trained = Trained(0)
+        moment = torch.zeros(3, 4)
+        state = trained.sharded_state_dict() | {"moment": sharded("moment", moment)}
+        read_tensors(found, manifest.tensors, state)
+        value = float(trained.weight[0, 0])
+        assert torch.equal(moment, trained.weight + 0.5)
+        assert (manifest.run.step, value) in {(before, float(before)), (step, 10.0)}
+        names = {entry.name for entry in root.iterdir()}
+        assert names == {folder.name for folder in folders.checkpoints(root)} | {folders.POINTER}
+        assert (root / folders.POINTER).read_text() == str(manifest.run.step)
+        newest.add(value)
+        operation += 1
+    assert operation > 20
+    assert newest == {float(before), 10.0}
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_a_rank_that_cannot_write_fails_all_ranks_by_name(background, run_ranks, tmp_path):
+    root = tmp_path / "checkpoints"
+
+    def main(env) -> tuple[str, str]:
+        join(env)
+        trained: Any = Trained(1)
+        saver = CheckpointSaver(root, trained, trained, {}, background=background)
+        saver.save(run_at(1))
+        saver.advance(wait=True)
+        if env.rank == 1:  # as a full disk: files of this process end at 100 bytes
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        said = []
+        for act in (lambda: saver.save(run_at(2)), lambda: saver.advance(wait=True)):
+            try:
+                act()
+                said.append("")
+            except ExecutionError as error:
+                said.append(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        dist.barrier()
+        dist.destroy_process_group()
+        return said[0], said[1]
+
+    for saving, later in run_ranks(2, main):
+        assert "rank 1 could not write" in (later if background else saving)
+        assert "File too large" in saving + later
+        assert (saving == "") == background
+    assert folders.latest(root).name == "iter_0000001"
+
+
+def test_in_the_background_the_weights_of_the_moment_are_saved(run_ranks, tmp_path):
+    root = tmp_path / "checkpoints"
+
+    def main(env) -> None:
+        join(env)
+        updated, write = threading.Event(), TensorWriter._write
+
+        def write_after_the_update(writer: Any, *arguments: Any) -> None:
+            assert updated.wait(10)
+            write(writer, *arguments)
+
+        TensorWriter._write = write_after_the_update
+        trained: Any = Trained(1)
+        with CheckpointSaver(root, trained, trained, {}, background=True) as saver:
+            saver.save(run_at(1))
+            trained.weight.fill_(2.0)
+            updated.set()
+        dist.destroy_process_group()
+
+    run_ranks(2, main)
+    found = folders.latest(root)
+    whole = torch.zeros(6, 4)
+    read_tensors(found, read_manifest(found).tensors, {"weight": sharded("weight", whole)})
+    assert torch.equal(whole, torch.ones(6, 4))

@@ -1,0 +1,236 @@
+"""What a run has learned comes back: to the bit on the same topology, within rounding on every other, after any kill.
+
+Real megatron-core ranks over gloo. Steps are planned as in the oracle's tests, in uneven micro-batches.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import DataError
+from dynapipe_ext.executor.checkpoints.folder import latest
+from dynapipe_ext.executor.checkpoints.manifest import RunState
+from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.stages.megatron import MegatronStage
+from dynapipe_ext.executor.stages.megatron_model import destroy_parallel, global_name
+from dynapipe_ext.executor.stages.megatron_optimizer import SHARDING
+from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.transport.strict import StrictTransport
+from dynapipe_ext.executor.update import ExecutedStep
+from dynapipe_ext.models.megatron_arguments import run_arguments
+from dynapipe_ext.tools.checkpoint import converter
+from dynapipe_ext.tools.checkpoint.formats import WriterOptions
+from dynapipe_ext.tools.checkpoint.megatron import dist as megatron_dist
+from dynapipe_ext.topology import Topology
+from tests.support.megatron_ranks import NUM_SAMPLES, Case, Model, build, join, samples_of, step_plan_of, tensors_of
+
+from megatron.core import dist_checkpointing  # isort: skip
+
+SAVED, END = 2, 12
+ALL = Topology(tp=2, pp=2, dp=2)
+COSTS = TokenCosts(num_stages=2)
+
+
+@dataclass(frozen=True)
+class Ran:
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+
+
+def state_of(step: int, case: Case, losses: list[float]) -> RunState:
+    return RunState(
+        step=step,
+        num_samples=step * NUM_SAMPLES,
+        loader={"global_step": step},
+        model=sizes(case),
+        settings={},
+        costs=cost_model_to_json(COSTS),
+        costs_fingerprint=COSTS.fingerprint(),
+        losses=tuple(losses),
+    )
+
+
+def sizes(case: Case) -> dict[str, Any]:
+    return {**run_arguments(case.model.shape, "float32")}
+
+
+def run(case: Case, root: Path, *, saves: bool, background: bool = False):
+    """Train from the newest checkpoint, or from the start, to END; with `saves`, save at SAVED and train on."""
+
+    def main(env) -> Ran:
+        join(env)
+        topology, me = case.topology, case.topology.coordinates(env.rank)
+        model, ddp, optimizer = build(case, topology, env.rank)
+        groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
+        transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
+        stage = MegatronStage(ddp, dropout=case.dropout > 0)
+        executor = PipelineExecutor(stage, transport)
+        shards = topology.tp if case.sequence_parallel else 1
+        form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
+        losses: list[float] = []
+        with CheckpointSaver(root, ddp, optimizer, sizes(case), background=background) as saver:
+            if not saves:
+                losses += load_checkpoint(latest(root), ddp, optimizer, model=sizes(case)).run.losses
+            for step in range(len(losses), END):
+                plan = lower(*step_plan_of(case, step), form)[me.dp_rank][me.pp_rank]
+                samples = samples_of(step)
+                batches = [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches]
+                losses.append(executor.execute(plan, batches))
+                assert isinstance(optimizer.step(ExecutedStep(plan, losses[-1], stage.losses())), float)
+                saver.advance()
+                if saves and step + 1 == SAVED:
+                    saver.save(state_of(step + 1, case, losses))
+        first_layer = sum(topology.with_layers(case.model.shape.num_layers).layers_per_stage[: me.pp_rank])
+        weights = {global_name(name, first_layer): p.detach().clone() for name, p in model.named_parameters()}
+        transport.close()
+        dist.barrier()
+        destroy_parallel()
+        dist.destroy_process_group()
+        return Ran(losses, weights)
+
+    return main
+
+
+BITS = [
+    (Case(ALL, "packed", Model(modern=False), dropout=0.1), False),
+    (Case(ALL, model=Model(tied=False), distributed_optimizer=True), True),
+]
+
+
+@pytest.mark.parametrize(("case", "background"), BITS, ids=str)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(case, background, run_ranks, tmp_path):
+    whole = run_ranks(8, run(case, tmp_path / "root", saves=True, background=background))
+    resumed = run_ranks(8, run(case, tmp_path / "root", saves=False))
+    for a, b in zip(whole, resumed, strict=True):
+        assert b.losses == a.losses
+        assert len(b.losses) == END
+        assert [name for name in a.weights if not torch.equal(a.weights[name], b.weights[name])] == []
+
+
+OTHERS = [
+    Case(Topology()),
+    Case(Topology(pp=4), "packed", schedule="adaptive"),
+    Case(Topology(tp=2, pp=2, layers_per_stage=(1, 3)), sequence_parallel=True),
+    Case(Topology(dp=2), distributed_optimizer=True),
+]
+
+
+@pytest.fixture(scope="module")
+def saved() -> dict[bool, tuple[Path, list[float]]]:
+    """By whether the optimizer was distributed: a checkpoint of eight ranks, and the losses of the run that made it."""
+    return {}
+
+
+def _saved(distributed, run_ranks, saved, tmp_path_factory) -> tuple[Path, list[float]]:
+    if distributed not in saved:
+        root = tmp_path_factory.mktemp("saved")
+        (first, *_) = run_ranks(8, run(Case(ALL, distributed_optimizer=distributed), root, saves=True))
+        saved[distributed] = root, first.losses
+    return saved[distributed]
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "zero1"])
+@pytest.mark.parametrize("case", OTHERS, ids=str)
+def test_another_topology_goes_on_with_the_same_losses(case, distributed, run_ranks, tmp_path_factory, saved):
+    root, expected = _saved(distributed, run_ranks, saved, tmp_path_factory)
+    for ran in run_ranks(case.topology.world_size, run(case, root, saves=False)):
+        assert ran.losses == pytest.approx(expected, rel=1e-5)
+
+
+def weights_of(root: Path, case: Case, said: Case | None = None):
+    """What a rank holds that has loaded the newest checkpoint into a model said to be that of `said`; or a refusal."""
+
+    def main(env) -> Any:
+        join(env)
+        model, ddp, optimizer = build(case, case.topology, env.rank)
+        try:
+            load_checkpoint(latest(root), ddp, optimizer, model=sizes(said or case))
+            found: Any = {name: p.detach().clone() for name, p in model.named_parameters()}
+        except DataError as error:
+            found = str(error)
+        dist.destroy_process_group()
+        return found
+
+    return main
+
+
+def test_megatron_and_conversion_read_what_was_saved(run_ranks, saved, tmp_path_factory):
+    """Megatron's own loader finds every tensor and no other; Hugging Face's names hold the same bits."""
+    root, _ = _saved(False, run_ranks, saved, tmp_path_factory)
+    (truth,) = run_ranks(1, weights_of(root, Case(Topology())))
+
+    def by_megatron(env) -> dict[str, torch.Tensor]:
+        join(env)
+        model, _, optimizer = build(Case(Topology()), Topology(), 0)
+        sharded = model.sharded_state_dict(metadata=SHARDING)
+        state = {
+            "model": sharded,
+            "optimizer": optimizer._optimizer.sharded_state_dict(sharded, True, metadata=SHARDING),
+        }
+        loaded = dist_checkpointing.load(state, str(latest(root)), strict="raise_all")
+        model.load_state_dict(loaded["model"])
+        optimizer._optimizer.load_state_dict(loaded["optimizer"])
+        dist.destroy_process_group()
+        assert loaded["iteration"] == SAVED
+        return dict(model.named_parameters())
+
+    (loaded,) = run_ranks(1, by_megatron)
+    assert [name for name in truth if not torch.equal(truth[name], loaded[name])] == []
+    target = tmp_path_factory.mktemp("converted") / "hf"
+    converter.convert(converter.prepare(root, target, "hf", WriterOptions(), verify=True))
+    published = load_file(target / "model.safetensors")
+    assert torch.equal(published["model.embed_tokens.weight"], truth["embedding.word_embeddings.weight"])
+    assert torch.equal(
+        published["model.layers.3.mlp.down_proj.weight"], truth["decoder.layers.3.mlp.linear_fc2.weight"]
+    )
+    state = megatron_dist.open_checkpoint(root).state
+    assert state is not None
+    assert (state.iteration, state.optimizer_step, state.consumed_samples) == (SAVED, SAVED, SAVED * NUM_SAMPLES)
+
+
+def test_another_model_is_refused_by_its_sizes_or_by_the_tensor(run_ranks, saved, tmp_path_factory):
+    root, _ = _saved(False, run_ranks, saved, tmp_path_factory)
+    other = Case(Topology(), model=Model(modern=False))
+    (by_sizes,) = run_ranks(1, weights_of(root, other))
+    (by_tensor,) = run_ranks(1, weights_of(root, other, Case(Topology())))
+    assert "num_query_groups 2 where 4 is configured" in by_sizes
+    assert "swiglu True where False is configured" in by_sizes
+    assert "linear_qkv" in by_tensor
+
+
+class _Bomb:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.file,))
+
+
+def test_loading_unpickles_nothing_that_others_could_have_written(run_ranks, saved, tmp_path, tmp_path_factory):
+    root, _ = _saved(False, run_ranks, saved, tmp_path_factory)
+    shutil.copytree(root, tmp_path / "root")
+    folder, mark = latest(tmp_path / "root"), tmp_path / "exploded"
+    bomb = pickle.dumps(_Bomb(mark))
+    for name in (".metadata", "common.pt", "__0_0.distcp"):
+        size = (folder / name).stat().st_size
+        (folder / name).write_bytes((bomb + bytes(size))[:size])
+        (found,) = run_ranks(1, weights_of(tmp_path / "root", Case(Topology())))
+        assert isinstance(found, str) == (name == "__0_0.distcp")
+    assert "holds no tensor at byte" in found
+    assert not mark.exists()

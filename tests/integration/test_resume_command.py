@@ -1,0 +1,120 @@
+"""`dynapipe train` that is asked to end, killed, and resumed: the run is the one that nobody disturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynapipe_ext.executor.checkpoints.folder import latest
+from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.tools.account.report import RunReport
+
+SETTINGS = """
+[run]
+steps = 40
+[topology]
+tp = 1
+pp = 2
+dp = 1
+[model]
+num_layers = 2
+hidden_size = 32
+num_heads = 2
+num_query_groups = 2
+ffn_hidden_size = 64
+max_seq_len = 256
+dropout = 0.1
+[data]
+num_samples = 100
+tokenizer = "bytes"
+truncate = true
+tokens_per_batch = 2048
+[job]
+timeout_s = 60
+strict = true
+"""
+CLI = [sys.executable, "-m", "dynapipe_ext.launch.cli", "train"]
+LIMIT_S = 100
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(
+        [*CLI, *arguments], cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    said = process.communicate(timeout=LIMIT_S)[1]
+    return process.returncode, said
+
+
+def signalled_at(step: int, number: signal.Signals, process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The exit status and what it said of a run that is sent a signal once it has done `step`."""
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if line.startswith(f"step {step} "):
+            break
+    process.send_signal(number)
+    status, rest = ended(process)
+    return status, "".join(said) + rest
+
+
+def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(tmp_path: Path) -> None:
+    """All losses to the bit, with dropout; costs are those that the first start measured."""
+    config, broken, whole = tmp_path / "settings.toml", tmp_path / "runs" / "broken", tmp_path / "runs" / "whole"
+    config.write_text(SETTINGS)
+    status, said = signalled_at(3, signal.SIGTERM, started(tmp_path, "--config", str(config), "--run-dir", str(broken)))
+    assert (status, "save, for at most 60 s" in said) == (143, True), said
+    first = read_manifest(latest(broken / "checkpoints")).run
+    assert 3 <= first.step < 40
+    assert RunReport.read(broken / "report.json").unfinished == "ended by a signal (SIGTERM)"
+    second = started(tmp_path, "--resume", str(broken), "--save-every", "3")
+    status, said = signalled_at(first.step + 5, signal.SIGKILL, second)
+    assert status == -signal.SIGKILL, said
+    assert f"step {first.step + 1} (1/" in said
+    saved = read_manifest(latest(broken / "checkpoints")).run
+    assert first.step < saved.step < 40
+    status, said = ended(started(tmp_path, "--resume", "latest"))
+    assert status == 0, said
+    status, said = ended(
+        started(tmp_path, "--config", str(config), "--run-dir", str(whole), "--costs", str(broken / "costs.json"))
+    )
+    assert status == 0, said
+    a, b = (RunReport.read(run / "report.json").result for run in (broken, whole))
+    assert len(a.losses) == 40
+    assert a.losses == b.losses
+    assert a.real_tokens_per_step == b.real_tokens_per_step
+    last = [read_manifest(latest(run / "checkpoints")).run for run in (broken, whole)]
+    assert last[0].num_samples == last[1].num_samples
+    assert last[0].loader == last[1].loader
+    status, said = ended(started(tmp_path, "--resume", str(whole)))
+    assert status == 2
+    assert "has done 40 steps and steps is 40: raise --steps" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--resume", "nowhere"], "there is no directory nowhere"),
+        (["--resume", ".", "--config", "settings.toml"], "holds no complete checkpoint"),
+        (["--resume", ".", "--config", "settings.toml", "--compare"], "leave out --compare"),
+        (["--resume", ".", "--config", "settings.toml", "--run-dir", "other"], "leave out --run-dir other"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused(
+    flags: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dynapipe_ext.launch import cli
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "settings.toml").write_text(SETTINGS)
+    assert cli.main(["train", *flags]) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""What a checkpoint says of itself, which of several stays, and what is refused, by name."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import DataError
+from dynapipe_ext.executor.checkpoints import folder as folders
+from dynapipe_ext.executor.checkpoints.manifest import (
+    MANIFEST,
+    Manifest,
+    OptimizerPlace,
+    RunState,
+    StoredChunk,
+    StoredTensor,
+    read_manifest,
+    refuse_other_model,
+)
+
+COSTS = TokenCosts(num_stages=2, ns_per_token=7)
+
+
+def state(step: int, losses: tuple[float, ...] = (2.5, 1.25)) -> RunState:
+    return RunState(
+        step=step,
+        num_samples=step * 8,
+        loader={"epoch": 0, "step": step},
+        model={"hidden_size": 32, "dtype": "float32"},
+        settings={"run": {"seed": 5}},
+        costs=cost_model_to_json(COSTS),
+        costs_fingerprint=COSTS.fingerprint(),
+        losses=losses,
+    )
+
+
+def manifest_of(run: RunState) -> Manifest:
+    chunk = StoredChunk((0, 2), (3, 2), "__0_0.distcp", 0, 4)
+    return Manifest(
+        run=run,
+        optimizer=OptimizerPlace(run.step - 1, {"num_steps": run.step, "max_lr": 0.1 + 0.2}),
+        versions={"torch": "2.13.0"},
+        files={"__0_0.distcp": 4},
+        tensors={"weight": StoredTensor("bfloat16", (3, 4), (chunk,))},
+    )
+
+
+def saved(root: Path, step: int, losses: tuple[float, ...] = (1.0,)) -> Path:
+    part = folders.begin(root, step)
+    (part / "__0_0.distcp").write_bytes(b"1234")
+    return folders.publish(part, manifest_of(state(step, losses)))
+
+
+def test_a_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
+    wanted = manifest_of(state(7, (2.5, 0.1 + 0.2)))
+    assert Manifest.decode(wanted.encode(), "here") == wanted
+    assert wanted.run.cost_model() == COSTS
+    skipped = Manifest.decode(manifest_of(state(7, (2.5, math.nan, 0.5))).encode(), "here").run
+    assert math.isnan(skipped.losses[1])
+    assert skipped.score == 1.5
+
+
+def test_the_newest_complete_checkpoint_is_the_latest_and_the_pointer_names_it(tmp_path: Path) -> None:
+    for step in (9, 30, 100):
+        saved(tmp_path / "root", step)
+    folders.begin(tmp_path / "root", 200)  # never completed
+    assert folders.latest(tmp_path / "root").name == "iter_0000100"
+    assert (tmp_path / "root" / folders.POINTER).read_text() == "100"
+    with pytest.raises(DataError, match="holds no complete checkpoint"):
+        folders.latest(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("last", "best", "kept"),
+    [(0, False, [1, 2, 3, 4]), (2, False, [3, 4]), (2, True, [2, 3, 4]), (1, True, [2, 4]), (9, True, [1, 2, 3, 4])],
+)
+def test_the_last_ones_and_the_best_stay(last: int, best: bool, kept: list[int], tmp_path: Path) -> None:
+    for step, loss in ((1, 4.0), (2, 1.0), (3, 2.0), (4, 3.0)):
+        saved(tmp_path, step, (loss,))
+    folders.retain(tmp_path, last=last, best=best)
+    assert [read_manifest(folder).run.step for folder in folders.checkpoints(tmp_path)] == kept
+
+
+def edited(root: Path, **fields: Any) -> Path:
+    folder = saved(root, 3)
+    raw = json.loads((folder / MANIFEST).read_text()) | fields
+    (folder / MANIFEST).write_text(json.dumps(raw))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"format": "dynapipe-checkpoint/2"}, "has format 'dynapipe-checkpoint/2' but 'dynapipe-checkpoint/1' is read"),
+        ({"step": "3"}, "step is '3', expected int"),
+        ({"loader": None}, "loader is None, expected dict"),
+        ({"tensors": {"weight": ["float32"]}}, "is damaged"),
+        ({"files": {"../../etc/passwd": 4}}, "outside of its folder"),
+        ({"files": {"gone.distcp": 4}}, "gone.distcp is missing but was saved with 4"),
+        ({"files": {"__0_0.distcp": 5}}, "has 4 bytes but was saved with 5"),
+    ],
+)
+def test_what_is_strange_is_refused_by_name(fields: dict[str, Any], says: str, tmp_path: Path) -> None:
+    folder = edited(tmp_path, **fields)
+    with pytest.raises(DataError) as refused:
+        read_manifest(folder)
+    assert says in str(refused.value)
+    assert str(folder) in str(refused.value)
+
+
+def test_a_folder_of_another_program_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 3)
+    (folder / MANIFEST).unlink()
+    with pytest.raises(DataError, match="is no checkpoint of dynapipe"):
+        read_manifest(folder)
+
+
+def test_another_model_is_refused_size_by_size(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="hidden_size 32 where 64 is configured"):
+        refuse_other_model({"hidden_size": 32, "num_layers": 4}, {"hidden_size": 64, "num_layers": 4}, tmp_path)
+
+
+def test_costs_that_are_not_those_of_the_run_are_refused(tmp_path: Path) -> None:
+    other = cost_model_to_json(TokenCosts(num_stages=2, ns_per_token=8))
+    with pytest.raises(DataError, match="plans would differ"):
+        read_manifest(edited(tmp_path, costs=other)).run.cost_model()
