@@ -84,6 +84,7 @@ class Outcome:
     num_resumed: int
     verified: bool
     notices: tuple[str, ...]
+    usage: tuple[str, ...]  # how what was written is loaded
 
 
 def prepare(
@@ -169,6 +170,7 @@ def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_
         num_resumed,
         conversion.verify,
         conversion.notices,
+        getattr(conversion.writer, "usage", ()),
     )
 
 

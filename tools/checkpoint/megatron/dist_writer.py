@@ -28,6 +28,7 @@ from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, Piece, Source, StateKind, WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron.dist_names import extra_state_keys, written_keys
 from dynapipe_ext.tools.checkpoint.megatron.folder import finish_folder, iteration_name
+from dynapipe_ext.tools.checkpoint.megatron.launch_options import launch_options, usage
 from dynapipe_ext.tools.checkpoint.megatron.names import MegatronTensor, megatron_tensors
 from dynapipe_ext.tools.checkpoint.megatron.shards import Layout, Part, blocks, parts_of
 from dynapipe_ext.tools.checkpoint.megatron.state import (
@@ -64,7 +65,9 @@ class MegatronDistWriter:
         self._state = reader.state if len(self._kinds) > 1 else None
         self._folder = directory / iteration_name(self._state)
         self._pieces = tuple(self._planned())
-        self.notices = writer_notices(reader, self._state)
+        self._launch_options = launch_options(self._layout, options, self._state, ("--ckpt-format", "torch_dist"))
+        self.usage = usage(self._launch_options)
+        self.notices = writer_notices(reader, self._layout, self._state)
 
     def pieces(self) -> Sequence[Piece]:
         return self._pieces
@@ -130,7 +133,9 @@ class MegatronDistWriter:
         write_atomic(
             self._folder / "metadata.json", f'{backends} "common_backend": "torch", "common_backend_version": 1}}'
         )
-        finish_folder(self.directory, self._reader.files, self._state)
+        finish_folder(
+            self.directory, self._reader.files, self._state, self._launch_options, self._layout.tp * self._layout.pp
+        )
 
     def _metadata(self, records: Mapping[str, Mapping[str, Any]], states: _StorageInfo) -> Metadata:
         architecture = self._layout.architecture
