@@ -44,6 +44,8 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla",),
     "window_attn_skip_freq": (),
     "qk_l2_norm": _OFF,
+    "export_qk_l2_norm": _OFF,
+    "enable_gpt_oss": _OFF,
     "attention_output_gate": _OFF,
     "multi_latent_attention": _OFF,
     "experimental_attention_variant": ("",),
@@ -76,6 +78,7 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "moe_router_force_load_balancing": _OFF,
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),  # not sinkhorn
     "moe_apply_probs_on_input": _OFF,
+    "export_moe_apply_probs_on_input": _OFF,
     "moe_expert_capacity_factor": (),
 }
 
@@ -125,9 +128,11 @@ _HARMLESS = """
 
     log_* timing_* tensorboard_* wandb_* logging_level *profile* use_pytorch_profiler record_memory_*
     memory_snapshot_* *straggler* *workload_inspector* *one_logger* app_tag_* *ft_* inprocess_* adlr_* enable_msc
-    enable_experimental perform_rl_step rl_* grpo_* langrl_* refit_method max_tokens_to_oom *bert* ict_* biencoder_*
-    titles_* query_in_* use_one_sent_docs evidence_* retriever_* block_data_* embedding_path indexer_* num_classes
-    img_* num_channels patch_dim classes_fraction head_lr_mult vision_* swin_* iter_per_epoch dino_*
+    enable_experimental model_type export_model_type export_legacy_megatron export_te_* export_*quant* export_kd_*
+    teacher_* export_force_* export_offline_* export_default_* modelopt_* do_train do_valid do_test curr_iteration
+    perform_rl_step rl_* grpo_* langrl_* refit_method max_tokens_to_oom *bert* ict_* biencoder_* titles_* query_in_*
+    use_one_sent_docs evidence_* retriever_* block_data_* embedding_path indexer_* num_classes img_* num_channels
+    patch_dim classes_fraction head_lr_mult vision_* swin_* iter_per_epoch dino_*
 """.split()  # noqa: SIM905 (a table of names, not a list of strings)
 _HARMLESS_NAME = re.compile("|".join(fnmatch.translate(pattern) for pattern in _HARMLESS))
 
@@ -139,4 +144,4 @@ def is_harmless(name: str) -> bool:
 
 def is_without_experts(name: str, arguments: Mapping[str, Any]) -> bool:
     """Whether an argument is for mixtures of experts, of which the model has none."""
-    return name.startswith("moe_") and not arguments.get("num_experts")
+    return "moe_" in name and not arguments.get("num_experts")

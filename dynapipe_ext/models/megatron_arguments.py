@@ -232,8 +232,13 @@ def _vocab_size(a: _Arguments) -> int:
     """The unpadded one, which only arguments that name it can tell."""
     for name in ("vocab_size", "padded_vocab_size"):
         if a.given.get(name) is not None:
-            return a.integer(name)
+            return a.integer(name) + (num_added_tokens(a.given) if name == "vocab_size" else 0)
     raise ConfigError(f"{a.where}: neither vocab_size nor padded_vocab_size is there: pass the model's config.json")
+
+
+def num_added_tokens(arguments: Mapping[str, Any]) -> int:
+    """By which the vocabulary is larger than Megatron's `vocab_size`: an end of document, without a tokenizer."""
+    return int(arguments.get("tokenizer_type") in ("NullTokenizer", "NullMultimodalTokenizer"))
 
 
 def _window(a: _Arguments) -> int:

@@ -21,7 +21,7 @@ from dynapipe_ext.launch.commands import convert as convert_command
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.tools.checkpoint import converter
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
-from dynapipe_ext.tools.checkpoint.huggingface.folder import folder as huggingface
+from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
 from dynapipe_ext.tools.checkpoint.recognise import FORMATS, TARGETS
 from tests.support.checkpoints import saved, tensors_in, tiny
 from tests.support.conversion_peak import large_model, largest_group_bytes, measured, total_bytes

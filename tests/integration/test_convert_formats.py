@@ -18,7 +18,7 @@ from dynapipe_ext.launch import cli
 from dynapipe_ext.models.tensors import TensorGroup
 from dynapipe_ext.tools.checkpoint.converter import Outcome, convert, prepare
 from dynapipe_ext.tools.checkpoint.formats import StateKind, Tensors, TrainingState, WriterOptions
-from dynapipe_ext.tools.checkpoint.huggingface.folder import folder as huggingface
+from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
 from dynapipe_ext.tools.checkpoint.recognise import recognise
 from tests.support import meta_llama
 from tests.support.checkpoints import VARIANTS, differences, logits, saved, tensors_in, tiny_variant, unequal

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.launch.cluster import JobError
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.converter import convert, prepare
 from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint, recognises
@@ -200,7 +201,11 @@ def test_engines_go_on_from_a_converted_checkpoint_at_every_stage_and_number_of_
     ours = converted(runs / "stage1", tmp_path / "ours")
     with_experts = converted(runs / "stage3-experts", tmp_path / "experts")
     loads = [(ours, Run(tied, stage), {"universal": True}) for stage in (1, 2, 3)]
-    *found, experts_found = load_runs([*loads, (with_experts, Run(experts, 2), {"universal": True})], tmp_path)
+    others = [(with_experts, Run(experts, 2), {"universal": True}), (ours, Run(tied, 0), {"load_module_only": True})]
+    *found, experts_found, weights_found = load_runs([*loads, *others], tmp_path)
+    assert [losses[0] for losses in weights_found.losses] == [
+        pytest.approx(rank[0], abs=2e-6) for rank in losses_of(runs / "stage1")
+    ]
     for loaded in found:
         assert same_state(loaded, runs / "stage1")
         assert loaded.groups == [{"lr": 1e-2, "weight_decay": 0.01}]
@@ -228,13 +233,18 @@ def test_weights_alone_load_at_every_stage_with_the_loss_of_transformers(tmp_pat
     for rank in range(2):
         with torch.no_grad():
             expected.append(float(model(input_ids=batch(2, rank), labels=batch(2, rank)).loss))
-    modules = [(ours, Run(tied, stage), {"load_module_only": True}) for stage in (0, 1)]
-    universal = [
-        (ours, Run(tied, stage, two_groups=True), {"load_module_only": True, "universal": True}) for stage in (2, 3)
-    ]
-    for loaded in load_runs([*modules, *universal], tmp_path):
+    alone: list[tuple[Path, Run, dict[str, Any]]] = [(ours, Run(tied, 0), {"load_module_only": True})]
+    universal = {"load_module_only": True, "universal": True}
+    alone += [(ours, Run(tied, stage, two_groups=stage > 1), universal) for stage in (1, 2, 3)]
+    for loaded in load_runs(alone, tmp_path):
         assert [losses[0] for losses in loaded.losses] == pytest.approx(expected, abs=1e-6)
         assert {group["lr"] for group in loaded.groups} == {0.5}
+
+
+def test_an_engine_of_stage_3_refuses_what_it_would_pass_over_without_load_universal(tmp_path: Path) -> None:
+    ours = converted(saved(tied(), tmp_path / "hf"), tmp_path / "ours")
+    with pytest.raises(JobError, match="size mismatch"):
+        load_runs([(ours, Run(tied, 3), {"load_module_only": True})], tmp_path, num_ranks=1)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -16,7 +16,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.tools.checkpoint.converter import Outcome, convert, prepare
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
-from dynapipe_ext.tools.checkpoint.huggingface.folder import folder as huggingface
+from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
 from tests.support.checkpoints import (
     VARIANTS,
     differences,

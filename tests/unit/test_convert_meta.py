@@ -12,7 +12,7 @@ import transformers
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.tools.checkpoint.converter import convert, prepare
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
-from dynapipe_ext.tools.checkpoint.meta.folder import folder as meta
+from dynapipe_ext.tools.checkpoint.meta import folder as meta
 from tests.support import meta_llama
 from tests.support.checkpoints import tensors_in
 

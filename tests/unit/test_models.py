@@ -289,9 +289,9 @@ def _options_of_megatron_lm() -> set[str]:
     if not MEGATRON_LM.is_file():
         return set()
     with tarfile.open(MEGATRON_LM) as archive:
-        source = archive.extractfile("megatron/training/arguments.py")
-        assert source is not None
-        calls = [node for node in ast.walk(ast.parse(source.read())) if isinstance(node, ast.Call)]
+        files = [archive.extractfile(f"megatron/{part}/arguments.py") for part in ("training", "post_training")]
+        trees = [ast.parse(file.read()) for file in files if file is not None]
+        calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     names = set()
     for call in calls:
         if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":

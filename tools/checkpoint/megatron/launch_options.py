@@ -1,4 +1,4 @@
-"""megatron_args.sh: the options with which Megatron-LM's pretrain_gpt.py builds a written checkpoint's model and loads it.
+"""megatron_args.sh: the options with which Megatron-LM's pretrain_gpt.py builds a checkpoint's model and loads it.
 
 Its `--use-checkpoint-args` takes neither the norm's epsilon, RoPE scaling, the norms of queries and keys, windows, the
 sequence length nor the type of the weights from a checkpoint, and dropout stays at 0.1.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.models.megatron_arguments import write_arguments
+from dynapipe_ext.models.megatron_arguments import num_added_tokens, write_arguments
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, StateKind, TrainingState, WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron.launch_options import pipeline_layout, usage_notices
@@ -161,6 +161,7 @@ def arguments_of(reader: CheckpointReader, layout: Layout, options: WriterOption
     described = write_arguments(layout.architecture)
     known |= {
         **described,
+        "vocab_size": layout.architecture.vocab_size - num_added_tokens(known),
         "make_vocab_size_divisible_by": options.vocab_divisible_by,
         "padded_vocab_size": layout.padded_vocab_size,
         "tensor_model_parallel_size": layout.tp,
