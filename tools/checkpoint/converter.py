@@ -280,7 +280,10 @@ def _left_out(reader: CheckpointReader, pieces: Sequence[Piece], target: str) ->
 def _said_plainly(partial: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError) as raised:
+        error = raised if isinstance(raised, OSError) else raised.__context__  # torch.save hides it behind its own
+        if not isinstance(error, OSError):
+            raise
         where = error.filename or partial
         if error.errno in _NO_ROOM:
             raise DataError(
