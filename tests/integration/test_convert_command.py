@@ -206,7 +206,8 @@ def test_progress_ends_where_it_said_it_would(verify: bool, origin: Path, tmp_pa
 
 
 def test_help_has_examples_and_needs_no_torch() -> None:
-    script = "import sys; from dynapipe_ext.launch import cli; from dynapipe_ext.launch.commands import convert as convert_command; assert 'torch' not in sys.modules\n"
+    script = "import sys; from dynapipe_ext.launch import cli\n"
+    script += "from dynapipe_ext.launch.commands import convert as convert_command; assert 'torch' not in sys.modules\n"
     script += "import argparse; parser = argparse.ArgumentParser(); convert_command.add_arguments(parser)\n"
     script += "parser.print_help(); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
