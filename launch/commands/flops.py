@@ -30,8 +30,8 @@ is counted apart. MFU is model FLOPs over the devices' peak, HFU all that was ex
 
 
 _COUNT_OF_LOG_CAUSAL = (
-    "TFLOP/s/GPU in the log of Megatron-LM (core_v0.16) counts so, too: half of the attention, every position of a row as a token,"
-    " the vocabulary with its padding, nothing recomputed."
+    "TFLOP/s/GPU in the log of Megatron-LM (core_v0.16) counts so, too: half of the attention, every position of a row"
+    " as a token, the vocabulary with its padding, nothing recomputed."
 )
 _COUNT_OF_LOG = (
     "TFLOP/s/GPU in the log of Megatron-LM (core_v0.16) counts half of the attention, as --causal does, every"

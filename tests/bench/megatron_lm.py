@@ -1,4 +1,4 @@
-"""Converted checkpoints in the unchanged Megatron-LM at TP2 x PP2, of every family and format that it takes.
+"""Converted checkpoints in the unchanged Megatron-LM at TP2 x PP2, of several families and both formats.
 
     python tests/bench/megatron_lm.py [--output results/megatron_lm.json]
 
@@ -20,10 +20,7 @@ from typing import Any
 from contenders import provenance
 
 RESULTS = Path(__file__).parent / "results"
-CASES = [(family, "megatron") for family in ("llama", "qwen2", "qwen3", "gpt2")] + [
-    ("llama", "megatron-legacy"),
-    ("gpt2", "megatron-legacy"),
-]
+CASES = (("llama", "megatron"), ("qwen3", "megatron"), ("gpt2", "megatron"), ("llama", "megatron-legacy"))
 
 
 def measure(family: str, target: str, megatron_lm: Path) -> dict[str, Any]:
@@ -51,7 +48,8 @@ def main() -> None:
     from tests.support.megatron_lm import checkout
 
     with tempfile.TemporaryDirectory() as folder:
-        found = [measure(family, target, checkout(Path(folder))) for family, target in CASES]
+        megatron_lm = checkout(Path(folder))
+        found = [measure(family, target, megatron_lm) for family, target in CASES]
     args.output.write_text(json.dumps({**provenance(args.machine), "cases": found}, indent=1) + "\n")
 
 
