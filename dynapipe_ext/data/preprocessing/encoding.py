@@ -152,7 +152,7 @@ def _encode_texts(
     block: Block, rows: Iterable[tuple[str, Record]], settings: EncodeSettings, encoder: Encoder
 ) -> EncodedBlock:
     dtype = settings.dtype(encoder)
-    end = [encoder.eos] if settings.append_eod else []
+    end = [encoder.eos] if settings.append_eod and encoder.eos is not None else []
     tokens: list[list[bytes]] = [[] for _ in settings.keys]
     sizes: list[list[int]] = [[] for _ in settings.keys]
     counts: list[list[int]] = [[] for _ in settings.keys]
