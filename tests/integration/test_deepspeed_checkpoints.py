@@ -202,9 +202,8 @@ def test_engines_go_on_from_a_converted_checkpoint_at_every_stage_and_number_of_
     loads = [(ours, Run(tied, stage), {"universal": True}) for stage in (1, 2, 3)]
     others = [(with_experts, Run(experts, 2), {"universal": True}), (ours, Run(tied, 0), {"load_module_only": True})]
     *found, experts_found, weights_found = load_runs([*loads, *others], tmp_path)
-    assert [losses[0] for losses in weights_found.losses] == [
-        pytest.approx(rank[0], abs=2e-6) for rank in losses_of(runs / "stage1")
-    ]
+    first = [pytest.approx(rank[0], abs=2e-6) for rank in losses_of(runs / "stage1")]
+    assert [losses[0] for losses in weights_found.losses] == first
     for loaded in found:
         assert same_state(loaded, runs / "stage1")
         assert loaded.groups == [{"lr": 1e-2, "weight_decay": 0.01}]
