@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from dynapipe_ext.errors import ConfigError
 
@@ -92,8 +93,9 @@ class Topology:
                     f" but the model has {num_layers} layers"
                 )
             return self
-        if num_layers < self.num_stages:
-            raise ConfigError(f"{num_layers} layers cannot fill {self.num_stages} stages: lower pp or add layers")
-        stage_of = [layer * self.num_stages // num_layers for layer in range(num_layers)]
-        layers = tuple(stage_of.count(stage) for stage in range(self.num_stages))
+        num_stages = self.num_stages
+        if num_layers < num_stages:
+            raise ConfigError(f"{num_layers} layers cannot fill {num_stages} stages: lower pp or add layers")
+        first = [-(-stage * num_layers // num_stages) for stage in range(num_stages + 1)]  # layers of a stage and after
+        layers = tuple(end - begin for begin, end in pairwise(first))
         return Topology(tp=self.tp, pp=self.pp, dp=self.dp, layers_per_stage=layers, placement=self.placement)

@@ -13,6 +13,7 @@ from dynapipe_ext.errors import ConfigError
 Precision = Literal["bf16", "fp16", "fp32"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _MOST_DEVICES = 1 << 17
+USUAL_HOST_GB_PER_DEVICE = 250.0  # NVIDIA DGX A100 640GB, H100, H200: 2 TB for 8 devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +108,8 @@ DEVICES: Mapping[str, Device] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """`nodes` x `gpus_per_node` devices. Memory in 10^9 bytes; `reserved_gb` of each device is left to the framework
-    (contexts, communicators, fragmentation). `host_memory_gb`: of one node, 0 for unknown. Errors: ConfigError.
+    (contexts, communicators, fragmentation). `host_memory_gb`: of one node, 0 for unknown, when it is taken as usual.
+    Errors: ConfigError.
     """
 
     device: Device
@@ -160,6 +162,11 @@ class Cluster:
     @property
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def usual_host_bytes(self) -> float:
+        """Memory of one node's host: as given, or as published systems have it."""
+        return 1e9 * (self.host_memory_gb or USUAL_HOST_GB_PER_DEVICE * self.gpus_per_node)
 
     @property
     def limit_bytes(self) -> int:

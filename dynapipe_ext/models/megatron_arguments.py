@@ -1,42 +1,33 @@
-"""Megatron-LM's arguments, as its checkpoints keep them, to an `Architecture` and back. What makes another model than
-the families here is refused by name, in both directions.
+"""Megatron-LM's arguments, as its checkpoints keep them, to an `Architecture` and back.
+
+An argument that is not known to be harmless is followed or refused by name: none is passed over in silence.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.models.architecture import MOST, Activation, Architecture, Family, RopeScaling
+from dynapipe_ext.models.architecture import MOST, Activation, Architecture, Family, Position, RopeScaling
+from dynapipe_ext.models.huggingface import read_config, write_config
+from dynapipe_ext.models.megatron_argument_names import FOLLOWED, LEFT_AS_IT_IS, is_harmless, is_without_experts
 
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "relative": "relative"}
+_LLAMA3 = RopeScaling("llama3", 8.0)  # the only one that Megatron-LM's GPT builds, whatever its arguments say
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-# Arguments that change the model in ways no family here has, with the values that leave it as it is.
-_ABSENT: Mapping[str, tuple[Any, ...]] = {
-    "rotary_percent": (1, 1.0),
-    "rotary_interleaved": (False,),
-    "squared_relu": (False,),
-    "quick_geglu": (False,),
-    "multi_latent_attention": (False,),
-    "moe_layer_freq": (1, [1]),
-    "moe_shared_expert_intermediate_size": (0,),
-    "moe_router_score_function": ("softmax",),
-    "moe_router_enable_expert_bias": (False,),
-    "moe_router_pre_softmax": (False,),
-    "mtp_num_layers": (0,),
-    "apply_layernorm_1p": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "is_hybrid_model": (False,),
-    "hybrid_override_pattern": ("",),
-    "heterogeneous_layers_config_path": ("",),
-    "experimental_attention_variant": ("",),
-    "softmax_type": ("vanilla",),
-    "no_rope_freq": (0,),
-}
+_VALUES = (
+    "num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_experts",
+    "moe_router_topk", "moe_ffn_hidden_size", "max_position_embeddings", "position_embedding_type", "rotary_base",
+    "normalization", "norm_epsilon",
+)  # fmt: skip
+_SWITCHES = (
+    "untie_embeddings_and_output_weights", "swiglu", "add_qkv_bias", "qk_layernorm", "use_rope_scaling",
+    *_DTYPES.values(),
+)  # fmt: skip
 
 
 class _Arguments:
@@ -82,26 +73,22 @@ def read_arguments(arguments: Mapping[str, Any], where: str = "Megatron argument
     does not record it. Errors: ConfigError naming the argument, its value and what is possible.
     """
     a = _Arguments(arguments, where)
-    for name, fine in _ABSENT.items():
-        if arguments.get(name) is not None and arguments[name] not in fine:
-            raise a.refused(name, "models of the families here have none of it")
+    refuse_another_model(arguments, where)
+    _refuse_unknown(a)
     family = _family(a)
-    t5 = family == "t5"
     heads, hidden = a.integer("num_attention_heads"), a.integer("hidden_size")
     kv_channels = arguments.get("kv_channels")
     if kv_channels is None and hidden % heads:
         raise a.refused("num_attention_heads", f"must divide hidden_size {hidden} where kv_channels is absent")
-    layers = a.integer("encoder_num_layers", arguments.get("num_layers")) if t5 else _layers(a)
-    ffn = a.integer("ffn_hidden_size", 4 * hidden)
-    gated = a.flag("swiglu") or a.flag("gated_linear_unit")
-    bias = not a.flag("disable_bias_linear", not a.flag("add_bias_linear", True))
-    scaling = RopeScaling("llama3", a.number("rope_scaling_factor", 8.0)) if a.flag("use_rope_scaling") else None
-    experts = family == "mixtral"
+    swiglu = a.flag("swiglu")
+    ffn = a.integer("ffn_hidden_size", max(64, hidden * 8 // 3 // 64 * 64) if swiglu else 4 * hidden)
+    gated = swiglu or a.flag("gated_linear_unit")
+    bias = _bias(a)
+    experts = bool(a.given.get("num_experts"))
     try:
         found = Architecture(
             family=family,
-            num_layers=layers,
-            num_decoder_layers=a.integer("decoder_num_layers", layers) if t5 else 0,
+            num_layers=_layers(a),
             hidden_size=hidden,
             num_heads=heads,
             num_query_groups=a.integer("num_query_groups", heads) if a.flag("group_query_attention") else heads,
@@ -111,8 +98,8 @@ def read_arguments(arguments: Mapping[str, Any], where: str = "Megatron argument
             max_seq_len=a.integer("max_position_embeddings", arguments.get("seq_length") or 2048),
             tied_embeddings=not a.flag("untie_embeddings_and_output_weights"),
             gated_mlp=gated,
-            activation=_activation(gated, family),
-            position=a.choice("position_embedding_type", _POSITIONS, "learned_absolute"),
+            activation="silu" if swiglu else _gelu(a, bias),
+            position=_position(a),
             norm=a.choice("normalization", _NORMS, "LayerNorm"),
             norm_eps=a.number("norm_epsilon", a.number("layernorm_epsilon", 1e-5)),
             qkv_bias=bias or a.flag("add_qkv_bias"),
@@ -122,29 +109,88 @@ def read_arguments(arguments: Mapping[str, Any], where: str = "Megatron argument
             num_experts=a.integer("num_experts") if experts else 0,
             top_k=a.integer("moe_router_topk", 2) if experts else 0,
             rope_theta=a.number("rotary_base", 10_000.0),
-            rope_scaling=scaling,
+            rope_scaling=_rope_scaling(a),
             sliding_window=_window(a),
-            relative_buckets=a.integer("relative_attention_num_buckets", 32),
-            relative_max_distance=a.integer("relative_attention_max_distance", 128),
             dtype=next((dtype for dtype, flag in _DTYPES.items() if a.flag(flag)), "float32"),
         )
+        _refuse_strange(found, where)
     except ConfigError as error:
         raise ConfigError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
-    _refuse_strange(found, a)
     return found
+
+
+def refuse_another_model(arguments: Mapping[str, Any], where: str) -> None:
+    """Errors: ConfigError naming an argument that makes a model which no family here can be."""
+    for name, fine in LEFT_AS_IT_IS.items():
+        value = arguments.get(name)
+        if value is None or value in fine or is_without_experts(name, arguments):
+            continue
+        if isinstance(value, list | tuple) and value and all(one in fine for one in value):  # one a layer, or a loss
+            continue
+        if name == "window_attn_skip_freq" and arguments.get("window_size") is None:
+            continue
+        raise ConfigError(
+            f"{where}: {name} is {short(value)} but models of the families here have {_or(fine)}: such a model stays"
+            " Megatron's"
+        )
+
+
+def _or(fine: tuple[Any, ...]) -> str:
+    return "none of it" if not fine or fine == (False,) else f"only {' or '.join(map(str, fine))}"
+
+
+def _refuse_unknown(a: _Arguments) -> None:
+    strange = [
+        f"{name} {short(value)}"
+        for name, value in a.given.items()
+        if value and name not in FOLLOWED and name not in LEFT_AS_IT_IS and not is_harmless(name)
+    ]
+    if strange:
+        raise ConfigError(
+            f"{a.where}: {', '.join(sorted(strange))}: not known here, so what the model is cannot be told from its"
+            " arguments: put its config.json beside the checkpoint"
+        )
 
 
 def _layers(a: _Arguments) -> int:
     if a.given.get("decoder_num_layers") is not None:
-        raise a.refused("decoder_num_layers", "a model with an encoder needs position_embedding_type relative to be T5")
+        raise a.refused("decoder_num_layers", "a model with an encoder is read with its config.json beside it only")
     return a.integer("num_layers", a.given.get("encoder_num_layers"))
 
 
+def _position(a: _Arguments) -> Position:
+    position: Position = a.choice("position_embedding_type", _POSITIONS, "learned_absolute")
+    if position == "learned" and a.flag("use_rotary_position_embeddings"):  # what older ones say instead
+        return "rope"
+    if position == "learned" and not a.flag("add_position_embedding", True):
+        raise a.refused("add_position_embedding", "models of the families here know positions")
+    return position
+
+
+def _rope_scaling(a: _Arguments) -> RopeScaling | None:
+    """Of frequencies. Megatron-LM's GPT (0.16) heeds no argument but `use_rope_scaling`; other programs heed more."""
+    unsure = (
+        "Megatron-LM 0.16 trains a GPT {} whatever this says, and other programs heed it: put the model's config.json,"
+        " with what it was trained with, beside the checkpoint"
+    )
+    if a.given.get("rotary_seq_len_interpolation_factor") not in (None, 1):
+        raise a.refused("rotary_seq_len_interpolation_factor", unsure.format("without interpolation"))
+    if not a.flag("use_rope_scaling"):
+        return None
+    if a.number("rope_scaling_factor", _LLAMA3.factor) != _LLAMA3.factor:
+        raise a.refused("rope_scaling_factor", unsure.format(f"with a factor of {_LLAMA3.factor:g}"))
+    return _LLAMA3
+
+
 def _family(a: _Arguments) -> Family:
-    position = a.choice("position_embedding_type", _POSITIONS, "learned_absolute")
+    position = _position(a)
     norm = a.choice("normalization", _NORMS, "LayerNorm")
     if position == "relative":
-        return "t5"
+        raise a.refused(
+            "position_embedding_type",
+            "no argument says that T5 of the Hub scales neither its attention nor, in part, its output: put the model's"
+            " config.json beside the checkpoint",
+        )
     if position == "learned" and norm == "layernorm":
         return "gpt2"
     if position == "learned" or norm == "layernorm":
@@ -156,46 +202,43 @@ def _family(a: _Arguments) -> Family:
         return "mixtral"
     if a.flag("qk_layernorm"):
         return "qwen3"
-    if a.flag("add_qkv_bias"):
+    if a.flag("add_qkv_bias") and not _bias(a):
         return "qwen2"
     return "mistral" if a.given.get("window_size") else "llama"
 
 
-def _refuse_strange(found: Architecture, a: _Arguments) -> None:
-    """What a family's layers never have, though the arguments of each are known."""
-    families: dict[str, dict[str, Any]] = {
-        "gpt2": {"gated_mlp": False, "qk_norm": False, "qkv_bias": True, "mlp_bias": True, "sliding_window": 0},
-        "t5": {"qk_norm": False, "qkv_bias": False, "mlp_bias": False, "sliding_window": 0, "norm": "rmsnorm"},
-    }
-    plain = families.get(found.family, {"gated_mlp": True})
-    strange = {name: getattr(found, name) for name, value in plain.items() if getattr(found, name) != value}
-    if found.family in ("gpt2", "t5"):
-        if found.num_query_groups != found.num_heads:
-            strange["num_query_groups"] = found.num_query_groups
-        if a.given.get("num_experts"):
-            strange["num_experts"] = a.given["num_experts"]
-    if found.family == "gpt2" and found.query_size != found.hidden_size:
-        strange["kv_channels"] = found.head_dim
-    if strange:
-        shown = ", ".join(f"{name} {short(value)}" for name, value in strange.items())
+def _refuse_strange(found: Architecture, where: str) -> None:
+    """What a family's layers never have, though each argument is known: no config.json says it."""
+    said = read_config(write_config(found), where)
+    names = [field.name for field in fields(found) if getattr(found, field.name) != getattr(said, field.name)]
+    if names:
+        shown = ", ".join(f"{name} {short(getattr(found, name))}" for name in names)
         raise ConfigError(
-            f"{a.where}: the arguments are those of {found.family} but for {shown}, which no model of the Hub's"
+            f"{where}: the arguments are those of {found.family} but for {shown}, which no model of the Hub's"
             f" {found.family} has: such a model is not supported"
         )
 
 
-def _activation(gated: bool, family: Family) -> Activation:
-    if gated:
-        return "gelu_tanh" if family == "t5" else "silu"
-    return "relu" if family == "t5" else "gelu_tanh"
+def _bias(a: _Arguments) -> bool:
+    return not a.flag("disable_bias_linear", not a.flag("add_bias_linear", True))
+
+
+def _gelu(a: _Arguments, bias: bool) -> Activation:
+    """Megatron's fused kernel approximates by tanh, what it runs without fusion is exact; fusion needs a bias."""
+    return "gelu_tanh" if a.flag("bias_gelu_fusion", True) and bias else "gelu"
 
 
 def _vocab_size(a: _Arguments) -> int:
     """The unpadded one, which only arguments that name it can tell."""
     for name in ("vocab_size", "padded_vocab_size"):
         if a.given.get(name) is not None:
-            return a.integer(name)
+            return a.integer(name) + (num_added_tokens(a.given) if name == "vocab_size" else 0)
     raise ConfigError(f"{a.where}: neither vocab_size nor padded_vocab_size is there: pass the model's config.json")
+
+
+def num_added_tokens(arguments: Mapping[str, Any]) -> int:
+    """By which the vocabulary is larger than Megatron's `vocab_size`: an end of document, without a tokenizer."""
+    return int(arguments.get("tokenizer_type") in ("NullTokenizer", "NullMultimodalTokenizer"))
 
 
 def _window(a: _Arguments) -> int:
@@ -209,10 +252,11 @@ def _window(a: _Arguments) -> int:
 
 
 def write_arguments(architecture: Architecture) -> dict[str, Any]:
-    """What Megatron-LM needs to build the same model, by its names. They cannot say all of it (linear RoPE scaling,
-    T5's scaled output, biases in some projections, other activation functions): checkpoints carry config.json for it.
+    """What Megatron-LM keeps of the same model, by its names. They cannot say all of it: checkpoints carry config.json
+    for that, and `lost` here names it, which nobody knows as an argument, so `read_arguments` refuses them alone.
     """
     a = architecture
+    scaling = a.rope_scaling
     arguments: dict[str, Any] = {
         "num_layers": a.num_layers,
         "hidden_size": a.hidden_size,
@@ -226,15 +270,18 @@ def write_arguments(architecture: Architecture) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not a.tied_embeddings,
         "swiglu": a.gated_mlp and a.activation == "silu",
         "gated_linear_unit": a.gated_mlp,
+        "bias_gelu_fusion": a.activation == "gelu_tanh" and a.mlp_bias,
         "position_embedding_type": {kind: name for name, kind in _POSITIONS.items()}[a.position],
         "normalization": {kind: name for name, kind in _NORMS.items()}[a.norm],
         "norm_epsilon": a.norm_eps,
+        "layernorm_epsilon": a.norm_eps,  # the same, as megatron-core 0.16 names it
         "add_bias_linear": a.mlp_bias,
         "add_qkv_bias": a.qkv_bias,
         "qk_layernorm": a.qk_norm,
         "rotary_base": int(a.rope_theta) if a.rope_theta.is_integer() else a.rope_theta,
-        "use_rope_scaling": a.rope_scaling is not None,
-        "rope_scaling_factor": a.rope_scaling.factor if a.rope_scaling else 8.0,
+        "rotary_seq_len_interpolation_factor": scaling.factor if scaling and scaling.kind == "linear" else None,
+        "use_rope_scaling": scaling is not None and scaling.kind == "llama3",
+        "rope_scaling_factor": scaling.factor if scaling and scaling.kind == "llama3" else 8.0,
         "window_size": (a.sliding_window - 1, 0) if a.sliding_window else None,
     }
     if a.family == "t5":
@@ -250,6 +297,8 @@ def write_arguments(architecture: Architecture) -> dict[str, Any]:
             "moe_router_topk": a.top_k,
             "moe_ffn_hidden_size": a.ffn_hidden_size,
         }
+    if lost := unsayable(a):
+        arguments["lost"] = "; ".join(lost)
     return arguments | {flag: a.dtype == dtype for dtype, flag in _DTYPES.items()}
 
 
@@ -257,3 +306,50 @@ def run_arguments(architecture: Architecture, dtype: str) -> dict[str, Any]:
     """The same of a model in training, with the rows that its embedding has; `dtype` is torch's name."""
     written = write_arguments(replace(architecture, dtype=dtype))
     return written | {"padded_vocab_size": architecture.padded_vocab_size()}
+
+
+def unsayable(architecture: Architecture) -> tuple[str, ...]:
+    """What of a model no argument of Megatron-LM's pretrain_gpt.py (0.16) says: it would train another one."""
+    a = architecture
+    if a.family == "t5":
+        return ("T5 (its attention is not scaled, and pretrain_gpt.py has no encoder)",)
+    found = []
+    scaling = a.rope_scaling
+    if scaling is not None and scaling != _LLAMA3:
+        found.append(
+            f"RoPE scaling {scaling.kind} by {scaling.factor:g}"
+            + (f" from {scaling.original_max_seq_len:,} positions" if scaling.kind == "llama3" else "")
+            + " (its GPT heeds --use-rope-scaling alone: llama3 by 8 from 8,192)"
+        )
+    if not a.rope_theta.is_integer():
+        found.append(f"rope_theta {a.rope_theta:g} (--rotary-base is an integer)")
+    biases = (a.qkv_bias, a.attention_output_bias, a.mlp_bias)
+    if biases not in ((True, True, True), (True, False, False), (False, False, False)):
+        found.append("biases in some projections only (--disable-bias-linear leaves out all, --add-qkv-bias adds one)")
+    sayable = ("silu",) if a.gated_mlp else ("gelu_tanh", "gelu")
+    if a.activation not in sayable:
+        found.append(f"{'gated ' * a.gated_mlp}{a.activation} in the MLP (it has {' and '.join(sayable)})")
+    return tuple(found)
+
+
+def command_line(architecture: Architecture) -> tuple[str, ...]:
+    """Options of pretrain_gpt.py that build the model, its weights' type included. Nothing of ranks, data or training.
+
+    Errors: ConfigError where `unsayable` has something.
+    """
+    a = architecture
+    if lost := unsayable(a):
+        raise ConfigError(f"Megatron-LM's arguments cannot say {'; '.join(lost)}: train it with dynapipe train")
+    arguments = write_arguments(a)
+    options: list[str] = []
+    for name in _VALUES:
+        if name in arguments:
+            options += [f"--{name.replace('_', '-')}", str(arguments[name])]
+    options += [f"--{name.replace('_', '-')}" for name in _SWITCHES if arguments[name]]
+    options += ["--disable-bias-linear"] * (not a.mlp_bias)
+    options += ["--no-bias-gelu-fusion"] * (a.activation == "gelu")
+    if a.num_query_groups != a.num_heads:
+        options += ["--group-query-attention", "--num-query-groups", str(a.num_query_groups)]
+    if a.sliding_window:
+        options += ["--window-size", f"{a.sliding_window - 1},0"]
+    return (*options, "--attention-dropout", "0", "--hidden-dropout", "0")

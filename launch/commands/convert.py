@@ -108,12 +108,15 @@ def run(args: argparse.Namespace) -> int:
         "verified": outcome.verified,
         "seconds": round(seconds, 3),
         "notes": list(outcome.notices),
+        "usage": list(outcome.usage),
     }
     if args.json:
         json.dump(report, sys.stdout, indent=1)
         print()
     else:
         show(_table(report))
+        for line in outcome.usage:
+            print(line)
     return 0
 
 

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, what in (
         ("--gpu-memory-gb", "of one device, 10^9 bytes"),
         ("--reserve-gb", "of that left to the framework: contexts, communicators, fragmentation"),
-        ("--host-memory-gb", "of one node; limits what is offloaded"),
+        ("--host-memory-gb", "of one node; limits what is offloaded (250 a device are usual, no limit)"),
         ("--efficiency", "share of the peak rate that a layer's kernels reach, 0 to 1"),
         ("--intra-gb-per-s", "between devices of a node, one direction"),
         ("--inter-gb-per-s", "between nodes, per device, one direction"),

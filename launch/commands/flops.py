@@ -20,12 +20,23 @@ from dynapipe_ext.tools.console import show
 _EPILOG = """examples:
   dynapipe flops runs/latest
   dynapipe flops --model llama-2-7b --seq-len 4096 --batch-size 512 --seconds-per-step 21.3 --gpus 64 --device h100
+  dynapipe flops --model llama-3-8b --seq-len 8192 --batch-size 1
   dynapipe flops --model config.json --lengths lengths.npy --seconds-per-step 2.1 --gpus 8
   dynapipe flops --log train.log --model config.json
 
 Model FLOPs count real tokens, attention document by document, forward and backward; what padding and recomputation add
 is counted apart. MFU is model FLOPs over the devices' peak, HFU all that was executed over it.
 """
+
+
+_COUNT_OF_LOG_CAUSAL = (
+    "TFLOP/s/GPU in the log of Megatron-LM (core_v0.16) counts so, too: half of the attention, every position of a row"
+    " as a token, the vocabulary with its padding, nothing recomputed."
+)
+_COUNT_OF_LOG = (
+    "TFLOP/s/GPU in the log of Megatron-LM (core_v0.16) counts half of the attention, as --causal does, every"
+    " position of a row as a token, the vocabulary with its padding, and nothing recomputed."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +69,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([one.to_json() for one in accounts], indent=1))
         return 0
-    show(flops_table(accounts), *([] if peak else ["Give --device or --peak-tflops for MFU and HFU."]))
+    hints = [] if peak or accounts[0].seconds is None else ["Give --device or --peak-tflops for MFU and HFU."]
+    if args.log:
+        hints.append(_COUNT_OF_LOG_CAUSAL if args.causal else _COUNT_OF_LOG)
+    show(flops_table(accounts), *hints)
     return 0
 
 
@@ -110,9 +124,12 @@ def _of_step(args: argparse.Namespace, peak: float) -> Account:
                 shape.seq_len or logged.seq_len,
                 shape.decoder_len or decoder_len,
             )
-    missing = [name for name, value in (("--seconds-per-step", seconds), ("--gpus", gpus)) if not value]
-    if missing:
-        raise ConfigError(f"{' and '.join(missing)} must be given{' (the log does not say)' if args.log else ''}")
+    if seconds is None and gpus:
+        raise ConfigError("--gpus are for FLOPs a second: give --seconds-per-step too, or leave --gpus out")
+    if seconds is not None and not gpus:
+        raise ConfigError(f"--gpus must be given{' (the log does not say)' if args.log else ''}")
+    if seconds is None and peak:
+        raise ConfigError("a device's peak is for MFU and HFU: give --seconds-per-step and --gpus too")
     real, longest = _positions(args, architecture, shape)
     executed = real
     if args.padded_tokens is not None:
@@ -128,7 +145,7 @@ def _of_step(args: argparse.Namespace, peak: float) -> Account:
         architecture,
         Work(real, {recompute or "none": executed}),
         seconds=seconds,
-        gpus=gpus,
+        gpus=gpus or 1,
         peak_flops_per_s=peak,
         causal=args.causal,
     )

@@ -27,8 +27,8 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.stages.megatron import MegatronStage
 from dynapipe_ext.executor.stages.megatron_model import destroy_parallel
-from dynapipe_ext.executor.stages.megatron_weights import global_name
 from dynapipe_ext.executor.stages.megatron_optimizer import SHARDING
+from dynapipe_ext.executor.stages.megatron_weights import global_name
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.update import ExecutedStep

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,33 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     assert to_hf(origin, tmp_path / "target") == 2
     assert "GB more, but its disk has 0.0 GB" in capsys.readouterr().err
     assert not list((tmp_path / "target.partial").glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("largest_bytes", [3_000, 33_333])
+def test_a_file_that_may_not_grow_is_said_plainly_and_the_work_goes_on(
+    target: str, largest_bytes: int, origin: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As a full disk or quota is: in torch.save it comes back as a RuntimeError."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_bytes, before[1]))
+    try:
+        assert run(origin, tmp_path / "target", "--to", target) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot be written, the disk or the quota is full" in capfd.readouterr().err
+    assert run(origin, tmp_path / "target", "--to", target, "--verify") == 0
+
+
+def test_a_type_that_differs_between_stacked_layers_is_refused_where_it_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny("llama")
+    model.model.layers[2].mlp.down_proj.to(torch.bfloat16)
+    source = saved(model, tmp_path / "source")
+    assert run(source, tmp_path / "target", "--to", "megatron") == 2
+    assert "layers.2.mlp_out is torch.bfloat16 but layers.0.mlp_out is torch.float32" in capsys.readouterr().err
+    assert run(source, tmp_path / "target", "--to", "megatron-legacy", "--verify") == 0
 
 
 def test_the_command_offers_every_format() -> None:

@@ -200,7 +200,10 @@ def test_engines_go_on_from_a_converted_checkpoint_at_every_stage_and_number_of_
     ours = converted(runs / "stage1", tmp_path / "ours")
     with_experts = converted(runs / "stage3-experts", tmp_path / "experts")
     loads = [(ours, Run(tied, stage), {"universal": True}) for stage in (1, 2, 3)]
-    *found, experts_found = load_runs([*loads, (with_experts, Run(experts, 2), {"universal": True})], tmp_path)
+    others = [(with_experts, Run(experts, 2), {"universal": True}), (ours, Run(tied, 0), {"load_module_only": True})]
+    *found, experts_found, weights_found = load_runs([*loads, *others], tmp_path)
+    first = [pytest.approx(rank[0], abs=2e-6) for rank in losses_of(runs / "stage1")]
+    assert [losses[0] for losses in weights_found.losses] == first
     for loaded in found:
         assert same_state(loaded, runs / "stage1")
         assert loaded.groups == [{"lr": 1e-2, "weight_decay": 0.01}]
@@ -228,11 +231,10 @@ def test_weights_alone_load_at_every_stage_with_the_loss_of_transformers(tmp_pat
     for rank in range(2):
         with torch.no_grad():
             expected.append(float(model(input_ids=batch(2, rank), labels=batch(2, rank)).loss))
-    modules = [(ours, Run(tied, stage), {"load_module_only": True}) for stage in (0, 1)]
-    universal = [
-        (ours, Run(tied, stage, two_groups=True), {"load_module_only": True, "universal": True}) for stage in (2, 3)
-    ]
-    for loaded in load_runs([*modules, *universal], tmp_path):
+    alone: list[tuple[Path, Run, dict[str, Any]]] = [(ours, Run(tied, 0), {"load_module_only": True})]
+    universal = {"load_module_only": True, "universal": True}
+    alone += [(ours, Run(tied, stage, two_groups=stage > 1), universal) for stage in (1, 2, 3)]
+    for loaded in load_runs(alone, tmp_path):
         assert [losses[0] for losses in loaded.losses] == pytest.approx(expected, abs=1e-6)
         assert {group["lr"] for group in loaded.groups} == {0.5}
 

@@ -12,6 +12,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.presets import preset
+from dynapipe_ext.tools.estimate.advice import advice
 from dynapipe_ext.tools.estimate.lengths import distribution_data, file_data
 from dynapipe_ext.tools.estimate.options import Dropped, Limits, Question, balanced_layers, spreads
 from dynapipe_ext.tools.estimate.ranking import Search, estimate, tokens_bounds
@@ -98,6 +99,23 @@ def test_offload_fits_where_nothing_else_does_and_says_what_it_costs():
     answer = estimate(small, QUICK)
     assert not answer.options
     assert any("exceed the host's 16 GB a node" in line for line in answer.dropped.lines())
+
+
+def test_what_needs_more_than_hosts_usually_have_comes_last_and_help_is_said():
+    q = question("llama-3.1-405b", gpus=8, memory=80.0)
+    q = replace(q, cluster=replace(q.cluster, nodes=2))
+    answer = estimate(q, QUICK)
+    usual = q.cluster.usual_host_bytes
+    assert usual == 2000e9
+    unusual = [option.host_bytes_per_node > usual for option in answer.options]
+    assert unusual == sorted(unusual)
+    assert all(unusual)  # 18 bytes a parameter are 3.65 TB a node
+    told = " ".join(advice(answer))
+    assert "15 nodes would hold the states of ZeRO 3" in told  # 405.9e9 x 18 bytes in 0.8 x 78 GB x 8
+    assert "LoRA" in told
+    assert not list(advice(estimate(question("llama-3-8b"), QUICK)))
+    large_hosts = estimate(replace(q, cluster=replace(q.cluster, host_memory_gb=4000.0)), QUICK)
+    assert not list(advice(large_hosts))
 
 
 def test_fp32_keeps_16_bytes_a_parameter_and_is_slower():

@@ -228,11 +228,28 @@ def test_the_examples_of_the_help_count(capsys: pytest.CaptureFixture[str]) -> N
     assert "│" not in shown  # plain columns in a pipe
 
 
+def test_a_step_has_flops_without_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    step = ["--model", "llama-2-7b", "--seq-len", "4096", "--batch-size", "512"]
+    assert main(["flops", *step]) == 0
+    shown = capsys.readouterr().out
+    assert "model FLOPs a step" in shown
+    assert "TFLOP/s" not in shown
+    counts = []
+    for timed in ([], ["--seconds-per-step", "21.3", "--gpus", "64"]):
+        assert main(["flops", *step, *timed, "--json"]) == 0
+        counts.append(json.loads(capsys.readouterr().out)[0])
+    assert counts[0]["model_flops"] == counts[1]["model_flops"]
+    assert counts[0]["model_tflops_per_gpu"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([], "give a run's report, or --model"),
-        (["--model", "MODEL"], "--seconds-per-step and --gpus must be given"),
+        (["--model", "MODEL"], "--lengths FILE, or as --seq-len"),
+        (["--model", "MODEL", "--seconds-per-step", "1"], "--gpus must be given"),
+        (["--model", "MODEL", "--gpus", "1"], "give --seconds-per-step too"),
+        (["--model", "MODEL", "--device", "h100"], "peak is for MFU and HFU"),
         (["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1"], "--lengths FILE, or as --seq-len"),
         (["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--seq-len", "8"], "--batch-size 0"),
         (

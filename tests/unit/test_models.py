@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import re
+import tarfile
 from typing import Any
 
 import pytest
@@ -9,8 +13,10 @@ import pytest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, RopeScaling
 from dynapipe_ext.models.huggingface import read_config, write_config
-from dynapipe_ext.models.megatron_arguments import read_arguments, write_arguments
+from dynapipe_ext.models.megatron_argument_names import FOLLOWED, LEFT_AS_IT_IS, is_harmless
+from dynapipe_ext.models.megatron_arguments import command_line, read_arguments, unsayable, write_arguments
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
+from tests.support.megatron_lm import MEGATRON_LM
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -19,6 +25,8 @@ _SMALL = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 96, "vocab_size": 131, "max_position_embeddings": 64,
 }  # fmt: skip
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 8192}  # fmt: skip
 _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _SMALL),
     "llama, tied": ("llama", _SMALL | {"tie_word_embeddings": True}),
@@ -172,15 +180,17 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         Architecture(family="t5", **sizes)
 
 
-@pytest.mark.parametrize("case", [case for case in _CASES if case not in ("llama, biases", "t5")])
+@pytest.mark.parametrize("case", [case for case in _CASES if not case.startswith("t5")])
 def test_megatrons_arguments_give_the_architecture_back(case: str) -> None:
     family, values = _CASES[case]
     architecture = read_config({"model_type": family} | values)
     assert read_arguments(write_arguments(architecture)) == architecture
 
 
+_NO_BIAS = {"add_bias_linear": False}
 _MEGATRON = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 131}
-_ROPE = _MEGATRON | {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}
+_ROPE = _MEGATRON | {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True} | _NO_BIAS
+_MIXTURE = _ROPE | {"num_experts": 4}
 
 
 @pytest.mark.parametrize(
@@ -190,13 +200,30 @@ _ROPE = _MEGATRON | {"position_embedding_type": "rope", "normalization": "RMSNor
         (_MEGATRON | {"num_experts": 4}, "num_experts 4"),
         (_MEGATRON | {"swiglu": True}, "gated_mlp True"),
         (_MEGATRON | {"group_query_attention": True, "num_query_groups": 2}, "num_query_groups 2"),
-        (_MEGATRON | {"kv_channels": 32}, "kv_channels 32"),
+        (_MEGATRON | {"kv_channels": 32}, "head_dim 32"),
         (_MEGATRON | {"add_bias_linear": False}, "mlp_bias False"),
         (_MEGATRON | {"position_embedding_type": "yarn"}, "position_embedding_type is 'yarn'"),
         (_ROPE | {"position_embedding_type": 0}, "position_embedding_type is 0"),
         (_ROPE | {"normalization": "x"}, "normalization is 'x'"),
         (_ROPE | {"rotary_percent": 0.5}, "rotary_percent is 0.5"),
-        (_ROPE | {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        (_ROPE | {"position_embedding_type": "relative"}, "position_embedding_type is 'relative'"),
+        (_ROPE | {"rotary_seq_len_interpolation_factor": 4}, "interpolation_factor is 4 .*without interpolation what"),
+        (_ROPE | {"use_rope_scaling": True, "rope_scaling_factor": 32}, "rope_scaling_factor is 32 .*factor of 8"),
+        (_MIXTURE | {"moe_layer_freq": 2}, "moe_layer_freq is 2 but .* only 1"),
+        (_MIXTURE | {"moe_layer_freq": [0, 1]}, r"moe_layer_freq is \[0, 1\]"),
+        (_MIXTURE | {"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor is 2.5"),
+        (_MIXTURE | {"moe_router_num_groups": 2}, "moe_router_num_groups is 2"),
+        (_MIXTURE | {"moe_router_group_topk": 1}, "moe_router_group_topk is 1"),
+        (_MIXTURE | {"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input is True"),
+        (_MIXTURE | {"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type is 'sinkhorn'"),
+        (_MIXTURE | {"qk_layernorm": True}, "qk_norm True"),
+        (_ROPE | {"window_size": (4, 0), "window_attn_skip_freq": 2}, "window_attn_skip_freq is 2"),
+        (_ROPE | {"qk_l2_norm": True}, "qk_l2_norm is True but .* none of it"),
+        (_ROPE | {"softmax_scale": 1.0}, "softmax_scale is 1.0"),
+        (_ROPE | {"glu_linear_offset": 1.0}, "glu_linear_offset is 1.0"),
+        (_ROPE | {"activation_func_clamp_value": 7.0}, "activation_func_clamp_value is 7.0"),
+        (_ROPE | {"no_rope_freq": [0, 1]}, "no_rope_freq is"),
+        (_ROPE | {"my_flag": 3, "another": "x"}, r"another 'x', my_flag 3: not known here"),
         (_ROPE | {"multi_latent_attention": True}, "multi_latent_attention is True"),
         (_ROPE | {"add_bias_linear": "false"}, "add_bias_linear is 'false'"),
         (_ROPE | {"rotary_base": float("nan")}, "rotary_base is nan"),
@@ -205,11 +232,100 @@ _ROPE = _MEGATRON | {"position_embedding_type": "rope", "normalization": "RMSNor
         (_ROPE | {"num_attention_heads": 0}, "num_attention_heads is 0"),
         (_ROPE | {"window_size": (4, 4)}, r"window_size is \(4, 4\)"),
         (_ROPE | {"swiglu": False}, "gated_mlp False"),
+        (_ROPE | {"add_bias_linear": True, "qk_layernorm": True}, "mlp_bias True"),
+        (_MEGATRON | {"add_position_embedding": False}, "add_position_embedding is False"),
     ],
 )
 def test_arguments_of_another_model_are_refused_by_name(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_arguments(arguments)
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        {
+            "rotary_percent": 1.0,
+            "window_attn_skip_freq": 2,
+            "no_rope_freq": [0, 0],
+            "moe_router_topk_scaling_factor": 9,
+        },
+        {"lr": 1e-4, "save": "there", "fp8": "hybrid", "hidden_dropout": 0.3, "world_size": 64, "my_flag": False},
+    ],
+)
+def test_arguments_that_leave_the_model_as_it_is_are_passed_over(harmless: dict[str, Any]) -> None:
+    assert read_arguments(_ROPE | harmless) == read_arguments(_ROPE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "activation"),
+    [
+        (_ROPE, "silu"),
+        (_ROPE | {"swiglu": False, "gated_linear_unit": True}, "gelu"),  # fused only where there is a bias
+        (_MEGATRON, "gelu_tanh"),
+        (_MEGATRON | {"bias_gelu_fusion": False}, "gelu"),
+    ],
+)
+def test_the_activation_is_what_megatrons_kernels_compute(arguments: dict[str, Any], activation: str) -> None:
+    architecture = read_arguments(arguments)
+    assert architecture.activation == activation
+    if not unsayable(architecture):
+        assert read_arguments(write_arguments(architecture)) == architecture
+
+
+def test_every_argument_of_megatron_has_one_meaning_here() -> None:
+    """So what is new in another version is seen, and refused where it is set."""
+    core = pytest.importorskip("megatron.core.transformer")
+    names = {field.name for field in dataclasses.fields(core.MLATransformerConfig)} | _options_of_megatron_lm()
+    unknown = {name for name in names if name not in FOLLOWED | set(LEFT_AS_IT_IS) and not is_harmless(name)}
+    assert not unknown
+    assert not FOLLOWED & set(LEFT_AS_IT_IS)
+    older = {"norm_epsilon", "disable_bias_linear", "apply_layernorm_1p"}
+    assert not (FOLLOWED | set(LEFT_AS_IT_IS)) - names - older or not MEGATRON_LM.is_file()
+
+
+def _options_of_megatron_lm() -> set[str]:
+    """By the names under which its parser keeps them; none where no copy of Megatron-LM is at hand."""
+    if not MEGATRON_LM.is_file():
+        return set()
+    with tarfile.open(MEGATRON_LM) as archive:
+        files = [archive.extractfile(f"megatron/{part}/arguments.py") for part in ("training", "post_training")]
+        trees = [ast.parse(file.read()) for file in files if file is not None]
+        calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = set()
+    for call in calls:
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
+            dest = [word.value for word in call.keywords if word.arg == "dest"]
+            word = (dest or call.args)[0]
+            assert isinstance(word, ast.Constant)
+            names.add(str(word.value).removeprefix("--").replace("-", "_"))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "RoPE scaling linear by 4 "),
+        ({"rope_scaling": _LLAMA3 | {"original_max_position_embeddings": 4096}}, "llama3 by 8 from 4,096 positions"),
+        ({"rope_scaling": _LLAMA3 | {"factor": 32.0}}, "llama3 by 32 from 8,192 positions"),
+        ({"rope_theta": 10000.5}, "rope_theta 10000.5"),
+        ({"attention_bias": True}, "biases in some projections only"),
+        ({"hidden_act": "gelu"}, "gated gelu in the MLP"),
+        ({"rope_scaling": _LLAMA3}, ""),
+        ({"attention_bias": True, "mlp_bias": True}, ""),
+    ],
+)
+def test_what_megatrons_command_line_cannot_say_is_said(change: dict[str, Any], said: str) -> None:
+    architecture = read_config({"model_type": "llama"} | _SMALL | change)
+    assert said in "; ".join(unsayable(architecture))
+    if said:
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            command_line(architecture)
+        with pytest.raises(ConfigError):
+            read_arguments(write_arguments(architecture))
+    else:
+        assert not unsayable(architecture)
+        assert read_arguments(write_arguments(architecture)) == architecture
 
 
 def test_arguments_of_no_family_are_refused() -> None:

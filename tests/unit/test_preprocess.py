@@ -180,6 +180,28 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path, settings, says):
         preprocess(files, tmp_path / "out", settings=settings, encoder=BYTES)
 
 
+def test_documents_are_the_bytes_of_megatrons_own_builder(tmp_path):
+    """Empty ones and lists of sentences too: the loop is that of Encoder.encode in Megatron's preprocess_data.py."""
+    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    texts = ["", "a text", [], ["one.", "", "two."], [""], "last", ""]
+    files = find_inputs([jsonl(tmp_path / "d.jsonl", [{"text": text} for text in texts])])
+    settings = EncodeSettings(target="megatron", append_eod=True)
+    outcome = preprocess(files, tmp_path / "ours", settings=settings, encoder=BYTES)
+    assert outcome.num_samples == len(texts)
+    dtype = megatron.DType.optimal_dtype(BYTES.vocab_size)
+    builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
+    for text in texts:
+        sentences = [list(BYTES.encode([one])[0]) for one in (text if isinstance(text, list) else [text])]
+        sentences = [ids for ids in sentences if ids]
+        if sentences:
+            sentences[-1].append(BYTES.eos)
+        builder.add_document([i for ids in sentences for i in ids], [len(ids) for ids in sentences])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for suffix in (".bin", ".idx"):
+        ours = (tmp_path / f"ours_text_document{suffix}").read_bytes()
+        assert ours == (tmp_path / f"theirs{suffix}").read_bytes()
+
+
 def test_megatrons_own_reader_finds_each_key_as_a_data_set(tmp_path):
     pytest.importorskip("torch")
     megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")

@@ -30,11 +30,13 @@ _ARGUMENT = re.compile(r"\b(seq_length|encoder_seq_length|decoder_seq_length|rec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """FLOPs of `steps` steps that took `seconds` on `gpus` devices, whose peak is known or 0."""
+    """FLOPs of `steps` steps that took `seconds` on `gpus` devices, whose peak is known or 0; `seconds` None where only
+    the FLOPs are asked for.
+    """
 
     name: str
     flops: StepFlops
-    seconds: float
+    seconds: float | None
     gpus: int
     steps: int
     real_tokens: int
@@ -42,24 +44,32 @@ class Account:
     peak_flops_per_s: float = 0.0
 
     @property
-    def model_tflops_per_gpu(self) -> float:
+    def model_tflops_per_gpu(self) -> float | None:
         """Achieved, of what the model needs for its real tokens."""
-        return self.flops.model / self.seconds / self.gpus / 1e12
+        return self._tflops_per_gpu(self.flops.model)
 
     @property
-    def executed_tflops_per_gpu(self) -> float:
+    def executed_tflops_per_gpu(self) -> float | None:
         """Achieved, padding and recomputation included."""
-        return self.flops.executed / self.seconds / self.gpus / 1e12
+        return self._tflops_per_gpu(self.flops.executed)
 
     @property
     def mfu(self) -> float | None:
         """Model FLOPs over what the devices could do (Chowdhery et al. 2022, appendix B)."""
-        return self.model_tflops_per_gpu * 1e12 / self.peak_flops_per_s if self.peak_flops_per_s else None
+        return self._utilisation(self.model_tflops_per_gpu)
 
     @property
     def hfu(self) -> float | None:
         """Executed FLOPs over what the devices could do."""
-        return self.executed_tflops_per_gpu * 1e12 / self.peak_flops_per_s if self.peak_flops_per_s else None
+        return self._utilisation(self.executed_tflops_per_gpu)
+
+    def _tflops_per_gpu(self, flops: int) -> float | None:
+        return None if self.seconds is None else flops / self.seconds / self.gpus / 1e12
+
+    def _utilisation(self, tflops_per_gpu: float | None) -> float | None:
+        if tflops_per_gpu is None or not self.peak_flops_per_s:
+            return None
+        return tflops_per_gpu * 1e12 / self.peak_flops_per_s
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -88,14 +98,14 @@ def account(
     architecture: Architecture,
     work: Work,
     *,
-    seconds: float,
+    seconds: float | None,
     gpus: int,
     steps: int = 1,
     peak_flops_per_s: float = 0.0,
     causal: bool = False,
 ) -> Account:
     """Errors: ConfigError for a time or a number of devices that cannot be."""
-    if not 0 < seconds < float("inf"):
+    if seconds is not None and not 0 < seconds < float("inf"):
         raise ConfigError(f"{name}: took {seconds} s, but FLOPs a second need a time above 0")
     if gpus < 1:
         raise ConfigError(f"{name}: gpus is {gpus} but must be at least 1")
@@ -213,14 +223,20 @@ def flops_table(accounts: Sequence[Account]) -> Table:
     row("padding adds", [_share(a.flops.padding, a.flops.model) for a in accounts])
     row("recomputation adds", [_share(a.flops.recompute, a.flops.model) for a in accounts])
     row("real ÷ padded tokens", [f"{a.real_tokens / max(1, a.padded_tokens):.3f}" for a in accounts])
-    row("seconds a step", [f"{a.seconds / a.steps:.4g}" for a in accounts])
-    row("real tokens a second", [f"{a.real_tokens / a.seconds:,.0f}" for a in accounts])
-    row("model TFLOP/s a device", [f"{a.model_tflops_per_gpu:.4g}" for a in accounts])
-    row("executed TFLOP/s a device", [f"{a.executed_tflops_per_gpu:.4g}" for a in accounts])
+    if all(a.seconds is None for a in accounts):
+        return table
+    row("seconds a step", [_number(a.seconds and a.seconds / a.steps) for a in accounts])
+    row("real tokens a second", [f"{a.real_tokens / a.seconds:,.0f}" if a.seconds else "-" for a in accounts])
+    row("model TFLOP/s a device", [_number(a.model_tflops_per_gpu) for a in accounts])
+    row("executed TFLOP/s a device", [_number(a.executed_tflops_per_gpu) for a in accounts])
     if any(a.peak_flops_per_s for a in accounts):
         row("MFU", [_percent(a.mfu) for a in accounts])
         row("HFU", [_percent(a.hfu) for a in accounts])
     return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _flops(value: float) -> str:

@@ -84,6 +84,7 @@ class Outcome:
     num_resumed: int
     verified: bool
     notices: tuple[str, ...]
+    usage: tuple[str, ...]  # how what was written is loaded
 
 
 def prepare(
@@ -169,6 +170,7 @@ def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_
         num_resumed,
         conversion.verify,
         conversion.notices,
+        getattr(conversion.writer, "usage", ()),
     )
 
 
@@ -278,7 +280,10 @@ def _left_out(reader: CheckpointReader, pieces: Sequence[Piece], target: str) ->
 def _said_plainly(partial: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
+    except (OSError, RuntimeError) as raised:
+        error = raised if isinstance(raised, OSError) else raised.__context__  # torch.save hides it behind its own
+        if not isinstance(error, OSError):
+            raise
         where = error.filename or partial
         if error.errno in _NO_ROOM:
             raise DataError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from dynapipe_ext.costs.estimated import EstimatedCosts
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -36,28 +38,35 @@ class StageMemory:
 
 def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> tuple[StageMemory, ...]:
     """Of every stage: its fullest moment on the replica where that is most."""
+    micro_batches = plan.batch.micro_batches
+    priced = costs.evaluate(micro_batches)  # of all replicas at once
+    head = np.zeros_like(priced.stored_bytes)
+    head[-1] = costs.head_bytes(micro_batches)
+    tables = tuple(
+        table.tolist() for table in (priced.stored_bytes, priced.working_bytes, head, costs.message_bytes(priced))
+    )
     best: list[StageMemory] = []
-    for replica, schedule in zip(plan.batch.replicas, plan.schedules, strict=True):
-        if not replica.micro_batches:
+    for columns, schedule in zip(_columns(plan), plan.schedules, strict=True):
+        if columns.start == columns.stop:
             continue
-        priced = costs.evaluate(replica.micro_batches)
-        head = np.zeros_like(priced.stored_bytes)
-        head[-1] = costs.head_bytes(replica.micro_batches)
-        found = [_at_peak(schedule, stage, priced, head, costs, reserved_bytes) for stage in range(costs.num_stages)]
+        found = [
+            _at_peak(schedule, stage, [table[stage][columns] for table in tables], costs, reserved_bytes)
+            for stage in range(costs.num_stages)
+        ]
         best = [max(pair, key=lambda m: m.total) for pair in zip(best, found, strict=True)] if best else found
     return tuple(best)
 
 
+def _columns(plan: StepPlan) -> list[slice]:
+    """Of each replica's micro-batches among those of the batch."""
+    ends = list(accumulate(len(replica.micro_batches) for replica in plan.batch.replicas))
+    return [slice(begin, end) for begin, end in pairwise([0, *ends])]
+
+
 def _at_peak(
-    schedule: PipelineSchedule,
-    stage: int,
-    priced: MicroBatchCosts,
-    head: IntArray,
-    costs: EstimatedCosts,
-    reserved_bytes: int,
+    schedule: PipelineSchedule, stage: int, tables: Sequence[list[int]], costs: EstimatedCosts, reserved_bytes: int
 ) -> StageMemory:
-    stored, working, heads = (table[stage].tolist() for table in (priced.stored_bytes, priced.working_bytes, head))
-    messages = costs.message_bytes(priced)[stage].tolist()
+    stored, working, heads, messages = tables
     held = held_head = peak = 0
     at_peak = (0, 0, 0, int(costs.states.buffers[stage]))  # stored, head's part of it, working, buffers
     for action in schedule.ranks[schedule.stage_ranks[stage]]:
@@ -97,15 +106,16 @@ class Evaluation:
 
 def evaluation(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> Evaluation:
     """The micro-batches of the plan, one after the other through the pipeline."""
-    seconds, running = 0.0, np.zeros(costs.num_stages, np.int64)
-    for replica in plan.batch.replicas:
-        if not replica.micro_batches:
+    micro_batches = plan.batch.micro_batches
+    priced = costs.evaluate(micro_batches)  # of all replicas at once
+    seconds = 0.0
+    for columns in _columns(plan):
+        if columns.start == columns.stop:
             continue
-        priced = costs.evaluate(replica.micro_batches)
-        busy = priced.forward_ns.sum(axis=1)
-        fill = int(priced.forward_ns[:, 0].sum() + priced.transfer_ns[:, 0].sum()) - int(priced.forward_ns[:, 0].max())
-        seconds = max(seconds, (int(busy.max()) + fill) / 1e9)
-        running = np.maximum(running, _forward_bytes(replica.micro_batches, costs))
+        forward_ns, transfer_ns = priced.forward_ns[:, columns], priced.transfer_ns[:, columns]
+        fill = int(forward_ns[:, 0].sum() + transfer_ns[:, 0].sum()) - int(forward_ns[:, 0].max())
+        seconds = max(seconds, (int(forward_ns.sum(axis=1).max()) + fill) / 1e9)
+    running = _forward_bytes(micro_batches, costs)
     device = costs.states.device
     return Evaluation(
         beside_bytes=int((device.total + running).max()) + reserved_bytes,
@@ -114,7 +124,7 @@ def evaluation(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> Ev
     )
 
 
-def _forward_bytes(micro_batches: tuple[MicroBatch, ...], costs: EstimatedCosts) -> IntArray:
+def _forward_bytes(micro_batches: Sequence[MicroBatch], costs: EstimatedCosts) -> IntArray:
     """While a forward runs whose layers keep nothing: one layer at a time with its input, then the head."""
     checkpointed = [
         MicroBatch(m.samples, m.layout, "full", m.attention, m.pad_multiple, m.min_len) for m in micro_batches

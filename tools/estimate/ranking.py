@@ -88,8 +88,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Estimate:
-    """The answer: options from the fastest on, but first the simplest of those within 5 % of it; what was dropped and
-    why; and figures that no choice changes.
+    """The answer: options from the fastest on, but first the simplest of those within 5 % of it, and last those that
+    need more than hosts usually have; what was dropped and why; and figures that no choice changes.
     """
 
     question: Question
@@ -122,7 +122,11 @@ def estimate(question: Question, search: Search, advance: Advance | None = None)
         for candidate in screened(question, strategy, _fixed_s(question, strategy), dropped)
     ]
     sized = [(candidate, batch_tokens(question, search, candidate)) for candidate in candidates]
-    sized.sort(key=lambda pair: (pair[0].step_s(pair[1]) / pair[1], _simplicity(pair[0])))
+    unusual = {
+        id(candidate): host_bytes_per_node(question, candidate.costs) > question.cluster.usual_host_bytes
+        for candidate in candidates
+    }
+    sized.sort(key=lambda pair: (unusual[id(pair[0])], pair[0].step_s(pair[1]) / pair[1], _simplicity(pair[0])))
     chosen = _chosen(sized, search.most_plans)
     if len(sized) > len(chosen):
         dropped.counts[f"screened out: expected to be slower than the {len(chosen)} that were planned"] = len(
@@ -136,10 +140,12 @@ def estimate(question: Question, search: Search, advance: Advance | None = None)
             dropped.add("no plan of a whole batch fits")
         if advance:
             advance(1)
-    options = _simplest_first(_distinct(options, dropped))
-    options = _simplest_first([*(_final(question, search, o) for o in options[:_FINALISTS]), *options[_FINALISTS:]])
+    usual = question.cluster.usual_host_bytes
+    options = _simplest_first(_distinct(options, dropped), usual)
+    finalists = [_final(question, search, option) for option in options[:_FINALISTS]]
+    options = _simplest_first([*finalists, *options[_FINALISTS:]], usual)
     if options and not options[0].batch_curve:  # it moved up as others were looked at closer
-        options = _simplest_first([_final(question, search, options[0]), *options[1:]])
+        options = _simplest_first([_final(question, search, options[0]), *options[1:]], usual)
     return Estimate(
         question=question,
         search=search,
@@ -162,10 +168,17 @@ def _chosen(sized: Sequence[tuple[Candidate, int]], most: int) -> list[tuple[Can
     return [sized[place] for _, place in sorted(sorted(turns)[:most], key=lambda turn: turn[1])]
 
 
-def _simplest_first(options: Sequence[Option]) -> list[Option]:
-    """From the fastest on, but before all the simplest of those as fast as it, as far as an estimate can tell."""
-    ranked = sorted(options, key=lambda option: (-option.tokens_per_s, _simplicity(option.candidate)))
-    as_fast = [option for option in ranked if option.tokens_per_s >= AS_FAST * ranked[0].tokens_per_s]
+def _simplest_first(options: Sequence[Option], usual_host_bytes: float) -> list[Option]:
+    """From the fastest on, but before all the simplest of those as fast as it, as far as an estimate can tell; what
+    needs more memory than hosts usually have comes last.
+    """
+
+    def is_unusual(option: Option) -> bool:
+        return option.host_bytes_per_node > usual_host_bytes
+
+    ranked = sorted(options, key=lambda o: (is_unusual(o), -o.tokens_per_s, _simplicity(o.candidate)))
+    alike = [option for option in ranked if is_unusual(option) == is_unusual(ranked[0])]
+    as_fast = [option for option in alike if option.tokens_per_s >= AS_FAST * alike[0].tokens_per_s]
     as_fast.sort(key=lambda option: _simplicity(option.candidate))
     return [*as_fast[:1], *(option for option in ranked if option is not as_fast[0])]
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
+from dynapipe_ext.tools.estimate.advice import advice
 from dynapipe_ext.tools.estimate.config import train_fault
 from dynapipe_ext.tools.estimate.memory import StageMemory
 from dynapipe_ext.tools.estimate.options import Question
@@ -51,7 +52,10 @@ def assumptions(question: Question) -> list[str]:
         f" states as {question.states_recipe} keeps them",
     ]
     if not cluster.host_memory_gb:
-        lines.append("hosts: as much memory as is needed (--host-memory-gb)")
+        lines.append(
+            f"hosts: {cluster.usual_host_bytes / _GB:,.0f} GB a node, as is usual (--host-memory-gb); options that need"
+            " more come last"
+        )
     if question.architecture.num_decoder_layers:
         lines.append("attention: scores are kept, as relative position biases rule out flash kernels")
     if not device.is_fused:
@@ -82,6 +86,10 @@ def show(estimate: Estimate, prices: Prices, console: Console, *, most: int) -> 
     else:
         console.print(options_table(estimate, prices, most=most))
         _show_best(estimate, console)
+    if lines := list(advice(estimate)):
+        console.print("nothing fits into devices and hosts of usual memory; what would help:")
+        for line in lines:
+            console.print(f"  {line}")
     planned = len(estimate.options)
     others = "; the others:" if estimate.dropped.counts else ""
     console.print(f"{estimate.num_fitting:,} options fit, {planned:,} are planned{others}")

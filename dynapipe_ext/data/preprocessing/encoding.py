@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -19,8 +20,8 @@ from dynapipe_ext.data.reading import Example, example_of, lacking, string_field
 from dynapipe_ext.errors import DataError
 
 Target = Literal["dataset", "megatron"]
-TOKENS, SIZES, FIRST_TARGET, TASKS = "tokens", "sizes", "first_target", "task_ids"
-_VERSION = 1  # raise it with every change of what comes out, so that kept work is done again
+TOKENS, SIZES, FIRST_TARGET, TASKS, SENTENCES = "tokens", "sizes", "first_target", "task_ids", "sentences"
+_VERSION = 2  # raise it with every change of what comes out, so that kept work is done again
 _BATCH_CHARACTERS = 1 << 19
 
 
@@ -30,7 +31,8 @@ class EncodeSettings:
 
     dataset: input and target by `pair`, else the text of `keys[0]` as target; a separator between them where the
     tokenizer has one; the end of text at the end. `keys_only` has records with a pair read as plain text, too.
-    megatron: the tokens of each text, with the end of text where `append_eod` says so.
+    megatron: the tokens of each text, or of each sentence in a list of them, with the end of text after the last where
+    `append_eod` says so; a text without tokens is a document without a sequence, as in Megatron's preprocess_data.py.
     """
 
     target: Target
@@ -81,7 +83,7 @@ def stream_names(settings: EncodeSettings) -> tuple[str, ...]:
     """The streams of the output."""
     if settings.target == "dataset":
         return (TOKENS, SIZES, FIRST_TARGET, TASKS)
-    return tuple(f"{name}-{place}" for place in range(len(settings.keys)) for name in (TOKENS, SIZES))
+    return tuple(f"{name}-{place}" for place in range(len(settings.keys)) for name in (TOKENS, SIZES, SENTENCES))
 
 
 def encode_block(block: Block, settings: EncodeSettings, encoder: Encoder) -> EncodedBlock:
@@ -95,6 +97,9 @@ def encode_block(block: Block, settings: EncodeSettings, encoder: Encoder) -> En
 def texts_of(block: Block, settings: EncodeSettings) -> Iterator[str]:
     """All texts of a block, for training a tokenizer."""
     for where, record in records(block, text_key=settings.keys[0]):
+        if settings.target == "megatron":
+            yield from (text for sentences in _texts(where, record, settings) for text in sentences if text)
+            continue
         example = _example(where, record, settings)
         yield from (text for text in (example.input, example.target) if text)
 
@@ -147,43 +152,58 @@ def _encode_texts(
     block: Block, rows: Iterable[tuple[str, Record]], settings: EncodeSettings, encoder: Encoder
 ) -> EncodedBlock:
     dtype = settings.dtype(encoder)
-    end = [encoder.eos] if settings.append_eod else []
+    end = [encoder.eos] if settings.append_eod and encoder.eos is not None else []
     tokens: list[list[bytes]] = [[] for _ in settings.keys]
     sizes: list[list[int]] = [[] for _ in settings.keys]
+    counts: list[list[int]] = [[] for _ in settings.keys]
     num_skipped = 0
     texts = ((where, _texts(where, record, settings)) for where, record in rows)
-    for batch in _batches(texts, lambda texts: sum(map(len, texts))):
-        wheres = [where for where, _ in batch for _ in settings.keys]
-        encoded = iter(_encode(encoder, [text for _, texts in batch for text in texts], wheres))
-        for where, texts_of_record in batch:
-            documents = [next(encoded) for _ in texts_of_record]
-            if not all(documents):
-                num_skipped += _skipped(where, settings)
+    for batch in _batches(texts, lambda texts: sum(len(text) for sentences in texts for text in sentences)):
+        flat = [(where, text) for where, texts in batch for sentences in texts for text in sentences]
+        encoded = iter(_encode(encoder, [text for _, text in flat], [where for where, _ in flat]))
+        for _, texts_of_record in batch:
+            documents = [[ids for ids in map(list, islice(encoded, len(one))) if ids] for one in texts_of_record]
+            if settings.skip_empty and not all(documents):
+                num_skipped += 1
                 continue
-            for place, ids in enumerate(documents):
-                tokens[place].append(np.array([*ids, *end], dtype).tobytes())
-                sizes[place].append(len(ids) + len(end))
+            for place, sentences in enumerate(documents):
+                if sentences:
+                    sentences[-1] += end
+                tokens[place] += [np.array(ids, dtype).tobytes() for ids in sentences]
+                sizes[place] += map(len, sentences)
+                counts[place].append(len(sentences))
     streams = {}
     for place in range(len(settings.keys)):
         streams[f"{TOKENS}-{place}"] = b"".join(tokens[place])
         streams[f"{SIZES}-{place}"] = np.array(sizes[place], "<i8").tobytes()
+        streams[f"{SENTENCES}-{place}"] = np.array(counts[place], "<i8").tobytes()
     return EncodedBlock(
-        block.file, block.upto_bytes, block.digest(), streams, (), len(sizes[0]), sum(map(sum, sizes)), 0, num_skipped
+        block.file, block.upto_bytes, block.digest(), streams, (), len(counts[0]), sum(map(sum, sizes)), 0, num_skipped
     )
 
 
 def _example(where: str, record: Record, settings: EncodeSettings) -> Example:
     if settings.keys_only:
-        (text,) = _texts(where, record, settings)
-        return Example("unnamed", "", text)
+        (key,) = settings.keys
+        _refuse_lacking(where, record, settings)
+        return Example("unnamed", "", string_field(record, key, where=where))
     return example_of(record, where=where, pair=settings.pair, text=settings.keys[0], may_be_empty=True)
 
 
-def _texts(where: str, record: Record, settings: EncodeSettings) -> list[str]:
-    missing = [key for key in settings.keys if key not in record]
-    if missing:
+def _texts(where: str, record: Record, settings: EncodeSettings) -> list[list[str]]:
+    """The sentences of each key; a text is one."""
+    _refuse_lacking(where, record, settings)
+    found = []
+    for key in settings.keys:
+        value = record[key]
+        sentences = [{key: one} for one in value] if isinstance(value, list) else [record]
+        found.append([string_field(one, key, where=where) for one in sentences])
+    return found
+
+
+def _refuse_lacking(where: str, record: Record, settings: EncodeSettings) -> None:
+    if missing := [key for key in settings.keys if key not in record]:
         raise lacking(record, missing, where=where, fields="name the right ones with --json-keys")
-    return [string_field(record, key, where=where) for key in settings.keys]
 
 
 def _join(

@@ -27,6 +27,7 @@ from dynapipe_ext.data.indexed_dataset import bin_path, idx_path, lengths_path, 
 from dynapipe_ext.data.preprocessing.encoders import Encoder
 from dynapipe_ext.data.preprocessing.encoding import (
     FIRST_TARGET,
+    SENTENCES,
     SIZES,
     TASKS,
     TOKENS,
@@ -321,7 +322,8 @@ def _finish_megatron(place: Path, journal: Journal, settings: EncodeSettings, en
         sizes = _stream(journal, f"{SIZES}-{number}", "<i8")
         index, lengths = journal.folder / f"{number}.idx", journal.folder / f"{number}.lengths.npy"
         tokens = journal.folder / f"{number}.tokens"
-        write_index(index, settings.dtype(encoder), sizes)
+        documents = np.concatenate([[0], np.cumsum(_stream(journal, f"{SENTENCES}-{number}", "<i8"))])
+        write_index(index, settings.dtype(encoder), sizes, documents)
         write_lengths(lengths, sizes)
         tokens.unlink(missing_ok=True)
         _same_file(journal.path(f"{TOKENS}-{number}"), tokens)

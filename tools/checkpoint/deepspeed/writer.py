@@ -1,12 +1,11 @@
 """Checkpoints that DeepSpeed engines on Hugging Face models load, whatever their ZeRO stage and number of ranks.
 
     DST/latest, latest_universal      the name of the tag
-    DST/TAG/mp_rank_00_model_states.pt   the module: load_checkpoint(DST, load_module_only=True) of stages 0 to 2
-    DST/TAG/zero/NAME/*.pt            masters and moments: "checkpoint": {"load_universal": true} of stages 1 to 3
+    DST/TAG/mp_rank_00_model_states.pt   the module, which stage 0 loads alone
+    DST/TAG/zero/NAME/*.pt            masters and moments of stages 1 to 3; the weight itself where there is no master
     DST/huggingface/                  configuration and tokenizer
 
-Without optimizer state zero/NAME/fp32.pt is the weight itself, which is how stage 3 loads it: with "load_universal" and
-load_module_only=True. DeepSpeed 0.19: runtime/engine.py, runtime/base_optimizer.py, runtime/zero/stage3.py.
+`_USAGE` says how; DeepSpeed 0.19: runtime/engine.py, runtime/base_optimizer.py, runtime/zero/stage3.py.
 """
 
 from __future__ import annotations
@@ -37,6 +36,9 @@ from dynapipe_ext.tools.checkpoint.formats import (
 _MODEL = "model"
 _VERSION = "0.19.8"  # of DeepSpeed, whose layout this is
 _NUM_GROUPS = 64  # DeepSpeed passes over parameter groups of the engine that the file has no entry for
+_USAGE = """DeepSpeed loads it with
+  ZeRO 0: engine.load_checkpoint(DST, load_module_only=True), without "load_universal": weights alone
+  ZeRO 1, 2, 3: "checkpoint": {"load_universal": true} in the configuration, and engine.load_checkpoint(DST%s)"""
 # Hyper-parameters that Adam of torch, DeepSpeed or Apex takes from its groups.
 _KNOWN = {
     "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
@@ -59,6 +61,7 @@ class DeepSpeedWriter:
         self._tag = directory / f"global_step{self._state.iteration}"
         self._tensors = module_tensors(reader.architecture)
         self._kinds = self._carried_kinds()
+        self.usage = (_USAGE % ("" if "exp_avg" in self._kinds else ", load_module_only=True"),)
         self._by_groups: dict[tuple[TensorGroup, ...], list[ModuleTensor]] = {}
         for tensor in self._tensors:
             self._by_groups.setdefault(tensor.groups, []).append(tensor)
@@ -87,8 +90,9 @@ class DeepSpeedWriter:
             tree["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": [agreed]}  # for stage 3
         _write(self._tag / FOLDER / OPTIMIZER_STATE, tree, values)
         dtype = self._reader.dtype(tensor_groups(self._reader.architecture)[0], "weight")
-        empty = {tensor.name: Promised(0, (0,), dtype) for tensor in self._tensors}
-        _write(self._tag / "zero_pp_rank_0_mp_rank_00_model_states.pt", self._model_tree(empty), [])
+        stand_in = Promised(0, (1,), dtype)  # of a shape that no engine takes, where it would pass over an empty one
+        tree = self._model_tree({tensor.name: stand_in for tensor in self._tensors})
+        _write(self._tag / "zero_pp_rank_0_mp_rank_00_model_states.pt", tree, [torch.zeros(1, dtype=dtype)])
         if self._reader.files:
             (self._directory / "huggingface").mkdir(exist_ok=True)
         for file in self._reader.files:

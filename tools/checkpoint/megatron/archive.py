@@ -83,7 +83,9 @@ class ArchiveWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if error is not None or self._left:
-            self._archive.close()
+            if self._archive.fp is not None:
+                self._archive.fp.close()
+            self._archive.fp = None  # closed: what is in the file does not count, and nothing more may fit
             self._part.unlink(missing_ok=True)
             if error is None:
                 raise RuntimeError(f"{len(self._left)} planned tensors were not written")

@@ -102,7 +102,7 @@ class MegatronDistReader:
         self.files = carried(folder)
         embedding = self._stored.get(EMBEDDING)
         self.architecture, notices = read_architecture(
-            folder, self.files, self.arguments, embedding.dtype if embedding else None
+            folder, self.files, contents.told, embedding.dtype if embedding else None
         )
         self._groups = tensor_groups(self.architecture)
         self._doubles: set[str] = set()

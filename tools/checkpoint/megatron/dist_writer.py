@@ -24,10 +24,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, Piece, Source, StateKind, WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron.dist_names import extra_state_keys, written_keys
 from dynapipe_ext.tools.checkpoint.megatron.folder import finish_folder, iteration_name
+from dynapipe_ext.tools.checkpoint.megatron.launch_options import launch_options, usage
 from dynapipe_ext.tools.checkpoint.megatron.names import MegatronTensor, megatron_tensors
 from dynapipe_ext.tools.checkpoint.megatron.shards import Layout, Part, blocks, parts_of
 from dynapipe_ext.tools.checkpoint.megatron.state import (
@@ -61,10 +63,13 @@ class MegatronDistWriter:
         self._reader, self._options = reader, options
         self._layout = Layout.of(reader.architecture, options)
         self._kinds = written_kinds(reader)
+        _refuse_mixed(reader)
         self._state = reader.state if len(self._kinds) > 1 else None
         self._folder = directory / iteration_name(self._state)
         self._pieces = tuple(self._planned())
-        self.notices = writer_notices(reader, self._state)
+        self._launch_options = launch_options(self._layout, options, self._state, ("--ckpt-format", "torch_dist"))
+        self.usage = usage(self._launch_options)
+        self.notices = writer_notices(reader, self._layout, self._state)
 
     def pieces(self) -> Sequence[Piece]:
         return self._pieces
@@ -124,13 +129,16 @@ class MegatronDistWriter:
         with states.open("wb") as file:
             torch.save([None], file)
         metadata = self._metadata(records, _StorageInfo(states.name, 0, states.stat().st_size))
-        torch.save(self._common(), self._folder / "common.pt")
+        with (self._folder / "common.pt").open("wb") as file:  # torch.save to a path would not say why it failed
+            torch.save(self._common(), file)
         _write_pickle(self._folder / ".metadata", metadata)
         backends = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1,'
         write_atomic(
             self._folder / "metadata.json", f'{backends} "common_backend": "torch", "common_backend_version": 1}}'
         )
-        finish_folder(self.directory, self._reader.files, self._state)
+        finish_folder(
+            self.directory, self._reader.files, self._state, self._launch_options, self._layout.tp * self._layout.pp
+        )
 
     def _metadata(self, records: Mapping[str, Mapping[str, Any]], states: _StorageInfo) -> Metadata:
         architecture = self._layout.architecture
@@ -198,6 +206,21 @@ class MegatronDistWriter:
         if scaler := getattr(self._reader, "grad_scaler", {}):
             optimizer["grad_scaler"] = grad_scaler(scaler)
         return optimizer
+
+
+def _refuse_mixed(reader: CheckpointReader) -> None:
+    """Errors: DataError where layers that the format stacks into one tensor have weights of several types."""
+    first: dict[str, tuple[str, torch.dtype]] = {}
+    for group in tensor_groups(reader.architecture):
+        dtype = reader.dtype(group, "weight")
+        for tensor in megatron_tensors(reader.architecture, group):
+            for key in written_keys(reader.architecture, tensor):
+                other, wanted = first.setdefault(key.name, (group.name, dtype))
+                if dtype != wanted:
+                    raise DataError(
+                        f"{group.name} is {dtype} but {other} is {wanted}: this format stacks the layers' {key.name}"
+                        " into one tensor of one type; use --to megatron-legacy, or convert the source to one type"
+                    )
 
 
 def _write_pickle(path: Path, value: Any) -> None:

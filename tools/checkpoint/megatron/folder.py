@@ -3,6 +3,7 @@
 ROOT/latest_checkpointed_iteration.txt     "10", or "release" for weights without a place in training
 ROOT/iter_0000010/                         the checkpoint
 ROOT/huggingface/                          config.json, tokenizer, generation config: carried along
+ROOT/megatron_args.sh                      options for Megatron-LM that load it
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,21 +21,19 @@ import torch
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.models.megatron_arguments import read_arguments
+from dynapipe_ext.models.megatron_arguments import read_arguments, refuse_another_model, unsayable
 from dynapipe_ext.tools.checkpoint.formats import TrainingState
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files
+from dynapipe_ext.tools.checkpoint.megatron.launch_options import write_script
 from dynapipe_ext.tools.json_file import write_atomic
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CARRIED = "huggingface"
 RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
-_OTHER_MEANING: Mapping[str, tuple[Any, ...]] = {  # argument -> values under which weights are what families have
-    "apply_layernorm_1p": (None, False),
-    "rotary_interleaved": (None, False),
-    "rotary_percent": (None, 1, 1.0),
-    "multi_latent_attention": (None, False),
-}
+_INVISIBLE = (  # in the shapes of tensors
+    "num_heads", "num_query_groups", "activation", "norm_eps", "top_k", "rope_theta", "rope_scaling", "sliding_window"
+)  # fmt: skip
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -79,20 +78,17 @@ def read_architecture(
 
     Errors: DataError where neither a config.json nor arguments tell.
     """
-    for name, usual in _OTHER_MEANING.items():
-        if (value := arguments.get(name)) not in usual:
-            raise DataError(
-                f"{folder}: {name} is {short(value)}: no published family has such weights, they stay Megatron's"
-            )
     notices: list[str] = []
     config = next((file for file in files if file.name == CONFIG), None)
     try:
+        refuse_another_model(arguments, f"{folder}: arguments")
         if config is not None:
             try:
                 raw = json.loads(config.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise DataError(f"{config} cannot be read ({error}): put the model's configuration there") from error
             found = read_config(raw, str(config))
+            notices += _contradictions(found, arguments, config)
         elif arguments:
             found = read_arguments(arguments, f"{folder}: arguments")
             if not isinstance(arguments.get("vocab_size"), int):
@@ -110,15 +106,39 @@ def read_architecture(
     return found, tuple(notices)
 
 
+def _contradictions(found: Architecture, arguments: Mapping[str, Any], config: Path) -> Iterator[str]:
+    """Where a config.json and Megatron's arguments tell of different models. What shapes tell is checked by them."""
+    if not arguments or found.family == "t5":
+        return
+    try:
+        told = read_arguments({"vocab_size": found.vocab_size, **arguments}, "Megatron's arguments")
+    except ConfigError as error:
+        if not unsayable(found):
+            yield f"{config} is followed, not what the checkpoint says besides ({error})"
+        return
+    differing = [
+        f"{name} ({short(getattr(found, name))}, not {short(getattr(told, name))})"
+        for name in _INVISIBLE
+        if getattr(found, name) != getattr(told, name)
+    ]
+    if differing:
+        yield f"{config} is followed where Megatron's arguments say otherwise: {', '.join(differing)}"
+
+
 def iteration_name(state: TrainingState | None) -> str:
     """Of the folder to write: weights alone are a release, which Megatron starts from at iteration 0."""
     return RELEASE if state is None else f"iter_{state.iteration:07d}"
 
 
-def finish_folder(directory: Path, files: Sequence[Path], state: TrainingState | None) -> None:
-    """Carried files, then the tracker that makes `directory` a checkpoint."""
+def finish_folder(
+    directory: Path, files: Sequence[Path], state: TrainingState | None, options: Sequence[str], num_ranks: int
+) -> None:
+    """Carried files, Megatron-LM's options where there are any, then the tracker: `directory` is a checkpoint."""
     if files:
         (directory / CARRIED).mkdir(exist_ok=True)
         for file in files:
             shutil.copyfile(file, directory / CARRIED / file.name)
+    if options:
+        has_tokenizer = any(file.name.startswith("tokenizer") for file in files)
+        write_script(directory, options, CARRIED if has_tokenizer else "", num_ranks)
     write_atomic(directory / TRACKER, RELEASE if state is None else str(state.iteration))

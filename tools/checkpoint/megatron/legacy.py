@@ -91,7 +91,7 @@ class MegatronLegacyReader:
         stages = _stages(ranks)
         embedding = next((m[EMBEDDING] for _, m in stages if isinstance(m.get(EMBEDDING), StoredTensor)), None)
         self.architecture, notices = read_architecture(
-            folder, self.files, self.arguments, embedding.dtype if embedding else None
+            folder, self.files, contents.told, embedding.dtype if embedding else None
         )
         self._layout = self._found_layout(embedding)
         self._tensors = {

@@ -15,6 +15,7 @@ from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, Piece, Source, StateKind, WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron.archive import ArchiveWriter, Planned
 from dynapipe_ext.tools.checkpoint.megatron.folder import finish_folder, iteration_name
+from dynapipe_ext.tools.checkpoint.megatron.launch_options import launch_options, usage
 from dynapipe_ext.tools.checkpoint.megatron.legacy_names import (
     IMPLEMENTATIONS,
     Implementation,
@@ -89,7 +90,11 @@ class MegatronLegacyWriter:
                 " weight decay and without: use --to megatron"
             )
         self._folder = directory / iteration_name(self._state)
-        self.notices = writer_notices(reader, self._state)
+        self._launch_options = launch_options(
+            self._layout, options, self._state, ("--ckpt-format", "torch", "--transformer-impl", transformer_impl)
+        )
+        self.usage = usage(self._launch_options)
+        self.notices = writer_notices(reader, self._layout, self._state)
 
     def pieces(self) -> Sequence[Piece]:
         return [
@@ -127,7 +132,9 @@ class MegatronLegacyWriter:
                     archive.write(planned[entry.name, kind], values)
 
     def finish(self, records: Mapping[str, Mapping[str, Any]]) -> None:
-        finish_folder(self.directory, self._reader.files, self._state)
+        finish_folder(
+            self.directory, self._reader.files, self._state, self._launch_options, self._layout.tp * self._layout.pp
+        )
 
     def _rank_name(self, tp_rank: int, stage: int) -> str:
         return f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if self._layout.pp > 1 else "")

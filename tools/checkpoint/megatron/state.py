@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.models.megatron_arguments import write_arguments
+from dynapipe_ext.models.megatron_arguments import num_added_tokens, write_arguments
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, StateKind, TrainingState, WriterOptions
+from dynapipe_ext.tools.checkpoint.megatron.launch_options import pipeline_layout, usage_notices
 from dynapipe_ext.tools.checkpoint.megatron.pickles import is_plain, plain, scalar
 from dynapipe_ext.tools.checkpoint.megatron.shards import Layout
 
@@ -43,6 +44,11 @@ class Contents:
     grad_scaler: Mapping[str, Any] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
     dropped_arguments: tuple[str, ...] = ()  # whose values are no plain ones, like members of enumerations
+
+    @property
+    def told(self) -> Mapping[str, Any]:
+        """The arguments, those with other values too: one that makes another model must not be passed over."""
+        return {**self.arguments, **dict.fromkeys(self.dropped_arguments, "no plain value")}
 
 
 def read_contents(common: Mapping[str, Any]) -> Contents:
@@ -114,9 +120,10 @@ def written_kinds(reader: CheckpointReader) -> tuple[StateKind, ...]:
     return ("weight", "master", *MOMENTS) if "master" in reader.kinds else ("weight",)
 
 
-def writer_notices(reader: CheckpointReader, state: TrainingState | None) -> tuple[str, ...]:
-    """What a Megatron checkpoint made of another does not have."""
-    notices: tuple[str, ...] = (RNG_NOTICE,) if state is not None else ()
+def writer_notices(reader: CheckpointReader, layout: Layout, state: TrainingState | None) -> tuple[str, ...]:
+    """What a Megatron checkpoint made of another does not have, or cannot say."""
+    notices = usage_notices(layout.architecture, layout.padded_vocab_size)
+    notices += (RNG_NOTICE,) if state is not None else ()
     if dropped := getattr(reader, "dropped_arguments", ()):
         notices += (f"arguments whose values are no plain ones are not carried: {', '.join(dropped)}",)
     return notices
@@ -149,10 +156,12 @@ def arguments_of(reader: CheckpointReader, layout: Layout, options: WriterOption
     """Megatron's argument namespace: the source's where it has one, the model's, and the new layout."""
     known = dict(getattr(reader, "arguments", {}))
     known.setdefault("add_position_embedding", True)
-    known.setdefault("tokenizer_type", None)
+    if known.get("tokenizer_type") is None:  # Megatron-LM compares it where a vocabulary's file is given: GPT-2's alone
+        known["tokenizer_type"] = "GPT2BPETokenizer" if layout.architecture.family == "gpt2" else None
     described = write_arguments(layout.architecture)
     known |= {
         **described,
+        "vocab_size": layout.architecture.vocab_size - num_added_tokens(known),
         "make_vocab_size_divisible_by": options.vocab_divisible_by,
         "padded_vocab_size": layout.padded_vocab_size,
         "tensor_model_parallel_size": layout.tp,
@@ -164,18 +173,8 @@ def arguments_of(reader: CheckpointReader, layout: Layout, options: WriterOption
         "iteration": reader.state.iteration if reader.state and is_training else 0,
         "consumed_train_samples": reader.state.consumed_samples if reader.state and is_training else 0,
     }
-    known |= _uneven(layout)
+    known["pipeline_model_parallel_layout"] = pipeline_layout(layout)
     return argparse.Namespace(**known)
-
-
-def _uneven(layout: Layout) -> dict[str, Any]:
-    """How Megatron is told of uneven stages: a pipeline layout, "Et*2|t*3L"; None where they are even."""
-    counts = layout.layers_per_stage
-    if len(set(counts)) == 1:
-        return {"pipeline_model_parallel_layout": None}
-    stages = [f"t*{count}" if count else "" for count in counts]
-    stages[0], stages[-1] = f"E{stages[0]}", f"{stages[-1]}L"
-    return {"pipeline_model_parallel_layout": "|".join(stages)}
 
 
 def grad_scaler(saved: Mapping[str, Any]) -> dict[str, Any]:
