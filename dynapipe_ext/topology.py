@@ -4,8 +4,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal, get_args
 
 from dynapipe_ext.errors import ConfigError
+
+PlacementName = Literal["linear", "interleaved", "v"]
+
+
+def placement_of(name: PlacementName, pp: int, stages_per_rank: int | None = None) -> tuple[int, ...]:
+    """Pipeline rank of every stage under a named placement; `stages_per_rank` defaults to 1 for linear, else to 2.
+
+    interleaved: round after round down the ranks (Narayanan et al. 2021, sec. 2.2); v: down and back up in turns, so
+    that the first and the last stage share a rank (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
+
+    >>> placement_of("interleaved", 3), placement_of("v", 3)
+    ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+
+    Errors: ConfigError for a name, or a number of stages a rank, that does not make this placement.
+    """
+    if name not in get_args(PlacementName):
+        raise ConfigError(f"placement is {name!r} but must be one of {', '.join(get_args(PlacementName))}")
+    down = tuple(range(pp))
+    rounds = stages_per_rank if stages_per_rank is not None else 1 if name == "linear" else 2
+    match name:
+        case "linear":
+            if rounds != 1:
+                raise ConfigError(f"placement linear has 1 stage a rank, not {rounds}: take interleaved or v")
+            return down
+        case "interleaved":
+            if pp < 2 or rounds < 2:
+                raise ConfigError(
+                    f"placement interleaved of {rounds} stages on each of {pp} ranks: it needs 2 or more of both"
+                )
+            return down * rounds
+        case "v":
+            if pp < 2 or rounds < 2 or rounds % 2:
+                raise ConfigError(
+                    f"placement v of {rounds} stages on each of {pp} ranks: it needs 2 ranks or more and an even number"
+                    " of stages on each"
+                )
+            return (down + down[::-1]) * (rounds // 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +106,23 @@ class Topology:
         (0, 3)
         """
         return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank)
+
+    @property
+    def placement_name(self) -> str:
+        """The name under which `placement_of` makes this placement, with the stages a rank; "custom" for others.
+
+        >>> Topology(pp=2, placement=(0, 1, 1, 0)).placement_name
+        'v, 2 stages a rank'
+        """
+        ranks = self.stage_ranks
+        if ranks == tuple(range(self.pp)):
+            return "linear"
+        rounds, rest = divmod(len(ranks), self.pp)
+        if not rest and ranks == tuple(range(self.pp)) * rounds:
+            return f"interleaved, {rounds} stages a rank"
+        if not rest and rounds % 2 == 0 and ranks == placement_of("v", self.pp, rounds):
+            return f"v, {rounds} stages a rank"
+        return "custom"
 
     def coordinates(self, rank: int) -> Coordinates:
         if not 0 <= rank < self.world_size:

@@ -1,0 +1,150 @@
+"""Where layers live: placements of stages on ranks, and layers on stages, tried on real batches before a run.
+
+A placement is fixed for a run. Each candidate is planned as the run would plan it; layers then move between stages, one
+at a time, for as long as that shortens the planned steps. What would bring nothing is left out by a bound first: no
+plan of the same micro-batches is shorter than the work of its busiest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.topology import PlacementName, Topology, placement_of
+
+Batches = Sequence[Sequence[SampleLength]]
+
+_TRIED = 6  # neighbours planned in a round of moves of layers, those with the least work on the busiest rank
+_ROUNDS = 4
+_TRIAL_EFFORT = 4  # a trial has one part in so many of the planner's effort
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementTrial:
+    """What the sampled batches came to under one topology. `makespan_s` is their sum; the peak is the largest rank's.
+
+    `refusal` says why no plan was found; the figures are then infinite and 0.
+    """
+
+    topology: Topology
+    makespan_s: float
+    peak_bytes: int
+    bubble_ratio: float
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSearch:
+    """Tries topologies of one shape on the same batches. `costs_over` prices for a topology, `planner` has the rest."""
+
+    planner: Planner
+    costs_over: Callable[[Topology], CostModel]
+    num_layers: int
+    batches: Batches
+
+    def trials(self, names: Sequence[PlacementName], stages_per_rank: int | None = None) -> tuple[PlacementTrial, ...]:
+        """The best found of every placement, the best of all first; placements that the model cannot fill are left out.
+
+        Errors: PlanError where no placement has a plan, with the reason of the first; ConfigError where none can be
+        made.
+        """
+        found: list[PlacementTrial] = []
+        refusal: ConfigError | None = None
+        for name in names:
+            try:
+                even = self._shaped(name, stages_per_rank)
+            except ConfigError as error:
+                refusal = refusal or error
+                continue
+            found.append(self._with_best_layers(even))
+        if not found:
+            assert refusal is not None
+            raise refusal
+        found = [self._trial(one.topology, self.planner.effort) for one in found]
+        if all(one.refusal for one in found):
+            raise PlanError(f"no placement of stages has a plan: {found[0].refusal}")
+        return tuple(sorted(found, key=lambda one: one.makespan_s))
+
+    def _shaped(self, name: PlacementName, stages_per_rank: int | None) -> Topology:
+        base = self.planner.topology
+        if name == "linear":
+            stages_per_rank = None
+        ranks = placement_of(name, base.pp, stages_per_rank)
+        placement = () if name == "linear" else ranks
+        return replace(base, placement=placement, layers_per_stage=()).with_layers(self.num_layers)
+
+    def _with_best_layers(self, even: Topology) -> PlacementTrial:
+        effort = self.planner.effort // _TRIAL_EFFORT
+        best = self._trial(even, effort)
+        seen = {even.layers_per_stage}
+        for _ in range(_ROUNDS):
+            fresh = [one for one in _neighbours(best.topology) if one.layers_per_stage not in seen]
+            seen.update(one.layers_per_stage for one in fresh)
+            fresh.sort(key=self._busiest_ns)
+            tried = [self._trial(one, effort) for one in fresh[:_TRIED]]
+            better = min(tried, key=lambda one: one.makespan_s, default=best)
+            if better.makespan_s >= best.makespan_s:
+                break
+            best = better
+        return best
+
+    def _trial(self, topology: Topology, effort: int) -> PlacementTrial:
+        """All batches planned with so much effort, and more than none where the planner searches at all."""
+        planner = replace(self.planner, topology=topology, costs=self.costs_over(topology), effort=effort)
+        makespan_s, bubbles, peak_bytes = 0.0, 0.0, 0
+        for samples in self.batches:
+            try:
+                plan = planner.plan(samples)
+            except PlanError as error:
+                return PlacementTrial(
+                    topology=topology, makespan_s=float("inf"), peak_bytes=0, bubble_ratio=0.0, refusal=str(error)
+                )
+            makespan_s += plan.makespan_s
+            bubbles += sum(p.bubble_ratio for p in plan.predictions) / len(plan.predictions)
+            peak_bytes = max(peak_bytes, *(max(p.peak_bytes) for p in plan.predictions))
+        return PlacementTrial(
+            topology=topology,
+            makespan_s=makespan_s,
+            peak_bytes=peak_bytes,
+            bubble_ratio=bubbles / max(1, len(self.batches)),
+        )
+
+    def _busiest_ns(self, topology: Topology) -> tuple[int, tuple[int, ...]]:
+        """Work of the busiest rank with every sample of the first batch by itself: what moving layers changes first."""
+        samples = self.batches[0] if self.batches else ()
+        alone = [
+            MicroBatch((sample,), self.planner.layout, pad_multiple=self.planner.pad_multiple) for sample in samples
+        ]
+        priced = self.costs_over(topology).evaluate(alone)
+        work = (priced.forward_ns + priced.backward_ns).sum(axis=1)
+        by_rank = [0] * topology.pp
+        for stage, rank in enumerate(topology.stage_ranks):
+            by_rank[rank] += int(work[stage])
+        return max(by_rank), topology.layers_per_stage
+
+
+def _neighbours(topology: Topology) -> Iterator[Topology]:
+    """Topologies with one layer moved from a stage with more than one to another."""
+    layers = topology.layers_per_stage
+    for giver, num_layers in enumerate(layers):
+        for taker in range(len(layers)):
+            if taker != giver and num_layers > 1:
+                moved = list(layers)
+                moved[giver] -= 1
+                moved[taker] += 1
+                yield replace(topology, layers_per_stage=tuple(moved))
+
+
+def sampled_batches(num_batches: int, most: int = 3) -> tuple[int, ...]:
+    """Numbers of a few batches spread evenly over an epoch.
+
+    >>> sampled_batches(100), sampled_batches(2)
+    ((0, 33, 66), (0, 1))
+    """
+    count = min(most, num_batches)
+    return tuple(k * num_batches // count for k in range(count))

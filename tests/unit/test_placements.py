@@ -1,0 +1,126 @@
+"""Placements of stages on ranks by name, and the search for the best one with the best layers on every stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, sampled_batches
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.topology import PlacementName, Topology, placement_of
+
+NUM_LAYERS = 16
+SHAPE = Architecture.gpt(
+    num_layers=NUM_LAYERS,
+    hidden_size=256,
+    num_heads=8,
+    num_query_groups=8,
+    ffn_hidden_size=1024,
+    gated_mlp=False,
+    tied_embeddings=True,
+    vocab_size=16_384,  # its head costs as much as some layers
+    max_seq_len=2048,
+)
+BASE = Topology(pp=4, dp=1)
+NAMES: tuple[PlacementName, ...] = ("linear", "interleaved", "v")
+
+
+def costs_over(topology: Topology) -> AnalyticCosts:
+    return AnalyticCosts(SHAPE, topology, flops_per_s=1e12, overhead_ns=2000)
+
+
+def search(limit_bytes: float = 60e9, layout: str = "padded", effort: int = 800) -> PlacementSearch:
+    rng = np.random.default_rng(0)
+    batches = [sample_lengths(rng.integers(20, 900, 24).tolist()) for _ in range(2)]
+    planner = Planner(BASE, costs_over(BASE.with_layers(NUM_LAYERS)), limit_bytes, effort=effort)
+    return PlacementSearch(planner, costs_over, NUM_LAYERS, batches)
+
+
+@pytest.fixture(scope="module")
+def trials() -> tuple[PlacementTrial, ...]:
+    return search().trials(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "ranks"),
+    [
+        ("linear", None, (0, 1, 2)),
+        ("interleaved", 3, (0, 1, 2, 0, 1, 2, 0, 1, 2)),
+        ("v", None, (0, 1, 2, 2, 1, 0)),
+        ("v", 4, (0, 1, 2, 2, 1, 0, 0, 1, 2, 2, 1, 0)),
+    ],
+)
+def test_a_named_placement_is_this_and_its_name_comes_back(
+    name: PlacementName, stages: int | None, ranks: tuple[int, ...]
+) -> None:
+    assert placement_of(name, 3, stages) == ranks
+    assert Topology(pp=3, placement=ranks).placement_name.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "stages", "says"),
+    [
+        ("v", 4, 3, "even number"),
+        ("v", 1, 2, "2 ranks or more"),
+        ("interleaved", 4, 1, "2 or more of both"),
+        ("linear", 4, 2, "not 2"),
+        ("w", 4, None, "must be one of linear, interleaved, v"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(name: PlacementName, pp: int, stages: int | None, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        placement_of(name, pp, stages)
+
+
+def test_the_best_placement_comes_first_and_all_layers_lie_somewhere(trials: tuple[PlacementTrial, ...]) -> None:
+    spans = [trial.makespan_s for trial in trials]
+    assert spans == sorted(spans)
+    assert {trial.topology.placement_name.split(",")[0] for trial in trials} == set(NAMES)
+    for trial in trials:
+        assert sum(trial.topology.layers_per_stage) == NUM_LAYERS
+        assert min(trial.topology.layers_per_stage) >= 1
+
+
+def test_a_trial_says_what_a_planner_of_its_topology_plans(trials: tuple[PlacementTrial, ...]) -> None:
+    tried = search()
+    best = trials[0]
+    planner = replace(tried.planner, topology=best.topology, costs=costs_over(best.topology))
+    assert best.makespan_s == sum(planner.plan(samples).makespan_s for samples in tried.batches)
+
+
+def test_the_stage_of_an_expensive_head_gets_fewer_layers_and_steps_get_shorter(
+    trials: tuple[PlacementTrial, ...],
+) -> None:
+    linear = next(trial for trial in trials if trial.topology.placement_name == "linear")
+    assert linear.topology.layers_per_stage[-1] < NUM_LAYERS // 4
+    tried = search()
+    even = replace(tried.planner, topology=BASE.with_layers(NUM_LAYERS))
+    assert linear.makespan_s < 0.97 * sum(even.plan(samples).makespan_s for samples in tried.batches)
+
+
+def test_placements_that_the_layers_cannot_fill_are_left_out_and_none_at_all_is_refused() -> None:
+    tried = search()
+    (only,) = replace(tried, num_layers=4, costs_over=lambda t: few(t)).trials(NAMES)
+    assert only.topology.placement_name == "linear"
+    with pytest.raises(ConfigError, match="4 layers cannot fill 8 stages"):
+        replace(tried, num_layers=4, costs_over=lambda t: few(t)).trials(("v",))
+
+
+def few(topology: Topology) -> AnalyticCosts:
+    return AnalyticCosts(replace(SHAPE, num_layers=4), topology, flops_per_s=1e12, overhead_ns=2000)
+
+
+def test_a_limit_that_no_placement_keeps_is_refused_with_the_reason() -> None:
+    with pytest.raises(PlanError, match="no placement of stages has a plan: "):
+        search(limit_bytes=1e6).trials(NAMES)
+
+
+def test_sampled_batches_are_spread_over_the_epoch() -> None:
+    assert sampled_batches(1) == (0,)
+    assert sampled_batches(10, most=5) == (0, 2, 4, 6, 8)
