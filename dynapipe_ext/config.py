@@ -17,7 +17,7 @@ from dynapipe_ext.plan import Layout, LossNorm
 ScheduleName = Literal["adaptive", "1f1b", "gpipe", "zb-h1", "zb-h2"]
 SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2")  # every backward as I and W, asked for or not
 _READ = "described"  # of [model]: no setting, but what one of them names
-Rule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
+SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class PlanSettings:
 
     layout: Layout = "packed"
     schedule: ScheduleName = "adaptive"
-    rule: Rule = "dynapipe-ext"
+    rule: SplitRule = "dynapipe-ext"
     costs: str = ""
     memory_limit_gb: float = 1.0
     pad_multiple: int = 8

@@ -9,7 +9,7 @@ from itertools import islice
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.loader import Step
+from dynapipe_ext.executor.loader import LoadedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class EvalResult:
 
 def evaluate(
     executor: PipelineExecutor,
-    loader: Iterable[Step],
+    loader: Iterable[LoadedStep],
     num_steps: int | None = None,
     *,
     clock: Callable[[], float] = time.perf_counter,

@@ -22,17 +22,23 @@ from dynapipe_ext.data.collate import collate, document_lengths
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.plans.channel import PlanChannel
-from dynapipe_ext.executor.plans.course import BatchRule, Order, Place, digest, following_epoch, order_of
 from dynapipe_ext.executor.plans.source import InlinePlanSource, PlanSource, timed
-from dynapipe_ext.executor.protocols import Store
+from dynapipe_ext.executor.plans.step_positions import (
+    GlobalBatchRule,
+    SampleOrder,
+    StepPosition,
+    array_digest,
+    following_epoch,
+    order_of,
+)
+from dynapipe_ext.executor.protocols import Batch, Store
 from dynapipe_ext.executor.proven_step import ProvenStep, StepPlanner, prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.lengths import as_length_array, sample_lengths
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Coordinates, Topology
 
-Batch = dict[str, Any]
-Step = tuple[list[Batch], ExecutionPlan]
+LoadedStep = tuple[list[Batch], ExecutionPlan]
 Collate = Callable[[MicroBatch, Sequence[Any]], Mapping[str, Any]]
 STATE_FORMAT = "dynapipe-loader/1"
 
@@ -119,7 +125,7 @@ class DynaPipeDataLoader:
             raise DataError(
                 f"dataset has {len(dataset)} samples but {len(self._lengths)} lengths: prepare the data again"
             )
-        self._rule = BatchRule(
+        self._rule = GlobalBatchRule(
             batch_size=batch_size,
             tokens_per_batch=tokens_per_batch,
             shuffle=bool(shuffle),
@@ -131,12 +137,12 @@ class DynaPipeDataLoader:
         self._pin_memory = pin_memory
         self._needs_data = needs_data
         self._coordinates = coordinates or _own_coordinates(planner.topology)
-        self._place = Place()
+        self._place = StepPosition()
         self._resumed = False
         self._resumed_order: str | None = None
-        self._epoch_cache: tuple[int, GlobalBatches, Order | None] | None = None
-        self._pass: Generator[Step, None, None] | None = None
-        self._lengths_digest = digest(self._lengths)
+        self._epoch_cache: tuple[int, GlobalBatches, SampleOrder | None] | None = None
+        self._pass: Generator[LoadedStep, None, None] | None = None
+        self._lengths_digest = array_digest(self._lengths)
         if sampler is None:
             self._batches(0)  # refuses settings that cannot work before anything is started
         self._channel: PlanChannel | None = None
@@ -159,11 +165,11 @@ class DynaPipeDataLoader:
         """Global batches in the current epoch (before and after an iteration: in the next one)."""
         return len(self._batches(self._place.epoch)[0])
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[LoadedStep]:
         if self._pass is not None:
             self._pass.close()
         if self._place.step and not self._resumed:  # the last iteration was left half-way
-            self._place = Place(self._place.epoch + 1, 0, self._place.global_step)
+            self._place = StepPosition(self._place.epoch + 1, 0, self._place.global_step)
         self._resumed = False
         batches, order = self._batches(self._place.epoch)
         self._check_resumed_order(order)
@@ -183,7 +189,7 @@ class DynaPipeDataLoader:
         if epoch < 0:
             raise ConfigError(f"epoch is {epoch} but must be at least 0")
         if not (self._resumed and epoch == self._place.epoch):
-            self._place = Place(epoch, 0, self._place.global_step)
+            self._place = StepPosition(epoch, 0, self._place.global_step)
             self._resumed = False
 
     def num_samples(self, epoch: int, step: int) -> int:
@@ -203,7 +209,7 @@ class DynaPipeDataLoader:
             "global_step": self._place.global_step,
             "lengths": self._lengths_digest,
             "rule": self._rule.to_json(),
-            "order": None if order is None else digest(order),
+            "order": None if order is None else array_digest(order),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -221,7 +227,7 @@ class DynaPipeDataLoader:
                     f"the saved loader has {name} {theirs.get(name)!r} but this one has {value!r}: resume with the same"
                     " data and settings, or start the loader anew without its state"
                 )
-        self._place = Place(int(state["epoch"]), int(state["step"]), int(state["global_step"]))
+        self._place = StepPosition(int(state["epoch"]), int(state["step"]), int(state["global_step"]))
         self._resumed, self._resumed_order = True, state["order"]
         self._epoch_cache = None
 
@@ -241,38 +247,39 @@ class DynaPipeDataLoader:
     ) -> None:
         self.close()
 
-    def _batches(self, epoch: int) -> tuple[GlobalBatches, Order | None]:
+    def _batches(self, epoch: int) -> tuple[GlobalBatches, SampleOrder | None]:
         """The epoch's global batches; kept, since a sampler may give another order when it is asked again."""
         if self._epoch_cache is None or self._epoch_cache[0] != epoch:
             order = None if self._sampler is None else order_of(self._sampler, epoch)
             self._epoch_cache = (epoch, self._rule.batches(self._lengths, epoch, order), order)
         return self._epoch_cache[1:]
 
-    def _check_resumed_order(self, order: Order | None) -> None:
+    def _check_resumed_order(self, order: SampleOrder | None) -> None:
         wanted, self._resumed_order = self._resumed_order, None
-        if wanted is not None and self._place.step and (order is None or digest(order) != wanted):
+        if wanted is not None and self._place.step and (order is None or array_digest(order) != wanted):
             raise DataError(
                 f"the sampler gives another order for epoch {self._place.epoch} than when the state was saved: seed it"
                 " by the epoch"
             )
 
-    def _source(self, batches: GlobalBatches, order: Order | None) -> PlanSource:
+    def _source(self, batches: GlobalBatches, order: SampleOrder | None) -> PlanSource:
         if self._channel is not None:
             return self._channel.source(self._place, order)
 
-        def proven(place: Place) -> ProvenStep:
+        def proven(place: StepPosition) -> ProvenStep:
             samples = sample_lengths(self._lengths, batches[place.step])
             return prove_step(self.planner, samples, step=place.global_step)
 
         return InlinePlanSource(proven, dp_rank=self._coordinates.dp_rank, pp_rank=self._coordinates.pp_rank)
 
-    def _steps(self, batches: GlobalBatches, source: PlanSource) -> Generator[Step, None, None]:
+    def _steps(self, batches: GlobalBatches, source: PlanSource) -> Generator[LoadedStep, None, None]:
         first = self._place
         places = [
-            Place(first.epoch, step, first.global_step + step - first.step) for step in range(first.step, len(batches))
+            StepPosition(first.epoch, step, first.global_step + step - first.step)
+            for step in range(first.step, len(batches))
         ]
 
-        def read(place: Place) -> _Read:
+        def read(place: StepPosition) -> _Read:
             return self._read(place, batches, source)
 
         items = (read(place) for place in places) if self._channel is None else _read_ahead(read, places, source)
@@ -286,13 +293,13 @@ class DynaPipeDataLoader:
                 self._place = (
                     following_epoch(place, len(batches))
                     if is_last
-                    else Place(place.epoch, place.step + 1, place.global_step + 1)
+                    else StepPosition(place.epoch, place.step + 1, place.global_step + 1)
                 )
                 if self._channel is not None:
                     self._channel.reached(self._place)
                 yield item.micro_batches, item.plan
 
-    def _read(self, place: Place, batches: GlobalBatches, source: PlanSource) -> _Read:
+    def _read(self, place: StepPosition, batches: GlobalBatches, source: PlanSource) -> _Read:
         taken = timed(source, place)
         plan, own = taken.plan, set(batches[place.step])
         for sample in (sample for micro_batch in plan.micro_batches for sample in micro_batch.samples):
@@ -328,7 +335,7 @@ class _Read:
 
 
 def _read_ahead(
-    read: Callable[[Place], _Read], places: Sequence[Place], source: PlanSource
+    read: Callable[[StepPosition], _Read], places: Sequence[StepPosition], source: PlanSource
 ) -> Generator[_Read, None, None]:
     """`read(place)` for each place, the next one in a thread while the consumer works on the current one."""
     with ThreadPoolExecutor(1, thread_name_prefix="dynapipe-loader") as pool:

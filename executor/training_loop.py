@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.events import AllRanks, Listener, RankFigures, StepDone
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.loader import Batch, DynaPipeDataLoader
+from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.update import ExecutedStep, Refused
 from dynapipe_ext.models.flops import Work, work_of
 from dynapipe_ext.timeline import Span

@@ -50,7 +50,7 @@ def encode(plan: ExecutionPlan, key: bytes, *, context: bytes = b"") -> bytes:
 
     Errors: ConfigError for a key of under 16 bytes.
     """
-    return seal(_to_json(plan), key, context=context)
+    return sealed(_to_json(plan), key, context=context)
 
 
 def decode(data: bytes, key: bytes, *, context: bytes = b"") -> ExecutionPlan:
@@ -65,7 +65,7 @@ def decode(data: bytes, key: bytes, *, context: bytes = b"") -> ExecutionPlan:
         ) from error
 
 
-def seal(body: bytes, key: bytes, *, context: bytes = b"") -> bytes:
+def sealed(body: bytes, key: bytes, *, context: bytes = b"") -> bytes:
     """`body` compressed and signed."""
     _check_key(key)
     head = _MAGIC + bytes([VERSION])
@@ -74,7 +74,7 @@ def seal(body: bytes, key: bytes, *, context: bytes = b"") -> bytes:
 
 
 def unseal(data: bytes, key: bytes, *, context: bytes = b"") -> bytes:
-    """What `seal` was given. Raises StoreError, before it unpacks anything, unless key, context and version match."""
+    """What `sealed` was given. Raises StoreError, before it unpacks anything, unless key, context and version match."""
     _check_key(key)
     head, mac, packed = data[:_PREFIX_BYTES], data[_PREFIX_BYTES:][:_MAC_BYTES], data[_PREFIX_BYTES + _MAC_BYTES :]
     if len(mac) < _MAC_BYTES or not head.startswith(_MAGIC):

@@ -10,7 +10,7 @@ import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import SPLIT_SCHEDULES, Rule, ScheduleName, TrainConfig
+from dynapipe_ext.config import SPLIT_SCHEDULES, ScheduleName, SplitRule, TrainConfig
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json
@@ -35,7 +35,7 @@ class Variant:
     name: str
     layout: Layout
     schedule: ScheduleName
-    rule: Rule
+    rule: SplitRule
     max_tokens: int
     fill_waits: bool = False
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:  # it imports torch and Megatron
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingJob:
     """What `dynapipe train` has settled before it forks ranks; under torchrun rank 0 settles it.
 
     `run_dir` is the directory that rank 0 fills; its owner has claimed it, and holds it for as long as the ranks run.
@@ -78,7 +78,7 @@ class Job:
     end_signals: tuple[signal.Signals, ...] = (signal.SIGUSR1,)
 
 
-def train_rank(env: RankEnv, job: Job) -> int:
+def train_rank(env: RankEnv, job: TrainingJob) -> int:
     """Train as one rank of a job; returns 0. Errors are raised."""
     warnings.filterwarnings("ignore", module="megatron")
     import torch
@@ -122,7 +122,7 @@ def train_rank(env: RankEnv, job: Job) -> int:
 
 
 def _run(
-    env: RankEnv, job: Job, costs: CostModel | None, device: Any, stack: ExitStack
+    env: RankEnv, job: TrainingJob, costs: CostModel | None, device: Any, stack: ExitStack
 ) -> tuple[RankContext, list[Spans]]:
     """Runs the variants; what rank 0 gets back with the rank's context are the spans of all ranks in the first one."""
     import torch.distributed as dist
@@ -340,12 +340,12 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
         resumed = to_go_on_from(Path(run_dir), config, compare=args.compare, overwrite=args.overwrite)
     asked = (signal.SIGTERM, signal.SIGUSR1)
     if env.rank:
-        return train_rank(env, Job(config, args.compare, Path(), address, resumed=resumed, end_signals=asked))
+        return train_rank(env, TrainingJob(config, args.compare, Path(), address, resumed=resumed, end_signals=asked))
     with (
         RunDirectory(run_dir, overwrite=args.overwrite, resume=bool(args.resume)) as directory,
         keeping_what_ran(directory),
     ):
-        job = Job(config, args.compare, directory.path, address, resumed=resumed, end_signals=asked)
+        job = TrainingJob(config, args.compare, directory.path, address, resumed=resumed, end_signals=asked)
         return train_rank(env, job)
 
 

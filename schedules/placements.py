@@ -17,7 +17,7 @@ from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
-Batches = Sequence[Sequence[SampleLength]]
+SampledBatches = Sequence[Sequence[SampleLength]]
 
 _TRIED = 6  # neighbours planned in a round of moves of layers, those with the least work on the busiest rank
 _ROUNDS = 4
@@ -45,7 +45,7 @@ class PlacementSearch:
     planner: Planner
     costs_over: Callable[[Topology], CostModel]
     num_layers: int
-    batches: Batches
+    batches: SampledBatches
 
     def trials(self, names: Sequence[PlacementName], stages_per_rank: int | None = None) -> tuple[PlacementTrial, ...]:
         """The best found of every placement, the best of all first; placements that the model cannot fill are left out.

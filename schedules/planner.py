@@ -10,7 +10,7 @@ import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import Rule, ScheduleName, check_fill_waits
+from dynapipe_ext.config import ScheduleName, SplitRule, check_fill_waits
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
@@ -65,7 +65,7 @@ class Planner:
     seed: int = 0
     layout: Layout = field(default="padded", kw_only=True)
     schedule: ScheduleName = field(default="adaptive", kw_only=True)
-    rule: Rule = field(default="dynapipe-ext", kw_only=True)
+    rule: SplitRule = field(default="dynapipe-ext", kw_only=True)
     pad_multiple: int = field(default=8, kw_only=True)
     max_tokens: int = field(default=0, kw_only=True)
     effort: int = field(default=8000, kw_only=True)
@@ -179,7 +179,7 @@ class Planner:
         """The best plan, without its bounds."""
         proposals = self._proposals
         if self.schedule != "adaptive":
-            return self._natural_best(proposals.splits(samples, step), step)
+            return self._best_published(proposals.splits(samples, step), step)
         if self.rule == "dynapipe-ext" and self.layout == "padded":
             return self._predicted(*self._searched(proposals.cuts(samples, step)), step)
         return self._predicted(*self._searched(proposals.fixed(proposals.splits(samples, step))), step)
@@ -227,12 +227,12 @@ class Planner:
         # Forwards alone are searched with backwards that take no time: good cuts and replicas, another order to come.
         return self._forwards_in_order(replicas) if self.forward_only else (replicas, found.schedules)
 
-    def _natural_best(self, splits: Sequence[Replicas], step: int) -> StepPlan:
+    def _best_published(self, splits: Sequence[Replicas], step: int) -> StepPlan:
         """Of several splits under a published schedule, the first to end."""
         found: list[StepPlan] = []
         refusal: PlanError | None = None
         for replicas in splits:
-            schedules = tuple(self._natural(len(replica)) for replica in replicas)
+            schedules = tuple(self._published(len(replica)) for replica in replicas)
             try:
                 found.append(self._predicted(replicas, schedules, step))
             except PlanError as error:  # this split holds too much at once; others may fit
@@ -269,7 +269,7 @@ class Planner:
         batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
         return StepPlan(batch, tuple(schedules), tuple(predictions), priced)
 
-    def _natural(self, num_micro_batches: int) -> PipelineSchedule:
+    def _published(self, num_micro_batches: int) -> PipelineSchedule:
         if not num_micro_batches:
             return linear_schedule(self.schedule, [()] * self.topology.num_stages)
         return published_schedule(self.schedule, self.topology.num_stages, num_micro_batches)
@@ -332,7 +332,7 @@ _MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integ
 _CHOICES: dict[str, tuple[object, ...]] = {
     "layout": get_args(Layout),
     "schedule": get_args(ScheduleName),
-    "rule": get_args(Rule),
+    "rule": get_args(SplitRule),
     "loss_norm": get_args(LossNorm),
     "recompute": (*RECOMPUTES, None),
 }

@@ -14,7 +14,7 @@ from dynapipe_ext.errors import DataError
 
 FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
-Point = tuple[int, ...]
+GridPoint = tuple[int, ...]
 
 INFEASIBLE = (
     1 << 50
@@ -35,7 +35,7 @@ class Grid:
     known: BoolArray
 
     @classmethod
-    def from_points(cls, columns: Mapping[str, Mapping[Point, float]]) -> Grid:
+    def from_points(cls, columns: Mapping[str, Mapping[GridPoint, float]]) -> Grid:
         """A grid of the columns' points, which must lie on the same axes; a point counts if every column has it."""
         points = sorted(set().union(*columns.values()))
         if not points:

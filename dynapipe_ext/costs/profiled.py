@@ -12,7 +12,16 @@ import numpy as np
 from dynapipe_ext.costs.analytic import parameters_per_stage
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import LayerKind
-from dynapipe_ext.costs.surface import PARTS, QUANTITIES, Measured, Part, Shape, Surface, left_out_errors, next_shape
+from dynapipe_ext.costs.surface import (
+    PARTS,
+    QUANTITIES,
+    Measured,
+    ModelPart,
+    Shape,
+    Surface,
+    left_out_errors,
+    next_shape,
+)
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.lengths import SampleLength
@@ -28,10 +37,10 @@ _EDGE = 1.6  # a little above two steps of the grid, rounding included
 _PER_DOUBLING = 4  # points of the written table: a multilinear cell then misses a square by less than 0.8 %
 
 
-class Measure(Protocol):
+class MeasureShape(Protocol):
     """One layer or the head, for one micro-batch; None where it does not fit. With `bytes_only` times are 0."""
 
-    def __call__(self, part: Part, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None: ...
+    def __call__(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,20 +110,20 @@ class Profile:
     that a layer keeps for a packed row over those of padded rows with as many tokens and squares.
     """
 
-    points: dict[tuple[Part, Recompute], dict[Shape, Measured | None]] = field(default_factory=dict)
+    points: dict[tuple[ModelPart, Recompute], dict[Shape, Measured | None]] = field(default_factory=dict)
     packed: dict[Recompute, float] = field(default_factory=dict)
 
-    def kinds(self, within: ProfileRange) -> list[tuple[Part, Recompute]]:
+    def kinds(self, within: ProfileRange) -> list[tuple[ModelPart, Recompute]]:
         """The head recomputes nothing."""
         return [("layer", r) for r in within.recomputes] + [("head", "none")]
 
-    def known(self, part: Part, recompute: Recompute) -> dict[Shape, Measured]:
+    def known(self, part: ModelPart, recompute: Recompute) -> dict[Shape, Measured]:
         return {s: m for s, m in self.points.get((part, recompute), {}).items() if m is not None}
 
     def shapes(self) -> list[Shape]:
         return sorted(set().union(*self.points.values())) if self.points else []
 
-    def visit(self, shape: Shape, measure: Measure, within: ProfileRange) -> None:
+    def visit(self, shape: Shape, measure: MeasureShape, within: ProfileRange) -> None:
         """Measure a shape in every way that is still missing. Larger ones than what did not fit do not fit."""
         for kind in self.kinds(within):
             points = self.points.setdefault(kind, {})
@@ -127,7 +136,7 @@ class Profile:
         layers, heads = self.known("layer", within.recomputes[0]), self.known("head", "none")
         return sorted(layers.keys() & heads.keys())
 
-    def pack(self, measure: Measure, within: ProfileRange) -> None:
+    def pack(self, measure: MeasureShape, within: ProfileRange) -> None:
         """Measure what packing keeps beyond padding, at a middle shape that fits."""
         shapes = [s for s in self.fitting(within) if s[0] > 1]
         if not shapes:
@@ -183,7 +192,7 @@ def _is_sound(measured: Measured | None) -> bool:
 
 def choose_and_measure(
     profile: Profile,
-    measure: Measure,
+    measure: MeasureShape,
     within: ProfileRange,
     *,
     error_target: float,
@@ -265,7 +274,7 @@ def cost_table(
     )
 
 
-def _grid(profile: Profile, kind: tuple[Part, Recompute], within: ProfileRange) -> Grid:
+def _grid(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRange) -> Grid:
     known = profile.known(*kind)
     missing = [s for s, m in profile.points[kind].items() if m is None]
     lengths, rows = within.lengths(_PER_DOUBLING), within.rows(_PER_DOUBLING)

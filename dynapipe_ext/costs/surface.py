@@ -12,8 +12,8 @@ import numpy as np
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.reproducible import FloatArray, exp, log, non_negative_least_squares, product, solve
 
-Part = Literal["layer", "head"]
-PARTS: tuple[Part, ...] = get_args(Part)
+ModelPart = Literal["layer", "head"]
+PARTS: tuple[ModelPart, ...] = get_args(ModelPart)
 Shape = tuple[int, int]  # rows, positions
 
 _REACH = 1.5  # doublings over which two points' deviations from the fit still resemble each other

@@ -31,7 +31,7 @@ _ROUNDING_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SamplePlace:
     """Where n samples lie between the points: on the encoder (e) and decoder (d) axis the points on both sides and the
     share of the upper one, and the first point that is longer. `outside`: longer than any point."""
 
@@ -86,7 +86,7 @@ class PointTable:
             _from_on(_from_on(np.pad(some, ((0, 0), (0, 1), (0, 1)), constant_values=NEVER_NS), 1), 2),
         )
 
-    def least(self, place: Place, fits: BoolArray | None) -> FloatArray:
+    def least(self, place: SamplePlace, fits: BoolArray | None) -> FloatArray:
         """Over all shapes that hold each sample, and of as many rows as `fits` (K x R, n) allows: (n,).
 
         On one side longer, it is bounded by the least on each of the other side's two points.
@@ -122,7 +122,7 @@ class TablePoints:
     needed: tuple[tuple[FloatArray, int], ...]
     has_decoder: bool
 
-    def place(self, needs: FloatArray) -> Place:
+    def place(self, needs: FloatArray) -> SamplePlace:
         """Of samples with (encoder, decoder) lengths (n, 2)."""
         found = []
         for side, axis in enumerate(self.axes):
@@ -133,9 +133,9 @@ class TablePoints:
             share = (x - axis[low]) / np.where(width > 0, width, 1.0)
             found.append((low, high, share, np.searchsorted(axis, needs[:, side], side="right")))
         outside = (needs[:, 0] > self.axes[0][-1]) | (needs[:, 1] > self.axes[1][-1])
-        return Place(*found[0], *found[1], outside)
+        return SamplePlace(*found[0], *found[1], outside)
 
-    def fits(self, place: Place, limit_bytes: int) -> BoolArray:
+    def fits(self, place: SamplePlace, limit_bytes: int) -> BoolArray:
         """Whether so many rows of the samples' own lengths could be in one micro-batch: (K x R, n).
 
         Between two points the next one above counts as well, unless no whole number lies between.

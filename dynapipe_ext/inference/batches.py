@@ -163,7 +163,7 @@ def _setting(config: Any, *names: str, default: int | None = None) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRule:
+class InferenceBatchRule:
     """How large a batch may be, beside the first one's `batch_size`.
 
     A batch's predicted peak is at most `peak_fraction` of the first one's, with probability 1 - `threshold` as far as
@@ -200,7 +200,9 @@ class BatchRule:
         return self.sizes(memory, np.full(self.batch_size, longest))(prompt_len)
 
 
-def plan_batches(lengths: npt.ArrayLike, rule: BatchRule, memory: BatchMemory = PROMPT_TOKENS) -> list[IntArray]:
+def plan_batches(
+    lengths: npt.ArrayLike, rule: InferenceBatchRule, memory: BatchMemory = PROMPT_TOKENS
+) -> list[IntArray]:
     """Indices of the texts of each batch, longest first: the fewest batches that the rule and the model allow.
 
     >>> rule = BatchRule(batch_size=2, peak_fraction=1.0)
@@ -240,7 +242,7 @@ def with_a_padded_first(lengths: IntArray, order: IntArray, batch_size: int) -> 
 
 
 def batches_of(
-    lengths: IntArray, order: IntArray, start: int, memory: Callable[[], BatchMemory], rule: BatchRule
+    lengths: IntArray, order: IntArray, start: int, memory: Callable[[], BatchMemory], rule: InferenceBatchRule
 ) -> Iterator[IntArray]:
     """Batches from place `start` in `order` on; `memory` is asked before each, and may change its answer."""
     counted: BatchMemory | None = None

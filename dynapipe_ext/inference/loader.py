@@ -23,17 +23,17 @@ from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
 from dynapipe_ext.inference.batches import (
     PROMPT_TOKENS,
     BatchMemory,
-    BatchRule,
     GenerationMemory,
+    InferenceBatchRule,
     IntArray,
     batches_of,
     longest_first,
     with_a_padded_first,
 )
 from dynapipe_ext.inference.memory_model import LearnedMemory
-from dynapipe_ext.inference.memory_profiling import Measure, beams_of, cuda_peak, is_out_of_memory, measured_on
+from dynapipe_ext.inference.memory_profiling import MeasurePeak, beams_of, cuda_peak, is_out_of_memory, measured_on
 
-Tensors = dict[str, torch.Tensor]
+BatchTensors = dict[str, torch.Tensor]
 
 
 class _Unset(float):
@@ -54,7 +54,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
     def __init__(
         self,
         lengths: npt.ArrayLike,
-        rule: BatchRule,
+        rule: InferenceBatchRule,
         *,
         memory: BatchMemory | None = None,
         shuffle: bool = False,
@@ -133,8 +133,8 @@ def build_dynamic_batch_dataloader(
     """A DataLoader of the tokenizer's tensors with `texts` and `indices` (places in `texts`), longest texts first.
 
     Texts are truncated to `max_input_token_length`. `batch_size` is the first batch's, the largest that is known to fit
-    the longest texts; the others follow `BatchRule`: a batch's peak exceeds 90 % (`peak_fraction`) of the first one's
-    with probability `threshold` at most, by what the memory model's errors tell.
+    the longest texts; the others follow `InferenceBatchRule`: a batch's peak exceeds 90 % (`peak_fraction`) of the
+    first one's with probability `threshold` at most, by what the memory model's errors tell.
 
     `memory_model`: a file of `dynapipe train-memory-model`, learned from measured peaks. Without it, and without
     `memory`, prompt tokens alone are counted until `generate` puts in bytes counted from the model's config.
@@ -171,7 +171,7 @@ def build_dynamic_batch_dataloader(
         raise DataError(f"{len(table)} lengths were given for {len(texts)} texts: give one a text")
     multiple = int(tokenizer_kwargs.get("pad_to_multiple_of") or 1)
     growth = math.inf if isinstance(batch_end_range, _Unset) else max(1.0, batch_end_range)
-    rule = BatchRule(batch_size=batch_size, threshold=threshold, peak_fraction=peak_fraction, growth=growth)
+    rule = InferenceBatchRule(batch_size=batch_size, threshold=threshold, peak_fraction=peak_fraction, growth=growth)
     if memory_model is not None:
         if memory is not None:
             raise ConfigError("memory and memory_model are both given: batches follow one of them")
@@ -221,7 +221,7 @@ def generate_batches(
     batches: Iterable[Any],
     *,
     max_new_tokens: int,
-    measure: Measure | None = None,
+    measure: MeasurePeak | None = None,
     calibrate: bool = True,
     **generation: Any,
 ) -> Iterator[GeneratedBatch]:
@@ -292,21 +292,23 @@ def _driven(driver: _Driver, batches: Iterable[Any], sampler: DynamicBatchSample
         yield done
 
 
-def _has_padding(inputs: Tensors) -> bool:
+def _has_padding(inputs: BatchTensors) -> bool:
     return "attention_mask" in inputs and not bool(inputs["attention_mask"].all())
 
 
 class _Driver:
     """Runs batches, halving what does not fit; remembers how large that was, and the texts that never did."""
 
-    def __init__(self, model: Any, max_new_tokens: int, measure: Measure | None, generation: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: Any, max_new_tokens: int, measure: MeasurePeak | None, generation: Mapping[str, Any]
+    ) -> None:
         self.model, self.max_new_tokens, self.measure, self.generation = model, max_new_tokens, measure, generation
         self.too_large: list[tuple[int, int]] = []
         self._failed_positions: int | None = None
         end = generation.get("eos_token_id", getattr(model.generation_config, "eos_token_id", None))
         self._ends = set(end) if isinstance(end, list | tuple | set) else {end}
 
-    def run(self, inputs: Tensors, indices: tuple[int, ...]) -> GeneratedBatch:
+    def run(self, inputs: BatchTensors, indices: tuple[int, ...]) -> GeneratedBatch:
         waiting, num_splits, peaks = [slice(0, len(indices))], 0, list[int]()
         found: dict[int, tuple[int, ...]] = {}
         while waiting:
@@ -332,7 +334,7 @@ class _Driver:
         tokens = tuple(found[index] for index in kept)
         return GeneratedBatch(indices=kept, tokens=tokens, peak_bytes=max(peaks, default=None), num_splits=num_splits)
 
-    def _attempt(self, inputs: Tensors) -> tuple[list[tuple[int, ...]], int | None] | None:
+    def _attempt(self, inputs: BatchTensors) -> tuple[list[tuple[int, ...]], int | None] | None:
         """New tokens and peak, or None out of memory: the failed call's frames are gone by then, and their tensors."""
         try:
             if self.measure is None:
@@ -345,7 +347,7 @@ class _Driver:
             torch.cuda.empty_cache()
         return None
 
-    def _generate(self, inputs: Tensors) -> list[tuple[int, ...]]:
+    def _generate(self, inputs: BatchTensors) -> list[tuple[int, ...]]:
         causal = not self.model.config.is_encoder_decoder
         mask = inputs.get("attention_mask")
         if causal and mask is not None and not bool(mask[:, -1].all()):
@@ -370,7 +372,7 @@ class _Driver:
         return tuple(tokens[:end])
 
 
-def _part(inputs: Tensors, rows: slice) -> Tensors:
+def _part(inputs: BatchTensors, rows: slice) -> BatchTensors:
     """Some rows, without the columns that are padding in all of them."""
     num_texts, prompt_len = inputs["input_ids"].shape
     part = {name: x[rows] if x.ndim and x.shape[0] == num_texts else x for name, x in inputs.items()}

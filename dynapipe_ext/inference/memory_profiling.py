@@ -21,9 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.inference.memory_records import MeasuredOn, MemoryRecord, RecordFile
-from dynapipe_ext.inference.memory_shapes import Choice, ShapeLimits, next_shape
+from dynapipe_ext.inference.memory_shapes import Choice, ShapeLimits, next_memory_shape
 
-Measure = Callable[[Callable[[], Any]], tuple[Any, int]]  # runs a call -> its result, and its peak in bytes
+MeasurePeak = Callable[[Callable[[], Any]], tuple[Any, int]]  # runs a call -> its result, and its peak in bytes
 
 # Of a config, what changes no shape of any tensor: names, versions, labels, special tokens, how weights are drawn.
 _NO_SIZES = (
@@ -33,7 +33,7 @@ _NO_SIZES = (
 _NO_SIZES_PARTS = ("token_id", "initializer", "dropout", "pdrop")
 
 
-def measure_on(device: torch.device) -> Measure:
+def measure_on(device: torch.device) -> MeasurePeak:
     """How peaks are measured on a device: by torch's counters on CUDA, by the profiler's memory events elsewhere."""
     return functools.partial(cuda_peak, device) if device.type == "cuda" else profiled_peak
 
@@ -207,7 +207,7 @@ def collect(
     run = functools.partial(_run, model, max_new_tokens=max_new_tokens, num_beams=num_beams)
     run(_batch(model, (1, min(4, limits.max_length)), seed))  # libraries' own first allocations belong to no batch
     done = {record.shape: record.peak_bytes is None for record in file.records}
-    while (shape := next_shape(done, limits, choice, seed)) is not None:
+    while (shape := next_memory_shape(done, limits, choice, seed)) is not None:
         inputs = _batch(model, shape, seed)
         available = _available_bytes(model.device)
         peak = None

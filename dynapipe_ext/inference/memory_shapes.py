@@ -46,7 +46,7 @@ class ShapeLimits:
         return max(1, min(self.max_rows, self.max_tokens // longest))
 
 
-def next_shape(done: Mapping[Shape, bool], limits: ShapeLimits, choice: Choice, seed: int) -> Shape | None:
+def next_memory_shape(done: Mapping[Shape, bool], limits: ShapeLimits, choice: Choice, seed: int) -> Shape | None:
     """The batch to measure next, or None at the end; a pure function, so that a series cut short goes on as it was.
 
     `done` maps each shape so far to whether it ran out of memory; no shape that holds one of those is chosen.

@@ -13,7 +13,7 @@ from typing import Literal
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 
-Side = Literal["", "encoder", "decoder"]
+ModelSide = Literal["", "encoder", "decoder"]
 GroupKind = Literal[
     "embedding", "position", "final_norm", "head", "relative_bias",
     "attention_norm", "attention_in", "attention_in_bias", "attention_out", "attention_out_bias", "q_norm", "k_norm",
@@ -44,7 +44,7 @@ class TensorGroup:
 
     kind: GroupKind
     tensors: tuple[TensorInfo, ...]
-    side: Side = ""
+    side: ModelSide = ""
     layer: int = -1
     expert: int = -1
 
@@ -160,7 +160,7 @@ def _t5(a: Architecture) -> Iterator[TensorGroup]:
     """T5: both sides share the embedding; each side's first layer holds the relative position biases of all."""
     h = a.hidden_size
     yield _group("embedding", ("shared.weight", (a.vocab_size, h)))
-    sides: tuple[tuple[Side, int], ...] = (("encoder", a.num_layers), ("decoder", a.num_decoder_layers))
+    sides: tuple[tuple[ModelSide, int], ...] = (("encoder", a.num_layers), ("decoder", a.num_decoder_layers))
     for side, num_layers in sides:
         for i in range(num_layers):
             for group in _t5_layer(a, side, i):

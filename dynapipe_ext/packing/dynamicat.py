@@ -4,7 +4,7 @@
     batches = arranged(batches, lengths, by="random", seed=1)
     rows = padded([tokens[i] for i in batches[0]], side="left")
 
-Records are made of fields by `record`, and by `tokenize_records` in several processes. Each planner returns lists of
+Records are made of fields by `make_record`, and by `tokenize_records` in several processes. Each planner returns lists of
 record indices and puts every record into one batch. Sorting by length ("smart batching") is what makes dynamic padding
 cheap; `smart=False` keeps the records' own order.
 """
@@ -20,14 +20,14 @@ import numpy.typing as npt
 
 from dynapipe_ext.errors import ConfigError, DataError
 
-Batches = list[list[int]]
-Side = Literal["left", "right"]
+RecordBatches = list[list[int]]
+PaddingSide = Literal["left", "right"]
 Arrangement = Literal["records", "padding", "random"]
 Scaling = Literal["linear", "sqrt", "none"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RecordPiece:
     """Tokens `start` to `end` of a record."""
 
     record: int
@@ -39,7 +39,7 @@ class Piece:
         return self.end - self.start
 
 
-def fixed_size(lengths: Sequence[int], batch_size: int, *, smart: bool = True) -> Batches:
+def fixed_size(lengths: Sequence[int], batch_size: int, *, smart: bool = True) -> RecordBatches:
     """`batch_size` records a batch, fewer in the last.
 
     >>> fixed_size([5, 3, 1, 5, 2, 1, 2, 1], 3)
@@ -58,7 +58,7 @@ def limited(
     per_record: int = 0,
     max_records: int | None = None,
     smart: bool = True,
-) -> Batches:
+) -> RecordBatches:
     """records x (per_record + per_token x longest) <= limit in each batch: tokens by default, or bytes.
 
     With `smart` these are the fewest batches that keep the limit (longest first, each as full as it goes).
@@ -74,7 +74,7 @@ def limited(
     if per_token < 0 or per_record < 0 or per_token + per_record < 1:
         raise ConfigError(f"a record of {per_record} and {per_token} a token costs nothing: give positive costs")
     order = _order(lengths, smart=smart)
-    batches: Batches = []
+    batches: RecordBatches = []
     longest = 0
     for index in order:
         cost = per_record + per_token * lengths[index]
@@ -94,7 +94,7 @@ def limited(
     return batches
 
 
-def length_difference(lengths: Sequence[int], max_difference: int, batch_size: int) -> Batches:
+def length_difference(lengths: Sequence[int], max_difference: int, batch_size: int) -> RecordBatches:
     """At most `batch_size` records a batch, whose lengths differ by at most `max_difference`: the fewest such batches.
 
     >>> length_difference([10, 3, 9, 4, 1, 8], 2, 3)
@@ -103,7 +103,7 @@ def length_difference(lengths: Sequence[int], max_difference: int, batch_size: i
     _positive("batch_size", batch_size)
     if max_difference < 0:
         raise ConfigError(f"max_difference is {max_difference}: 0 or more tokens are needed")
-    batches: Batches = []
+    batches: RecordBatches = []
     for index in _order(lengths, smart=True):
         if batches and len(batches[-1]) < batch_size and lengths[batches[-1][0]] - lengths[index] <= max_difference:
             batches[-1].append(index)
@@ -112,7 +112,7 @@ def length_difference(lengths: Sequence[int], max_difference: int, batch_size: i
     return batches
 
 
-def pieces(lengths: Sequence[int], max_length: int) -> list[Piece]:
+def pieces(lengths: Sequence[int], max_length: int) -> list[RecordPiece]:
     """Records cut into pieces of at most `max_length` tokens, in order; none is lost. Plan batches of their lengths.
 
     >>> [(p.record, p.start, p.end) for p in pieces([5, 2], 2)]
@@ -121,7 +121,7 @@ def pieces(lengths: Sequence[int], max_length: int) -> list[Piece]:
     _positive("max_length", max_length)
     _check(lengths)
     return [
-        Piece(record, start, min(start + max_length, length))
+        RecordPiece(record, start, min(start + max_length, length))
         for record, length in enumerate(lengths)
         for start in range(0, length, max_length)
     ]
@@ -129,7 +129,7 @@ def pieces(lengths: Sequence[int], max_length: int) -> list[Piece]:
 
 def maximum_length(
     lengths: Sequence[int], max_length: int, batch_size: int, *, smart: bool = True
-) -> list[list[Piece]]:
+) -> list[list[RecordPiece]]:
     """`batch_size` pieces a batch, none longer than `max_length`."""
     cut = pieces(lengths, max_length)
     return [[cut[i] for i in batch] for batch in fixed_size([p.length for p in cut], batch_size, smart=smart)]
@@ -141,8 +141,8 @@ def padding_tokens(batch: Sequence[int], lengths: Sequence[int]) -> int:
 
 
 def arranged(
-    batches: Batches, lengths: Sequence[int], *, by: Arrangement, descending: bool = False, seed: int = 0
-) -> Batches:
+    batches: RecordBatches, lengths: Sequence[int], *, by: Arrangement, descending: bool = False, seed: int = 0
+) -> RecordBatches:
     """The same batches ordered by number of records, by padding, or at random."""
     match by:
         case "records":
@@ -156,7 +156,7 @@ def arranged(
 
 
 def padded(
-    rows: Sequence[Sequence[int]], *, side: Side = "right", value: int = 0, pad_multiple: int = 1
+    rows: Sequence[Sequence[int]], *, side: PaddingSide = "right", value: int = 0, pad_multiple: int = 1
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Rows padded to the longest one (rounded up), and their mask: 1 where a token is real.
 
@@ -164,7 +164,7 @@ def padded(
     >>> array.tolist(), mask.tolist()
     ([[1, 2, 3], [0, 0, 4]], [[1, 1, 1], [0, 0, 1]])
     """
-    if side not in get_args(Side):
+    if side not in get_args(PaddingSide):
         raise ConfigError(f"side is {side!r}: choose 'left' or 'right'")
     _positive("pad_multiple", pad_multiple)
     if not rows:
@@ -186,10 +186,10 @@ class Field:
     name: str
     loss: bool = True
     max_length: int | None = None
-    cut: Side = "right"
+    cut: PaddingSide = "right"
 
     def __post_init__(self) -> None:
-        if self.cut not in get_args(Side):
+        if self.cut not in get_args(PaddingSide):
             raise ConfigError(f"field {self.name!r} is cut at {self.cut!r}: choose 'left' or 'right'")
         if self.max_length is not None:
             _positive(f"max_length of field {self.name!r}", self.max_length)
@@ -200,7 +200,7 @@ PRETRAINING = (Field("content"),)
 INFERENCE = (Field("prompt", loss=False, cut="left"),)
 
 
-def record(
+def make_record(
     tokens: Mapping[str, Sequence[int]], fields: Sequence[Field], *, start: Sequence[int] = (), end: Sequence[int] = ()
 ) -> dict[str, list[int]]:
     """input_ids and loss_mask of a record, its fields in order: a feature for `PackingCollator`.

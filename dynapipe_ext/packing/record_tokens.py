@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
-from dynapipe_ext.packing.dynamicat import Field, record
+from dynapipe_ext.packing.dynamicat import Field, make_record
 
 Encode = Callable[[list[str]], Sequence[Sequence[int]]]
 Feature = dict[str, list[int]]
@@ -134,7 +134,7 @@ class _Task:
             raise DataError(f"encode gave {len(encoded)} lists of ids for {len(texts)} texts")
         groups = (encoded[i : i + len(names)] for i in range(0, len(encoded), len(names)))
         return [
-            record(dict(zip(names, group, strict=True)), self.fields, start=self.start, end=self.end)
+            make_record(dict(zip(names, group, strict=True)), self.fields, start=self.start, end=self.end)
             for group in groups
         ]
 

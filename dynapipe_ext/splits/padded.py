@@ -22,7 +22,7 @@ from dynapipe_ext.splits.partition import best_partition, cut_again
 # (dynapipe_ext.costs.grid) or more for shapes that cannot run.
 ShapeEvaluate = Callable[[IntArray, IntArray, IntArray], tuple[IntArray, IntArray]]
 
-Order = Literal["sorted", "classes"]
+SortOrder = Literal["sorted", "classes"]
 
 # Decoder lengths at which classes begin. Powers of 3: of the factors 1.4 to 4 it gave the shortest plans on T5 batches.
 _CLASSES = tuple(3**k for k in range(1, 20))
@@ -72,7 +72,7 @@ def split_padded(
     pad_multiple: int = 1,
     recompute: Recompute = "none",
     equal_counts: bool = False,
-    orders: Sequence[Order] = ("sorted", "classes"),
+    orders: Sequence[SortOrder] = ("sorted", "classes"),
     thinning_ns: int = 0,
 ) -> list[MicroBatch]:
     """The micro-batches that minimise sum(t) / dp + (pp - 1) max(t), t being a micro-batch's bottleneck time.
@@ -167,7 +167,7 @@ def subset_costs(
     return order, np.concatenate([[0], np.where(within, time_ns, INFEASIBLE)])
 
 
-def ordered(samples: Sequence[SampleLength], order: Order) -> list[SampleLength]:
+def ordered(samples: Sequence[SampleLength], order: SortOrder) -> list[SampleLength]:
     """Samples in the order that runs are cut from.
 
     sorted: by encoder length, then decoder length. classes, for encoder-decoder models: by class of decoder

@@ -35,7 +35,7 @@ class StoredChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class SavedTensor:
     """A whole tensor by its chunks, which fill it without overlap; `dtype` is torch's name."""
 
     dtype: str
@@ -99,7 +99,7 @@ class Manifest:
     optimizer: OptimizerPlace
     versions: Mapping[str, str]
     files: Mapping[str, int]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, SavedTensor]
 
     def encode(self) -> bytes:
         run = self.run
@@ -203,9 +203,9 @@ def _field(raw: Mapping[str, Any], name: str, kind: type[_T], where: str) -> _T:
     return value
 
 
-def _tensor(raw: Any) -> StoredTensor:
+def _tensor(raw: Any) -> SavedTensor:
     dtype, shape, chunks = raw
-    return StoredTensor(
+    return SavedTensor(
         str(dtype),
         _ints(shape),
         tuple(

@@ -27,7 +27,7 @@ from dynapipe_ext.executor.checkpoints.manifest import (
     Manifest,
     OptimizerPlace,
     RunState,
-    StoredTensor,
+    SavedTensor,
     read_manifest,
     refuse_other_model,
 )
@@ -117,7 +117,7 @@ class CheckpointSaver:
         thread.start()
         return _Pending(run, place, part, writer, request, thread)
 
-    def _publish(self, pending: _Pending, tensors: Mapping[str, StoredTensor]) -> None:
+    def _publish(self, pending: _Pending, tensors: Mapping[str, SavedTensor]) -> None:
         manifest = Manifest(
             run=pending.run,
             optimizer=pending.place,

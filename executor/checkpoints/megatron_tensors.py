@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dynapipe_ext.errors import DataError, ExecutionError
-from dynapipe_ext.executor.checkpoints.manifest import StoredChunk, StoredTensor
+from dynapipe_ext.executor.checkpoints.manifest import SavedTensor, StoredChunk
 from dynapipe_ext.executor.stages.collectives import gather_json
 
 METADATA = ".metadata"
@@ -82,7 +82,7 @@ class TensorWriter(AsyncSaveShardedStrategy):  # type: ignore[misc]
         except (OSError, RuntimeError) as error:
             self._fault = f"rank {dist.get_rank()} could not write {folder / self._file} ({error})"
 
-    def finish(self, folder: Path, device: torch.device) -> Mapping[str, StoredTensor]:
+    def finish(self, folder: Path, device: torch.device) -> Mapping[str, SavedTensor]:
         """On all ranks: what lies where; rank 0 writes it for Megatron, too. Errors: ExecutionError on all ranks."""
         everyone = gather_json([self._file, self._fault, self._rows], device)
         if faults := [fault for _, fault, _ in everyone if fault]:
@@ -99,7 +99,7 @@ class TensorWriter(AsyncSaveShardedStrategy):  # type: ignore[misc]
                 if dtype:
                     found = tensors.setdefault(key, (dtype, tuple(whole), []))
                     found[2].append(StoredChunk(tuple(begin), tuple(shape), file, offset, num_bytes))
-        index = {key: StoredTensor(dtype, whole, tuple(chunks)) for key, (dtype, whole, chunks) in tensors.items()}
+        index = {key: SavedTensor(dtype, whole, tuple(chunks)) for key, (dtype, whole, chunks) in tensors.items()}
         if dist.get_rank() == 0:
             (folder / METADATA).write_bytes(pickle.dumps(_metadata(index, objects)))
         return index
@@ -124,7 +124,7 @@ def _write_shards(file: BinaryIO, state: Any) -> Iterator[list[Any]]:
             ]  # fmt: skip
 
 
-def _metadata(index: Mapping[str, StoredTensor], objects: list[tuple[str, StoredChunk]]) -> Metadata:
+def _metadata(index: Mapping[str, SavedTensor], objects: list[tuple[str, StoredChunk]]) -> Metadata:
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for key, stored in objects:
@@ -140,7 +140,7 @@ def _metadata(index: Mapping[str, StoredTensor], objects: list[tuple[str, Stored
     return Metadata(state_dict_metadata=entries, storage_data=places, storage_meta=StorageMeta())
 
 
-def read_tensors(folder: Path, index: Mapping[str, StoredTensor], state: Any) -> None:
+def read_tensors(folder: Path, index: Mapping[str, SavedTensor], state: Any) -> None:
     """Fill the tensors that a sharded state dict is made of, in place; its objects, empty here, stay as they are.
 
     A tensor whose key ends a master weight's may be stored under another of its names: see `_stored`.
@@ -156,7 +156,7 @@ def read_tensors(folder: Path, index: Mapping[str, StoredTensor], state: Any) ->
 _MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 
 
-def _stored(folder: Path, index: Mapping[str, StoredTensor], shard: ShardedTensor) -> StoredTensor:
+def _stored(folder: Path, index: Mapping[str, SavedTensor], shard: ShardedTensor) -> SavedTensor:
     """By its own key; a master weight also by the names that Megatron's other optimizers give it. Where weights are
     float32 they are their own masters."""
     names = [shard.key]
@@ -176,7 +176,7 @@ def _stored(folder: Path, index: Mapping[str, StoredTensor], shard: ShardedTenso
     return found[0]
 
 
-def _fill(folder: Path, stored: StoredTensor, shard: ShardedTensor) -> None:
+def _fill(folder: Path, stored: SavedTensor, shard: ShardedTensor) -> None:
     target = shard.data[(None,) * shard.prepend_axis_num]
     missing = target.numel()
     for chunk in stored.chunks:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.costs.surface import Measured, Part
+from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
@@ -90,7 +90,7 @@ class LayerProfiler:
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
-    def measure(self, part: Part, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
+    def measure(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
         """Of one layer, or of the head; None where it does not fit on a device. With `bytes_only` times are 0."""
         mine = self._alone(part, micro_batch, bytes_only=bytes_only)
         if self._ranks.tp == 1:
@@ -111,7 +111,7 @@ class LayerProfiler:
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return [float(x) for x in shared.tolist()]
 
-    def _alone(self, part: Part, micro_batch: MicroBatch, *, bytes_only: bool) -> Measured | None:
+    def _alone(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool) -> Measured | None:
         try:
             return self._measured(part, micro_batch, bytes_only=bytes_only)
         except (RuntimeError, MemoryError) as error:
@@ -123,7 +123,7 @@ class LayerProfiler:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _measured(self, part: Part, micro_batch: MicroBatch, *, bytes_only: bool) -> Measured:
+    def _measured(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool) -> Measured:
         layers = _NUM_LAYERS if part == "layer" else 1
         timed = self._stages["layers" if part == "layer" else "head"]
         alone = self._stages["one layer" if part == "layer" else "head"]

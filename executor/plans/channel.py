@@ -7,10 +7,10 @@ import hmac
 import json
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.plans.course import BatchRule, Order, Place, digest
 from dynapipe_ext.executor.plans.planner_pool import PlannerProcesses
 from dynapipe_ext.executor.plans.planner_process import PlannerJob, describe_planner
 from dynapipe_ext.executor.plans.source import StorePlanSource
+from dynapipe_ext.executor.plans.step_positions import GlobalBatchRule, SampleOrder, StepPosition, array_digest
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.proven_step import StepPlanner
 from dynapipe_ext.executor.store.address import StoreAddress
@@ -31,7 +31,7 @@ class PlanChannel:
     def __init__(
         self,
         planner: StepPlanner,
-        rule: BatchRule,
+        rule: GlobalBatchRule,
         lengths: LengthArray,
         coordinates: Coordinates,
         *,
@@ -63,10 +63,10 @@ class PlanChannel:
             )
         self._plan_key = plan_key or _derived_key(self._store.address)
         self._session = 0
-        self._next: Place | None = None  # where the present session goes on; None before the first
+        self._next: StepPosition | None = None  # where the present session goes on; None before the first
         self._pool: PlannerProcesses | None = None
 
-    def source(self, place: Place, order: Order | None) -> StorePlanSource:
+    def source(self, place: StepPosition, order: SampleOrder | None) -> StorePlanSource:
         """Plans from `place` on, to the end of the epoch."""
         if order is not None or place != self._next:
             self._begin_session(place, order)
@@ -81,7 +81,7 @@ class PlanChannel:
             marks_taken=self._marks_taken,
         )
 
-    def reached(self, place: Place) -> None:
+    def reached(self, place: StepPosition) -> None:
         """The consumer's next place in this session."""
         self._next = place
 
@@ -100,7 +100,7 @@ class PlanChannel:
     def _keys(self) -> Keys:
         return Keys(f"{self._topic}/{self._session}")
 
-    def _begin_session(self, place: Place, order: Order | None) -> None:
+    def _begin_session(self, place: StepPosition, order: SampleOrder | None) -> None:
         self._stop_planners()
         self._session += 1
         self._next = place
@@ -128,13 +128,13 @@ class PlanChannel:
             self._pool = None
 
 
-def _topic(namespace: str, lengths: LengthArray, rule: BatchRule, planner: dict[str, object]) -> str:
+def _topic(namespace: str, lengths: LengthArray, rule: GlobalBatchRule, planner: dict[str, object]) -> str:
     """Keeps loaders of another namespace, over other data, or with other settings, apart in one store."""
     try:
         settings = json.dumps([namespace, rule.to_json(), planner], sort_keys=True)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"planner.to_json() must give plain JSON values for planner processes: {error}") from error
-    return hashlib.sha256(f"{digest(lengths)} {settings}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{array_digest(lengths)} {settings}".encode()).hexdigest()[:16]
 
 
 def _opened(store: str | StoreAddress | Store | None, namespace: str, num_workers: int) -> Store:

@@ -15,9 +15,9 @@ from types import TracebackType
 import numpy as np
 
 from dynapipe_ext.errors import StoreError
-from dynapipe_ext.executor.plans.course import Order
 from dynapipe_ext.executor.plans.planner_process import ARRAY_TYPE, CLOSE_SIGNAL, PlannerJob
 from dynapipe_ext.executor.plans.source import publish_failure
+from dynapipe_ext.executor.plans.step_positions import SampleOrder
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.lengths import LengthArray
@@ -33,7 +33,7 @@ class PlannerProcesses:
     The arrays go to the processes through their standard input, from threads: nothing is ever written to a disk.
     """
 
-    def __init__(self, job: PlannerJob, store: Store, lengths: LengthArray, order: Order | None = None) -> None:
+    def __init__(self, job: PlannerJob, store: Store, lengths: LengthArray, order: SampleOrder | None = None) -> None:
         self._store = store
         self._arrays = [_bytes(lengths)] if order is None else [_bytes(lengths), _bytes(order)]
         self._job = replace(
@@ -120,5 +120,5 @@ class PlannerProcesses:
             print(f"{message}; and the ranks cannot be told: {error}", file=sys.stderr)
 
 
-def _bytes(array: Order | LengthArray) -> memoryview:
+def _bytes(array: SampleOrder | LengthArray) -> memoryview:
     return np.ascontiguousarray(array, dtype=ARRAY_TYPE).reshape(-1).view(np.uint8).data

@@ -26,8 +26,8 @@ import numpy as np
 
 from dynapipe_ext.errors import ConfigError, DynaPipeError, StoreError
 from dynapipe_ext.executor.parent_death import end_with_parent
-from dynapipe_ext.executor.plans.course import BatchRule, Order, Place, course
 from dynapipe_ext.executor.plans.source import publish_failure
+from dynapipe_ext.executor.plans.step_positions import GlobalBatchRule, SampleOrder, StepPosition, step_positions
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.proven_step import StepPlanner, prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
@@ -53,9 +53,9 @@ class PlannerJob:
     namespace: str
     prefix: str
     plan_key: str  # hexadecimal
-    rule: BatchRule
+    rule: GlobalBatchRule
     planner: dict[str, Any]
-    start: Place
+    start: StepPosition
     ahead: int
     num_workers: int
     worker: int = 0
@@ -72,11 +72,11 @@ class PlannerJob:
     @classmethod
     def from_json(cls, text: str | bytes) -> PlannerJob:
         fields = json.loads(text)
-        return cls(**{**fields, "rule": BatchRule(**fields["rule"]), "start": Place(**fields["start"])})
+        return cls(**{**fields, "rule": GlobalBatchRule(**fields["rule"]), "start": StepPosition(**fields["start"])})
 
 
 def describe_planner(planner: StepPlanner) -> dict[str, Any]:
-    """What `make_planner` needs in another process. Raises ConfigError for a class that cannot be imported there."""
+    """What `planner_of` needs in another process. Raises ConfigError for a class that cannot be imported there."""
     kind = type(planner)
     if kind.__module__ == "__main__" or "<" in kind.__qualname__:
         raise ConfigError(
@@ -86,7 +86,7 @@ def describe_planner(planner: StepPlanner) -> dict[str, Any]:
     return {"class": f"{kind.__module__}:{kind.__qualname__}", "settings": planner.to_json()}
 
 
-def make_planner(description: dict[str, Any]) -> StepPlanner:
+def planner_of(description: dict[str, Any]) -> StepPlanner:
     module, _, name = description["class"].partition(":")
     kind: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -101,12 +101,12 @@ def publish_plans(
     plan_key: bytes,
     planner: StepPlanner,
     lengths: LengthArray,
-    places: Iterable[tuple[Place, tuple[int, ...]]],
+    places: Iterable[tuple[StepPosition, tuple[int, ...]]],
     *,
     worker: int,
     num_workers: int,
     ahead: int,
-    recent: deque[Place] | None = None,
+    recent: deque[StepPosition] | None = None,
 ) -> None:
     """Put the plans of this worker's share of `places` into the store, `ahead` places before rank 0 takes them.
 
@@ -135,11 +135,13 @@ def publish_plans(
             _delete(store, keys, recent[0], planner)
 
 
-def recent_places(ahead: int) -> deque[Place]:
+def recent_places(ahead: int) -> deque[StepPosition]:
     return deque(maxlen=2 * ahead + _SLACK + 1)
 
 
-def forget(store: Store, keys: Keys, planner: StepPlanner | None, recent: Iterable[Place], job: PlannerJob) -> None:
+def forget(
+    store: Store, keys: Keys, planner: StepPlanner | None, recent: Iterable[StepPosition], job: PlannerJob
+) -> None:
     """Delete what this worker has put, and the marks of rank 0; all stays where a failure is still to be told."""
     if any(store.try_get(keys.failure(worker)) is not None for worker in range(job.num_workers)):
         return
@@ -149,7 +151,7 @@ def forget(store: Store, keys: Keys, planner: StepPlanner | None, recent: Iterab
     store.delete(keys.heartbeat(job.worker))
 
 
-def _wait_until_taken(store: Store, keys: Keys, place: Place) -> None:
+def _wait_until_taken(store: Store, keys: Keys, place: StepPosition) -> None:
     """Without a limit of its own, as a training step may take hours; the process ends with its parent."""
     while True:
         try:
@@ -159,7 +161,7 @@ def _wait_until_taken(store: Store, keys: Keys, place: Place) -> None:
             pass
 
 
-def _delete(store: Store, keys: Keys, place: Place, planner: StepPlanner) -> None:
+def _delete(store: Store, keys: Keys, place: StepPosition, planner: StepPlanner) -> None:
     topology = planner.topology
     plans = [
         keys.plan(epoch=place.epoch, step=place.step, dp_rank=dp_rank, pp_rank=pp_rank)
@@ -169,7 +171,7 @@ def _delete(store: Store, keys: Keys, place: Place, planner: StepPlanner) -> Non
     store.delete(keys.taken(epoch=place.epoch, step=place.step), *plans)
 
 
-def _sentence(error: Exception, worker: int, place: Place | None = None) -> str:
+def _sentence(error: Exception, worker: int, place: StepPosition | None = None) -> str:
     if isinstance(error, DynaPipeError):
         return str(error)
     where = f"on step {place.step} of epoch {place.epoch}" if place else "while starting"
@@ -180,7 +182,7 @@ class Closed(BaseException):
     """The owner needs no more plans. No Exception: nothing on the way may take it for a failure."""
 
 
-def run(job: PlannerJob, lengths: LengthArray, order: Order | None, store: Store) -> None:
+def run(job: PlannerJob, lengths: LengthArray, order: SampleOrder | None, store: Store) -> None:
     """Plan until the places end (they do only with an order) or the process is ended."""
     keys, plan_key = Keys(job.prefix), bytes.fromhex(job.plan_key)
     stop = threading.Event()
@@ -188,14 +190,14 @@ def run(job: PlannerJob, lengths: LengthArray, order: Order | None, store: Store
     beating.start()
     planner, recent = None, recent_places(job.ahead)
     try:
-        planner = make_planner(job.planner)
+        planner = planner_of(job.planner)
         publish_plans(
             store,
             keys,
             plan_key,
             planner,
             lengths,
-            course(job.rule, lengths, job.start, order),
+            step_positions(job.rule, lengths, job.start, order),
             worker=job.worker,
             num_workers=job.num_workers,
             ahead=job.ahead,

@@ -11,12 +11,12 @@ from typing import Protocol
 
 from dynapipe_ext.errors import PlanError, StoreError
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.plans.course import Place
+from dynapipe_ext.executor.plans.step_positions import StepPosition
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.proven_step import ProvenStep
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.wait import StoreTimeoutError
-from dynapipe_ext.executor.wire import decode, seal, unseal
+from dynapipe_ext.executor.wire import decode, sealed, unseal
 
 _SLICE_S = 0.25  # how often a rank that waits for its plan looks for a failed or silent planner
 SILENT_AFTER_S = 15.0  # planner processes give a sign every second; on a crowded machine some come late
@@ -34,7 +34,7 @@ class Taken:
 class PlanSource(Protocol):
     """Gives one rank its plans, in the order of the run."""
 
-    def plan(self, place: Place) -> ExecutionPlan:
+    def plan(self, place: StepPosition) -> ExecutionPlan:
         """This rank's plan. Raises PlanError where planning failed, StoreError where the plan does not come."""
         ...
 
@@ -43,7 +43,7 @@ class PlanSource(Protocol):
         ...
 
 
-def timed(source: PlanSource, place: Place) -> Taken:
+def timed(source: PlanSource, place: StepPosition) -> Taken:
     asked_s = time.monotonic()
     plan = source.plan(place)
     return Taken(plan, asked_s, time.monotonic())
@@ -52,12 +52,12 @@ def timed(source: PlanSource, place: Place) -> Taken:
 class InlinePlanSource:
     """Plans here and now; `proven` gives the step of a place, of all ranks."""
 
-    def __init__(self, proven: Callable[[Place], ProvenStep], *, dp_rank: int, pp_rank: int) -> None:
+    def __init__(self, proven: Callable[[StepPosition], ProvenStep], *, dp_rank: int, pp_rank: int) -> None:
         self._proven = proven
         self._dp_rank, self._pp_rank = dp_rank, pp_rank
         self.exposed_planning_s = 0.0
 
-    def plan(self, place: Place) -> ExecutionPlan:
+    def plan(self, place: StepPosition) -> ExecutionPlan:
         asked_s = time.monotonic()
         try:
             return self._proven(place).plans[self._dp_rank][self._pp_rank]
@@ -102,7 +102,7 @@ class StorePlanSource:
         self._closed = threading.Event()
         self.exposed_planning_s = 0.0
 
-    def plan(self, place: Place) -> ExecutionPlan:
+    def plan(self, place: StepPosition) -> ExecutionPlan:
         key = self._keys.plan(epoch=place.epoch, step=place.step, dp_rank=self._dp_rank, pp_rank=self._pp_rank)
         asked_s = time.monotonic()
         try:
@@ -126,7 +126,7 @@ class StorePlanSource:
     def close(self) -> None:
         self._closed.set()
 
-    def _wait(self, key: str, place: Place, deadline_s: float) -> bytes:
+    def _wait(self, key: str, place: StepPosition, deadline_s: float) -> bytes:
         while True:
             try:
                 return self._store.get(key, max(0.0, min(_SLICE_S, deadline_s - time.monotonic())))
@@ -144,7 +144,7 @@ class StorePlanSource:
                     " same data and settings? If planning takes longer, raise timeout_s or num_workers"
                 )
 
-    def _check_alive(self, planner: int, place: Place) -> None:
+    def _check_alive(self, planner: int, place: StepPosition) -> None:
         """A planner that has not given its first sign is still starting: `timeout_s` bounds that."""
         sign = self._store.try_get(self._keys.heartbeat(planner))
         if sign is None:
@@ -168,10 +168,10 @@ def publish_failure(store: Store, keys: Keys, plan_key: bytes, worker: int, mess
     key = keys.failure(worker)
     if store.try_get(key) is None:
         body = json.dumps({"of_planning": of_planning, "message": message}).encode()
-        store.put(key, seal(body, plan_key, context=key.encode()))
+        store.put(key, sealed(body, plan_key, context=key.encode()))
 
 
-def _raise_failure(store: Store, keys: Keys, plan_key: bytes, worker: int, place: Place) -> None:
+def _raise_failure(store: Store, keys: Keys, plan_key: bytes, worker: int, place: StepPosition) -> None:
     key = keys.failure(worker)
     data = store.try_get(key)
     if data is None:
@@ -182,5 +182,5 @@ def _raise_failure(store: Store, keys: Keys, plan_key: bytes, worker: int, place
     raise StoreError(f"{failure['message']} (this rank waits for {_named(place)})")
 
 
-def _named(place: Place) -> str:
+def _named(place: StepPosition) -> str:
     return f"the plan of step {place.step} of epoch {place.epoch}"

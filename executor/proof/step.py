@@ -18,7 +18,7 @@ from dynapipe_ext.executor.instructions import Backward, BackwardInput, Backward
 from dynapipe_ext.executor.proof.rank import Collective, Event, Member, RankTrace
 from dynapipe_ext.executor.proof.replica import NEVER, Need, check_progress, needs_of, traced
 
-Places = list[int]
+ProgramPlaces = list[int]
 
 
 def with_collectives(
@@ -87,9 +87,9 @@ def verify_step(
     return [[trace.peak_bytes for trace in ranks] for ranks in traces]
 
 
-def _checked_agreement(members: dict[Member, RankTrace]) -> dict[tuple[Member, ...], dict[Member, Places]]:
+def _checked_agreement(members: dict[Member, RankTrace]) -> dict[tuple[Member, ...], dict[Member, ProgramPlaces]]:
     """The place of every collective, by group and member; all of a group issue the same ones in the same order."""
-    issued: dict[tuple[Member, ...], dict[Member, Places]] = {}
+    issued: dict[tuple[Member, ...], dict[Member, ProgramPlaces]] = {}
     for member, trace in members.items():
         for place, collective in trace.collectives:
             group = collective.group
@@ -114,7 +114,7 @@ def _checked_agreement(members: dict[Member, RankTrace]) -> dict[tuple[Member, .
     return issued
 
 
-def _names_of(trace: RankTrace, places: Places) -> list[str]:
+def _names_of(trace: RankTrace, places: ProgramPlaces) -> list[str]:
     return [str(trace.program[place]) for place in places]
 
 
@@ -130,7 +130,10 @@ def _disagreement(one: Member, ours: list[str], other: Member, theirs: list[str]
 
 
 def _all_needs(
-    member: Member, trace: RankTrace, issued: dict[tuple[Member, ...], dict[Member, Places]], first: Sequence[int]
+    member: Member,
+    trace: RankTrace,
+    issued: dict[tuple[Member, ...], dict[Member, ProgramPlaces]],
+    first: Sequence[int],
 ) -> list[Need]:
     """A rank's needs with those of its collectives: that every other member has come to its own side of each."""
     base = first[member[0]]

@@ -18,7 +18,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
 from dynapipe_ext.executor.stages.collectives import named_collectives
-from dynapipe_ext.executor.stages.split_linear import DeferredGradients, Work, deferred_bytes
+from dynapipe_ext.executor.stages.split_linear import DeferredGradients, DeferredWork, deferred_bytes
 from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
 
 
@@ -67,7 +67,7 @@ class ChunkRunner:
         self._losses: dict[int, torch.Tensor] = {}
         self._batches: dict[int, Batch] = {}
         self._live: dict[tuple[int, int], _Live] = {}
-        self._put_off: dict[tuple[int, int], Work] = {}
+        self._put_off: dict[tuple[int, int], DeferredWork] = {}
         if not plan.forward_only:
             self._gradients.begin()
 

@@ -98,7 +98,7 @@ class MegatronStage:
         from megatron.core.transformer.transformer_layer import TransformerLayer
 
         self._chunks, self._call = _checked(chunks), call
-        megatron_split.install()
+        megatron_split.split_megatron_linears()
         parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
         self._device = parameters[0].device
         self._runner = ChunkRunner(

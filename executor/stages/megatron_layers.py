@@ -16,7 +16,7 @@ from dynapipe_ext.executor.stages.attention import DocumentAttention
 from dynapipe_ext.models.architecture import Architecture
 
 
-class Norm:
+class MarkedNorm:
     """torch's norm, marked for the reduction that sequence parallelism needs, which Megatron's wrapper refuses."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
@@ -76,11 +76,11 @@ def gpt_layer(architecture: Architecture, config: Any) -> Any:
         qk_layernorm=a.qk_norm,
         normalization=config.normalization,
     )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = MarkedNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = WindowAttention if a.sliding_window else CoreAttention
     if a.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = Norm
+        attention.q_layernorm = attention.k_layernorm = MarkedNorm
     if a.qkv_bias != config.add_bias_linear:
         attention.linear_qkv = _with_bias(attention.linear_qkv, a.qkv_bias)
     if a.attention_output_bias != config.add_bias_linear:

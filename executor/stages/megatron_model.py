@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.megatron_layers import Norm, gpt_layer, rotary_frequencies
+from dynapipe_ext.executor.stages.megatron_layers import MarkedNorm, gpt_layer, rotary_frequencies
 from dynapipe_ext.executor.stages.megatron_weights import initialize_weights
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.topology import Topology
@@ -34,7 +34,7 @@ def initialize_parallel(topology: Topology, seed: int, *, timeout_s: float = 120
 
     A collective that waits longer than `timeout_s`, rounded up to minutes, ends its rank.
     """
-    megatron_cpu.install()
+    megatron_cpu.redirect_cuda()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -194,7 +194,9 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
     layers = topology.with_layers(a.num_layers).layers_per_stage
     model: torch.nn.Module = GPTModel(
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules([gpt_layer(a, config)] * layers[stage], layer_norm=Norm),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            [gpt_layer(a, config)] * layers[stage], layer_norm=MarkedNorm
+        ),
         vocab_size=a.padded_vocab_size(),
         max_sequence_length=a.max_seq_len,
         pre_process=stage == 0,

@@ -12,7 +12,7 @@ from dynapipe_ext.executor.stages.split_linear import deferred_of
 _NAME = "LinearWithGradAccumulationAndAsyncCommunication"
 
 
-def install() -> None:
+def split_megatron_linears() -> None:
     """Put a function of the same arithmetic in the place of Megatron's; idempotent.
 
     Without a stage that defers, it calls Megatron's own backward: nothing changes for other users in this process.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.executor.stages.megatron_layers import CoreAttention, Norm
+from dynapipe_ext.executor.stages.megatron_layers import CoreAttention, MarkedNorm
 from dynapipe_ext.models.architecture import Architecture
 
 
@@ -65,18 +65,20 @@ def build_t5(architecture: Architecture, config: Any, vocab_size: int) -> torch.
 
     a = architecture
     encoder, decoder = encoder_model_with_local_spec(), decoder_model_with_local_spec()
-    decoder.submodules.pre_cross_attn_layernorm = Norm
+    decoder.submodules.pre_cross_attn_layernorm = MarkedNorm
     decoder.submodules.cross_attention.submodules.core_attention = BiasedAttention
     for layer in (encoder, decoder):
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = MarkedNorm
         layer.submodules.self_attention.submodules.core_attention = BiasedAttention
     encoder_config = copy(config)
     encoder_config.num_layers = a.num_layers
     model: torch.nn.Module = T5Model(
         config=config,
         encoder_config=encoder_config,
-        transformer_encoder_layer_spec=TransformerBlockSubmodules([encoder] * a.num_layers, layer_norm=Norm),
-        transformer_decoder_layer_spec=TransformerBlockSubmodules([decoder] * a.num_decoder_layers, layer_norm=Norm),
+        transformer_encoder_layer_spec=TransformerBlockSubmodules([encoder] * a.num_layers, layer_norm=MarkedNorm),
+        transformer_decoder_layer_spec=TransformerBlockSubmodules(
+            [decoder] * a.num_decoder_layers, layer_norm=MarkedNorm
+        ),
         vocab_size=vocab_size,
         max_sequence_length=a.max_seq_len,
         share_embeddings_and_output_weights=a.tied_embeddings,

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-Work = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # (weight, input, output gradient), two-dimensional
+# (weight, input, output gradient), two-dimensional
+DeferredWork = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 _QUEUE = "dynapipe_deferred"  # attribute of a weight: where its gradients go while they are put off
 
@@ -28,14 +29,14 @@ class DeferredGradients:
         self, weights: Iterable[torch.Tensor], accumulate: Callable[[torch.Tensor, torch.Tensor], None]
     ) -> None:
         self._accumulate = accumulate
-        self._work: Work | None = None
+        self._work: DeferredWork | None = None
         for weight in weights:
             setattr(weight, _QUEUE, self)
 
     @contextmanager
-    def deferring(self) -> Iterator[Work]:
+    def deferring(self) -> Iterator[DeferredWork]:
         """Within: weight gradients of linear layers are put off, into the list that this yields."""
-        work: Work = []
+        work: DeferredWork = []
         self._work = work
         try:
             yield work
@@ -50,7 +51,7 @@ class DeferredGradients:
         assert self._work is not None
         self._work.append((weight, inputs.detach(), output_grads.detach()))
 
-    def run(self, work: Work) -> None:
+    def run(self, work: DeferredWork) -> None:
         """Compute a micro-batch's gradients in the order in which its backward came to them, freeing as it goes."""
         work.reverse()
         with torch.no_grad():
@@ -65,7 +66,7 @@ def deferred_of(weight: torch.Tensor) -> DeferredGradients | None:
     return queue if queue is not None and queue.is_deferring else None
 
 
-def deferred_bytes(work: Work) -> int:
+def deferred_bytes(work: DeferredWork) -> int:
     """What the put-off work of a micro-batch holds; storages that several layers share count once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor for _, *pair in work for tensor in pair}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())

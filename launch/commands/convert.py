@@ -67,12 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dynapipe_ext.tools.checkpoint.converter import convert, prepare
+    from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 
     started_s = time.perf_counter()
     errors = Console(stderr=True, highlight=False)
     try:
-        conversion = prepare(
+        conversion = prepare_conversion(
             args.source,
             args.destination,
             args.to,

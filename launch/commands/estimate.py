@@ -24,7 +24,7 @@ from dynapipe_ext.tools.estimate.config import settings, toml_text, train_fault
 from dynapipe_ext.tools.estimate.lengths import LengthData, distribution_data, file_data
 from dynapipe_ext.tools.estimate.options import Limits, Question, RecomputeChoice
 from dynapipe_ext.tools.estimate.ranking import Estimate, Search, estimate
-from dynapipe_ext.tools.estimate.table import Prices, estimate_json, show, trainable
+from dynapipe_ext.tools.estimate.table import Prices, estimate_json, show_estimate, trainable
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
 
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     if only_json:
         print(json.dumps(estimate_json(found, prices), indent=1, allow_nan=False))
     else:
-        show(found, prices, console, most=args.top)
+        show_estimate(found, prices, console, most=args.top)
     if args.json and not only_json:
         write_atomic(args.json, json.dumps(estimate_json(found, prices), indent=1, allow_nan=False) + "\n")
         console.print(f"the estimate is in {args.json}")

@@ -33,7 +33,7 @@ from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.show.certificate import certificate_of_file, certificate_table
-from dynapipe_ext.tools.show.plan import of_proven_step, read_plan, rendered
+from dynapipe_ext.tools.show.plan import of_proven_step, read_plan, rendered_plan
 
 _MOST_TP, _MOST_DP = 1 << 20, 1 << 16
 _PIPE_COLUMNS = 140  # no terminal to fit into: room for the timeline's labels
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if args.show:
         view, file = read_plan(args.show), read_plan_file(args.show)
         _refuse_no_numbers(file, args.show)
-        console.print(rendered(view, width=console.width))
+        console.print(rendered_plan(view, width=console.width))
         if claimed := certificate_of_file(file):
             console.print(certificate_table(claimed))
         return 0
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     if num_tried:
         tried = f"{num_tried:,} {'search' if num_tried == 1 else 'searches'} from seed {planner.seed} on"
         console.print(f"tried: {tried} in {args.time_limit:g} s; how many fit is not reproducible")
-    console.print(rendered(of_proven_step(proven, planner.topology, planning_s=planning_s), width=console.width))
+    console.print(rendered_plan(of_proven_step(proven, planner.topology, planning_s=planning_s), width=console.width))
     if planner.fill_waits:
         promised_s = max(replica[0].makespan_s for replica in proven.plans)
         console.print(f"ranks that fill their waits with weight gradients (fill_waits) take {promised_s:.6g} s")

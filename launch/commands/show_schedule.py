@@ -21,7 +21,7 @@ from dynapipe_ext.tools.show.schedule import (
     MEAN_BYTES,
     rank_costs,
     read_schedule,
-    rendered,
+    rendered_schedule,
     schedule_for,
     uneven_factors,
     view_of,
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             f"{args.schedule} holds {max(view.peak_bytes)} B on rank {view.peak_bytes.index(max(view.peak_bytes))} but"
             f" --memory-mb allows {limit_bytes} B: raise it, or choose cyclic or adaptive, which keep to it"
         )
-    console.print(rendered(view, width=console.width))
+    console.print(rendered_schedule(view, width=console.width))
     if args.html:
         write_html(args.html, view)
         console.print(f"the page is {args.html}")

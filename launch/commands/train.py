@@ -26,7 +26,7 @@ from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_data import prepare_data
 from dynapipe_ext.launch.run_directory import RunDirectory, run_to_resume
 from dynapipe_ext.launch.train import (
-    Job,
+    TrainingJob,
     data_progress,
     ranks_line,
     resumed_costs,
@@ -172,12 +172,12 @@ def run(args: argparse.Namespace) -> int:
             costs = given or _measure(config, dataset.vocab_size)
             check_fits(config, costs, dataset.lengths)
             console.print(ranks_line(topology), soft_wrap=True)
-            job = Job(config, args.compare, directory.path, address, costs, resumed)
+            job = TrainingJob(config, args.compare, directory.path, address, costs, resumed)
             run_local(partial(_rank, job), topology.world_size, save_s=config.checkpoint.grace_s)
     return 0
 
 
-def _rank(job: Job, env: RankEnv) -> int:
+def _rank(job: TrainingJob, env: RankEnv) -> int:
     return train_rank(env, job)
 
 
@@ -186,7 +186,7 @@ def _import_once() -> None:
     from dynapipe_ext.executor.stages import megatron_cpu
     from dynapipe_ext.launch import variant_run  # noqa: F401  (the ranks find it loaded)
 
-    megatron_cpu.install()
+    megatron_cpu.redirect_cuda()
 
 
 def _measure(config: TrainConfig, vocab_size: int) -> CostModel:

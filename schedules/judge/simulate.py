@@ -19,7 +19,8 @@ from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.memory import check_sizes, held_bytes
 from dynapipe_ext.timeline import Span, Trace
 
-Step = tuple[int, int, int, int]  # slot that must be filled, duration_ns, slot that is filled, delay_ns until it is
+# Slot that must be filled, duration_ns, slot that is filled, delay_ns until it is.
+TimedAction = tuple[int, int, int, int]
 SpanNs = tuple[int, int]
 
 # Slots hold arrival times. The first three are fixed; then come S x M forward inputs and S x M gradient inputs.
@@ -88,7 +89,7 @@ def num_slots(num_stages: int, num_micro_batches: int) -> int:
     return _FIRST + 2 * num_stages * num_micro_batches
 
 
-def forward_steps(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> list[list[Step]]:
+def forward_steps(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> list[list[TimedAction]]:
     """Step of F for each stage and micro-batch: table of shape (S, M)."""
     last, num = costs.num_stages - 1, costs.num_micro_batches
     gradients = _FIRST + costs.num_stages * num
@@ -107,7 +108,9 @@ def forward_steps(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> list[li
     ]
 
 
-def backward_steps(costs: MicroBatchCosts, stage_ranks: Sequence[int], *, split: bool = False) -> list[list[Step]]:
+def backward_steps(
+    costs: MicroBatchCosts, stage_ranks: Sequence[int], *, split: bool = False
+) -> list[list[TimedAction]]:
     """Step of B (of I, if `split`) for each stage and micro-batch: table of shape (S, M)."""
     num = costs.num_micro_batches
     gradients = _FIRST + costs.num_stages * num
@@ -127,7 +130,7 @@ def backward_steps(costs: MicroBatchCosts, stage_ranks: Sequence[int], *, split:
     ]
 
 
-def run_steps(ranks: Sequence[Sequence[Step]], slots: int) -> tuple[list[list[SpanNs]], list[tuple[int, int]]]:
+def run_steps(ranks: Sequence[Sequence[TimedAction]], slots: int) -> tuple[list[list[SpanNs]], list[tuple[int, int]]]:
     """Spans of every rank, and (rank, position) of each rank that can never go on (none: the order is sound).
 
     A rank runs until its next input is not there, and is looked at again when that slot is filled: every step is
@@ -165,7 +168,7 @@ def run_steps(ranks: Sequence[Sequence[Step]], slots: int) -> tuple[list[list[Sp
 
 
 def _run_shared(
-    ranks: Sequence[Sequence[Step]], slots: int, num_cores: int
+    ranks: Sequence[Sequence[TimedAction]], slots: int, num_cores: int
 ) -> tuple[list[list[SpanNs]], list[tuple[int, int]]]:
     """As run_steps, with ranks that share cores. Work is counted in 1 / unit ns, in which every rate is whole."""
     unit = math.lcm(*range(1, len(ranks) + 1))
@@ -205,11 +208,11 @@ def _run_shared(
     return spans, [(rank, index) for rank, index in enumerate(position) if index < len(ranks[rank])]
 
 
-def _steps(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list[Step]]:
+def _steps(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list[TimedAction]]:
     check_sizes(schedule, costs)
     forward = forward_steps(costs, schedule.stage_ranks)
     backward = backward_steps(costs, schedule.stage_ranks)
-    gradient: list[list[Step]] = []
+    gradient: list[list[TimedAction]] = []
     weight: list[list[int]] = []
     if any(
         action.kind is Kind.BACKWARD_INPUT or action.kind is Kind.BACKWARD_WEIGHT
@@ -220,7 +223,7 @@ def _steps(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list[Step
         weight = costs.weight_ns.tolist()
     ranks = []
     for actions in schedule.ranks:
-        steps: list[Step] = []
+        steps: list[TimedAction] = []
         split: set[tuple[int, int]] = set()  # W waits for nothing but an I that stands before it in the same list
         for action in actions:
             stage, kind, m = action.stage, action.kind, action.micro_batch

@@ -24,7 +24,7 @@ Table = list[list[int]]  # [stage][position]; a position is a place in the injec
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class DispatchRule:
     """How a free rank chooses.
 
     Stage s holds at most S - s + `extra` micro-batches (NO_CAP: as many as memory allows). By `rhythm`, a forward goes
@@ -62,7 +62,7 @@ class Pipeline:
 class _Run:
     """One run of a rule over a pipeline; attributes are per stage or per rank."""
 
-    def __init__(self, pipe: Pipeline, rule: Rule) -> None:
+    def __init__(self, pipe: Pipeline, rule: DispatchRule) -> None:
         stages, count = len(pipe.stage_ranks), pipe.count
         ranks = range(len(pipe.free_bytes))
         self.pipe, self.rule, self.stages, self.count = pipe, rule, stages, count
@@ -224,7 +224,9 @@ class _Run:
         self.wake[rank] = min(self.wake[rank], max(at, self.free_at[rank]))
 
 
-def dispatch(pipe: Pipeline, rule: Rule, *, give_up: int = NEVER, orders: list[list[Chosen]] | None = None) -> int:
+def dispatch(
+    pipe: Pipeline, rule: DispatchRule, *, give_up: int = NEVER, orders: list[list[Chosen]] | None = None
+) -> int:
     """Makespan of the rule in ns, NEVER once it is known to reach `give_up` or where memory blocks it.
 
     `orders`, one empty list a rank, receives the actions.
@@ -232,13 +234,13 @@ def dispatch(pipe: Pipeline, rule: Rule, *, give_up: int = NEVER, orders: list[l
     return _Run(pipe, rule).go(give_up, orders)
 
 
-def rules(*, split: bool) -> Sequence[Rule]:
+def rules(*, split: bool) -> Sequence[DispatchRule]:
     """The rules that a search chooses from."""
     extras = (0, 1, 2, 4, NO_CAP)
     if not split:
-        return [Rule(0, 2), *(Rule(extra, rhythm) for extra in extras for rhythm in (1, 0))]
+        return [DispatchRule(0, 2), *(DispatchRule(extra, rhythm) for extra in extras for rhythm in (1, 0))]
     return [
-        Rule(extra, rhythm, patience, most_pending)
+        DispatchRule(extra, rhythm, patience, most_pending)
         for extra in extras
         for rhythm in (1, 0)
         for patience, most_pending in ((0, NO_CAP), (2, NO_CAP), (4, NO_CAP), (0, 0))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, Pipeline, Rule, dispatch
+from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, DispatchRule, Pipeline, dispatch
 from dynapipe_ext.schedules.search.order import splitmix64
 
 Run = tuple[int, int, int]  # items first .. end - 1 as one micro-batch, and the index of its kind of recomputation
@@ -44,9 +44,9 @@ class Problem:
     working_in_backward: bool
     records: IntArray
     shapes: npt.NDArray[np.int32]
-    rules: tuple[Rule, ...]
+    rules: tuple[DispatchRule, ...]
 
-    def record(self, run: Run) -> IntArray | None:
+    def cost_record(self, run: Run) -> IntArray | None:
         """Costs (stages, 6) of a run, or None where it cannot be a micro-batch."""
         first, end, kind = run
         if end - first > self.shapes.shape[1] or (shape := int(self.shapes[end - 1, end - first - 1])) < 0:
@@ -70,7 +70,7 @@ def records_of(kind_costs: Sequence[MicroBatchCosts], *, split: bool) -> IntArra
 
 
 @dataclass(slots=True)
-class Found:
+class SearchState:
     """Runs (some may be GONE), and per replica: runs in injection order, index of the rule, makespan (NEVER: nothing
     fits), and the actions of each rank as (letter, stage, position)."""
 
@@ -101,7 +101,7 @@ def search(
     seed: int,
     equal_counts: bool = False,
     use_native: bool = True,
-) -> Found:
+) -> SearchState:
     """The best state found from `runs`, which cover the items in turn, and from `starts` (per replica, the orders of
     runs to begin with) in `effort` random moves.
 
@@ -135,7 +135,7 @@ def search(
         for replica, group in zip(actions, groups, strict=False)
     ]
     found_runs = [run if run[0] >= 0 else GONE for run in found_runs]
-    return Found(found_runs, groups, rules, makespans, chosen)
+    return SearchState(found_runs, groups, rules, makespans, chosen)
 
 
 def _search(
@@ -145,9 +145,9 @@ def _search(
     effort: int,
     seed: int,
     equal_counts: bool,
-) -> Found:
+) -> SearchState:
     replicas = len(starts)
-    state = Found(list(runs), [list(orders[0]) for orders in starts], [0] * replicas, [NEVER] * replicas, [])
+    state = SearchState(list(runs), [list(orders[0]) for orders in starts], [0] * replicas, [NEVER] * replicas, [])
     for d, orders in enumerate(starts):
         best = (NEVER, state.groups[d], 0)
         for order in orders:
@@ -165,9 +165,9 @@ def _search(
     return best_state
 
 
-def _run(problem: Problem, state: Found, d: int, give_up: int, orders: list[list[Chosen]] | None = None) -> int:
+def _run(problem: Problem, state: SearchState, d: int, give_up: int, orders: list[list[Chosen]] | None = None) -> int:
     """Makespan of replica d, or at least `give_up` once it is known to be that."""
-    records = [problem.record(state.runs[m]) for m in state.groups[d]]
+    records = [problem.cost_record(state.runs[m]) for m in state.groups[d]]
     if not records:
         return 0
     if any(record is None for record in records):
@@ -203,7 +203,7 @@ class _Random:
 class _Search:
     """Random moves of a state; the methods of a move change `state` and tell whether it can run."""
 
-    def __init__(self, problem: Problem, state: Found, seed: int, equal_counts: bool) -> None:
+    def __init__(self, problem: Problem, state: SearchState, seed: int, equal_counts: bool) -> None:
         self.problem, self.state, self.equal_counts = problem, state, equal_counts
         self.random = _Random(seed)
         possible = {
@@ -216,7 +216,7 @@ class _Search:
         self.moves = [move for move, share in _MOVES.items() if possible.get(move, True) for _ in range(share)]
         self.touched: list[int] = []  # replicas that the move changes
 
-    def improve(self, effort: int) -> Found:
+    def improve(self, effort: int) -> SearchState:
         best, record = copy.deepcopy(self.state), self.state.energy
         for step in range(effort):
             before = copy.deepcopy(self.state)
@@ -250,7 +250,7 @@ class _Search:
             self.touched.append(d)
 
     def _runs(self, *runs: int) -> bool:
-        return all(self.problem.record(self.state.runs[m]) is not None for m in runs)
+        return all(self.problem.cost_record(self.state.runs[m]) is not None for m in runs)
 
     def _move(self) -> bool:
         random, state = self.random, self.state

@@ -22,7 +22,7 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, rules
-from dynapipe_ext.schedules.search.joint import GONE, Found, Problem, Run, records_of, search
+from dynapipe_ext.schedules.search.joint import GONE, Problem, Run, SearchState, records_of, search
 from dynapipe_ext.schedules.search.order import start_orders
 
 _TRIAL = 16  # of the moves, one part in so many for each of several starts
@@ -136,7 +136,7 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
         orders = [[[group[i] for i in o] for o in start_orders(_costs(start, runs, group))] for group in start.groups]
         possible.append((index, problem, runs, orders))
 
-    def trial(one: tuple[int, Problem, list[Run], list[list[list[int]]]]) -> Found:
+    def trial(one: tuple[int, Problem, list[Run], list[list[list[int]]]]) -> SearchState:
         _, problem, runs, orders = one
         return _found(problem, runs, orders, settings, moves // _TRIAL if len(starts) > 1 else 0)
 
@@ -161,7 +161,7 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
     )
 
 
-def _in_turn(found: Found) -> tuple[list[Run], list[list[list[int]]]]:
+def _in_turn(found: SearchState) -> tuple[list[Run], list[list[list[int]]]]:
     """Runs that cover the items in turn, and each replica's one order of them."""
     alive = sorted((m for m, run in enumerate(found.runs) if run != GONE), key=lambda m: found.runs[m])
     place = {m: i for i, m in enumerate(alive)}
@@ -170,7 +170,7 @@ def _in_turn(found: Found) -> tuple[list[Run], list[list[list[int]]]]:
 
 def _found(
     problem: Problem, runs: Sequence[Run], orders: Sequence[Sequence[Sequence[int]]], settings: Settings, effort: int
-) -> Found:
+) -> SearchState:
     return search(
         problem,
         runs,

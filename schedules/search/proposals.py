@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from dynapipe_ext.config import Rule
+from dynapipe_ext.config import SplitRule
 from dynapipe_ext.costs.abilities import shape_prices
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts, PricesShapes
@@ -24,8 +24,8 @@ from dynapipe_ext.splits.exact import MOST_SAMPLES, good_partitions
 from dynapipe_ext.splits.packing import micro_batch_evaluate, split_packed
 from dynapipe_ext.splits.padded import (
     Caps,
-    Order,
     ShapeEvaluate,
+    SortOrder,
     bottleneck,
     members_of,
     ordered,
@@ -66,7 +66,7 @@ class Proposals:
     costs: CostModel
     limit_bytes: int
     layout: Layout
-    rule: Rule
+    rule: SplitRule
     pad_multiple: int
     max_tokens: int
     kinds: tuple[Recompute, ...]
@@ -148,7 +148,7 @@ class Proposals:
     def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[Runs, list[list[Cut]]]:
         """Runs of the ordered samples, and cuts for pipelines that hold so many in flight (or one, if that is all)."""
         stages, dp = self.topology.num_stages, min(self.topology.dp, len(samples))
-        order: Order = "classes" if any(s.decoder for s in samples) else "sorted"
+        order: SortOrder = "classes" if any(s.decoder for s in samples) else "sorted"
 
         weight = self.topology.dp * (stages - 1)
         runs = price_runs(

@@ -19,10 +19,19 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_to_fill
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
-from dynapipe_ext.schedules.search.dispatch import FORWARD, NEVER, NO_CAP, WEIGHT, Chosen, Pipeline, Rule, dispatch
+from dynapipe_ext.schedules.search.dispatch import (
+    FORWARD,
+    NEVER,
+    NO_CAP,
+    WEIGHT,
+    Chosen,
+    DispatchRule,
+    Pipeline,
+    dispatch,
+)
 
 # A gradient before a forward before a W, and a W as soon as nothing else can run.
-READINESS_FIRST = Rule(extra=NO_CAP, rhythm=0, patience=1 << 20, most_pending=NO_CAP)
+READINESS_FIRST = DispatchRule(extra=NO_CAP, rhythm=0, patience=1 << 20, most_pending=NO_CAP)
 _UNIT = 1000
 
 

@@ -192,7 +192,7 @@ def test_megatron_and_conversion_read_what_was_saved(run_ranks, saved, tmp_path_
     (loaded,) = run_ranks(1, by_megatron)
     assert [name for name in truth if not torch.equal(truth[name], loaded[name])] == []
     target = tmp_path_factory.mktemp("converted") / "hf"
-    converter.convert(converter.prepare(root, target, "hf", WriterOptions(), verify=True))
+    converter.convert(converter.prepare_conversion(root, target, "hf", WriterOptions(), verify=True))
     published = load_file(target / "model.safetensors")
     assert torch.equal(published["model.embed_tokens.weight"], truth["embedding.word_embeddings.weight"])
     assert torch.equal(

@@ -168,10 +168,12 @@ def test_a_writer_that_would_drop_a_tensor_is_stopped(
     shards = huggingface._shards
     monkeypatch.setattr(huggingface, "_shards", lambda *args: [shards(*args)[0][:-1], *shards(*args)[1:]])
     with pytest.raises(DataError, match=r"the target has no place for layers\.\d\.\w+"):
-        converter.prepare(origin, tmp_path / "target", "hf", WriterOptions(), shard_bytes=SHARD_BYTES)
+        converter.prepare_conversion(origin, tmp_path / "target", "hf", WriterOptions(), shard_bytes=SHARD_BYTES)
     monkeypatch.setattr(huggingface, "_shards", shards)
     monkeypatch.setattr(huggingface.HuggingFaceWriter, "write", lambda self, piece, origin: {})
-    conversion = converter.prepare(origin, tmp_path / "target", "hf", WriterOptions(), shard_bytes=SHARD_BYTES)
+    conversion = converter.prepare_conversion(
+        origin, tmp_path / "target", "hf", WriterOptions(), shard_bytes=SHARD_BYTES
+    )
     with pytest.raises(DataError, match=r"was written without embedding \(weight\)"):
         converter.convert(conversion)
 
@@ -196,7 +198,7 @@ def test_the_outcome_is_a_table_for_people(origin: Path, tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_progress_ends_where_it_said_it_would(verify: bool, origin: Path, tmp_path: Path) -> None:
-    conversion = converter.prepare(
+    conversion = converter.prepare_conversion(
         origin, tmp_path / "target", "hf", WriterOptions(), verify=verify, shard_bytes=SHARD_BYTES
     )
     steps: list[int] = []

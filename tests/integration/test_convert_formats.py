@@ -16,8 +16,8 @@ import transformers
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.models.tensors import TensorGroup
-from dynapipe_ext.tools.checkpoint.converter import Outcome, convert, prepare
-from dynapipe_ext.tools.checkpoint.formats import StateKind, Tensors, TrainingState, WriterOptions
+from dynapipe_ext.tools.checkpoint.converter import ConversionOutcome, convert, prepare_conversion
+from dynapipe_ext.tools.checkpoint.formats import GroupTensors, StateKind, TrainingState, WriterOptions
 from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
 from dynapipe_ext.tools.checkpoint.recognise import recognise
 from tests.support import meta_llama
@@ -53,8 +53,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return model
 
 
-def converted(source: Path, target: Path, to: str, *, verify: bool = False, **options: Any) -> Outcome:
-    return convert(prepare(source, target, to, WriterOptions(**options), verify=verify))
+def converted(source: Path, target: Path, to: str, *, verify: bool = False, **options: Any) -> ConversionOutcome:
+    return convert(prepare_conversion(source, target, to, WriterOptions(**options), verify=verify))
 
 
 @pytest.mark.parametrize(("variant", "to", "tp", "pp"), LAYOUTS)
@@ -165,7 +165,7 @@ class Trained(huggingface.HuggingFaceReader):
     def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype:
         return super().dtype(group, kind) if kind == "weight" else torch.float32
 
-    def read(self, group: TensorGroup, kind: StateKind) -> Tensors:
+    def read(self, group: TensorGroup, kind: StateKind) -> GroupTensors:
         tensors = super().read(group, "weight")
         if kind == "weight":
             return tensors

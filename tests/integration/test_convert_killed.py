@@ -59,7 +59,7 @@ def test_a_kill_at_any_moment_leaves_nothing_that_looks_whole_and_loses_nothing(
 
         def killed(number: int = number, target: Path = target) -> int:
             at_event(number, kill_self)
-            converter.convert(converter.prepare(origin, target, to, options, **own))
+            converter.convert(converter.prepare_conversion(origin, target, to, options, **own))
             return 0
 
         status = in_child(killed, tmp_path / "errors")
@@ -74,7 +74,7 @@ def test_a_kill_at_any_moment_leaves_nothing_that_looks_whole_and_loses_nothing(
             if to == "hf" and partial.exists() and not (partial / "config.json").exists():
                 with pytest.raises(DataError, match="holds no checkpoint"):
                     recognise(partial)
-            outcome = converter.convert(converter.prepare(origin, target, to, options, **own))
+            outcome = converter.convert(converter.prepare_conversion(origin, target, to, options, **own))
             kept_most = max(kept_most, outcome.num_resumed)
             assert not partial.exists()
         assert unequal(huggingface.open_checkpoint(origin), recognise(target)[0].open(target)) == []
@@ -169,8 +169,10 @@ def test_a_finished_piece_that_was_damaged_is_written_again(
 def test_an_unfinished_conversion_is_no_source(
     origin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    conversion = converter.prepare(origin, tmp_path / "target", "hf", WriterOptions(), shard_bytes=SHARD_BYTES)
-    with journal.Journal(conversion.partial, conversion.identity):
+    conversion = converter.prepare_conversion(
+        origin, tmp_path / "target", "hf", WriterOptions(), shard_bytes=SHARD_BYTES
+    )
+    with journal.ConversionJournal(conversion.partial, conversion.identity):
         shutil.copytree(origin, conversion.partial, dirs_exist_ok=True)
         assert to_hf(conversion.partial, tmp_path / "other") == 2
     assert "is an unfinished conversion" in capsys.readouterr().err
@@ -179,8 +181,10 @@ def test_an_unfinished_conversion_is_no_source(
 def test_two_conversions_do_not_write_one_folder(
     origin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    conversion = converter.prepare(origin, tmp_path / "target", "hf", WriterOptions(), shard_bytes=SHARD_BYTES)
-    with journal.Journal(conversion.partial, conversion.identity):
+    conversion = converter.prepare_conversion(
+        origin, tmp_path / "target", "hf", WriterOptions(), shard_bytes=SHARD_BYTES
+    )
+    with journal.ConversionJournal(conversion.partial, conversion.identity):
         assert to_hf(origin, tmp_path / "target") == 2
     assert "is being written by another conversion" in capsys.readouterr().err
     assert to_hf(origin, tmp_path / "target") == 0

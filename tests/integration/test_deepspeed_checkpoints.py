@@ -17,7 +17,7 @@ import transformers
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.tensors import tensor_groups
-from dynapipe_ext.tools.checkpoint.converter import convert, prepare
+from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint, recognises
 from dynapipe_ext.tools.checkpoint.formats import StateKind, WriterOptions
 from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny, tiny_variant
@@ -180,7 +180,7 @@ def test_deepspeeds_universal_checkpoint_reads_as_what_it_was_made_from(runs: Pa
 
 
 def converted(source: Path, destination: Path, target: str = "deepspeed") -> Path:
-    convert(prepare(source, destination, target, WriterOptions(), verify=True))
+    convert(prepare_conversion(source, destination, target, WriterOptions(), verify=True))
     return destination
 
 
@@ -399,4 +399,4 @@ def test_a_stage_of_a_pipeline_that_is_absent_is_named(pipelines: Path, tmp_path
 
 def test_ranks_cannot_be_asked_for(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave out --tp, --pp"):
-        prepare(runs / "stage1", tmp_path / "ours", "deepspeed", WriterOptions(tp=2))
+        prepare_conversion(runs / "stage1", tmp_path / "ours", "deepspeed", WriterOptions(tp=2))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.launch.cluster import JobError
-from dynapipe_ext.tools.checkpoint.converter import convert, prepare
+from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from tests.support.checkpoints import saved
 from tests.support.deepspeed_ranks import Run, load_runs, tied
@@ -17,7 +17,7 @@ def test_an_engine_of_stage_3_refuses_a_universal_checkpoint_without_load_univer
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = saved(tied(), tmp_path / "hf")
-    convert(prepare(source, tmp_path / "ours", "deepspeed", WriterOptions()))
+    convert(prepare_conversion(source, tmp_path / "ours", "deepspeed", WriterOptions()))
     with pytest.raises(JobError):
         load_runs([(tmp_path / "ours", Run(tied, 3), {"load_module_only": True})], tmp_path, num_ranks=1)
     assert "Error(s) in loading state_dict" in capfd.readouterr().err

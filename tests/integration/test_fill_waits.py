@@ -20,9 +20,9 @@ from dynapipe_ext.launch import variant_run as rank
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.job import Variant, analytic_costs, architecture_of, make_planner, variants
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.launch.train import Job, train_rank
+from dynapipe_ext.launch.train import TrainingJob, train_rank
 
-megatron_cpu.install()
+megatron_cpu.redirect_cuda()
 
 VOCABULARY = 258
 BASE = TrainConfig.from_json(
@@ -83,7 +83,7 @@ def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]
         rank.WatchedTransport = Noted  # this process is a fork: the test's own modules stay as they are
         rank.build_model = noted_build
         rank.SpanRecorder.record = noted_record
-        job = Job(config, compare=False, run_dir=Path(config.run.run_dir), address=server.address, costs=costs)
+        job = TrainingJob(config, compare=False, run_dir=Path(config.run.run_dir), address=server.address, costs=costs)
         assert train_rank(env, job) == 0
         (model,) = models
         return Outcome(len(asked), labels, {n: p.detach().numpy().copy() for n, p in model.named_parameters()})

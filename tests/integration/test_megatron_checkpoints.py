@@ -101,8 +101,10 @@ def test_each_layout_gives_the_other_all_that_it_holds(
     case: Case, truths: dict[tuple[str, str], Local], saved: dict[Case, Path], tmp_path: Path
 ) -> None:
     first = WriterOptions(tp=2, pp=1 if case.variant == "t5" else 4)
-    converter.convert(converter.prepare(saved[case] / "dist", tmp_path / "1", "megatron-legacy", first))
-    converter.convert(converter.prepare(tmp_path / "1", tmp_path / "2", "megatron", WriterOptions(tp=4, pp=2)))
+    converter.convert(converter.prepare_conversion(saved[case] / "dist", tmp_path / "1", "megatron-legacy", first))
+    converter.convert(
+        converter.prepare_conversion(tmp_path / "1", tmp_path / "2", "megatron", WriterOptions(tp=4, pp=2))
+    )
     found, truth = read_whole(megatron_dist.open_checkpoint(tmp_path / "2")), truths[case.variant, case.dtype]
     assert set(found) >= set(truth)
     assert {kind: same(found[kind], truth[kind], case.architecture) for kind in truth} == {kind: [] for kind in truth}
@@ -154,7 +156,7 @@ def continued(saved: dict[Case, Path], tmp_path_factory: pytest.TempPathFactory)
         t = case.topology
         options = WriterOptions(tp=t.tp, pp=t.pp, layers_per_stage=t.layers_per_stage)
         place = saved[source] / ("legacy" if i % 2 and not source.distributed else "dist")
-        outcome = converter.convert(converter.prepare(place, folder / str(i), target, options))
+        outcome = converter.convert(converter.prepare_conversion(place, folder / str(i), target, options))
         assert RNG_NOTICE in outcome.notices
         assert not any("optimizer" in notice for notice in outcome.notices)
         jobs += [(case, continuing(folder / str(i), target)), (case, never_stopped)]

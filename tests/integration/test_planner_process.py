@@ -19,10 +19,10 @@ from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError, StoreError
 from dynapipe_ext.executor import proven_step
-from dynapipe_ext.executor.plans.course import BatchRule, Place, course
 from dynapipe_ext.executor.plans.planner_pool import PlannerProcesses
 from dynapipe_ext.executor.plans.planner_process import PlannerJob, describe_planner, publish_plans
 from dynapipe_ext.executor.plans.source import StorePlanSource, publish_failure
+from dynapipe_ext.executor.plans.step_positions import GlobalBatchRule, StepPosition, step_positions
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.keys import Keys
@@ -37,7 +37,7 @@ from dynapipe_ext.topology import Topology
 pytestmark = pytest.mark.timeout(90)
 KEY = b"k" * 32
 LENGTHS: LengthArray = as_length_array(np.random.default_rng(0).integers(4, 90, 40))
-RULE = BatchRule(batch_size=5, shuffle=True)
+RULE = GlobalBatchRule(batch_size=5, shuffle=True)
 PLANNER = Planner(
     Topology(pp=2, dp=2), TokenCosts(2), 1e12,
     schedule="1f1b", format=ActivationFormat(16), collectives=ReplicaCollectives(),
@@ -66,7 +66,7 @@ def job_of(store: RedisStore, *, num_workers: int = 2, ahead: int = 4) -> Planne
         plan_key=KEY.hex(),
         rule=RULE,
         planner=describe_planner(PLANNER),
-        start=Place(),
+        start=StepPosition(),
         ahead=ahead,
         num_workers=num_workers,
     )
@@ -79,12 +79,12 @@ def source(
     return StorePlanSource(store, KEYS, KEY, dp_rank=dp_rank, pp_rank=pp_rank, num_planners=num_planners, **settings)
 
 
-def plan_key(place: Place, dp_rank: int = 0, pp_rank: int = 0) -> str:
+def plan_key(place: StepPosition, dp_rank: int = 0, pp_rank: int = 0) -> str:
     return KEYS.plan(epoch=place.epoch, step=place.step, dp_rank=dp_rank, pp_rank=pp_rank)
 
 
-def places(count: int) -> list[tuple[Place, tuple[int, ...]]]:
-    steps = course(RULE, LENGTHS, Place())
+def places(count: int) -> list[tuple[StepPosition, tuple[int, ...]]]:
+    steps = step_positions(RULE, LENGTHS, StepPosition())
     return [next(steps) for _ in range(count)]
 
 
@@ -160,7 +160,7 @@ def test_a_killed_planner_is_named_at_a_rank_that_waits_for_it(store: RedisStore
         with pytest.raises(
             StoreError, match=rf"planner process 1 \(pid {pid}\) was killed by SIGKILL.*step 7 of epoch 3"
         ):
-            source(store, timeout_s=600.0).plan(Place(3, 7, 31))
+            source(store, timeout_s=600.0).plan(StepPosition(3, 7, 31))
         assert pool.poll() == {1: -signal.SIGKILL}
 
 
@@ -169,7 +169,7 @@ def test_a_planner_that_falls_silent_is_named_without_its_owners_help(store: Red
         store.get(KEYS.heartbeat(1), 60.0)
         os.kill(pool.processes[1].pid, signal.SIGSTOP)
         with pytest.raises(StoreError, match=r"planner process 1 has given no sign for .* step 7 of epoch 3"):
-            source(store, timeout_s=600.0, silent_after_s=3.0).plan(Place(3, 7, 31))
+            source(store, timeout_s=600.0, silent_after_s=3.0).plan(StepPosition(3, 7, 31))
         os.kill(pool.processes[1].pid, signal.SIGCONT)
 
 
@@ -181,7 +181,7 @@ def test_a_batch_that_cannot_be_planned_ends_every_rank_with_the_planners_senten
     with PlannerProcesses(job, store, LENGTHS):
         for dp_rank in range(2):
             with pytest.raises(PlanError) as found:
-                source(store, dp_rank=dp_rank, timeout_s=600.0).plan(Place())
+                source(store, dp_rank=dp_rank, timeout_s=600.0).plan(StepPosition())
             assert str(found.value) == str(wanted.value)
 
 
@@ -201,7 +201,7 @@ def test_a_bug_in_a_planner_is_told_with_its_type_worker_and_step(
         PlannerProcesses(job, store, LENGTHS),
         pytest.raises(PlanError, match="planner process 0 failed on step 0 of epoch 0: ZeroDivisionError: by nought"),
     ):
-        source(store, timeout_s=600.0).plan(Place())
+        source(store, timeout_s=600.0).plan(StepPosition())
 
 
 def test_a_planner_that_cannot_start_ends_the_wait(store: RedisStore) -> None:
@@ -210,7 +210,7 @@ def test_a_planner_that_cannot_start_ends_the_wait(store: RedisStore) -> None:
         PlannerProcesses(job, store, LENGTHS),
         pytest.raises(PlanError, match="failed while starting: ModuleNotFoundError: No module named 'no_such_module'"),
     ):
-        source(store, timeout_s=600.0).plan(Place())
+        source(store, timeout_s=600.0).plan(StepPosition())
 
 
 def test_closing_the_pool_leaves_no_process_and_blames_nobody(store: RedisStore) -> None:
@@ -254,8 +254,8 @@ def test_lengths_and_order_larger_than_a_pipe_reach_the_planners_whole(store: Re
     lengths = as_length_array(np.random.default_rng(1).integers(4, 90, 60_000))
     order = np.random.default_rng(2).permutation(60_000)
     with PlannerProcesses(job_of(store), store, lengths, order):
-        plan = source(store).plan(Place())
-    steps = course(RULE, lengths, Place(), order)
+        plan = source(store).plan(StepPosition())
+    steps = step_positions(RULE, lengths, StepPosition(), order)
     expected = prove_step(PLANNER, sample_lengths(lengths, next(steps)[1]), step=0).plans
     assert encode(plan, KEY) == encode(expected[0][0], KEY)
 
@@ -305,11 +305,11 @@ def test_a_planner_ends_when_its_input_closes(store: RedisStore) -> None:
 
 def test_a_stopped_planner_of_strangers_making_keeps_its_plans_for_the_ranks(store: RedisStore) -> None:
     with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
-        store.get(plan_key(Place()), 60.0)
+        store.get(plan_key(StepPosition()), 60.0)
         store.get(plan_key(places(2)[1][0]), 60.0)
         pool.processes[0].terminate()
         store.get(KEYS.failure(0), 60.0)
-    assert store.try_get(plan_key(Place())) is not None
+    assert store.try_get(plan_key(StepPosition())) is not None
     assert store.try_get(plan_key(places(2)[1][0])) is not None  # its neighbour's too, though that was closed
 
 
@@ -323,38 +323,38 @@ def test_an_overdue_plan_names_the_planner_the_step_and_the_rank() -> None:
     with pytest.raises(
         StoreError, match=r"planner process 1 did not publish .*step 3 of epoch 2.*pp_rank 1 within 0\.3 s"
     ):
-        source(MemoryStore(), pp_rank=1, timeout_s=0.3).plan(Place(2, 3, 9))
+        source(MemoryStore(), pp_rank=1, timeout_s=0.3).plan(StepPosition(2, 3, 9))
 
 
 def test_a_rank_at_another_step_than_its_planners_is_told() -> None:
     store = MemoryStore()
     publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)
     with pytest.raises(StoreError, match="same checkpoint"):
-        source(store, num_planners=1).plan(Place(0, 0, 5))
+        source(store, num_planners=1).plan(StepPosition(0, 0, 5))
 
 
 def test_a_plan_put_under_another_ranks_name_is_refused() -> None:
     store = MemoryStore()
     publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)
-    store.put(plan_key(Place(), 0, 0), store.get(plan_key(Place(), 1, 0), 1.0))
+    store.put(plan_key(StepPosition(), 0, 0), store.get(plan_key(StepPosition(), 1, 0), 1.0))
     with pytest.raises(StoreError, match="signature"):
-        source(store, num_planners=1).plan(Place())
+        source(store, num_planners=1).plan(StepPosition())
 
 
 def test_a_forged_failure_is_not_believed() -> None:
     store = MemoryStore()
     publish_failure(store, KEYS, b"j" * 32, 0, "pay here", of_planning=True)
     with pytest.raises(StoreError, match="signature"):
-        source(store, timeout_s=30.0).plan(Place())
+        source(store, timeout_s=30.0).plan(StepPosition())
 
 
 def test_a_failure_of_a_later_step_does_not_stop_a_rank_that_waits_for_another_planner() -> None:
     store = MemoryStore()
     publish_failure(store, KEYS, KEY, 1, "step 1 does not fit", of_planning=True)
     with pytest.raises(StoreError, match="did not publish"):
-        source(store, timeout_s=0.3).plan(Place(0, 0, 0))
+        source(store, timeout_s=0.3).plan(StepPosition(0, 0, 0))
     with pytest.raises(PlanError, match="step 1 does not fit"):
-        source(store, timeout_s=30.0).plan(Place(0, 1, 1))
+        source(store, timeout_s=30.0).plan(StepPosition(0, 1, 1))
 
 
 def test_the_first_failure_stays() -> None:
@@ -362,7 +362,7 @@ def test_the_first_failure_stays() -> None:
     publish_failure(store, KEYS, KEY, 0, "the cause", of_planning=True)
     publish_failure(store, KEYS, KEY, 0, "a consequence", of_planning=False)
     with pytest.raises(PlanError, match="the cause"):
-        source(store, timeout_s=30.0).plan(Place())
+        source(store, timeout_s=30.0).plan(StepPosition())
 
 
 def test_plans_are_verified_before_they_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,20 +376,20 @@ def test_plans_are_verified_before_they_are_published(monkeypatch: pytest.Monkey
     store = MemoryStore()
     with pytest.raises(Exception, match="rank"):
         publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)
-    assert store.try_get(plan_key(Place())) is None
+    assert store.try_get(plan_key(StepPosition())) is None
     with pytest.raises(PlanError):
-        source(store, num_planners=1).plan(Place())
+        source(store, num_planners=1).plan(StepPosition())
 
 
 def test_time_spent_waiting_for_plans_is_counted() -> None:
     store = MemoryStore()
     waiting = source(store, timeout_s=0.3)
     with pytest.raises(StoreError):
-        waiting.plan(Place())
+        waiting.plan(StepPosition())
     assert waiting.exposed_planning_s >= 0.3
 
 
 def test_a_stored_plan_is_signed_for_its_name(store: RedisStore) -> None:
     with PlannerProcesses(job_of(store), store, LENGTHS):
-        data = store.get(plan_key(Place()), 60.0)
-    assert decode(data, KEY, context=plan_key(Place()).encode()).step == 0
+        data = store.get(plan_key(StepPosition()), 60.0)
+    assert decode(data, KEY, context=plan_key(StepPosition()).encode()).step == 0

@@ -28,7 +28,7 @@ import dynapipe_ext.sampling
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.packing import PackingCollator
 from dynapipe_ext.packing.collator import IGNORED
-from dynapipe_ext.packing.dynamicat import SUPERVISED, Side, limited, loss_weight, padded, record
+from dynapipe_ext.packing.dynamicat import SUPERVISED, PaddingSide, limited, loss_weight, make_record, padded
 from dynapipe_ext.sampling import DistributedTokenBatchSampler
 
 pytest.importorskip("transformers")
@@ -49,7 +49,7 @@ def features_of() -> list[dict[str, list[int]]]:
     rng = np.random.default_rng(0)
     sizes = zip(rng.integers(2, 20, NUM_SAMPLES), np.minimum(2 + rng.exponential(8, NUM_SAMPLES), 30), strict=True)
     drawn = [(rng.integers(0, WORDS, int(a)).tolist(), rng.integers(0, WORDS, int(b)).tolist()) for a, b in sizes]
-    return [record({"prompt": prompt, "response": response}, SUPERVISED) for prompt, response in drawn]
+    return [make_record({"prompt": prompt, "response": response}, SUPERVISED) for prompt, response in drawn]
 
 
 FEATURES = features_of()
@@ -234,7 +234,7 @@ def test_a_job_stopped_in_mid_epoch_goes_on_under_another_number_of_ranks(run_ra
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batches_of_varying_size_weighted_by_their_targets_train_as_samples_alone_do(side: Side) -> None:
+def test_padded_batches_of_varying_size_weighted_by_their_targets_train_as_samples_alone_do(side: PaddingSide) -> None:
     model = llama()
     optimizer = RecordingSGD(model)
     losses = []

@@ -31,7 +31,6 @@ def public_things(path: str, text: str) -> Iterator[tuple[str, str, str]]:
             yield name, thing, f"{path}:{node.lineno}"
 
 
-@pytest.mark.xfail(reason="names that two things have are still being changed", strict=True)
 def test_no_public_name_is_given_to_two_things(all_sources: Any) -> None:
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for source in all_sources:

@@ -15,7 +15,7 @@ import torch
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import write_config
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
-from dynapipe_ext.tools.checkpoint.files.safetensors_file import TensorSpec, write_safetensors
+from dynapipe_ext.tools.checkpoint.files.safetensors_file import SafetensorsSpec, write_safetensors
 
 # The child's resident peak is reset once torch is there: what is left above is the conversion's own.
 _CHILD = """
@@ -72,7 +72,7 @@ def large_model(folder: Path, architecture: Architecture, *, layers_per_shard: i
     index: dict[str, str] = {}
     for number, groups in enumerate(shards.values(), start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        specs = [TensorSpec(info.name, dtype, info.shape) for group in groups for info in group.tensors]
+        specs = [SafetensorsSpec(info.name, dtype, info.shape) for group in groups for info in group.tensors]
         write_safetensors(folder / name, specs, _values(specs, base, len(index)))
         index |= {spec.name: name for spec in specs}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
@@ -89,6 +89,6 @@ def total_bytes(architecture: Architecture) -> int:
     return itemsize * sum(group.size for group in tensor_groups(architecture))
 
 
-def _values(specs: Sequence[TensorSpec], base: torch.Tensor, first: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _values(specs: Sequence[SafetensorsSpec], base: torch.Tensor, first: int) -> Iterator[tuple[str, torch.Tensor]]:
     for place, spec in enumerate(specs, start=first):
         yield spec.name, base[place : place + math.prod(spec.shape)].view(spec.shape)

@@ -10,7 +10,7 @@ import numpy as np
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.fitted import Observation, fit_costs
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
-from dynapipe_ext.costs.surface import Measured, Part, left_out_errors
+from dynapipe_ext.costs.surface import Measured, ModelPart, left_out_errors
 from dynapipe_ext.inference.memory_training import fit_phases
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch
@@ -34,7 +34,7 @@ SHAPE = Architecture.gpt(
 )
 
 
-def measure(part: Part, m: MicroBatch, *, bytes_only: bool = False) -> Measured:
+def measure(part: ModelPart, m: MicroBatch, *, bytes_only: bool = False) -> Measured:
     """By a law that no polynomial follows, with scatter; of exact sums and products alone."""
     tokens, squares = m.padded_tokens, m.padded_tokens * m.encoder_len
     scatter = 1 + (tokens * 7919 % 101 - 50) / 1000

@@ -31,7 +31,7 @@ def convert(source: Path, target: Path, to: str, *, verify: bool = False, tp: in
     own = {"transformer_impl": options.pop("impl")} if "impl" in options else {}
     layers = options.pop("layers", ())
     settled = WriterOptions(tp=tp, pp=options.pop("pp", len(layers) or 1), layers_per_stage=layers)
-    converter.convert(converter.prepare(source, target, to, settled, verify=verify, **own))
+    converter.convert(converter.prepare_conversion(source, target, to, settled, verify=verify, **own))
     return target
 
 

@@ -18,8 +18,8 @@ from dynapipe_ext.executor.checkpoints.manifest import (
     Manifest,
     OptimizerPlace,
     RunState,
+    SavedTensor,
     StoredChunk,
-    StoredTensor,
     read_manifest,
     refuse_other_model,
 )
@@ -47,7 +47,7 @@ def manifest_of(run: RunState) -> Manifest:
         optimizer=OptimizerPlace(run.step - 1, {"num_steps": run.step, "max_lr": 0.1 + 0.2}),
         versions={"torch": "2.13.0"},
         files={"__0_0.distcp": 4},
-        tensors={"weight": StoredTensor("bfloat16", (3, 4), (chunk,))},
+        tensors={"weight": SavedTensor("bfloat16", (3, 4), (chunk,))},
     )
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.tools.checkpoint.converter import Outcome, convert, prepare
+from dynapipe_ext.tools.checkpoint.converter import ConversionOutcome, convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
 from tests.support.checkpoints import (
@@ -32,9 +32,9 @@ from tests.support.checkpoints import (
 Tensors = dict[str, torch.Tensor]
 
 
-def resaved(source: Path, target: Path, shard_bytes: int = 200_000) -> Outcome:
+def resaved(source: Path, target: Path, shard_bytes: int = 200_000) -> ConversionOutcome:
     own = {"shard_bytes": shard_bytes}
-    return convert(prepare(source, target, "hf", WriterOptions(), source_format="hf", verify=True, **own))
+    return convert(prepare_conversion(source, target, "hf", WriterOptions(), source_format="hf", verify=True, **own))
 
 
 def as_bin(source: Path, target: Path, tensors: Tensors, *, shards: int = 1, zipped: bool = True) -> Path:
@@ -238,7 +238,7 @@ def test_ranks_make_no_sense_for_a_folder_without_ranks(tmp_path: Path) -> None:
     source = saved(tiny("gpt2"), tmp_path / "source")
     for options in (WriterOptions(tp=2), WriterOptions(pp=2), WriterOptions(layers_per_stage=(4,))):
         with pytest.raises(ConfigError, match="no ranks"):
-            prepare(source, tmp_path / "target", "hf", options, source_format="hf")
+            prepare_conversion(source, tmp_path / "target", "hf", options, source_format="hf")
 
 
 def test_a_folder_is_recognised_by_config_and_weights(tmp_path: Path) -> None:

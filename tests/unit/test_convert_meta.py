@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.tools.checkpoint.converter import convert, prepare
+from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from dynapipe_ext.tools.checkpoint.meta import folder as meta
 from tests.support import meta_llama
@@ -21,7 +21,7 @@ TOKENS = torch.randint(meta_llama.VOCAB, (2, 20), generator=torch.Generator().ma
 
 def converted(source: Path) -> Path:
     target = source.with_name(source.name + "-hf")
-    convert(prepare(source, target, "hf", WriterOptions(), source_format="meta", verify=True))
+    convert(prepare_conversion(source, target, "hf", WriterOptions(), source_format="meta", verify=True))
     return target
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.tools.checkpoint.deepspeed import file as deepspeed_file
 from dynapipe_ext.tools.checkpoint.deepspeed import output as deepspeed_output
-from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, joined, read_tree, same_bytes
+from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, joined_pieces, read_deepspeed_tree, same_bytes
 from dynapipe_ext.tools.checkpoint.deepspeed.output import Promised, TorchFileWriter
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor
 from dynapipe_ext.tools.checkpoint.files.torch_pickle import Inert
@@ -43,14 +43,14 @@ class Config:
 def test_a_saved_tree_reads_as_its_plain_values(tmp_path: Path) -> None:
     tree = {"a": 1, "b": [1.5, None, ("x", True)], "c": OrderedDict(d={3: "e"}), "f": torch.Size([2, 3]), "g": {1, 2}}
     torch.save(tree, tmp_path / "file.pt")
-    assert read_tree(tmp_path / "file.pt") == tree | {"f": (2, 3)}
+    assert read_deepspeed_tree(tmp_path / "file.pt") == tree | {"f": (2, 3)}
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64, torch.bool, torch.uint8, torch.float8_e4m3fn])
 def test_tensors_of_every_type_are_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.randint(0, 2, (3, 5)).to(dtype)
     torch.save({"t": tensor}, tmp_path / "file.pt")
-    found = read_tree(tmp_path / "file.pt")["t"]
+    found = read_deepspeed_tree(tmp_path / "file.pt")["t"]
     assert (found.shape, found.dtype) == ((3, 5), dtype)
     assert torch.equal(found.read().view(torch.uint8), tensor.view(torch.uint8))
 
@@ -68,7 +68,7 @@ def test_views_parameters_scalars_and_odd_strides_are_read(tmp_path: Path) -> No
         "column": whole.view(24, 1)[::2],
     }
     torch.save(tree, tmp_path / "file.pt")
-    found = read_tree(tmp_path / "file.pt")
+    found = read_deepspeed_tree(tmp_path / "file.pt")
     for name, tensor in tree.items():
         assert torch.equal(found[name].read(), tensor.detach()), name
         assert found[name].read().is_contiguous()
@@ -79,7 +79,7 @@ def test_a_cast_in_chunks_is_the_cast_of_the_whole(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(deepspeed_file, "_CHUNK_VALUES", chunk)
     tensor = torch.randn(4, 7)
     torch.save([tensor, tensor.t()], tmp_path / "file.pt")
-    for found, expected in zip(read_tree(tmp_path / "file.pt"), [tensor, tensor.t()], strict=True):
+    for found, expected in zip(read_deepspeed_tree(tmp_path / "file.pt"), [tensor, tensor.t()], strict=True):
         assert torch.equal(found.read_as(torch.bfloat16), expected.bfloat16())
         assert torch.equal(found.read_as(torch.float32), expected)
 
@@ -87,7 +87,7 @@ def test_a_cast_in_chunks_is_the_cast_of_the_whole(tmp_path: Path, monkeypatch: 
 def test_a_part_is_the_values_from_its_start(tmp_path: Path) -> None:
     tensor = torch.arange(30).view(5, 6)
     torch.save([tensor[:2], tensor[2:].clone()], tmp_path / "file.pt")
-    whole = joined(read_tree(tmp_path / "file.pt"), (30,))
+    whole = joined_pieces(read_deepspeed_tree(tmp_path / "file.pt"), (30,))
     for start, shape in [(0, (30,)), (3, (4, 5)), (11, (2,)), (12, (18,)), (30, (0,)), (7, ())]:
         size = int(np.prod(shape))
         assert torch.equal(whole.part(start, shape).read(), torch.arange(start, start + size).view(shape))
@@ -98,7 +98,7 @@ def test_a_part_is_the_values_from_its_start(tmp_path: Path) -> None:
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.data())
 def test_a_part_of_a_part_is_a_part(sizes: list[int], data: Any) -> None:
     parts = [SplitTensor((n,), torch.int64, (runs(i, n),) if n else ()) for i, n in enumerate(sizes)]
-    whole = joined(parts, (sum(sizes),))
+    whole = joined_pieces(parts, (sum(sizes),))
     start = data.draw(st.integers(0, whole.size))
     middle = whole.part(start, (data.draw(st.integers(0, whole.size - start)),))
     again = data.draw(st.integers(0, middle.size))
@@ -115,7 +115,7 @@ def test_equal_bytes_are_equal_whatever_files_hold_them(tmp_path: Path) -> None:
     torch.save(
         {"a": tensor, "b": tensor.clone(), "c": torch.tensor([-0.0, float("nan"), 1.0, -1.0])}, tmp_path / "f.pt"
     )
-    found = read_tree(tmp_path / "f.pt")
+    found = read_deepspeed_tree(tmp_path / "f.pt")
     assert same_bytes(found["a"], found["b"], chunk=3)
     assert not same_bytes(found["a"], found["c"], chunk=3)
     assert not same_bytes(found["a"], found["a"].part(0, (2, 2)))
@@ -130,7 +130,7 @@ def test_objects_that_are_not_plain_are_not_made(tmp_path: Path) -> None:
         "x": 1,
     }
     torch.save(tree, tmp_path / "file.pt")
-    found = read_tree(tmp_path / "file.pt")
+    found = read_deepspeed_tree(tmp_path / "file.pt")
     assert all(isinstance(found[name], Inert) for name in ("stage", "args", "config", "random"))
     assert found["x"] == 1
 
@@ -145,7 +145,7 @@ class Attack:
 
 def test_nothing_that_a_file_says_is_run(tmp_path: Path) -> None:
     torch.save({"evil": Attack(tmp_path / "made"), "w": torch.ones(2)}, tmp_path / "file.pt")
-    found = read_tree(tmp_path / "file.pt")
+    found = read_deepspeed_tree(tmp_path / "file.pt")
     assert not (tmp_path / "made").exists()
     assert torch.equal(found["w"].read(), torch.ones(2))
 
@@ -156,7 +156,7 @@ def test_a_pickle_cannot_set_anything_on_a_class(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "file.pt", "w") as archive:
         archive.writestr("archive/data.pkl", body)
     with pytest.raises(DataError, match="damaged"):
-        read_tree(tmp_path / "file.pt")
+        read_deepspeed_tree(tmp_path / "file.pt")
     assert callable(Inert.__setstate__)
 
 
@@ -167,7 +167,7 @@ def test_a_pickle_cannot_take_more_memory_than_its_size_explains(tmp_path: Path,
     with zipfile.ZipFile(tmp_path / "file.pt", "w") as archive:
         archive.writestr("archive/data.pkl", body)
     with pytest.raises(DataError, match=r"damaged \(ValueError"):
-        read_tree(tmp_path / "file.pt")
+        read_deepspeed_tree(tmp_path / "file.pt")
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,14 @@ def test_what_is_no_whole_file_is_said(tmp_path: Path, change: Any, says: str) -
     torch.save({"t": torch.arange(1000)}, path)
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DataError, match=says):
-        read_tree(path)
+        read_deepspeed_tree(path)
     with pytest.raises(DataError, match="cannot be read"):
-        read_tree(tmp_path / "absent.pt")
+        read_deepspeed_tree(tmp_path / "absent.pt")
 
 
 def test_a_file_that_is_cut_after_it_was_opened_is_noticed(tmp_path: Path) -> None:
     torch.save({"t": torch.arange(1000)}, tmp_path / "file.pt")
-    found = read_tree(tmp_path / "file.pt")["t"]
+    found = read_deepspeed_tree(tmp_path / "file.pt")["t"]
     with (tmp_path / "file.pt").open("r+b") as file:
         file.truncate(4000)
     with pytest.raises(DataError, match="bytes early: it was changed or cut short"):
@@ -223,7 +223,7 @@ def rewritten(path: Path, change: Any) -> Path:
 def test_a_damaged_archive_is_refused_by_name(tmp_path: Path, change: Any, says: str) -> None:
     torch.save({"t": torch.arange(10)}, tmp_path / "file.pt")
     with pytest.raises(DataError, match=says):
-        read_tree(rewritten(tmp_path / "file.pt", change))
+        read_deepspeed_tree(rewritten(tmp_path / "file.pt", change))
 
 
 def promised(tensors: list[torch.Tensor]) -> dict[str, Promised]:
@@ -248,7 +248,7 @@ def test_what_is_written_in_parts_is_what_torch_loads(
         assert all(torch.equal(found["module"][f"t{i}"], tensor) for i, tensor in enumerate(tensors))
         assert found["again"].untyped_storage().data_ptr() == found["module"]["t1"].untyped_storage().data_ptr()
         assert (found["step"], found["none"]) == (3, None)
-    ours = read_tree(tmp_path / "file.pt")
+    ours = read_deepspeed_tree(tmp_path / "file.pt")
     assert all(torch.equal(ours["module"][f"t{i}"].read(), tensor) for i, tensor in enumerate(tensors))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import tensor_groups
-from dynapipe_ext.tools.checkpoint.deepspeed.contents import plain
+from dynapipe_ext.tools.checkpoint.deepspeed.contents import plain_number
 from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint, recognises
 from dynapipe_ext.tools.checkpoint.files import stored_tensor
 from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny, tiny_variant
@@ -287,8 +287,8 @@ def test_plain_values_are_walked_once_and_never_in_circles() -> None:
     deep: Any = ()
     for _ in range(100_000):
         deep = (deep,)
-    assert plain({"a": (1, [2.5, None]), "b": object(), 3: True}) == {"a": (1, [2.5, None]), "b": None, 3: True}
-    walked = plain(laughs)
+    assert plain_number({"a": (1, [2.5, None]), "b": object(), 3: True}) == {"a": (1, [2.5, None]), "b": None, 3: True}
+    walked = plain_number(laughs)
     assert walked[0] is walked[1]
-    assert plain(circle) == [1, None]
-    assert plain(deep) is None
+    assert plain_number(circle) == [1, None]
+    assert plain_number(deep) is None

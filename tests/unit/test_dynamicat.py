@@ -16,17 +16,17 @@ from dynapipe_ext.packing.dynamicat import (
     INFERENCE,
     PRETRAINING,
     SUPERVISED,
-    Batches,
     Field,
+    RecordBatches,
     arranged,
     fixed_size,
     length_difference,
     limited,
     loss_weight,
+    make_record,
     maximum_length,
     padded,
     padding_tokens,
-    record,
     scaled_learning_rate,
 )
 
@@ -48,7 +48,7 @@ def fewest(lengths: list[int], allowed: Callable[[list[int]], bool]) -> int:
     return min(len(groups) for groups in partitions(lengths) if all(map(allowed, groups)))
 
 
-def complete(batches: Batches, lengths: list[int]) -> bool:
+def complete(batches: RecordBatches, lengths: list[int]) -> bool:
     return sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
 
 
@@ -153,14 +153,14 @@ def test_padding_is_on_the_side_asked_for_and_masked(rows: list[list[int]], mult
 
 def test_fields_are_cut_at_their_side_and_masked_by_their_loss() -> None:
     fields = (Field("prompt", loss=False, max_length=2, cut="left"), Field("response", max_length=2, cut="right"))
-    made = record({"prompt": [5, 6, 7], "response": [8, 9, 10]}, fields, start=[1], end=[2])
+    made = make_record({"prompt": [5, 6, 7], "response": [8, 9, 10]}, fields, start=[1], end=[2])
     assert made == {"input_ids": [1, 6, 7, 8, 9, 2], "loss_mask": [0, 0, 0, 1, 1, 1]}
-    assert record({"content": [5, 6]}, PRETRAINING)["loss_mask"] == [1, 1]
-    assert record({"prompt": [5, 6]}, INFERENCE, end=[2])["loss_mask"] == [0, 0, 0]
+    assert make_record({"content": [5, 6]}, PRETRAINING)["loss_mask"] == [1, 1]
+    assert make_record({"prompt": [5, 6]}, INFERENCE, end=[2])["loss_mask"] == [0, 0, 0]
 
 
 def test_a_record_is_a_feature_that_packs() -> None:
-    features = [record({"prompt": [5, 6], "response": [7, 8]}, SUPERVISED, end=[2]) for _ in range(2)]
+    features = [make_record({"prompt": [5, 6], "response": [7, 8]}, SUPERVISED, end=[2]) for _ in range(2)]
     assert PackingCollator().pack(features).labels.tolist() == [[IGNORED, IGNORED, 7, 8, 2] * 2]
 
 
@@ -193,8 +193,8 @@ def test_learning_rates_scale_with_the_tokens_of_a_step() -> None:
         (lambda: arranged([[0]], [1], by="size"), ConfigError, "by is 'size'"),  # type: ignore[arg-type]
         (lambda: padded([]), DataError, "no rows"),
         (lambda: padded([[1]], side="top"), ConfigError, "side is 'top'"),  # type: ignore[arg-type]
-        (lambda: record({"text": [1]}, SUPERVISED), DataError, "a record has text but no 'prompt'"),
-        (lambda: record({}, ()), ConfigError, "without fields"),
+        (lambda: make_record({"text": [1]}, SUPERVISED), DataError, "a record has text but no 'prompt'"),
+        (lambda: make_record({}, ()), ConfigError, "without fields"),
         (lambda: Field("prompt", cut="end"), ConfigError, "cut at 'end'"),  # type: ignore[arg-type]
         (lambda: loss_weight(5, 4), ConfigError, "5 targets in a step of 4"),
         (lambda: scaled_learning_rate(0.1, 1, 0), ConfigError, "0 usual"),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.inference.batches import PROMPT_TOKENS, BatchRule, GenerationMemory, plan_batches
+from dynapipe_ext.inference.batches import PROMPT_TOKENS, GenerationMemory, InferenceBatchRule, plan_batches
 from dynapipe_ext.inference.loader import DynamicBatchSampler, build_dynamic_batch_dataloader
 
 
@@ -59,7 +59,7 @@ def partitions(items: list[int]) -> Iterator[list[list[int]]]:
             yield [*rest[:place], [items[0], *rest[place]], *rest[place + 1 :]]
 
 
-def fewest(lengths: list[int], rule: BatchRule, memory: GenerationMemory) -> int:
+def fewest(lengths: list[int], rule: InferenceBatchRule, memory: GenerationMemory) -> int:
     """Batches of the best of all groupings in which the longest texts are together in a first batch of its size."""
     order = sorted(lengths, reverse=True)
     longest = order[0]
@@ -71,7 +71,7 @@ def fewest(lengths: list[int], rule: BatchRule, memory: GenerationMemory) -> int
 
 
 RULES = st.builds(
-    BatchRule,
+    InferenceBatchRule,
     batch_size=st.integers(1, 3),
     peak_fraction=st.sampled_from([0.5, 0.9, 1.0]),
     growth=st.sampled_from([1.0, 2.0, math.inf]),
@@ -81,14 +81,14 @@ MEMORIES = st.builds(GenerationMemory, st.integers(0, 40), st.integers(1, 9))
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), RULES, MEMORIES)
 def test_no_grouping_of_the_texts_has_fewer_batches(
-    lengths: list[int], rule: BatchRule, memory: GenerationMemory
+    lengths: list[int], rule: InferenceBatchRule, memory: GenerationMemory
 ) -> None:
     assert len(plan_batches(lengths, rule, memory)) == fewest(lengths, rule, memory)
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=200), RULES, MEMORIES)
 def test_each_text_is_in_one_batch_under_the_bound(
-    lengths: list[int], rule: BatchRule, memory: GenerationMemory
+    lengths: list[int], rule: InferenceBatchRule, memory: GenerationMemory
 ) -> None:
     batches = plan_batches(lengths, rule, memory)
     assert sorted(i for batch in batches for i in batch.tolist()) == list(range(len(lengths)))
@@ -108,14 +108,14 @@ def test_a_hundred_thousand_texts_need_the_batches_of_the_token_budget_optimum()
     while start < len(order):
         start += budget // int(order[start])
         optimum += 1
-    rule = BatchRule(batch_size=16, peak_fraction=1.0)
+    rule = InferenceBatchRule(batch_size=16, peak_fraction=1.0)
     assert len(plan_batches(lengths, rule)) == optimum
-    capped = plan_batches(lengths, BatchRule(batch_size=16, peak_fraction=0.9))
+    capped = plan_batches(lengths, InferenceBatchRule(batch_size=16, peak_fraction=0.9))
     assert len(capped) <= 1.05 * optimum / 0.9
 
 
 def test_what_a_text_costs_at_any_length_keeps_batches_small() -> None:
-    lengths, rule = [100] * 4 + [10] * 1000, BatchRule(batch_size=4, peak_fraction=1.0)
+    lengths, rule = [100] * 4 + [10] * 1000, InferenceBatchRule(batch_size=4, peak_fraction=1.0)
     assert len(plan_batches(lengths, rule, PROMPT_TOKENS)[1]) == 40
     assert len(plan_batches(lengths, rule, GenerationMemory(100, 1))[1]) == 4 * 200 // 110
 
@@ -167,7 +167,7 @@ def test_no_batch_is_above_the_first_peak_for_any_convex_cost_of_a_text(
     def cost(prompt_len: int) -> int:
         return base + slope * prompt_len + square * prompt_len**2
 
-    rule, longest = BatchRule(batch_size=4, peak_fraction=1.0), max(lengths)
+    rule, longest = InferenceBatchRule(batch_size=4, peak_fraction=1.0), max(lengths)
     counted = GenerationMemory(base + spare, slope)
     for memory in (counted, counted.calibrated(4, longest, 4 * cost(longest))):
         for batch in plan_batches(lengths, rule, memory):
@@ -182,7 +182,7 @@ def test_the_threshold_is_the_share_of_observed_peaks_above_the_bound() -> None:
     for threshold in (0.01, 0.1, 0.5):
         assert sum(ratio > memory.margin(threshold) for ratio in ratios) <= threshold * (len(ratios) + 1)
     assert GenerationMemory(0, 1, observed=(0.5, 0.6)).margin(0.5) == 1.0
-    strict, loose = (BatchRule(batch_size=100, threshold=t) for t in (0.01, 0.5))
+    strict, loose = (InferenceBatchRule(batch_size=100, threshold=t) for t in (0.01, 0.5))
     assert strict.num_texts(memory, 50, 10) < loose.num_texts(memory, 50, 10)
 
 
@@ -227,7 +227,7 @@ def test_padding_to_a_multiple_counts_against_the_bound() -> None:
 
 def test_a_shuffle_keeps_the_batches_and_the_longest_first_and_follows_seed_and_epoch() -> None:
     lengths = np.random.default_rng(1).integers(1, 200, 500)
-    rule = BatchRule(batch_size=4)
+    rule = InferenceBatchRule(batch_size=4)
     plain = [tuple(batch) for batch in DynamicBatchSampler(lengths, rule)]
     sampler = DynamicBatchSampler(lengths, rule, shuffle=True, seed=5)
     first, again = [tuple(batch) for batch in sampler], [tuple(batch) for batch in sampler]
@@ -239,7 +239,7 @@ def test_a_shuffle_keeps_the_batches_and_the_longest_first_and_follows_seed_and_
 
 
 def test_a_memory_model_put_in_while_batches_are_drawn_counts_from_the_next_one_on() -> None:
-    sampler = DynamicBatchSampler([100] * 4 + [10] * 100, BatchRule(batch_size=4, peak_fraction=1.0))
+    sampler = DynamicBatchSampler([100] * 4 + [10] * 100, InferenceBatchRule(batch_size=4, peak_fraction=1.0))
     batches = iter(sampler)
     assert len(next(batches)) == 4
     sampler.memory = GenerationMemory(100, 1)

@@ -16,7 +16,7 @@ import torch
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint import converter
-from dynapipe_ext.tools.checkpoint.files.torch_file import Record, read_pickle
+from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord, read_pickle
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron import dist as megatron_dist
 from dynapipe_ext.tools.checkpoint.megatron import legacy as megatron_legacy
@@ -160,7 +160,7 @@ def test_nothing_that_a_file_names_is_run(published: Published, tmp_path: Path) 
     mark = tmp_path / "mark"
     torch.save({"args": argparse.Namespace(vocab_size=3, evil=Evil(mark)), "evil": Evil(mark)}, tmp_path / "common.pt")
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": Evil(mark), "torch": torch.float32}))
-    found = read_archive(Record(tmp_path / "common.pt"))
+    found = read_archive(ArchiveRecord(tmp_path / "common.pt"))
     assert found["args"].vocab_size == 3
     assert found["evil"].qualified == "posix.mkdir"
     assert read_pickle(tmp_path / ".metadata")["torch"] is torch.float32
@@ -172,7 +172,7 @@ def test_nothing_that_a_file_names_is_run(published: Published, tmp_path: Path) 
     edited_rank(there, edit)
     reader = megatron_legacy.open_checkpoint(there)
     assert any("evil" in notice for notice in reader.notices)
-    again = converter.prepare(there, tmp_path / "again", "megatron", WriterOptions())
+    again = converter.prepare_conversion(there, tmp_path / "again", "megatron", WriterOptions())
     assert any("no plain ones are not carried: odd" in notice for notice in again.notices)
     mark.mkdir()  # it was not there
 

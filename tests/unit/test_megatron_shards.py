@@ -18,15 +18,15 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, byte_chunks
-from dynapipe_ext.tools.checkpoint.files.torch_file import Record
+from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord
 from dynapipe_ext.tools.checkpoint.formats import TrainingState, WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron import dist as megatron_dist
 from dynapipe_ext.tools.checkpoint.megatron import legacy as megatron_legacy
 from dynapipe_ext.tools.checkpoint.megatron.archive import ArchiveWriter, Planned
 from dynapipe_ext.tools.checkpoint.megatron.dist import Chunk, Stored, _unflatten
-from dynapipe_ext.tools.checkpoint.megatron.dist_names import Key
+from dynapipe_ext.tools.checkpoint.megatron.dist_names import StoredKey
 from dynapipe_ext.tools.checkpoint.megatron.names import EMBEDDING, MegatronTensor
-from dynapipe_ext.tools.checkpoint.megatron.shards import Box, Layout, Part, assemble, blocks
+from dynapipe_ext.tools.checkpoint.megatron.shards import Box, RankLayout, TensorPart, assemble, blocks
 from dynapipe_ext.tools.checkpoint.megatron.state import param_groups
 from tests.support.checkpoints import VOCAB, differences, tensors_in
 from tests.support.megatron_files import Published, convert, edited_metadata, edited_rank, published_in, rank_file
@@ -84,11 +84,13 @@ def test_what_ranks_hold_makes_up_the_whole_again(
     real = max(1, rows - padding) if vocabulary else rows
     tensor = MegatronTensor("x", (real, columns), int(across), 1 if across else parts, vocabulary)
     whole = torch.randn(real, columns)
-    layout = Layout(LLAMA, tp, (4,), rows)
+    layout = RankLayout(LLAMA, tp, (4,), rows)
     folder = tmp_path_factory.mktemp("ranks")
     boxes = []
     for rank in range(tp):
-        held = torch.cat([block for _, block in blocks(tensor, [Part(tensor, 0, whole)], layout.spans(tensor, rank))])
+        held = torch.cat(
+            [block for _, block in blocks(tensor, [TensorPart(tensor, 0, whole)], layout.spans(tensor, rank))]
+        )
         assert tuple(held.shape) == layout.local_shape(tensor)
         (folder / str(rank)).write_bytes(b"".join(map(bytes, byte_chunks(held))))
         stored = StoredTensor(folder / str(rank), held.dtype, tuple(held.shape), 0)
@@ -133,12 +135,12 @@ def test_rows_of_padding_are_zeros(published: Published, tmp_path: Path) -> None
 )
 def test_a_layout_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        Layout.of(LLAMA, WriterOptions(**options))
+        RankLayout.of(LLAMA, WriterOptions(**options))
 
 
 def test_query_groups_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_query_groups 2"):
-        Layout.of(replace(LLAMA, num_query_groups=2), WriterOptions(tp=4))
+        RankLayout.of(replace(LLAMA, num_query_groups=2), WriterOptions(tp=4))
 
 
 def test_virtual_stages_go_round_the_pipeline(published: Published, tmp_path: Path) -> None:
@@ -231,9 +233,9 @@ def test_flat_shards_of_older_distributed_optimizers_are_put_back(tmp_path: Path
             for begin, end in ((0, 4), (4, 6)):
                 path = tmp_path / f"{row}{column}{begin}"
                 torch.save(flat[..., begin:end].clone(), path)
-                chunks.append(Chunk((row, column, begin), (1, 1, end - begin), Record(path)))
+                chunks.append(Chunk((row, column, begin), (1, 1, end - begin), ArchiveRecord(path)))
     stored = Stored.of((2, 2, 6), torch.float32, chunks)
-    assert torch.equal(_unflatten(tensor, stored, Key("x", (), (), (3, 6))), whole[:3])
+    assert torch.equal(_unflatten(tensor, stored, StoredKey("x", (), (), (3, 6))), whole[:3])
 
 
 def test_an_archive_is_what_torch_reads_and_nothing_when_it_fails(tmp_path: Path) -> None:

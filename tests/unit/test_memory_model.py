@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.inference.batches import (
-    BatchRule,
     FirstBatch,
     GenerationMemory,
+    InferenceBatchRule,
     plan_batches,
     with_a_padded_first,
 )
 from dynapipe_ext.inference.loader import DynamicBatchSampler, build_dynamic_batch_dataloader
 from dynapipe_ext.inference.memory_model import FEATURES, LearnedMemory, Trees, features, shapes_of, terms
 from dynapipe_ext.inference.memory_records import MemoryRecord
-from dynapipe_ext.inference.memory_shapes import CHOICES, Choice, Shape, ShapeLimits, next_shape
+from dynapipe_ext.inference.memory_shapes import CHOICES, Choice, Shape, ShapeLimits, next_memory_shape
 
 pytest.importorskip("sklearn")
 
@@ -182,7 +182,7 @@ def test_too_few_records_are_refused_with_the_number_needed(given: list[MemoryRe
 
 def walked(limits: ShapeLimits, choice: Choice, fails: Callable[[Shape], bool], seed: int = 0) -> dict[Shape, bool]:
     done: dict[Shape, bool] = {}
-    while (shape := next_shape(done, limits, choice, seed)) is not None:
+    while (shape := next_memory_shape(done, limits, choice, seed)) is not None:
         assert shape not in done
         done[shape] = fails(shape)
     return done
@@ -232,7 +232,7 @@ def test_a_hundred_thousand_texts_need_few_more_batches_than_the_optimum_under_t
 ) -> None:
     lengths = np.random.default_rng(0).lognormal(4.0, 0.8, 100_000).astype(int).clip(1, 512)
     order = np.sort(lengths)[::-1].tolist()
-    batches = plan_batches(lengths, BatchRule(batch_size=16), model)
+    batches = plan_batches(lengths, InferenceBatchRule(batch_size=16), model)
     assert sum(map(len, batches)) == 100_000
     limit, optimum, start = 0.9 * law(16, 512, False), 1, 16
     while start < len(order):
@@ -278,9 +278,9 @@ def test_the_first_batch_has_padding_wherever_it_can(lengths: list[int], batch_s
 
 def test_a_sampler_under_a_learned_model_starts_with_a_padded_batch(model: LearnedMemory) -> None:
     lengths = [100] * 9 + [40] * 50
-    first, *_ = DynamicBatchSampler(lengths, BatchRule(batch_size=4), memory=model)
+    first, *_ = DynamicBatchSampler(lengths, InferenceBatchRule(batch_size=4), memory=model)
     assert sorted(lengths[i] for i in first) == [40, 100, 100, 100]
-    plain, *_ = DynamicBatchSampler(lengths, BatchRule(batch_size=4))
+    plain, *_ = DynamicBatchSampler(lengths, InferenceBatchRule(batch_size=4))
     assert [lengths[i] for i in plain] == [100] * 4
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext import core
-from dynapipe_ext.config import Rule, TrainConfig
+from dynapipe_ext.config import SplitRule, TrainConfig
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.launch.job import check_fits, make_planner, topology_of, variants
@@ -27,7 +27,7 @@ from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_document
 from dynapipe_ext.topology import Topology
 
 COSTS = TokenCosts(2, ns_per_token_squared=1000)
-RULES: tuple[Rule, ...] = get_args(Rule)
+RULES: tuple[SplitRule, ...] = get_args(SplitRule)
 LAYOUTS = ("padded", "packed")
 
 
@@ -44,7 +44,7 @@ def counts(plan: StepPlan) -> list[int]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("lengths", [[100], [100, 7, 9]])
 def test_a_batch_of_fewer_samples_than_replicas_leaves_replicas_empty(
-    rule: Rule, layout: str, lengths: list[int]
+    rule: SplitRule, layout: str, lengths: list[int]
 ) -> None:
     plan = planned(lengths, rule=rule, layout=layout, dp=4)
     check_cover(plan.batch, sample_lengths(lengths))
@@ -99,7 +99,7 @@ def test_a_batch_of_fewer_fixed_rows_than_replicas_leaves_replicas_empty() -> No
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES)
-def test_equal_counts_refuse_a_batch_of_fewer_samples_than_replicas(rule: Rule, layout: str) -> None:
+def test_equal_counts_refuse_a_batch_of_fewer_samples_than_replicas(rule: SplitRule, layout: str) -> None:
     with pytest.raises(PlanError, match=r"1 samples cannot feed 2 replicas of equal counts: .*drop_last.* enlarge"):
         planned([100], rule=rule, layout=layout, equal_counts=True)
 
@@ -107,7 +107,7 @@ def test_equal_counts_refuse_a_batch_of_fewer_samples_than_replicas(rule: Rule, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("lengths", [[500, 400, 300, 200, 100], [100, 100, 100], [10, 10, 10, 10]])
-def test_equal_counts_hold_under_every_rule(rule: Rule, layout: str, lengths: list[int]) -> None:
+def test_equal_counts_hold_under_every_rule(rule: SplitRule, layout: str, lengths: list[int]) -> None:
     plan = planned(lengths, rule=rule, layout=layout, equal_counts=True, max_tokens=1024)
     check_cover(plan.batch, sample_lengths(lengths))
     assert len(set(counts(plan))) == 1
@@ -178,7 +178,7 @@ BATCH = st.lists(st.tuples(LENGTH, LENGTH), min_size=1, max_size=14)
 def test_a_plan_covers_its_batch_in_equal_counts_where_asked_or_is_refused(
     pairs: list[tuple[int, int]],
     decoder: bool,
-    rule: Rule,
+    rule: SplitRule,
     layout: Any,
     equal: bool,
     dp: int,

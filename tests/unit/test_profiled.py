@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.costs.analytic import parameters_per_stage
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
-from dynapipe_ext.costs.surface import Measured, Part, Surface, left_out_errors, next_shape
+from dynapipe_ext.costs.surface import Measured, ModelPart, Surface, left_out_errors, next_shape
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.lengths import SampleLength
@@ -40,7 +40,7 @@ _SHAPE = Architecture.gpt(
 _RANGE = ProfileRange(min_len=16, max_len=512, max_tokens=4096)
 
 
-def truth(part: Part, rows: int, length: int, recompute: Recompute, *, bend: float = 0.25) -> Measured:
+def truth(part: ModelPart, rows: int, length: int, recompute: Recompute, *, bend: float = 0.25) -> Measured:
     """Overhead, tokens and squares, slower by `bend` where the working set leaves a cache."""
     tokens, squares = rows * length, rows * length**2
     slow = 1 + bend / (1 + np.exp(-(np.log2(tokens) - 9)))
@@ -64,7 +64,7 @@ class Device:
     def __init__(self, room: int = 1 << 40) -> None:
         self.room, self.asked = room, 0
 
-    def __call__(self, part: Part, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
+    def __call__(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
         m = micro_batch
         self.asked += not bytes_only
         if m.padded_tokens > self.room:
@@ -146,7 +146,7 @@ def test_few_shapes_are_enough_for_the_target() -> None:
 
 def test_a_bent_device_is_measured_more_often_than_a_straight_one() -> None:
     class Straight(Device):
-        def __call__(self, part: Part, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
+        def __call__(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
             return truth(part, micro_batch.rows, micro_batch.encoder_len, micro_batch.recompute, bend=0.0)
 
     straight = measured(Straight(), error_target=0.01)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
-from dynapipe_ext.packing.dynamicat import INFERENCE, PRETRAINING, SUPERVISED, Field, record
+from dynapipe_ext.packing.dynamicat import INFERENCE, PRETRAINING, SUPERVISED, Field, make_record
 from dynapipe_ext.packing.record_tokens import tokenize_records
 
 ROWS = [{"prompt": f"ask {i} " * (i % 7), "response": "x" * (i % 11 + 1)} for i in range(103)]
@@ -35,7 +35,7 @@ def children() -> list[Any]:
 def test_features_are_those_of_each_record_in_order_for_any_number_of_workers(
     num_workers: int, chunk_records: int
 ) -> None:
-    expected = [record({k: letters([v])[0] for k, v in row.items()}, FIELDS, start=[1], end=[2]) for row in ROWS]
+    expected = [make_record({k: letters([v])[0] for k, v in row.items()}, FIELDS, start=[1], end=[2]) for row in ROWS]
     found = tokenize_records(
         iter(ROWS), letters, FIELDS, start=[1], end=[2], num_workers=num_workers, chunk_records=chunk_records
     )

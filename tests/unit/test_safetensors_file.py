@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.tools.checkpoint.files.safetensors_file import TensorSpec, read_header, write_safetensors
+from dynapipe_ext.tools.checkpoint.files.safetensors_file import SafetensorsSpec, read_header, write_safetensors
 from dynapipe_ext.tools.checkpoint.files.torch_file import read_torch_file
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
@@ -40,8 +40,8 @@ def same(one: torch.Tensor, two: torch.Tensor) -> bool:
     )
 
 
-def specs(values: dict[str, torch.Tensor]) -> list[TensorSpec]:
-    return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in values.items()]
+def specs(values: dict[str, torch.Tensor]) -> list[SafetensorsSpec]:
+    return [SafetensorsSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in values.items()]
 
 
 def test_the_library_reads_every_bit_that_was_written(tmp_path: Path) -> None:
@@ -87,12 +87,12 @@ def test_each_tensor_is_gone_before_the_next_one_is_made(tmp_path: Path) -> None
             assert not any(before() is not None for before in alive)
             yield f"{i}", one()
 
-    write_safetensors(tmp_path / "a", [TensorSpec(f"{i}", torch.float32, (10,)) for i in range(5)], made())
+    write_safetensors(tmp_path / "a", [SafetensorsSpec(f"{i}", torch.float32, (10,)) for i in range(5)], made())
     assert len(alive) == 5
 
 
 def test_a_tensor_that_is_not_as_announced_leaves_no_file(tmp_path: Path) -> None:
-    wanted = [TensorSpec("a", torch.float32, (2,))]
+    wanted = [SafetensorsSpec("a", torch.float32, (2,))]
     for given_ in ([("a", torch.ones(3))], [("b", torch.ones(2))], [("a", torch.ones(2).half())], []):
         with pytest.raises(DataError, match="was to be written, but came as"):
             write_safetensors(tmp_path / "x.safetensors", wanted, given_)

@@ -21,7 +21,7 @@ from dynapipe_ext.tools.show.schedule import (
     ScheduleView,
     rank_costs,
     read_schedule,
-    rendered,
+    rendered_schedule,
     schedule_for,
     uneven_factors,
     view_of,
@@ -39,7 +39,7 @@ def printed(view: ScheduleView, width: int, *, colours: bool = False) -> str:
         width=width, highlight=False, force_terminal=colours, color_system="standard" if colours else None
     )
     with console.capture() as capture:
-        console.print(rendered(view, width=width))
+        console.print(rendered_schedule(view, width=width))
     return capture.get()
 
 

@@ -18,9 +18,9 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
-from dynapipe_ext.executor.plans.course import BatchRule, Place
-from dynapipe_ext.executor.plans.planner_process import describe_planner, make_planner, publish_plans
+from dynapipe_ext.executor.plans.planner_process import describe_planner, planner_of, publish_plans
 from dynapipe_ext.executor.plans.source import StorePlanSource
+from dynapipe_ext.executor.plans.step_positions import GlobalBatchRule, StepPosition
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
 from dynapipe_ext.launch import cli, job, outcome
@@ -30,7 +30,7 @@ from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.timeline import Trace
 
 BATCH_SIZE, NUM_STEPS = 20, 3
-PLACES = [Place(0, step, step) for step in range(NUM_STEPS)]
+PLACES = [StepPosition(0, step, step) for step in range(NUM_STEPS)]
 _drawn = 8 + np.random.default_rng(0).lognormal(4, 1, BATCH_SIZE * NUM_STEPS)
 LENGTHS = as_length_array(np.minimum(120, _drawn).astype(int))
 RANKS = [(dp_rank, pp_rank) for dp_rank in range(2) for pp_rank in range(2)]
@@ -83,11 +83,11 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainConfig, 
     costs = job.analytic_costs(config, job.architecture_of(config, 256), flops_per_s=1e10, overhead_ns=20_000)
     costs_path.write_text(json.dumps(cost_model_to_json(costs)))
     samples = sample_lengths(LENGTHS, range(BATCH_SIZE))
-    static_bytes, roomy = int(costs.static_bytes().max()), planner_of(config, costs).plan(samples)
+    static_bytes, roomy = int(costs.static_bytes().max()), planner_from(config, costs).plan(samples)
     return path, written((static_bytes + (roomy.peak_bytes - static_bytes) // 2) / 1e9), costs
 
 
-def planner_of(config: TrainConfig, costs: AnalyticCosts) -> Planner:
+def planner_from(config: TrainConfig, costs: AnalyticCosts) -> Planner:
     (variant,) = job.variants(config, compare=False)
     return job.make_planner(config, costs, variant)
 
@@ -95,7 +95,7 @@ def planner_of(config: TrainConfig, costs: AnalyticCosts) -> Planner:
 def in_line(config: TrainConfig, costs: AnalyticCosts, dp_rank: int, pp_rank: int) -> list[ExecutionPlan]:
     at = job.topology_of(config).coordinates(dp_rank + 2 * pp_rank)
     assert (at.dp_rank, at.pp_rank) == (dp_rank, pp_rank)
-    planner = planner_of(config, costs)
+    planner = planner_from(config, costs)
     with DynaPipeDataLoader(
         LengthsAlone(), planner, batch_size=BATCH_SIZE, shuffle=True, coordinates=at, needs_data=False
     ) as loader:
@@ -104,8 +104,8 @@ def in_line(config: TrainConfig, costs: AnalyticCosts, dp_rank: int, pp_rank: in
 
 def through_a_store(config: TrainConfig, costs: AnalyticCosts) -> dict[tuple[int, int], list[ExecutionPlan]]:
     """As a planner process makes, signs and publishes them, and each rank takes its own."""
-    store, planner = MemoryStore(), make_planner(json.loads(json.dumps(describe_planner(planner_of(config, costs)))))
-    batches = BatchRule(batch_size=BATCH_SIZE, shuffle=True).batches(LENGTHS, 0)
+    store, planner = MemoryStore(), planner_of(json.loads(json.dumps(describe_planner(planner_from(config, costs)))))
+    batches = GlobalBatchRule(batch_size=BATCH_SIZE, shuffle=True).batches(LENGTHS, 0)
     places = [(place, batches[place.step]) for place in PLACES]
     publish_plans(store, KEYS, KEY, planner, LENGTHS, places, worker=0, num_workers=1, ahead=NUM_STEPS)
     sources = {
@@ -158,7 +158,7 @@ def test_what_is_shown_is_what_ranks_get_and_what_the_trace_simulates_under_a_ti
             labels = [span.label for span in trace.of_rank(rank[0] + 2 * rank[1])]
             assert labels == replica["schedule"]["stages"][rank[1]]
         assert round(trace.makespan_s * 1e9) == max(plans[rank][step].prediction.makespan_ns for rank in RANKS)
-        planner = planner_of(config, costs)
+        planner = planner_from(config, costs)
         samples = [s for plan in (plans[0, 0][step], plans[1, 0][step]) for m in plan.micro_batches for s in m.samples]
         first = planner.plan(sorted(samples, key=lambda sample: sample.index), step=step)
         replanned += first.batch.replicas[0].micro_batches != plans[0, 0][step].micro_batches
@@ -169,11 +169,11 @@ def test_a_plan_that_ranks_would_refuse_is_refused_in_the_same_words(
     tight: tuple[Path, TrainConfig, AnalyticCosts], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, config, costs = tight
-    samples = sample_lengths(LENGTHS, BatchRule(batch_size=BATCH_SIZE, shuffle=True).batches(LENGTHS, 0)[0])
+    samples = sample_lengths(LENGTHS, GlobalBatchRule(batch_size=BATCH_SIZE, shuffle=True).batches(LENGTHS, 0)[0])
     least = next(  # room for the batch, but for no buffer
         limit
         for limit in range(int(costs.static_bytes().max()), config.plan.memory_limit_bytes, 20_000)
-        if _fits(planner_of(config.with_values(plan={"memory_limit_gb": limit / 1e9}), costs), samples)
+        if _fits(planner_from(config.with_values(plan={"memory_limit_gb": limit / 1e9}), costs), samples)
     )
     np.save(path.with_name("lengths.npy"), LENGTHS)
     flags = ["--config", str(path), "--lengths", str(path.with_name("lengths.npy")), "--step", "0"]

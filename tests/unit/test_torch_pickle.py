@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.tools.checkpoint.deepspeed.file import read_tree as read_split_tree
-from dynapipe_ext.tools.checkpoint.files.torch_file import Record, read_pickle, read_torch_file, read_tree
+from dynapipe_ext.tools.checkpoint.deepspeed.file import read_deepspeed_tree as read_split_tree
+from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord, read_pickle, read_torch_file, read_tree
 
 MEMO_BOMB = b"\x80\x02Nr\xff\xff\xff\x7f."
 BYTES_BOMB = b"\x80\x05\x96\x00\x00\x00\x00\x10\x00\x00\x00."
@@ -38,12 +38,12 @@ def test_a_tensor_is_found_wherever_its_record_lies_in_a_file(zipped: bool, tmp_
     base = torch.arange(24).view(4, 6)
     first, second = saved({"a": base.t(), "b": base[1:3]}, zipped), saved([base.half()], zipped)
     (tmp_path / "both").write_bytes(b"PK" + first + second + b"beyond")
-    found = read_tree(Record(tmp_path / "both", 2, len(first)))
+    found = read_tree(ArchiveRecord(tmp_path / "both", 2, len(first)))
     assert torch.equal(found["a"].read(), base.t())
     assert torch.equal(found["b"].read(), base[1:3])
-    assert torch.equal(read_tree(Record(tmp_path / "both", 2 + len(first), len(second)))[0].read(), base.half())
+    assert torch.equal(read_tree(ArchiveRecord(tmp_path / "both", 2 + len(first), len(second)))[0].read(), base.half())
     with pytest.raises(DataError, match="a record of 10 bytes at 1,000,000"):
-        read_tree(Record(tmp_path / "both", 1_000_000, 10))
+        read_tree(ArchiveRecord(tmp_path / "both", 1_000_000, 10))
 
 
 def test_deepspeeds_reader_takes_files_older_than_torch_1_6(tmp_path: Path) -> None:
@@ -69,10 +69,10 @@ def test_no_kind_of_file_takes_more_memory_than_its_size_explains(bomb: bytes, t
 
 def test_a_byte_order_that_unpacks_to_gigabytes_is_not_unpacked(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="endian numbers"):
-        read_tree(Record(archive(tmp_path / "a.pt", b"N.", byteorder=b"x" * (1 << 24))))
+        read_tree(ArchiveRecord(archive(tmp_path / "a.pt", b"N.", byteorder=b"x" * (1 << 24))))
 
 
-@pytest.mark.parametrize("read", [read_split_tree, read_torch_file, lambda path: read_tree(Record(path))])
+@pytest.mark.parametrize("read", [read_split_tree, read_torch_file, lambda path: read_tree(ArchiveRecord(path))])
 def test_a_pickle_cannot_move_its_tensor_to_another_file(read, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     torch.save(torch.ones(3), tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as file:
@@ -95,7 +95,7 @@ def test_a_pickle_cannot_move_its_tensor_to_another_file(read, tmp_path: Path) -
 def test_a_pickle_cannot_change_what_its_names_stand_for(name: str, state: bytes, tmp_path: Path) -> None:
     body = b"\x80\x02c" + name.encode() + b"\n" + state + b"b."
     with pytest.raises(DataError, match="damaged"):
-        read_tree(Record(archive(tmp_path / "a.pt", body)))
+        read_tree(ArchiveRecord(archive(tmp_path / "a.pt", body)))
 
 
 def test_a_name_in_torch_is_not_imported(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_name_in_torch_is_not_imported(tmp_path: Path) -> None:
 
 def test_texts_of_python_2_are_read(tmp_path: Path) -> None:
     body = b"\x80\x02}(U\x03\xc3\xbfwK\x01U\x01\xffK\x02u."
-    assert read_tree(Record(archive(tmp_path / "a.pt", body))) == {"ÿw": 1, "\\xff": 2}
+    assert read_tree(ArchiveRecord(archive(tmp_path / "a.pt", body))) == {"ÿw": 1, "\\xff": 2}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_texts_of_python_2_are_read(tmp_path: Path) -> None:
 )
 def test_storages_that_are_not_there_are_named(said: bytes, says: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=says):
-        read_tree(Record(archive(tmp_path / "a.pt", b"\x80\x02(X\x07\x00\x00\x00storage" + said)))
+        read_tree(ArchiveRecord(archive(tmp_path / "a.pt", b"\x80\x02(X\x07\x00\x00\x00storage" + said)))
 
 
 def test_a_storage_in_a_pickle_without_any_is_refused(tmp_path: Path) -> None:

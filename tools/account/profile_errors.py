@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from dynapipe_ext.costs.profiled import Measure
+from dynapipe_ext.costs.profiled import MeasureShape
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.plan import MicroBatch
@@ -44,7 +44,7 @@ class HeldOutErrors:
         return {"mean": self.mean, "worst": self.worst, "unpriced": self.num_unpriced}
 
 
-def held_out_errors(table: CostTable, measure: Measure, micro_batches: Sequence[MicroBatch]) -> HeldOutErrors:
+def held_out_errors(table: CostTable, measure: MeasureShape, micro_batches: Sequence[MicroBatch]) -> HeldOutErrors:
     """Measures every micro-batch and asks the table for one layer with the head on it."""
     one = replace(table, num_layers=1)
     found: dict[str, list[float]] = {name: [] for name in _LABELS}

@@ -22,7 +22,7 @@ from dynapipe_ext.models.flops import Work
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult, finite, work_from
 from dynapipe_ext.tools.json_file import Fields, parse_json, write_atomic
-from dynapipe_ext.tools.show.loss_curve import Point
+from dynapipe_ext.tools.show.loss_curve import CurvePoint
 
 FORMAT = "dynapipe-events/1"
 EVENTS_FILE = "events.jsonl"
@@ -136,7 +136,7 @@ def report_of(events: RunEvents, simulated: Mapping[int, Trace] | None = None, *
     return RunReport(facts=events.facts, result=ours, compare=tuple(others) or None, unfinished=unfinished)
 
 
-def curves(report: RunReport) -> dict[str, list[Point]]:
+def curves(report: RunReport) -> dict[str, list[CurvePoint]]:
     """The loss curves of a report, by name."""
     return {
         result.name: [

@@ -23,14 +23,14 @@ from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.tools.check.plan_file import BOUNDS, PlanFile, ReplicaFile, ShapeFile
-from dynapipe_ext.tools.check.recomputed_bounds import Need, batch_bound_ns, replica_bounds_ns
+from dynapipe_ext.tools.check.recomputed_bounds import ByteNeed, batch_bound_ns, replica_bounds_ns
 from dynapipe_ext.topology import Topology
 
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _TOLERANCE = 1e-6  # of claimed seconds: those in the file were rounded, and floors were summed in another order
 
-Action = tuple[int, str, int]  # stage, kind, micro-batch
-Lengths = Mapping[int, Need]  # of samples, by index
+PlainAction = tuple[int, str, int]  # stage, kind, micro-batch
+Lengths = Mapping[int, ByteNeed]  # of samples, by index
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +242,12 @@ def _divisors(number: int) -> list[int]:
 
 def _ordered_actions(
     replica: ReplicaFile, topology: Topology, *, forward_only: bool
-) -> tuple[list[list[Action]], list[str]]:
+) -> tuple[list[list[PlainAction]], list[str]]:
     """Each rank's actions, and what is wrong with them."""
     faults = []
     if len(replica.ranks) != topology.pp:
         return [], [f"there are lists of {len(replica.ranks)} pipeline ranks but pp is {topology.pp}"]
-    ranks: list[list[Action]] = []
+    ranks: list[list[PlainAction]] = []
     kinds: dict[tuple[int, int], str] = {}
     for rank, texts in enumerate(replica.ranks):
         ranks.append([])
@@ -269,7 +269,7 @@ def _ordered_actions(
 
 
 def _simulated_ns(
-    ranks: Sequence[Sequence[Action]], costs: MicroBatchCosts, stage_ranks: Sequence[int]
+    ranks: Sequence[Sequence[PlainAction]], costs: MicroBatchCosts, stage_ranks: Sequence[int]
 ) -> tuple[int | None, list[str]]:
     """The makespan; or None, and where each rank that cannot go on stands."""
     last = costs.num_stages - 1
@@ -312,7 +312,7 @@ def _simulated_ns(
 
 
 def _peak_bytes(
-    ranks: Sequence[Sequence[Action]], costs: MicroBatchCosts, stage_ranks: Sequence[int]
+    ranks: Sequence[Sequence[PlainAction]], costs: MicroBatchCosts, stage_ranks: Sequence[int]
 ) -> tuple[int, ...]:
     peaks = []
     for rank, actions in enumerate(ranks):

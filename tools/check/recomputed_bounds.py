@@ -24,8 +24,8 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.plan import RECOMPUTES, Recompute
 
 FloatArray = npt.NDArray[np.float64]
-Need = tuple[int, int]  # encoder, decoder positions of a sample
-Job = tuple[int, int, int]  # earliest start, duration, least time from its end to the micro-batch's end; ns
+ByteNeed = tuple[int, int]  # encoder, decoder positions of a sample
+MachineJob = tuple[int, int, int]  # earliest start, duration, least time from its end to the micro-batch's end; ns
 _Priced = AnalyticCosts | CostTable | FittedCosts | TokenCosts
 
 
@@ -39,7 +39,7 @@ def replica_bounds_ns(
     bounds = {"stage": 0, "chain": 0, "heads_tails": 0, "byte_time": 0}
     if not costs.num_micro_batches:
         return bounds
-    jobs: dict[int, list[Job]] = {rank: [] for rank in stage_ranks}
+    jobs: dict[int, list[MachineJob]] = {rank: [] for rank in stage_ranks}
     byte_ns = dict.fromkeys(stage_ranks, 0)
     for m in range(costs.num_micro_batches):
         path = _path(costs, stage_ranks, m, split=split, forward_only=forward_only)
@@ -72,7 +72,7 @@ def replica_bounds_ns(
 
 def _path(
     costs: MicroBatchCosts, stage_ranks: Sequence[int], m: int, *, split: bool, forward_only: bool
-) -> list[tuple[Job, Job, Job]]:
+) -> list[tuple[MachineJob, MachineJob, MachineJob]]:
     """F, B (or I) and W of micro-batch m on each stage, were it alone; W, which B has in it, is 0 long if not split."""
     last = costs.num_stages - 1
     forward = [int(x) for x in costs.forward_ns[:, m]]
@@ -115,7 +115,7 @@ class _Times:
 
 def batch_bound_ns(
     costs: CostModel,
-    needs: Sequence[Need],
+    needs: Sequence[ByteNeed],
     stage_ranks: Sequence[int],
     *,
     dp: int,
@@ -161,8 +161,8 @@ def batch_bound_ns(
 
 
 def _most_rows(
-    table: CostTable | None, needs: Sequence[Need], stage_ranks: Sequence[int], limit_bytes: int | None
-) -> dict[tuple[Need, Recompute], int]:
+    table: CostTable | None, needs: Sequence[ByteNeed], stage_ranks: Sequence[int], limit_bytes: int | None
+) -> dict[tuple[ByteNeed, Recompute], int]:
     """The most rows of each sample's own lengths that fit by themselves; empty for want of a limit or a table.
 
     By halving, as bytes grow with rows; a shape that cannot run needs as good as infinitely many.
@@ -172,7 +172,7 @@ def _most_rows(
     static = table.static_bytes()
     beside = np.array([static[[r == rank for r in stage_ranks]].sum() for rank in stage_ranks])[:, None]
     encoder, decoder = np.array(needs, np.int64).T
-    found: dict[tuple[Need, Recompute], int] = {}
+    found: dict[tuple[ByteNeed, Recompute], int] = {}
     for recompute in RECOMPUTES:
         fit = np.zeros(len(needs), np.int64)
         too_many = np.full(len(needs), int(_points(table)[0][-1]) + 1)
@@ -185,7 +185,7 @@ def _most_rows(
     return found
 
 
-def _covering(table: CostTable | None, need: Need, num_samples: int, most_rows: int | None) -> FloatArray:
+def _covering(table: CostTable | None, need: ByteNeed, num_samples: int, most_rows: int | None) -> FloatArray:
     """Shapes (3, n) with a least time, or time a row, over all that hold a sample: see `batch_bound_ns`."""
     if table is None:  # they grow with lengths: the sample's own are best
         return np.array([(rows, *need) for rows in range(1, num_samples + 1)], np.float64).T
@@ -221,7 +221,7 @@ def _times(costs: _Priced, shapes: Mapping[Recompute, FloatArray], *, split: boo
 
 
 def _packed_bound_ns(
-    costs: CostTable, needs: Sequence[Need], stage_ranks: Sequence[int], *, dp: int, split: bool
+    costs: CostTable, needs: Sequence[ByteNeed], stage_ranks: Sequence[int], *, dp: int, split: bool
 ) -> float | None:
     rows, encoder, decoder = _points(costs)
     shapes = np.array(list(itertools.product(rows, encoder, decoder or [0])), np.float64).T
@@ -241,14 +241,14 @@ def _packed_bound_ns(
         edges[rank] = float(times.forward[: own[0]].sum(axis=0).min())
         edges[rank] += 0.0 if split else float(times.backward[: own[0]].sum(axis=0).min())
 
-    def least(name: str, of: Iterable[Need]) -> float:
+    def least(name: str, of: Iterable[ByteNeed]) -> float:
         return _least_mixture({length: cost[name] for length, cost in best.items()}, list(of), costs.has_decoder)
 
     whole = max(least(f"rank {rank}", needs) / dp + edges[rank] for rank in ranks)
     return max(whole, *(least("chain", [need]) for need in set(needs)))
 
 
-def _least_mixture(cost: Mapping[tuple[float, float], float], needs: Sequence[Need], has_decoder: bool) -> float:
+def _least_mixture(cost: Mapping[tuple[float, float], float], needs: Sequence[ByteNeed], has_decoder: bool) -> float:
     """The cheapest mixture of rows of measured lengths with the tokens and the squared lengths of all these samples.
 
     Two kinds of rows suffice, as there are two things to hold. Encoder-decoders: of four things, the dearest alone.

@@ -21,20 +21,20 @@ from typing import Any
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint import journal as journals
-from dynapipe_ext.tools.checkpoint.files.stored_tensor import digest
+from dynapipe_ext.tools.checkpoint.files.stored_tensor import tensor_digest
 from dynapipe_ext.tools.checkpoint.formats import (
+    CheckpointPiece,
     CheckpointReader,
     CheckpointWriter,
-    Piece,
+    GroupTensors,
     StateKind,
-    Tensors,
     WriterOptions,
 )
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, settle_config
-from dynapipe_ext.tools.checkpoint.journal import Finished, Journal
+from dynapipe_ext.tools.checkpoint.journal import ConversionJournal, Finished
 from dynapipe_ext.tools.checkpoint.recognise import Format, format_of, recognise
 
-Key = tuple[str, StateKind]  # a group's name, and what of it
+PieceKey = tuple[str, StateKind]  # a group's name, and what of it
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -48,7 +48,7 @@ class Conversion:
     target_format: Format
     reader: CheckpointReader
     writer: CheckpointWriter
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CheckpointPiece, ...]
     identity: Mapping[str, Any]  # what an unfinished one must agree in
     notices: tuple[str, ...]
     verify: bool
@@ -69,13 +69,13 @@ class Conversion:
         return sum(_bytes(self.reader, group, kind) for group, kind in self.groups.values())
 
     @property
-    def groups(self) -> dict[Key, tuple[TensorGroup, StateKind]]:
+    def groups(self) -> dict[PieceKey, tuple[TensorGroup, StateKind]]:
         """What the destination will hold."""
         return {(group.name, kind): (group, kind) for piece in self.pieces for group, kind in piece.groups}
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ConversionOutcome:
     """What a conversion did."""
 
     num_tensors: int
@@ -87,7 +87,7 @@ class Outcome:
     usage: tuple[str, ...]  # how what was written is loaded
 
 
-def prepare(
+def prepare_conversion(
     source: Path,
     destination: Path,
     target: str,
@@ -123,7 +123,7 @@ def prepare(
     identity = {
         "version": importlib.metadata.version("dynapipe-ext"),
         "source": str(source),
-        "fingerprint": journals.fingerprint(source),
+        "fingerprint": journals.source_fingerprint(source),
         "from": read_as.name,
         "to": target,
         **asdict(options),
@@ -135,14 +135,14 @@ def prepare(
     )
 
 
-def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_bytes: None) -> Outcome:
+def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_bytes: None) -> ConversionOutcome:
     """Write the destination; `advance` hears of bytes done, `conversion.total_bytes` in all.
 
     Errors: DataError; what is done by then stays in the unfinished folder, and so it does when interrupted.
     """
     partial = conversion.partial
     with _said_plainly(partial):
-        with Journal(partial, conversion.identity) as journal:
+        with ConversionJournal(partial, conversion.identity) as journal:
             num_resumed = _resume(conversion, journal, advance)
             _refuse_no_room(conversion, journal)
             for piece in conversion.pieces:
@@ -155,7 +155,7 @@ def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_
             for name in journals.files_below(partial) - before:
                 journals.settled(partial, name)
             if conversion.verify:
-                verify(conversion, advance)
+                verify_conversion(conversion, advance)
             if os.path.lexists(conversion.destination):
                 raise DataError(f"{conversion.destination} has come to exist meanwhile: move it, and run this again")
             _sync_folders(partial)
@@ -163,7 +163,7 @@ def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_
             _sync_folder(conversion.destination.parent)
         (conversion.destination / journals.NAME).unlink(missing_ok=True)
     groups = conversion.groups.values()
-    return Outcome(
+    return ConversionOutcome(
         sum(len(group.tensors) for group, _ in groups),
         conversion.distinct_bytes,
         len(conversion.pieces),
@@ -174,7 +174,7 @@ def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_
     )
 
 
-def verify(conversion: Conversion, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
+def verify_conversion(conversion: Conversion, advance: Callable[[int], None] = lambda num_bytes: None) -> None:
     """Read the written checkpoint back and compare every tensor with the source, by digests of all its bits.
 
     Errors: DataError naming every tensor that differs.
@@ -197,10 +197,12 @@ def verify(conversion: Conversion, advance: Callable[[int], None] = lambda num_b
         )
 
 
-def _write(conversion: Conversion, journal: Journal, piece: Piece, advance: Callable[[int], None]) -> None:
-    asked: set[Key] = set()
+def _write(
+    conversion: Conversion, journal: ConversionJournal, piece: CheckpointPiece, advance: Callable[[int], None]
+) -> None:
+    asked: set[PieceKey] = set()
 
-    def source(group: TensorGroup, kind: StateKind) -> Tensors:
+    def source(group: TensorGroup, kind: StateKind) -> GroupTensors:
         tensors = conversion.reader.read(group, kind)
         if (group.name, kind) not in asked:
             asked.add((group.name, kind))
@@ -217,7 +219,7 @@ def _write(conversion: Conversion, journal: Journal, piece: Piece, advance: Call
     journal.add(piece.name, Finished(record, {name: journals.settled(conversion.partial, name) for name in names}))
 
 
-def _resume(conversion: Conversion, journal: Journal, advance: Callable[[int], None]) -> int:
+def _resume(conversion: Conversion, journal: ConversionJournal, advance: Callable[[int], None]) -> int:
     """Keep the pieces that are whole and remove every other file; how many are kept."""
     by_name = {piece.name: piece for piece in conversion.pieces}
     for name, finished in list(journal.finished.items()):
@@ -248,14 +250,14 @@ def _refuse_places(source: Path, destination: Path) -> None:
         raise ConfigError(f"{source} lies inside the unfinished {_partial(destination)}: choose another DST")
 
 
-def _refuse_lost(reader: CheckpointReader, pieces: Sequence[Piece]) -> None:
+def _refuse_lost(reader: CheckpointReader, pieces: Sequence[CheckpointPiece]) -> None:
     """Errors: DataError where a writer plans to leave out a tensor."""
     planned = {group.name for piece in pieces for group, kind in piece.groups if kind == "weight"}
     if lost := [group.name for group in tensor_groups(reader.architecture) if group.name not in planned]:
         raise DataError(f"the target has no place for {', '.join(lost)}: this is a defect, please report it")
 
 
-def _refuse_no_room(conversion: Conversion, journal: Journal) -> None:
+def _refuse_no_room(conversion: Conversion, journal: ConversionJournal) -> None:
     done = sum(num_bytes for finished in journal.finished.values() for num_bytes, _ in finished.files.values())
     needed, free = conversion.distinct_bytes - done, shutil.disk_usage(conversion.partial).free
     if needed > free:
@@ -265,7 +267,7 @@ def _refuse_no_room(conversion: Conversion, journal: Journal) -> None:
         )
 
 
-def _left_out(reader: CheckpointReader, pieces: Sequence[Piece], target: str) -> Iterator[str]:
+def _left_out(reader: CheckpointReader, pieces: Sequence[CheckpointPiece], target: str) -> Iterator[str]:
     written = {kind for piece in pieces for _, kind in piece.groups}
     wide = all(str(reader.dtype(group, "weight")) == "torch.float32" for group in tensor_groups(reader.architecture))
     copies = {"master"} if wide and "exp_avg" in written else set()  # what fp32 weights are themselves
@@ -296,15 +298,15 @@ def _said_plainly(partial: Path) -> Iterator[None]:
         ) from error
 
 
-def _digests(tensors: Tensors) -> dict[str, str]:
-    return {name: digest(tensor) for name, tensor in tensors.items()}
+def _digests(tensors: GroupTensors) -> dict[str, str]:
+    return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
 
 
 def _bytes(reader: CheckpointReader, group: TensorGroup, kind: StateKind) -> int:
     return group.size * reader.dtype(group, kind).itemsize
 
 
-def _piece_bytes(reader: CheckpointReader, piece: Piece) -> int:
+def _piece_bytes(reader: CheckpointReader, piece: CheckpointPiece) -> int:
     return sum(_bytes(reader, group, kind) for group, kind in piece.groups)
 
 

@@ -20,8 +20,8 @@ from dynapipe_ext.models.tensors import TensorGroup
 
 StateKind = Literal["weight", "master", "exp_avg", "exp_avg_sq"]  # Adam's fp32 copy of the weight and its moments
 STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
-Tensors = Mapping[str, torch.Tensor]
-Source = Callable[[TensorGroup, StateKind], Tensors]
+GroupTensors = Mapping[str, torch.Tensor]
+Source = Callable[[TensorGroup, StateKind], GroupTensors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class WriterOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CheckpointPiece:
     """Files that are written together and are whole or absent. `groups` are those that writing it will ask for."""
 
     name: str
@@ -66,16 +66,16 @@ class CheckpointReader(Protocol):
 
     def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype: ...
 
-    def read(self, group: TensorGroup, kind: StateKind) -> Tensors:
+    def read(self, group: TensorGroup, kind: StateKind) -> GroupTensors:
         """The group's tensors, contiguous, on the CPU, by name; memory of about one group."""
 
 
 class CheckpointWriter(Protocol):
     """Writes into a directory that does not count as a checkpoint until the converter has renamed it."""
 
-    def pieces(self) -> Sequence[Piece]: ...
+    def pieces(self) -> Sequence[CheckpointPiece]: ...
 
-    def write(self, piece: Piece, source: Source) -> Mapping[str, Any]:
+    def write(self, piece: CheckpointPiece, source: Source) -> Mapping[str, Any]:
         """Write the piece's files, each through a temporary name; what `finish` must know of it, as JSON values."""
 
     def finish(self, records: Mapping[str, Mapping[str, Any]]) -> None:

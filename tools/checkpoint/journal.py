@@ -32,7 +32,7 @@ class Finished:
     files: Mapping[str, tuple[int, str]]
 
 
-class Journal:
+class ConversionJournal:
     """The journal of `directory`, made with the directory if need be, and held by one process; a context manager.
 
     Errors: DataError where another conversion was begun there or holds it, or the directory is none of ours.
@@ -54,7 +54,7 @@ class Journal:
             os.close(self._file)
             raise
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> ConversionJournal:
         return self
 
     def __exit__(
@@ -153,7 +153,7 @@ def is_whole(directory: Path, finished: Finished) -> bool:
     return True
 
 
-def fingerprint(source: Path) -> str:
+def source_fingerprint(source: Path) -> str:
     """Changes when any file below `source` does: of names, sizes and times of change."""
     found = hashlib.sha256()
     for name in sorted(files_below(source)):

@@ -16,7 +16,7 @@ from dynapipe_ext.schedules.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageMemory:
+class EstimatedMemory:
     """Bytes of one rank of a stage. `activations`: of layers, of all micro-batches in flight; `logits`: the head's;
     `working`: what runs at that moment (recomputed layers, gradients of activations); `buffers`: messages, and units
     that ZeRO has whole; `reserved`: left to the framework.
@@ -36,7 +36,7 @@ class StageMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> tuple[StageMemory, ...]:
+def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> tuple[EstimatedMemory, ...]:
     """Of every stage: its fullest moment on the replica where that is most."""
     micro_batches = plan.batch.micro_batches
     priced = costs.evaluate(micro_batches)  # of all replicas at once
@@ -45,7 +45,7 @@ def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -
     tables = tuple(
         table.tolist() for table in (priced.stored_bytes, priced.working_bytes, head, costs.message_bytes(priced))
     )
-    best: list[StageMemory] = []
+    best: list[EstimatedMemory] = []
     for columns, schedule in zip(_columns(plan), plan.schedules, strict=True):
         if columns.start == columns.stop:
             continue
@@ -65,7 +65,7 @@ def _columns(plan: StepPlan) -> list[slice]:
 
 def _at_peak(
     schedule: PipelineSchedule, stage: int, tables: Sequence[list[int]], costs: EstimatedCosts, reserved_bytes: int
-) -> StageMemory:
+) -> EstimatedMemory:
     stored, working, heads, messages = tables
     held = held_head = peak = 0
     at_peak = (0, 0, 0, int(costs.states.buffers[stage]))  # stored, head's part of it, working, buffers
@@ -81,7 +81,7 @@ def _at_peak(
             held, held_head = held - stored[m], held_head - heads[m]
     kept, logits, temporary, buffers = at_peak
     device = costs.states.device
-    return StageMemory(
+    return EstimatedMemory(
         weights=int(device.weights[stage]),
         gradients=int(device.gradients[stage]),
         optimizer=int(device.optimizer[stage]),

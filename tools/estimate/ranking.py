@@ -15,7 +15,7 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.tools.estimate.memory import Evaluation, StageMemory, evaluation, planned_memory
+from dynapipe_ext.tools.estimate.memory import EstimatedMemory, Evaluation, evaluation, planned_memory
 from dynapipe_ext.tools.estimate.options import (
     Candidate,
     Dropped,
@@ -63,7 +63,7 @@ class Option:
     lower_bound_s: float
     time: StepTime
     mfu: float
-    memory: tuple[StageMemory, ...]
+    memory: tuple[EstimatedMemory, ...]
     evaluation: Evaluation
     host_bytes_per_node: int
     effort: int

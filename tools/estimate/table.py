@@ -13,14 +13,14 @@ from rich.table import Table
 from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
 from dynapipe_ext.tools.estimate.advice import advice
 from dynapipe_ext.tools.estimate.config import train_fault
-from dynapipe_ext.tools.estimate.memory import StageMemory
+from dynapipe_ext.tools.estimate.memory import EstimatedMemory
 from dynapipe_ext.tools.estimate.options import Question
 from dynapipe_ext.tools.estimate.ranking import Estimate, Option, tokens_bounds
 from dynapipe_ext.tools.estimate.step_time import HOST_UPDATE_BYTES_PER_S
 
 FORMAT = "dynapipe-estimate/1"
 _GB = 1e9
-_PARTS: tuple[str, ...] = tuple(StageMemory.__dataclass_fields__)
+_PARTS: tuple[str, ...] = tuple(EstimatedMemory.__dataclass_fields__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def assumptions(question: Question) -> list[str]:
     return lines
 
 
-def show(estimate: Estimate, prices: Prices, console: Console, *, most: int) -> None:
+def show_estimate(estimate: Estimate, prices: Prices, console: Console, *, most: int) -> None:
     """Model, assumptions, the ranked options, the best one's memory by stage, and what was dropped."""
     question, cluster = estimate.question, estimate.question.cluster
     a = question.architecture

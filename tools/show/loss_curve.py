@@ -9,7 +9,7 @@ from typing import Any
 
 from dynapipe_ext.errors import ConfigError, DataError
 
-Point = tuple[int, int, float]  # step, real tokens seen up to and including it, loss
+CurvePoint = tuple[int, int, float]  # step, real tokens seen up to and including it, loss
 
 # Okabe and Ito's colours, which stay apart under the common colour blindnesses; dashes tell lines apart in grey print.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -33,7 +33,7 @@ def smooth(losses: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def write_loss_png(path: str | Path, curves: Mapping[str, Sequence[Point]], title: str) -> None:
+def write_loss_png(path: str | Path, curves: Mapping[str, Sequence[CurvePoint]], title: str) -> None:
     """Draw one line a curve, labelled with its name and last value, over steps; of several, over real tokens too.
 
     Long curves are drawn faint with their running mean on top. Raises DataError where no curve has a point.

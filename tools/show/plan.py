@@ -185,15 +185,15 @@ def _layout(layouts: Sequence[str]) -> str:
     return " and ".join(sorted(set(layouts))) or "empty"
 
 
-def rendered(view: PlanView, *, width: int) -> RenderableType:
+def rendered_plan(view: PlanView, *, width: int) -> RenderableType:
     """Everything there is to see of a plan, for a console of `width` columns."""
     parts: list[RenderableType] = []
     for replica in view.replicas:
         parts += [micro_batch_table(replica), timeline(replica, width=width)]
-    return Group(*parts, summary_table(view))
+    return Group(*parts, plan_summary_table(view))
 
 
-def summary_table(view: PlanView) -> Table:
+def plan_summary_table(view: PlanView) -> Table:
     t = view.topology
     what = "Plan of forwards alone" if view.replicas[0].schedule.forward_only else "Plan"
     table = Table(title=f"{what} for TP{t.tp} × PP{t.pp} × DP{t.dp}", title_justify="left", title_style="bold")

@@ -206,7 +206,7 @@ def view_of(schedule: PipelineSchedule, costs: MicroBatchCosts, times: str) -> S
     )
 
 
-def rendered(view: ScheduleView, *, width: int) -> RenderableType:
+def rendered_schedule(view: ScheduleView, *, width: int) -> RenderableType:
     """The timeline, one row a rank in at most `width` columns, its legend and the figures."""
     margin = len(str(len(view.schedule.ranks) - 1))
     rows = picture(view.schedule, view.trace, width=max(1, width - margin - len(" ||")))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from dynapipe_ext.data.indexed_dataset import token_dtype
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
 from dynapipe_ext.data.preprocessing.inputs import Block, TextUnit
-from dynapipe_ext.data.preprocessing.records import Record, records
+from dynapipe_ext.data.preprocessing.records import TextRecord, records
 from dynapipe_ext.data.reading import Example, example_of, lacking, string_field
 from dynapipe_ext.errors import DataError
 
@@ -105,7 +105,7 @@ def texts_of(block: Block, settings: EncodeSettings) -> Iterator[str]:
 
 
 def _encode_examples(
-    block: Block, rows: Iterable[tuple[str, Record]], settings: EncodeSettings, encoder: Encoder
+    block: Block, rows: Iterable[tuple[str, TextRecord]], settings: EncodeSettings, encoder: Encoder
 ) -> EncodedBlock:
     dtype = settings.dtype(encoder)
     tokens: list[npt.NDArray[Any]] = []
@@ -149,7 +149,7 @@ def _encode_examples(
 
 
 def _encode_texts(
-    block: Block, rows: Iterable[tuple[str, Record]], settings: EncodeSettings, encoder: Encoder
+    block: Block, rows: Iterable[tuple[str, TextRecord]], settings: EncodeSettings, encoder: Encoder
 ) -> EncodedBlock:
     dtype = settings.dtype(encoder)
     end = [encoder.eos] if settings.append_eod and encoder.eos is not None else []
@@ -182,7 +182,7 @@ def _encode_texts(
     )
 
 
-def _example(where: str, record: Record, settings: EncodeSettings) -> Example:
+def _example(where: str, record: TextRecord, settings: EncodeSettings) -> Example:
     if settings.keys_only:
         (key,) = settings.keys
         _refuse_lacking(where, record, settings)
@@ -190,7 +190,7 @@ def _example(where: str, record: Record, settings: EncodeSettings) -> Example:
     return example_of(record, where=where, pair=settings.pair, text=settings.keys[0], may_be_empty=True)
 
 
-def _texts(where: str, record: Record, settings: EncodeSettings) -> list[list[str]]:
+def _texts(where: str, record: TextRecord, settings: EncodeSettings) -> list[list[str]]:
     """The sentences of each key; a text is one."""
     _refuse_lacking(where, record, settings)
     found = []
@@ -201,7 +201,7 @@ def _texts(where: str, record: Record, settings: EncodeSettings) -> list[list[st
     return found
 
 
-def _refuse_lacking(where: str, record: Record, settings: EncodeSettings) -> None:
+def _refuse_lacking(where: str, record: TextRecord, settings: EncodeSettings) -> None:
     if missing := [key for key in settings.keys if key not in record]:
         raise lacking(record, missing, where=where, fields="name the right ones with --json-keys")
 

@@ -33,7 +33,7 @@ class Entry:
     facts: dict[str, Any]
 
 
-class Journal:
+class StreamJournal:
     """A folder of streams and their journal; a context manager that holds the folder's lock.
 
     `key` stands for all settings: work under another one is thrown away. `entries` are the blocks that are whole.
@@ -67,7 +67,7 @@ class Journal:
             self.close()
             raise
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> StreamJournal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

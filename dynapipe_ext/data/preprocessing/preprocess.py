@@ -37,7 +37,7 @@ from dynapipe_ext.data.preprocessing.encoding import (
     texts_of,
 )
 from dynapipe_ext.data.preprocessing.inputs import BlockStream, InputFile
-from dynapipe_ext.data.preprocessing.journal import Journal, unfinished
+from dynapipe_ext.data.preprocessing.journal import StreamJournal, unfinished
 from dynapipe_ext.data.preprocessing.workers import InlineWorkers, Workers
 from dynapipe_ext.data.token_file import TOKENS_FILE, seal
 from dynapipe_ext.data.tokenizer import BpeTokenizer, train_tokenizer
@@ -56,7 +56,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PreprocessOutcome:
     """What there is now. `num_kept_samples` were there from a run that was cut off; `reused`: nothing was to do."""
 
     outputs: tuple[Path, ...]
@@ -77,7 +77,7 @@ def preprocess(
     workers: Workers | None = None,
     overwrite: bool = False,
     progress: Callable[[Progress], None] | None = None,
-) -> Outcome:
+) -> PreprocessOutcome:
     """Tokenize `files` into the folder `output`, or for Megatron into `OUTPUT_KEY_document.bin`, `.idx` and lengths.
 
     The output appears whole or not at all. `workers` encode (the calling process by default); they must have been made
@@ -99,11 +99,11 @@ def preprocess(
     work = place.with_name(f".{place.name}.preparing")
     if settings.target == "dataset" and (found := _reusable(place, key, source)):
         if unfinished(work, key):  # cut off after its very last step
-            with Journal(work, key, stream_names(settings)) as journal:
+            with StreamJournal(work, key, stream_names(settings)) as journal:
                 journal.remove()
         return found
     _refuse_other(place, work, settings, key, overwrite)
-    with Journal(work, key, stream_names(settings)) as journal:
+    with StreamJournal(work, key, stream_names(settings)) as journal:
         run = _Run(files, settings, journal, progress)
         run.encode(workers or InlineWorkers(settings, encoder))
         journal.finished()
@@ -112,7 +112,7 @@ def preprocess(
         else:
             outputs = _finish_megatron(place, journal, settings, encoder)
         journal.remove()
-    return Outcome(
+    return PreprocessOutcome(
         outputs=outputs,
         num_samples=run.totals["samples"],
         num_tokens=run.totals["tokens"],
@@ -169,7 +169,7 @@ class _Run:
         self,
         files: Sequence[InputFile],
         settings: EncodeSettings,
-        journal: Journal,
+        journal: StreamJournal,
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self._journal, self._progress = journal, progress
@@ -268,7 +268,7 @@ def _refuse_other(place: Path, work: Path, settings: EncodeSettings, key: str, o
         raise ConfigError(f"{there[0]} exists, made from other files or settings: pass --overwrite or name another")
 
 
-def _reusable(place: Path, key: str, source: str) -> Outcome | None:
+def _reusable(place: Path, key: str, source: str) -> PreprocessOutcome | None:
     """What is there, where the same files and settings made it."""
     try:
         dataset = TokenDataset.open(place)
@@ -277,7 +277,7 @@ def _reusable(place: Path, key: str, source: str) -> Outcome | None:
     meta = dataset.meta
     if meta.get("source") != source or meta.get("settings") != {"preprocess": key}:
         return None
-    return Outcome(
+    return PreprocessOutcome(
         outputs=(place,),
         num_samples=len(dataset),
         num_tokens=int(dataset.offsets[-1]),
@@ -288,7 +288,7 @@ def _reusable(place: Path, key: str, source: str) -> Outcome | None:
 
 
 def _finish_dataset(
-    place: Path, journal: Journal, settings: EncodeSettings, encoder: Encoder, run: _Run, source: str
+    place: Path, journal: StreamJournal, settings: EncodeSettings, encoder: Encoder, run: _Run, source: str
 ) -> tuple[Path, ...]:
     whole = journal.folder / "whole"
     shutil.rmtree(whole, ignore_errors=True)
@@ -314,7 +314,9 @@ def _finish_dataset(
     return (place,)
 
 
-def _finish_megatron(place: Path, journal: Journal, settings: EncodeSettings, encoder: Encoder) -> tuple[Path, ...]:
+def _finish_megatron(
+    place: Path, journal: StreamJournal, settings: EncodeSettings, encoder: Encoder
+) -> tuple[Path, ...]:
     """The index files are put in place last: a data set without its index is not one."""
     prefixes = [megatron_prefix(place, key) for key in settings.keys]
     made: list[dict[Path, Path]] = []  # for each key what is ready, and where it goes: the index last
@@ -337,7 +339,7 @@ def _finish_megatron(place: Path, journal: Journal, settings: EncodeSettings, en
     return tuple(path(prefix) for prefix in prefixes for path in (bin_path, idx_path, lengths_path))
 
 
-def _stream(journal: Journal, name: str, dtype: str) -> npt.NDArray[Any]:
+def _stream(journal: StreamJournal, name: str, dtype: str) -> npt.NDArray[Any]:
     path = journal.path(name)
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 

@@ -8,10 +8,10 @@ from dynapipe_ext.data.preprocessing.inputs import Block
 from dynapipe_ext.data.reading import parse_object
 from dynapipe_ext.errors import DataError
 
-Record = Mapping[str, object]
+TextRecord = Mapping[str, object]
 
 
-def records(block: Block, *, text_key: str) -> Iterator[tuple[str, Record]]:
+def records(block: Block, *, text_key: str) -> Iterator[tuple[str, TextRecord]]:
     """(place, record) for every record of the block; one of a text file has the single field `text_key`.
 
     Blank lines are no records; the paragraphs of a text are what blank lines part.
@@ -66,7 +66,7 @@ def _decoded(text: bytes, where: str) -> str:
         ) from None
 
 
-def _rows(block: Block) -> Iterator[tuple[str, Record]]:
+def _rows(block: Block) -> Iterator[tuple[str, TextRecord]]:
     import pyarrow
 
     number = block.first

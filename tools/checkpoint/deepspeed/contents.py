@@ -26,7 +26,7 @@ _MOST_NAMED = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class DeepSpeedContents:
     """Tensors by the module's names.
 
     `weights` are what the module computes with, once cast to the dtype in `casts` where there is one (ZeRO-3 keeps them
@@ -109,7 +109,7 @@ def tensors(tree: Mapping[Any, Any], where: Path) -> dict[str, SplitTensor]:
     return found
 
 
-def plain(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """`value` with tensors of one number as that number, tuples and mappings as themselves; others as None.
 
     What holds itself, or nests deeper than anything that is saved in earnest, is None too.
@@ -137,14 +137,14 @@ def _plain(value: Any, known: dict[int, Any]) -> Any:
 
 def count(value: Any) -> int:
     """A number of steps or samples, saved as a number or a tensor of one; 0 for anything else."""
-    number = plain(value)
+    number = plain_number(value)
     return int(number) if isinstance(number, int | float) and 0 <= number < 1 << 62 else 0
 
 
 def parameter_groups(groups: Iterable[Any]) -> tuple[Mapping[str, Any], ...]:
     """Hyper-parameters by group, without the parameters themselves."""
     return tuple(
-        {str(key): plain(value) for key, value in group.items() if key != "params"}
+        {str(key): plain_number(value) for key, value in group.items() if key != "params"}
         for group in groups
         if isinstance(group, Mapping)
     )
@@ -153,7 +153,7 @@ def parameter_groups(groups: Iterable[Any]) -> tuple[Mapping[str, Any], ...]:
 def training_state(tree: Mapping[Any, Any], step: int, groups: tuple[Mapping[str, Any], ...]) -> TrainingState:
     """From a model file's tree: where the engine stood."""
 
-    scheduler = plain(tree.get("lr_scheduler"))
+    scheduler = plain_number(tree.get("lr_scheduler"))
     iteration = count(tree.get("global_steps"))
     return TrainingState(
         iteration=iteration,

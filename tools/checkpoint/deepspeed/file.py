@@ -12,7 +12,7 @@ import torch
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_state
-from dynapipe_ext.tools.checkpoint.files.torch_file import Record
+from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord
 from dynapipe_ext.tools.checkpoint.files.torch_file import read_tree as read_stored_tree
 
 _ZERO_STAGE = ("deepspeed.runtime.zero.config", "ZeroStageEnum")
@@ -82,12 +82,12 @@ class SplitTensor:
         return values.view(self.shape)
 
 
-def read_tree(path: Path) -> Any:
+def read_deepspeed_tree(path: Path) -> Any:
     """What torch.save wrote into `path`; tensors are SplitTensors, other objects plain values or Inert.
 
     Errors: DataError naming the file where it cannot be read or is damaged.
     """
-    return read_stored_tree(Record(path), lambda *name: int if name == _ZERO_STAGE else None, _whole)
+    return read_stored_tree(ArchiveRecord(path), lambda *name: int if name == _ZERO_STAGE else None, _whole)
 
 
 def _whole(stored: StoredTensor) -> SplitTensor:
@@ -95,7 +95,7 @@ def _whole(stored: StoredTensor) -> SplitTensor:
     return SplitTensor(stored.shape, stored.dtype, (run,) if stored.size else ())
 
 
-def joined(parts: Iterable[SplitTensor], shape: tuple[int, ...]) -> SplitTensor:
+def joined_pieces(parts: Iterable[SplitTensor], shape: tuple[int, ...]) -> SplitTensor:
     """One tensor of `shape` whose values are those of `parts`, one after the other; all have one dtype."""
     parts = list(parts)
     dtypes = {part.dtype for part in parts}

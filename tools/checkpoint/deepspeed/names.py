@@ -14,7 +14,7 @@ from pathlib import Path
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
-from dynapipe_ext.tools.checkpoint.deepspeed.contents import Contents
+from dynapipe_ext.tools.checkpoint.deepspeed.contents import DeepSpeedContents
 from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, same_bytes
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import refuse_faults
 
@@ -25,7 +25,7 @@ _ADVICE = "Correct config.json, or give the files that belong to the model"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModulePlace:
     """A tensor of the Hub as a part of the module's tensor `name`: row-major, from value `start` on."""
 
     name: str
@@ -83,13 +83,13 @@ def _in_module(
     return f"{layer}.experts.gate_up_proj", (2 * group.expert + half) * rows * columns, whole
 
 
-def canonical(contents: Contents) -> Contents:
+def canonical(contents: DeepSpeedContents) -> DeepSpeedContents:
     """`contents` with names as transformers has them: without the wrappers of engines and compilers."""
     names = {*contents.weights, *contents.aliases, *(name for kind in contents.states.values() for name in kind)}
     short = {name: _WRAPPERS.sub("", name) for name in names}
     if len(set(short.values())) != len(short):  # a module that is itself called "module"
         return contents
-    return Contents(
+    return DeepSpeedContents(
         weights={short[name]: stored for name, stored in contents.weights.items()},
         casts={short[name]: dtype for name, dtype in contents.casts.items()},
         states={kind: {short[name]: t for name, t in found.items()} for kind, found in contents.states.items()},
@@ -104,13 +104,13 @@ def is_buffer(name: str) -> bool:
     return _BUFFER.fullmatch(name) is not None
 
 
-class Places:
+class ModulePlaces:
     """Where each tensor of the Hub lies in `contents`. Finding them reads nothing but, to compare, tied copies."""
 
-    def __init__(self, architecture: Architecture, contents: Contents) -> None:
+    def __init__(self, architecture: Architecture, contents: DeepSpeedContents) -> None:
         self.architecture = architecture
         self.contents = contents
-        self._found: dict[str, Place] = {}
+        self._found: dict[str, ModulePlace] = {}
         used: set[str] = set()
         self._shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # misshapen: wanted, found
         self._missing: list[tuple[str, tuple[int, ...]]] = []
@@ -123,7 +123,7 @@ class Places:
                     used |= {name, contents.aliases.get(name, name)}
                     if stored.shape != whole:
                         self._shapes[name] = whole, stored.shape
-                    self._found[info.name] = Place(name, start, info.shape)
+                    self._found[info.name] = ModulePlace(name, start, info.shape)
                     break
                 else:
                     self._missing.append((info.name, info.shape))
@@ -145,12 +145,12 @@ class Places:
         weights = self.contents.weights
         return weights.get(name) or weights.get(self.contents.aliases.get(name, ""))
 
-    def __getitem__(self, name: str) -> Place:
+    def __getitem__(self, name: str) -> ModulePlace:
         if name not in self._found:
             raise DataError(f"the checkpoint has no tensor {name}: give the files that belong to the model")
         return self._found[name]
 
-    def items(self) -> Iterable[tuple[str, Place]]:
+    def items(self) -> Iterable[tuple[str, ModulePlace]]:
         return self._found.items()
 
     def buffers(self) -> list[str]:

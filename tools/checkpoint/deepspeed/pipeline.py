@@ -20,13 +20,13 @@ from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.deepspeed.contents import (
-    Contents,
+    DeepSpeedContents,
     named,
     ranks_of,
     tensors,
     training_state,
 )
-from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, read_tree
+from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, read_deepspeed_tree
 from dynapipe_ext.tools.checkpoint.deepspeed.names import ModuleTensor, is_buffer, module_tensors, tied_names
 from dynapipe_ext.tools.checkpoint.deepspeed.universal import is_universal, read_universal
 from dynapipe_ext.tools.checkpoint.deepspeed.zero import ZeroState, read_zero
@@ -45,7 +45,9 @@ class _Layer:
     tensors: Mapping[str, SplitTensor]
 
 
-def read_pipeline(tag: Path, architecture: Architecture, layers: Files, models: Files, optimizers: Files) -> Contents:
+def read_pipeline(
+    tag: Path, architecture: Architecture, layers: Files, models: Files, optimizers: Files
+) -> DeepSpeedContents:
     """Errors: DataError where a layer's place cannot be told, a file is absent, or layers are tensor parallel."""
     if architecture.family == "t5":
         raise DataError(f"{tag} is a pipeline of a t5 model: the order of its layers is not known here")
@@ -53,7 +55,7 @@ def read_pipeline(tag: Path, architecture: Architecture, layers: Files, models: 
         raise DataError(f"{tag} has {named(parallel)}: layers cut by tensor parallelism are not supported")
     found = []
     for (number, _), path in layers.items():
-        tree = read_tree(path)
+        tree = read_deepspeed_tree(path)
         if not isinstance(tree, Mapping):
             raise DataError(f"{path} holds {short(tree)} where a layer's state dict must be")
         if entries := tensors(tree, path):
@@ -67,7 +69,7 @@ def read_pipeline(tag: Path, architecture: Architecture, layers: Files, models: 
     if renamed is None:
         notices.append("tied layers of one shape cannot be told apart: the optimizer's state stays behind")
         renamed = {}
-    return Contents(
+    return DeepSpeedContents(
         weights=weights,
         states=renamed,
         training=training_state(trees[min(trees)], first.step, first.groups) if trees and first else None,
@@ -76,7 +78,7 @@ def read_pipeline(tag: Path, architecture: Architecture, layers: Files, models: 
 
 
 def _model_tree(path: Path) -> Mapping[Any, Any]:
-    tree = read_tree(path)
+    tree = read_deepspeed_tree(path)
     if not isinstance(tree, Mapping):
         raise DataError(f"{path} holds {short(tree)} where a mapping must be: was DeepSpeed its writer?")
     return tree

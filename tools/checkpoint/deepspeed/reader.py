@@ -18,11 +18,11 @@ from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.deepspeed.contents import LAYER_FILE, MODEL_FILE, SHARD_FILE, named
 from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, same_bytes
-from dynapipe_ext.tools.checkpoint.deepspeed.names import Places, canonical, tied_names
+from dynapipe_ext.tools.checkpoint.deepspeed.names import ModulePlaces, canonical, tied_names
 from dynapipe_ext.tools.checkpoint.deepspeed.tag import read_tag
 from dynapipe_ext.tools.checkpoint.deepspeed.writer import DeepSpeedWriter
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import refuse_faults
-from dynapipe_ext.tools.checkpoint.formats import STATE_KINDS, StateKind, Tensors
+from dynapipe_ext.tools.checkpoint.formats import STATE_KINDS, GroupTensors, StateKind
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, read_json_object
 
 __all__ = ["DeepSpeedReader", "DeepSpeedWriter", "open_checkpoint", "recognises"]
@@ -58,7 +58,7 @@ class DeepSpeedReader:
         architecture = read_config(raw, str(folder / CONFIG))
         self._contents = canonical(read_tag(tag, architecture))
         self.architecture = _with_own_head(architecture, self._contents.weights)
-        self._places = Places(self.architecture, self._contents)
+        self._places = ModulePlaces(self.architecture, self._contents)
         self._states = self._contents.states
         self._tied = (tensor_groups(self.architecture)[0].tensors[0].name, *tied_names(self.architecture))
         self.kinds: tuple[StateKind, ...] = tuple(
@@ -104,7 +104,7 @@ class DeepSpeedReader:
         stored = self._state(kind, name)
         return stored.dtype if stored is not None else torch.float32
 
-    def read(self, group: TensorGroup, kind: StateKind) -> Tensors:
+    def read(self, group: TensorGroup, kind: StateKind) -> GroupTensors:
         return {info.name: self._read(info.name, kind) for info in group.tensors}
 
     def _without_state(self) -> list[str]:

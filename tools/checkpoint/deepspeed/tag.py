@@ -1,4 +1,4 @@
-"""What lies in one tag's folder of a DeepSpeed checkpoint: which layout it is, read into `Contents`."""
+"""What lies in one tag's folder of a DeepSpeed checkpoint: which layout it is, read into `DeepSpeedContents`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynapipe_ext.tools.checkpoint.deepspeed.contents import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     SHARD_FILE,
-    Contents,
+    DeepSpeedContents,
     mapping,
     named,
     numbered,
@@ -26,14 +26,14 @@ from dynapipe_ext.tools.checkpoint.deepspeed.contents import (
     tensors,
     training_state,
 )
-from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, joined, read_tree
+from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, joined_pieces, read_deepspeed_tree
 from dynapipe_ext.tools.checkpoint.deepspeed.pipeline import read_pipeline
 from dynapipe_ext.tools.checkpoint.deepspeed.universal import is_universal, read_universal
 from dynapipe_ext.tools.checkpoint.deepspeed.whole import read_whole
 from dynapipe_ext.tools.checkpoint.deepspeed.zero import ZeroState, read_zero
 
 
-def read_tag(tag: Path, architecture: Architecture) -> Contents:
+def read_tag(tag: Path, architecture: Architecture) -> DeepSpeedContents:
     """Errors: DataError for expert and tensor parallelism and whatever is not whole."""
     if experts := [file.name for file in sorted(tag.iterdir()) if EXPERT_FILE.fullmatch(file.name)]:
         raise DataError(f"{tag} has {named(experts)}: experts that DeepSpeed spreads over ranks are not supported")
@@ -57,7 +57,7 @@ def read_tag(tag: Path, architecture: Architecture) -> Contents:
             " ds_to_universal.py, or save it from an engine without tensor parallelism"
         )
     where = next(iter(files.values()))
-    model = read_tree(where)
+    model = read_deepspeed_tree(where)
     if not isinstance(model, Mapping):
         raise DataError(f"{where} holds {short(model)} where a mapping must be: was DeepSpeed its writer?")
     if model.get("module") is None:
@@ -87,7 +87,7 @@ def read_tag(tag: Path, architecture: Architecture) -> Contents:
 
 def _says_stage_3(optimizers: Mapping[tuple[int, ...], Path]) -> bool:
     for path in optimizers.values():
-        tree = read_tree(path)
+        tree = read_deepspeed_tree(path)
         return isinstance(tree, Mapping) and mapping(tree, "optimizer_state_dict", path).get("zero_stage") == 3
     return False
 
@@ -98,7 +98,7 @@ def _module(model: Mapping[Any, Any], where: Path) -> dict[str, SplitTensor]:
 
 def _from_masters(
     zero: ZeroState, frozen: Mapping[str, SplitTensor], model: Mapping[Any, Any], where: Path
-) -> Contents:
+) -> DeepSpeedContents:
     """The module rebuilt from its masters. ZeRO-3 saves empty tensors in the place of weights: they tell the types."""
     masters, dtypes = zero.states.get("master", {}), {name: t.dtype for name, t in _module(model, where).items()}
     casts = {name: dtypes[name] for name in masters if name in dtypes}
@@ -110,21 +110,21 @@ def _frozen(model: Mapping[Any, Any], where: Path, paths: list[Path]) -> dict[st
     if not model.get("frozen_param_shapes"):
         return {}
     shapes = {str(n): shape(s, str(n), where) for n, s in mapping(model, "frozen_param_shapes", where).items()}
-    trees = [mapping(read_tree(path), "frozen_param_fragments", path) for path in paths]
+    trees = [mapping(read_deepspeed_tree(path), "frozen_param_fragments", path) for path in paths]
     found = {}
     for name, size in shapes.items():
         parts = [tensor(tree.get(name), f"the part of {name}", path) for tree, path in zip(trees, paths, strict=True)]
-        whole = joined([part.part(0, (part.size,)) for part in parts], (sum(part.size for part in parts),))
+        whole = joined_pieces([part.part(0, (part.size,)) for part in parts], (sum(part.size for part in parts),))
         found[name] = whole.part(0, size)
     return found
 
 
 def _contents(
     weights: dict[str, SplitTensor], casts: dict[str, torch.dtype], zero: ZeroState, model: Mapping[Any, Any]
-) -> Contents:
+) -> DeepSpeedContents:
     shared = model.get("shared_params")
     aliases = {str(a): str(b) for a, b in shared.items()} if isinstance(shared, Mapping) else {}
-    return Contents(
+    return DeepSpeedContents(
         weights=weights,
         casts=casts,
         states={kind: found for kind, found in zero.states.items() if found and zero.has_optimizer},

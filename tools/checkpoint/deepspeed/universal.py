@@ -20,7 +20,7 @@ from dynapipe_ext.tools.checkpoint.deepspeed.contents import (
     shape,
     tensor,
 )
-from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, read_tree
+from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, read_deepspeed_tree
 from dynapipe_ext.tools.checkpoint.deepspeed.zero import ZeroState
 from dynapipe_ext.tools.checkpoint.formats import StateKind
 
@@ -46,7 +46,7 @@ def read_universal(tag: Path, model: Mapping[Any, Any], where: Path) -> ZeroStat
         if isinstance(group, Mapping):
             shapes |= {str(name): shape(value, str(name), where) for name, value in group.items()}
     path = tag / FOLDER / OPTIMIZER_STATE
-    tree = read_tree(path)
+    tree = read_deepspeed_tree(path)
     if not isinstance(tree, Mapping):
         raise DataError(f"{path} is not DeepSpeed's: it holds no mapping")
     states: dict[StateKind, dict[str, SplitTensor]] = {kind: {} for kind in FP32_KINDS}
@@ -60,7 +60,7 @@ def read_universal(tag: Path, model: Mapping[Any, Any], where: Path) -> ZeroStat
             if FILES[kind] in present:
                 states[kind][folder.name] = _read(folder / FILES[kind], shapes.get(folder.name))
         if "step.pt" in present:
-            step = max(step, count(read_tree(folder / "step.pt")))
+            step = max(step, count(read_deepspeed_tree(folder / "step.pt")))
         other |= present - _KNOWN
     result = ZeroState(0, 0, {kind: found for kind, found in states.items() if found})
     if not states["exp_avg"] or not states["exp_avg_sq"]:
@@ -77,7 +77,7 @@ def read_universal(tag: Path, model: Mapping[Any, Any], where: Path) -> ZeroStat
 
 
 def _read(path: Path, wanted: tuple[int, ...] | None) -> SplitTensor:
-    tree = read_tree(path)
+    tree = read_deepspeed_tree(path)
     if isinstance(tree, Mapping):
         if tree.get("ep_is_expert_param"):
             raise DataError(f"{path} is sharded by experts: expert parallelism is not supported")

@@ -24,11 +24,11 @@ from dynapipe_ext.tools.checkpoint.deepspeed.names import ModuleTensor, module_t
 from dynapipe_ext.tools.checkpoint.deepspeed.output import Promised, TorchFileWriter
 from dynapipe_ext.tools.checkpoint.deepspeed.universal import FILES, FOLDER, NUM_GROUPS, OPTIMIZER_STATE
 from dynapipe_ext.tools.checkpoint.formats import (
+    CheckpointPiece,
     CheckpointReader,
-    Piece,
+    GroupTensors,
     Source,
     StateKind,
-    Tensors,
     TrainingState,
     WriterOptions,
 )
@@ -66,15 +66,15 @@ class DeepSpeedWriter:
         for tensor in self._tensors:
             self._by_groups.setdefault(tensor.groups, []).append(tensor)
 
-    def pieces(self) -> Sequence[Piece]:
-        whole = Piece(_MODEL, tuple((group, "weight") for group in tensor_groups(self._reader.architecture)))
+    def pieces(self) -> Sequence[CheckpointPiece]:
+        whole = CheckpointPiece(_MODEL, tuple((group, "weight") for group in tensor_groups(self._reader.architecture)))
         parts = [
-            Piece(_name(groups), tuple((group, kind) for kind in self._kinds.values() for group in groups))
+            CheckpointPiece(_name(groups), tuple((group, kind) for kind in self._kinds.values() for group in groups))
             for groups in self._by_groups
         ]
         return [whole, *parts]
 
-    def write(self, piece: Piece, source: Source) -> Mapping[str, Any]:
+    def write(self, piece: CheckpointPiece, source: Source) -> Mapping[str, Any]:
         if piece.name == _MODEL:
             self._write_module(source)
         else:
@@ -115,7 +115,7 @@ class DeepSpeedWriter:
         self._tag.mkdir(parents=True, exist_ok=True)
         with TorchFileWriter(self._tag / "mp_rank_00_model_states.pt", self._model_tree(promised)) as file:
             held: TensorGroup | None = None
-            tensors: Tensors = {}
+            tensors: GroupTensors = {}
             for group, name in (part for tensor in self._tensors for part in tensor.parts):
                 if group != held:
                     tensors = {}  # before the next group is read

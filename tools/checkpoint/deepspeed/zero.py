@@ -26,7 +26,7 @@ from dynapipe_ext.tools.checkpoint.deepspeed.contents import (
     shape,
     tensor,
 )
-from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, joined, read_tree
+from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, joined_pieces, read_deepspeed_tree
 from dynapipe_ext.tools.checkpoint.formats import StateKind
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -60,7 +60,7 @@ def read_zero(model: Mapping[Any, Any], where: Path, files: Mapping[tuple[int, .
     Errors: DataError for absent ranks, experts, sizes that do not add up and fields that DeepSpeed does not write.
     """
     first_path = next(iter(files.values()))
-    first = mapping(read_tree(first_path), "optimizer_state_dict", first_path)
+    first = mapping(read_deepspeed_tree(first_path), "optimizer_state_dict", first_path)
     stage = first.get("zero_stage", 1)  # the bf16 optimizer, which is stage 1, does not say
     if stage not in (1, 2, 3):
         raise DataError(f"{first_path}: ZeRO stage {short(stage)} is not known: stages 1, 2 and 3 are")
@@ -73,7 +73,10 @@ def read_zero(model: Mapping[Any, Any], where: Path, files: Mapping[tuple[int, .
         )
     num_ranks = counts.pop()
     paths = ranks_of(files, num_ranks, "optimizer states", where.parent)
-    trees = [first if path == first_path else mapping(read_tree(path), "optimizer_state_dict", path) for path in paths]
+    trees = [
+        first if path == first_path else mapping(read_deepspeed_tree(path), "optimizer_state_dict", path)
+        for path in paths
+    ]
     shapes = _shapes(model, where)
     ranks = [_rank(path, tree, stage, len(shapes)) for path, tree in zip(paths, trees, strict=True)]
     kinds = [kind for kind in FP32_KINDS if all(kind in rank.slices for rank in ranks)]
@@ -146,7 +149,7 @@ def _by_group(
 ) -> None:
     for i, (group, gaps) in enumerate(zip(shapes, paddings, strict=True)):
         slices = [rank.slices[kind][i] for rank in ranks]
-        whole = joined(slices, (sum(part.size for part in slices),))
+        whole = joined_pieces(slices, (sum(part.size for part in slices),))
         needed = sum(math.prod(size) for size in group.values()) + sum(gaps)
         alignment = 2 * len(ranks)  # as zero_to_fp32: groups end on a multiple, with or without their padding
         if not math.ceil(needed / alignment) == math.ceil(whole.size / alignment):
@@ -178,11 +181,11 @@ def _by_parameter(
                 f"{rank.path} has {sum(part.size for part in parts)} values of {kind} but the parameters need {needed}"
                 f" on each of {len(ranks)} ranks: files of two checkpoints are mixed; copy the folder again"
             )
-        wholes.append(joined(parts, (needed,)))
+        wholes.append(joined_pieces(parts, (needed,)))
     start = 0
     for name, size in everything.items():
         length = slices[name]
-        padded = joined([whole.part(start, (length,)) for whole in wholes], (length * len(ranks),))
+        padded = joined_pieces([whole.part(start, (length,)) for whole in wholes], (length * len(ranks),))
         found[name] = padded.part(0, size)
         start += length
 

@@ -31,7 +31,7 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class SafetensorsSpec:
     """A tensor that will be written."""
 
     name: str
@@ -79,7 +79,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def write_safetensors(
-    path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
+    path: Path, specs: Sequence[SafetensorsSpec], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, Any]:
     """Write `tensors`, which come in the order of `specs`, one at a time; the file appears under `path` when whole.
 
@@ -108,7 +108,7 @@ def write_safetensors(
 
 
 def _write_values(
-    file: Any, path: Path, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]]
+    file: Any, path: Path, specs: Sequence[SafetensorsSpec], tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> None:
     for spec in specs:
         name, tensor = next(tensors, ("", torch.empty(0)))

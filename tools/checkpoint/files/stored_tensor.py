@@ -127,7 +127,7 @@ def byte_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield view[start : start + _CHUNK_BYTES]
 
 
-def digest(tensor: torch.Tensor) -> str:
+def tensor_digest(tensor: torch.Tensor) -> str:
     """SHA-256 of type, shape and bytes: equal for tensors of equal bits alone."""
     found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     for chunk in byte_chunks(tensor):

@@ -26,7 +26,7 @@ _LOCAL_HEADER_BYTES = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ArchiveRecord:
     """Bytes of a file that are one `torch.save`: the whole file, or one chunk of a .distcp."""
 
     path: Path
@@ -35,7 +35,7 @@ class Record:
 
 
 def read_tree(
-    record: Record,
+    record: ArchiveRecord,
     classes: Classes = lambda *_: None,
     tensor: Callable[[StoredTensor], Any] = lambda it: it,
 ) -> Any:
@@ -69,7 +69,7 @@ def read_pickle(path: Path) -> Any:
         file.seek(0)
         return load(next_pickle(io.BytesIO(file.read())), path, no_place, lambda *_: None)
 
-    return _guarded(Record(path), "pickle", read)
+    return _guarded(ArchiveRecord(path), "pickle", read)
 
 
 def read_torch_file(path: Path) -> dict[str, StoredTensor]:
@@ -78,7 +78,7 @@ def read_torch_file(path: Path) -> dict[str, StoredTensor]:
     def refuse(module: str, name: str) -> NoReturn:
         raise DataError(f"{path} names {module}.{name}, which is no plain tensor: save the state dict alone")
 
-    found = read_tree(Record(path), refuse)
+    found = read_tree(ArchiveRecord(path), refuse)
     if not isinstance(found, Mapping):
         raise DataError(f"{path} holds {type(found).__name__} where a state dict is needed: save model.state_dict()")
     others = [name for name, value in found.items() if not isinstance(name, str) or not isinstance(value, StoredTensor)]
@@ -88,7 +88,7 @@ def read_torch_file(path: Path) -> dict[str, StoredTensor]:
     return dict(found)
 
 
-def _guarded(record: Record, what: str, read: Callable[[_View], Any]) -> Any:
+def _guarded(record: ArchiveRecord, what: str, read: Callable[[_View], Any]) -> Any:
     path = record.path
     try:
         with path.open("rb") as file:
@@ -180,7 +180,7 @@ def _refuse_order(path: Path, order: bytes) -> None:
 class _View(io.RawIOBase):
     """A record's bytes as a file of their own. No more is asked of memory than there is to read."""
 
-    def __init__(self, file: BinaryIO, record: Record) -> None:
+    def __init__(self, file: BinaryIO, record: ArchiveRecord) -> None:
         super().__init__()
         end = file.seek(0, io.SEEK_END)
         self._file, self.start, self._at = file, record.offset, 0

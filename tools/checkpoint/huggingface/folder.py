@@ -20,15 +20,15 @@ from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
-from dynapipe_ext.tools.checkpoint.files.safetensors_file import TensorSpec, read_header, write_safetensors
+from dynapipe_ext.tools.checkpoint.files.safetensors_file import SafetensorsSpec, read_header, write_safetensors
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_faults, shape_faults
 from dynapipe_ext.tools.checkpoint.files.torch_file import read_torch_file
 from dynapipe_ext.tools.checkpoint.formats import (
+    CheckpointPiece,
     CheckpointReader,
-    Piece,
+    GroupTensors,
     Source,
     StateKind,
-    Tensors,
     TrainingState,
     WriterOptions,
 )
@@ -111,7 +111,7 @@ class HuggingFaceReader:
     def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype:
         return self._find(group.tensors[0].name).dtype
 
-    def read(self, group: TensorGroup, kind: StateKind) -> Tensors:
+    def read(self, group: TensorGroup, kind: StateKind) -> GroupTensors:
         return {info.name: self._find(info.name).read() for info in group.tensors}
 
     def _find(self, name: str) -> StoredTensor:
@@ -154,15 +154,15 @@ class HuggingFaceWriter:
         self._directory, self._reader = directory, reader
         self._shards = _shards(reader, shard_bytes)
 
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[CheckpointPiece]:
         return [
-            Piece(name, tuple((group, "weight") for group in groups))
+            CheckpointPiece(name, tuple((group, "weight") for group in groups))
             for name, groups in zip(_shard_names(len(self._shards)), self._shards, strict=True)
         ]
 
-    def write(self, piece: Piece, source: Source) -> Mapping[str, Any]:
+    def write(self, piece: CheckpointPiece, source: Source) -> Mapping[str, Any]:
         specs = [
-            TensorSpec(info.name, self._reader.dtype(group, kind), info.shape)
+            SafetensorsSpec(info.name, self._reader.dtype(group, kind), info.shape)
             for group, kind in piece.groups
             for info in group.tensors
         ]
@@ -178,7 +178,7 @@ class HuggingFaceWriter:
             shutil.copyfile(file, self._directory / file.name)
 
 
-def _one_by_one(piece: Piece, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+def _one_by_one(piece: CheckpointPiece, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
     for group, kind in piece.groups:
         tensors = dict(source(group, kind))
         for info in group.tensors:

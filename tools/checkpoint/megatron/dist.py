@@ -20,9 +20,9 @@ import torch
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_faults
-from dynapipe_ext.tools.checkpoint.files.torch_file import Record, read_pickle
-from dynapipe_ext.tools.checkpoint.formats import StateKind, Tensors
-from dynapipe_ext.tools.checkpoint.megatron.dist_names import Key, extra_state, keys_of
+from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord, read_pickle
+from dynapipe_ext.tools.checkpoint.formats import GroupTensors, StateKind
+from dynapipe_ext.tools.checkpoint.megatron.dist_names import StoredKey, extra_state, keys_of
 from dynapipe_ext.tools.checkpoint.megatron.dist_writer import MegatronDistWriter as MegatronDistWriter
 from dynapipe_ext.tools.checkpoint.megatron.folder import carried, iteration_folder, read_architecture
 from dynapipe_ext.tools.checkpoint.megatron.names import EMBEDDING, MegatronTensor, from_megatron, megatron_tensors
@@ -49,7 +49,7 @@ class Chunk:
 
     begin: tuple[int, ...]
     shape: tuple[int, ...]
-    record: Record
+    record: ArchiveRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class MegatronDistReader:
         self.folder = folder
         _refuse_backend(folder)
         self._stored, objects = _read_metadata(folder)
-        common = read_archive(Record(folder / COMMON)) if (folder / COMMON).is_file() else {}
+        common = read_archive(ArchiveRecord(folder / COMMON)) if (folder / COMMON).is_file() else {}
         if not isinstance(common, Mapping):
             raise DataError(
                 f"{folder / COMMON} holds {type(common).__name__} where a dictionary is needed: copy it again"
@@ -133,7 +133,7 @@ class MegatronDistReader:
             raise DataError(f"{self.folder} lacks {tensor.name}: copy it again")
         return self._stored[found.keys[0].name].dtype
 
-    def read(self, group: TensorGroup, kind: StateKind) -> Tensors:
+    def read(self, group: TensorGroup, kind: StateKind) -> GroupTensors:
         wanted = megatron_tensors(self.architecture, group)
         return from_megatron(self.architecture, group, {tensor.name: self._read(tensor, kind) for tensor in wanted})
 
@@ -205,7 +205,7 @@ class MegatronDistReader:
         weight = self._places["weight"].get(tensor.name)
         return weight is not None and self._stored[weight.keys[0].name].dtype == torch.float32
 
-    def _misshapen(self, tensor: MegatronTensor, keys: Sequence[Key]) -> list[str]:
+    def _misshapen(self, tensor: MegatronTensor, keys: Sequence[StoredKey]) -> list[str]:
         faults = []
         for key in keys:
             shape, wanted = self._stored[key.name].shape, (*key.counts, *key.shape)
@@ -219,8 +219,8 @@ class MegatronDistReader:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    keys: tuple[Key, ...]
-    others: tuple[Key, ...]  # the same tensor under further names
+    keys: tuple[StoredKey, ...]
+    others: tuple[StoredKey, ...]  # the same tensor under further names
 
 
 def _tensor(stored: Stored, chunk: Chunk) -> StoredTensor:
@@ -233,7 +233,7 @@ def _tensor(stored: Stored, chunk: Chunk) -> StoredTensor:
     return found
 
 
-def _boxes(key: Key, stored: Stored) -> list[Box]:
+def _boxes(key: StoredKey, stored: Stored) -> list[Box]:
     """The chunks that hold values of one layer (and expert) of a stacked tensor."""
     axes = len(key.index)
     boxes = []
@@ -246,7 +246,7 @@ def _boxes(key: Key, stored: Stored) -> list[Box]:
     return boxes
 
 
-def _unflatten(tensor: MegatronTensor, stored: Stored, key: Key) -> torch.Tensor:
+def _unflatten(tensor: MegatronTensor, stored: Stored, key: StoredKey) -> torch.Tensor:
     """A tensor that an older distributed optimizer wrote as a grid of shards, each of them flat: the shards, put back.
 
     Its shape is the grid's, then the number of values of a shard.
@@ -304,13 +304,13 @@ def _read_metadata(folder: Path) -> tuple[dict[str, Stored], list[str]]:
     return tensors, objects
 
 
-def _record(folder: Path, info: Any) -> Record:
+def _record(folder: Path, info: Any) -> ArchiveRecord:
     relative = Path(info["relative_path"])
     if relative.is_absolute() or ".." in relative.parts:
         raise DataError(f"{folder / METADATA} names {relative}, outside the checkpoint: copy it again")
     if info.state.get("transform_descriptors"):
         raise DataError(f"{folder / relative} is compressed or encrypted: save the checkpoint without extensions")
-    return Record(folder / relative, int(info["offset"]), int(info["length"]))
+    return ArchiveRecord(folder / relative, int(info["offset"]), int(info["length"]))
 
 
 def _object_notices(objects: Sequence[str]) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ _HAS_STATE = re.compile(r"(?:.*\.)?(?:linear_\w+|output_layer|\w*layernorm)")
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class StoredKey:
     """A key, the place of the tensor along its stacked axes and their lengths, and the part that it holds.
 
     The part is of `shape` and begins at `first_row` of the whole tensor.
@@ -39,14 +39,14 @@ class Key:
     first_row: int = 0
 
 
-def keys_of(architecture: Architecture, tensor: MegatronTensor) -> tuple[tuple[Key, ...], ...]:
+def keys_of(architecture: Architecture, tensor: MegatronTensor) -> tuple[tuple[StoredKey, ...], ...]:
     """Ways in which a checkpoint may hold a tensor, each a set of keys that make it up; the usual way first."""
     match = _LAYER.fullmatch(tensor.name)
     if match is None:
         names = (tensor.name, *tensor.aliases)
         return tuple(way for name in names for way in _ways(tensor, name, (), ()))
     layer, count = int(match["layer"]), _num_layers(architecture, match["stem"])
-    found: list[tuple[Key, ...]] = []
+    found: list[tuple[StoredKey, ...]] = []
     for rest in _rests(match["rest"]):
         expert = _EXPERT.fullmatch(rest)
         if expert is None:
@@ -61,7 +61,7 @@ def keys_of(architecture: Architecture, tensor: MegatronTensor) -> tuple[tuple[K
     return tuple(found)
 
 
-def written_keys(architecture: Architecture, tensor: MegatronTensor) -> tuple[Key, ...]:
+def written_keys(architecture: Architecture, tensor: MegatronTensor) -> tuple[StoredKey, ...]:
     """The keys to write a tensor under: stacked layers, and each name that a model of Megatron may ask for."""
     ways = [way[0] for way in keys_of(architecture, tensor) if len(way) == 1]
     return tuple(key for key in ways if _LAYER.fullmatch(key.name) is None)
@@ -98,11 +98,11 @@ def _rests(rest: str) -> Iterator[str]:
 
 def _ways(
     tensor: MegatronTensor, name: str, index: tuple[int, ...], counts: tuple[int, ...]
-) -> Iterator[tuple[Key, ...]]:
-    yield (Key(name, index, counts, tensor.shape),)
+) -> Iterator[tuple[StoredKey, ...]]:
+    yield (StoredKey(name, index, counts, tensor.shape),)
     if tensor.tp_parts == 2:
         half = (tensor.shape[0] // 2, *tensor.shape[1:])
-        yield (Key(f"{name}_w", index, counts, half), Key(f"{name}_v", index, counts, half, half[0]))
+        yield (StoredKey(f"{name}_w", index, counts, half), StoredKey(f"{name}_v", index, counts, half, half[0]))
 
 
 def _num_layers(architecture: Architecture, stem: str) -> int:

@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
-from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, Piece, Source, StateKind, WriterOptions
+from dynapipe_ext.tools.checkpoint.formats import CheckpointPiece, CheckpointReader, Source, StateKind, WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron.dist_names import extra_state_keys, written_keys
 from dynapipe_ext.tools.checkpoint.megatron.folder import finish_folder, iteration_name
 from dynapipe_ext.tools.checkpoint.megatron.launch_options import launch_options, usage
 from dynapipe_ext.tools.checkpoint.megatron.names import MegatronTensor, megatron_tensors
-from dynapipe_ext.tools.checkpoint.megatron.shards import Layout, Part, blocks, parts_of
+from dynapipe_ext.tools.checkpoint.megatron.shards import RankLayout, TensorPart, blocks, parts_of
 from dynapipe_ext.tools.checkpoint.megatron.state import (
     arguments_of,
     grad_scaler,
@@ -61,7 +61,7 @@ class MegatronDistWriter:
     def __init__(self, directory: Path, reader: CheckpointReader, options: WriterOptions) -> None:
         self.directory = directory
         self._reader, self._options = reader, options
-        self._layout = Layout.of(reader.architecture, options)
+        self._layout = RankLayout.of(reader.architecture, options)
         self._kinds = written_kinds(reader)
         _refuse_mixed(reader)
         self._state = reader.state if len(self._kinds) > 1 else None
@@ -71,10 +71,10 @@ class MegatronDistWriter:
         self.usage = usage(self._launch_options)
         self.notices = writer_notices(reader, self._layout, self._state)
 
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[CheckpointPiece]:
         return self._pieces
 
-    def _planned(self) -> Iterator[Piece]:
+    def _planned(self) -> Iterator[CheckpointPiece]:
         """A piece a layer, and one for what comes before, between and after them."""
         pending: list[TensorGroup] = []
         place: tuple[str, int] = ("", -1)
@@ -88,10 +88,10 @@ class MegatronDistWriter:
             pending.append(group)
         yield self._piece(number, pending)
 
-    def _piece(self, number: int, groups: Sequence[TensorGroup]) -> Piece:
-        return Piece(f"{number:05d}", tuple((group, kind) for kind in self._kinds for group in groups))
+    def _piece(self, number: int, groups: Sequence[TensorGroup]) -> CheckpointPiece:
+        return CheckpointPiece(f"{number:05d}", tuple((group, kind) for kind in self._kinds for group in groups))
 
-    def write(self, piece: Piece, source: Source) -> Mapping[str, Any]:
+    def write(self, piece: CheckpointPiece, source: Source) -> Mapping[str, Any]:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"__{int(piece.name)}_0.distcp"
         part = path.with_name(f".{path.name}.part")
@@ -112,7 +112,7 @@ class MegatronDistWriter:
             yield from self._write_tensor(file, tensor, own, kind)
 
     def _write_tensor(
-        self, file: BinaryIO, tensor: MegatronTensor, parts: Sequence[Part], kind: StateKind
+        self, file: BinaryIO, tensor: MegatronTensor, parts: Sequence[TensorPart], kind: StateKind
     ) -> Iterator[list[Any]]:
         """Per chunk: the tensor's name, kind, dtype, the chunk's begin and shape, its place and length in the file."""
         dtype = str(parts[0].values.dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from pathlib import Path
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.megatron_arguments import command_line, unsayable
 from dynapipe_ext.tools.checkpoint.formats import TrainingState, WriterOptions
-from dynapipe_ext.tools.checkpoint.megatron.shards import Layout
+from dynapipe_ext.tools.checkpoint.megatron.shards import RankLayout
 from dynapipe_ext.tools.json_file import write_atomic
 
 SCRIPT = "megatron_args.sh"
@@ -31,7 +31,7 @@ MEGATRON_ARGS=(
 
 
 def launch_options(
-    layout: Layout, options: WriterOptions, state: TrainingState | None, files: Sequence[str]
+    layout: RankLayout, options: WriterOptions, state: TrainingState | None, files: Sequence[str]
 ) -> tuple[str, ...]:
     """Options for the model, its ranks, its vocabulary and the format of its `files`; none that say another model."""
     if unsayable(layout.architecture):
@@ -47,7 +47,7 @@ def launch_options(
     return (*found, *files)
 
 
-def pipeline_layout(layout: Layout) -> str | None:
+def pipeline_layout(layout: RankLayout) -> str | None:
     """How Megatron is told of uneven stages, "Et*2|t*3L"; None where they are even."""
     counts = layout.layers_per_stage
     if len(set(counts)) == 1:

@@ -18,8 +18,8 @@ import torch
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_faults
-from dynapipe_ext.tools.checkpoint.files.torch_file import Record
-from dynapipe_ext.tools.checkpoint.formats import StateKind, Tensors
+from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord
+from dynapipe_ext.tools.checkpoint.formats import GroupTensors, StateKind
 from dynapipe_ext.tools.checkpoint.megatron.folder import carried, iteration_folder, read_architecture
 from dynapipe_ext.tools.checkpoint.megatron.legacy_names import whole_name
 from dynapipe_ext.tools.checkpoint.megatron.legacy_optimizer import RankOptimizer, optimizer_tensors
@@ -32,7 +32,7 @@ from dynapipe_ext.tools.checkpoint.megatron.names import (
     tied_head_name,
 )
 from dynapipe_ext.tools.checkpoint.megatron.pickles import read_archive, scalar
-from dynapipe_ext.tools.checkpoint.megatron.shards import Box, Layout, assemble, rows_of
+from dynapipe_ext.tools.checkpoint.megatron.shards import Box, RankLayout, assemble, rows_of
 from dynapipe_ext.tools.checkpoint.megatron.state import read_contents
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
@@ -155,7 +155,7 @@ class MegatronLegacyReader:
             raise DataError(f"{self.folder} lacks {name}: copy it again")
         return next(iter(found.values())).dtype
 
-    def read(self, group: TensorGroup, kind: StateKind) -> Tensors:
+    def read(self, group: TensorGroup, kind: StateKind) -> GroupTensors:
         wanted = megatron_tensors(self.architecture, group)
         return from_megatron(self.architecture, group, {tensor.name: self._read(tensor, kind) for tensor in wanted})
 
@@ -181,10 +181,10 @@ class MegatronLegacyReader:
                 yield Box((begin, *(0,) * (len(tensor.shape) - 1)), rows_of(stored, row, row + end - begin))
                 row += end - begin
 
-    def _found_layout(self, embedding: StoredTensor | None) -> Layout:
+    def _found_layout(self, embedding: StoredTensor | None) -> RankLayout:
         """The files' layout: the vocabulary's padding is what the embedding has."""
         rows = embedding.shape[0] * self._tp if embedding is not None and embedding.shape else 0
-        return Layout(
+        return RankLayout(
             self.architecture, self._tp, (self.architecture.total_layers,), max(rows, self.architecture.vocab_size)
         )
 
@@ -268,7 +268,7 @@ def _read_ranks(folder: Path) -> list[_Rank]:
         match = _RANK.fullmatch(path.parent.name)
         if match is None:
             raise DataError(f"{path.parent} is of expert parallel ranks, which are not read: save it with torch_dist")
-        content = read_archive(Record(path))
+        content = read_archive(ArchiveRecord(path))
         if not isinstance(content, Mapping):
             raise DataError(f"{path} holds {type(content).__name__} where a dictionary is needed: copy it again")
         ranks.append(_Rank(path, int(match[1]), int(match[2] or 0), content))

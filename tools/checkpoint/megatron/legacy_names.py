@@ -29,7 +29,7 @@ _INSIDE = (
     "cross_attention.linear_kv", "pre_mlp_layernorm", "mlp.router", "mlp.experts", "mlp.linear_fc1", "mlp.linear_fc2",
 )  # fmt: skip
 _HAS_EXTRA_STATE = re.compile(r".*(linear_\w+|output_layer)\.(weight|bias)\d*$")
-Place = tuple[int, int, int, int, int, int, str]
+StagePlace = tuple[int, int, int, int, int, int, str]
 
 
 def whole_name(name: str, first_layers: Mapping[str, int]) -> str:
@@ -66,7 +66,7 @@ def in_order(names: Iterable[str], implementation: Implementation) -> list[str]:
     return sorted(names, key=lambda name: _place(name, implementation))
 
 
-def _place(name: str, implementation: Implementation) -> Place:
+def _place(name: str, implementation: Implementation) -> StagePlace:
     top = next((i for i, stem in enumerate(_OUTSIDE) if name.startswith(stem)), len(_OUTSIDE))
     match = _LAYER.fullmatch(name)
     if match is None:

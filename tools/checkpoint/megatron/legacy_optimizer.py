@@ -16,7 +16,9 @@ from dynapipe_ext.tools.checkpoint.megatron.state import MOMENTS
 
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-Found = dict[StateKind, dict[str, dict[int, StoredTensor]]]  # kind -> name of the weight -> tensor parallel rank
+NumberedStates = dict[
+    StateKind, dict[str, dict[int, StoredTensor]]
+]  # kind -> name of the weight -> tensor parallel rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,11 @@ class _UnclearError(Exception):
     """Why an optimizer's state cannot be told apart."""
 
 
-def optimizer_tensors(ranks: Sequence[RankOptimizer]) -> tuple[Found, tuple[str, ...]]:
+def optimizer_tensors(ranks: Sequence[RankOptimizer]) -> tuple[NumberedStates, tuple[str, ...]]:
     """All ranks' optimizer tensors, or why there are none to carry."""
     if all(not isinstance(rank.optimizer, Mapping | list) for rank in ranks):
         return {}, ()
-    found: Found = {}
+    found: NumberedStates = {}
     try:
         for rank in ranks:
             for kind, tensors in _of_rank(rank).items():

@@ -12,7 +12,7 @@ import torch
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
-from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, Piece, Source, StateKind, WriterOptions
+from dynapipe_ext.tools.checkpoint.formats import CheckpointPiece, CheckpointReader, Source, StateKind, WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron.archive import ArchiveWriter, Planned
 from dynapipe_ext.tools.checkpoint.megatron.folder import finish_folder, iteration_name
 from dynapipe_ext.tools.checkpoint.megatron.launch_options import launch_options, usage
@@ -31,7 +31,7 @@ from dynapipe_ext.tools.checkpoint.megatron.names import (
     megatron_tensors,
     tied_head_name,
 )
-from dynapipe_ext.tools.checkpoint.megatron.shards import Layout, blocks, parts_of
+from dynapipe_ext.tools.checkpoint.megatron.shards import RankLayout, blocks, parts_of
 from dynapipe_ext.tools.checkpoint.megatron.state import (
     MOMENTS,
     arguments_of,
@@ -79,7 +79,7 @@ class MegatronLegacyWriter:
             raise ConfigError(f"--pp {options.pp}: megatron-core's T5 has no pipeline stages: give --pp 1")
         self.directory = directory
         self._reader, self._options, self._implementation = reader, options, transformer_impl
-        self._layout = Layout.of(reader.architecture, options)
+        self._layout = RankLayout.of(reader.architecture, options)
         self._groups = tensor_groups(reader.architecture)
         self._kinds = written_kinds(reader)
         self._state = reader.state if len(self._kinds) > 1 else None
@@ -96,13 +96,15 @@ class MegatronLegacyWriter:
         self.usage = usage(self._launch_options)
         self.notices = writer_notices(reader, self._layout, self._state)
 
-    def pieces(self) -> Sequence[Piece]:
+    def pieces(self) -> Sequence[CheckpointPiece]:
         return [
-            Piece(f"stage-{stage:03d}", tuple((group, kind) for kind in self._kinds for group in self._of_stage(stage)))
+            CheckpointPiece(
+                f"stage-{stage:03d}", tuple((group, kind) for kind in self._kinds for group in self._of_stage(stage))
+            )
             for stage in range(self._layout.pp)
         ]
 
-    def write(self, piece: Piece, source: Source) -> Mapping[str, Any]:
+    def write(self, piece: CheckpointPiece, source: Source) -> Mapping[str, Any]:
         stage = int(piece.name.removeprefix("stage-"))
         entries = self._entries(stage)
         names: list[str] = []

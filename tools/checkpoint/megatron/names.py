@@ -24,8 +24,8 @@ import torch
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.tensors import GroupKind, Side, TensorGroup, tensor_groups
-from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, Tensors
+from dynapipe_ext.models.tensors import GroupKind, ModelSide, TensorGroup, tensor_groups
+from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, GroupTensors
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _T5_HEAD = "lm_head.output_layer"
@@ -69,7 +69,7 @@ class MegatronTensor:
     tp_parts: int = 1
     vocabulary: bool = False
     layer: int = -1
-    side: Side = ""
+    side: ModelSide = ""
     aliases: tuple[str, ...] = ()
     is_added: bool = False
 
@@ -149,7 +149,7 @@ def _rows(a: Architecture, group: TensorGroup) -> tuple[int, tuple[int, ...]]:
     return count, tuple(_oriented(a, group, tensor.shape)[0] // count for tensor in group.tensors)
 
 
-def to_megatron(architecture: Architecture, group: TensorGroup, tensors: Tensors) -> dict[str, torch.Tensor]:
+def to_megatron(architecture: Architecture, group: TensorGroup, tensors: GroupTensors) -> dict[str, torch.Tensor]:
     """Megatron's tensors, whole and contiguous, of a group by its Hugging Face names; no value is computed.
 
     A `tensors` that reads on access keeps memory at the result and one of its parts: each is taken once, in order.
@@ -194,7 +194,7 @@ def megatron_weights(reader: CheckpointReader, names: Collection[str]) -> Iterat
             yield from ((name, tensor) for name, tensor in found.items() if name in names)
 
 
-def from_megatron(architecture: Architecture, group: TensorGroup, tensors: Tensors) -> dict[str, torch.Tensor]:
+def from_megatron(architecture: Architecture, group: TensorGroup, tensors: GroupTensors) -> dict[str, torch.Tensor]:
     """The inverse of `to_megatron`: the group's tensors by their Hugging Face names. Halves of [gate; up] are views.
 
     Errors: DataError naming what is missing, extra or misshapen, and an added tensor that is not zero.
@@ -242,7 +242,7 @@ def _with_added(wanted: tuple[MegatronTensor, ...], parts: list[torch.Tensor]) -
     return [part.contiguous() for part in parts] + added
 
 
-def _taken(tensors: Tensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _taken(tensors: GroupTensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     tensor = tensors[name]
     if tuple(tensor.shape) != shape:
         raise DataError(

@@ -13,7 +13,7 @@ import torch
 
 from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor
-from dynapipe_ext.tools.checkpoint.files.torch_file import Record, read_tree
+from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord, read_tree
 
 
 class _Namespace(argparse.Namespace):
@@ -24,13 +24,13 @@ class _Namespace(argparse.Namespace):
             self.__dict__.update({str(name): value for name, value in state.items()})
 
 
-def read_archive(record: Record) -> Any:
+def read_archive(record: ArchiveRecord) -> Any:
     """What `torch.save` wrote, tensors as StoredTensor. Errors: DataError naming the file."""
     names = (("argparse", "Namespace"), ("types", "SimpleNamespace"))
     return read_tree(record, lambda *name: _Namespace if name in names else None)
 
 
-def read_tensor_record(record: Record) -> StoredTensor:
+def read_tensor_record(record: ArchiveRecord) -> StoredTensor:
     """The one tensor that a record holds. Errors: DataError."""
     found = read_archive(record)
     if not isinstance(found, StoredTensor):

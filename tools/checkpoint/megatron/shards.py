@@ -17,15 +17,15 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.tensors import TensorGroup
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor
-from dynapipe_ext.tools.checkpoint.formats import Tensors, WriterOptions
+from dynapipe_ext.tools.checkpoint.formats import GroupTensors, WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron.names import MegatronTensor, megatron_tensors, to_megatron
 
 BLOCK_BYTES = 1 << 23
-Span = tuple[int, int]  # begin and end along the dimension that ranks cut
+RowRange = tuple[int, int]  # begin and end along the dimension that ranks cut
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RankLayout:
     """How a model lies on tensor and pipeline parallel ranks. Errors: ConfigError naming what cannot be cut."""
 
     architecture: Architecture
@@ -34,7 +34,7 @@ class Layout:
     padded_vocab_size: int
 
     @classmethod
-    def of(cls, architecture: Architecture, options: WriterOptions) -> Layout:
+    def of(cls, architecture: Architecture, options: WriterOptions) -> RankLayout:
         if options.vocab_divisible_by < 1:
             raise ConfigError(f"vocab_divisible_by is {options.vocab_divisible_by} but must be at least 1")
         _refuse_uncuttable(architecture, options.tp)
@@ -62,7 +62,7 @@ class Layout:
         assert tensor.tp_dim is not None
         return self.padded_vocab_size if tensor.vocabulary else tensor.shape[tensor.tp_dim]
 
-    def spans(self, tensor: MegatronTensor, rank: int) -> tuple[Span, ...]:
+    def spans(self, tensor: MegatronTensor, rank: int) -> tuple[RowRange, ...]:
         """What tensor parallel rank `rank` holds, in the order it holds it; all of a tensor that no rank cuts."""
         if tensor.tp_dim is None:
             return ((0, tensor.shape[0]),)
@@ -70,7 +70,7 @@ class Layout:
         share = part // self.tp
         return tuple((i * part + rank * share, i * part + (rank + 1) * share) for i in range(tensor.tp_parts))
 
-    def all_spans(self, tensor: MegatronTensor) -> tuple[Span, ...]:
+    def all_spans(self, tensor: MegatronTensor) -> tuple[RowRange, ...]:
         """What all ranks hold, in the order of the whole tensor."""
         if tensor.tp_dim is None:
             return self.spans(tensor, 0)
@@ -118,7 +118,7 @@ def _layers_per_stage(a: Architecture, options: WriterOptions) -> tuple[int, ...
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """Rows `begin` onwards of a whole Megatron tensor, without padding."""
 
     tensor: MegatronTensor
@@ -126,20 +126,20 @@ class Part:
     values: torch.Tensor
 
 
-def parts_of(architecture: Architecture, group: TensorGroup, tensors: Tensors) -> list[Part]:
+def parts_of(architecture: Architecture, group: TensorGroup, tensors: GroupTensors) -> list[TensorPart]:
     """A group as Megatron's tensors. Halves of [gate; up] stay two parts, so that no second copy is made."""
     wanted = megatron_tensors(architecture, group)
     if len(wanted) == 1 and wanted[0].tp_parts == 2 and len(group.tensors) == 2:
         halves = [tensors[info.name] for info in group.tensors]
         if all(tuple(half.shape) == info.shape for half, info in zip(halves, group.tensors, strict=True)):
-            return [Part(wanted[0], 0, halves[0]), Part(wanted[0], group.tensors[0].shape[0], halves[1])]
+            return [TensorPart(wanted[0], 0, halves[0]), TensorPart(wanted[0], group.tensors[0].shape[0], halves[1])]
     whole = to_megatron(architecture, group, tensors)
-    return [Part(tensor, 0, whole[tensor.name]) for tensor in wanted]
+    return [TensorPart(tensor, 0, whole[tensor.name]) for tensor in wanted]
 
 
 def blocks(
-    tensor: MegatronTensor, parts: Sequence[Part], spans: Iterable[Span], block_bytes: int = BLOCK_BYTES
-) -> Iterator[tuple[Span, torch.Tensor]]:
+    tensor: MegatronTensor, parts: Sequence[TensorPart], spans: Iterable[RowRange], block_bytes: int = BLOCK_BYTES
+) -> Iterator[tuple[RowRange, torch.Tensor]]:
     """The spans' values in order as contiguous blocks of about `block_bytes`, each with where it begins in the whole.
 
     The place is (row, column) of the block's first value; of a vector (index, 0). Rows behind the parts are zeros.
@@ -153,7 +153,7 @@ def blocks(
 
 
 def _row_blocks(
-    parts: Sequence[Part], rows: Span, columns: Span | None, block_bytes: int
+    parts: Sequence[TensorPart], rows: RowRange, columns: RowRange | None, block_bytes: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
     row, stop = rows
     for part in parts:

@@ -15,7 +15,7 @@ from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, StateKind, TrainingState, WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron.launch_options import pipeline_layout, usage_notices
 from dynapipe_ext.tools.checkpoint.megatron.pickles import is_plain, plain, scalar
-from dynapipe_ext.tools.checkpoint.megatron.shards import Layout
+from dynapipe_ext.tools.checkpoint.megatron.shards import RankLayout
 
 MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 RNG_NOTICE = (
@@ -35,7 +35,7 @@ _GROUP = {
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class MegatronContents:
     """Plain values of a checkpoint; `progress` and `grad_scaler` are carried as they are."""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Contents:
         return {**self.arguments, **dict.fromkeys(self.dropped_arguments, "no plain value")}
 
 
-def read_contents(common: Mapping[str, Any]) -> Contents:
+def read_contents(common: Mapping[str, Any]) -> MegatronContents:
     """From the top level of common.pt, or of a rank's model_optim_rng.pt."""
     arguments = vars(common["args"]) if isinstance(common.get("args"), argparse.Namespace) else {}
     kept = {name: plain(value) for name, value in arguments.items() if is_plain(value)}
@@ -78,7 +78,7 @@ def read_contents(common: Mapping[str, Any]) -> Contents:
     outer = common.get("optimizer")
     scaler = outer.get("grad_scaler") if isinstance(outer, Mapping) else None
     loss_scale = plain(scaler) if isinstance(scaler, Mapping) else {}
-    return Contents(kept, state, progress, loss_scale, tuple(notices), dropped)
+    return MegatronContents(kept, state, progress, loss_scale, tuple(notices), dropped)
 
 
 def _inner(optimizer: Any) -> Mapping[str, Any]:
@@ -120,7 +120,7 @@ def written_kinds(reader: CheckpointReader) -> tuple[StateKind, ...]:
     return ("weight", "master", *MOMENTS) if "master" in reader.kinds else ("weight",)
 
 
-def writer_notices(reader: CheckpointReader, layout: Layout, state: TrainingState | None) -> tuple[str, ...]:
+def writer_notices(reader: CheckpointReader, layout: RankLayout, state: TrainingState | None) -> tuple[str, ...]:
     """What a Megatron checkpoint made of another does not have, or cannot say."""
     notices = usage_notices(layout.architecture, layout.padded_vocab_size)
     notices += (RNG_NOTICE,) if state is not None else ()
@@ -152,7 +152,7 @@ def decays(group: Mapping[str, Any]) -> bool:
     return float(group.get("wd_mult", group.get("pre_wd_mult", 1.0))) != 0
 
 
-def arguments_of(reader: CheckpointReader, layout: Layout, options: WriterOptions, *, is_training: bool) -> Any:
+def arguments_of(reader: CheckpointReader, layout: RankLayout, options: WriterOptions, *, is_training: bool) -> Any:
     """Megatron's argument namespace: the source's where it has one, the model's, and the new layout."""
     known = dict(getattr(reader, "arguments", {}))
     known.setdefault("add_position_embedding", True)

@@ -20,10 +20,10 @@ from dynapipe_ext.models.architecture import Architecture, RopeScaling
 from dynapipe_ext.models.tensors import TensorGroup, TensorInfo, tensor_groups
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_faults
 from dynapipe_ext.tools.checkpoint.files.torch_file import read_torch_file
-from dynapipe_ext.tools.checkpoint.formats import StateKind, Tensors, TrainingState
+from dynapipe_ext.tools.checkpoint.formats import GroupTensors, StateKind, TrainingState
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, left_behind, read_json_object
 
-Cut = Literal["rows", "columns", "none"]
+ShardCut = Literal["rows", "columns", "none"]
 _SHARD = re.compile(r"consolidated\.(\d\d)\.pth")
 _PARAMS = "params.json"
 _NOT_WEIGHTS = ("rope.freqs",)
@@ -32,7 +32,7 @@ _KNOWN_PARAMS = {
     "rope_theta", "use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "max_seq_len", "max_batch_size",
 }  # fmt: skip
 # Hugging Face's name within a layer: Meta's, and how ranks cut it.
-_LAYER: Mapping[str, tuple[str, Cut]] = {
+_LAYER: Mapping[str, tuple[str, ShardCut]] = {
     "self_attn.q_proj": ("attention.wq", "rows"),
     "self_attn.k_proj": ("attention.wk", "rows"),
     "self_attn.v_proj": ("attention.wv", "rows"),
@@ -43,7 +43,7 @@ _LAYER: Mapping[str, tuple[str, Cut]] = {
     "input_layernorm": ("attention_norm", "none"),
     "post_attention_layernorm": ("ffn_norm", "none"),
 }
-_OUTSIDE: Mapping[str, tuple[str, Cut]] = {
+_OUTSIDE: Mapping[str, tuple[str, ShardCut]] = {
     "model.embed_tokens.weight": ("tok_embeddings.weight", "rows"),  # or columns
     "model.norm.weight": ("norm.weight", "none"),
     "lm_head.weight": ("output.weight", "rows"),
@@ -102,7 +102,7 @@ class MetaReader:
     def check(self) -> None:
         """Errors: DataError with every missing, extra and misshapen tensor of every rank."""
         faults = []
-        wanted: dict[str, tuple[tuple[int, ...], Cut]] = {}
+        wanted: dict[str, tuple[tuple[int, ...], ShardCut]] = {}
         for group in tensor_groups(self.architecture):
             for info in group.tensors:
                 name, cut = self._meta_name(info.name)
@@ -128,7 +128,7 @@ class MetaReader:
     def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype:
         return self._find("norm.weight", 0).dtype
 
-    def read(self, group: TensorGroup, kind: StateKind) -> Tensors:
+    def read(self, group: TensorGroup, kind: StateKind) -> GroupTensors:
         return {info.name: self._read(info) for info in group.tensors}
 
     def _read(self, info: TensorInfo) -> torch.Tensor:
@@ -158,7 +158,7 @@ class MetaReader:
         half = self.architecture.head_dim // 2
         out[:half], out[half:] = rows[0::2], rows[1::2]
 
-    def _meta_name(self, name: str) -> tuple[str, Cut]:
+    def _meta_name(self, name: str) -> tuple[str, ShardCut]:
         if name in _OUTSIDE:
             meta, cut = _OUTSIDE[name]
             return meta, self._embedding_cut if meta == "tok_embeddings.weight" else cut
@@ -172,12 +172,12 @@ class MetaReader:
             return 1
         return max(1, len(self._shards) // self.architecture.num_query_groups)
 
-    def _agrees(self, name: str, cut: Cut, rank: int) -> bool:
+    def _agrees(self, name: str, cut: ShardCut, rank: int) -> bool:
         copies = len(self._shards) if cut == "none" else self._copies(name)
         first = self._shards[rank - rank % copies].get(name)
         return first is None or first.equals(self._shards[rank][name])
 
-    def _part_shape(self, info: TensorInfo, cut: Cut) -> tuple[int, ...]:
+    def _part_shape(self, info: TensorInfo, cut: ShardCut) -> tuple[int, ...]:
         if cut == "none":
             return info.shape
         num_parts = len(self._shards) // self._copies(self._meta_name(info.name)[0])
@@ -194,7 +194,7 @@ class MetaReader:
             raise DataError(f"{tensor.path}: {name} is empty: copy it again")
         return tensor
 
-    def _cut_of_embedding(self, params: Mapping[str, Any]) -> Cut:
+    def _cut_of_embedding(self, params: Mapping[str, Any]) -> ShardCut:
         columns = self._find("tok_embeddings.weight", 0).shape[-1]
         return "rows" if columns == params.get("dim") else "columns"
 

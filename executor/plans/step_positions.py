@@ -15,11 +15,11 @@ from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.lengths import LengthArray
 
-Order = npt.NDArray[np.int64]  # shape (num_samples,): the sample indices of an epoch as a sampler gave them
+SampleOrder = npt.NDArray[np.int64]  # shape (num_samples,): the sample indices of an epoch as a sampler gave them
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Place:
+class StepPosition:
     """A global batch: `step` counts within its epoch, `global_step` the optimizer steps of the whole run before it."""
 
     epoch: int = 0
@@ -28,7 +28,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRule:
+class GlobalBatchRule:
     """How an epoch becomes global batches; exactly one of the two sizes is given. See `GlobalBatches`."""
 
     batch_size: int | None = None
@@ -37,7 +37,7 @@ class BatchRule:
     drop_last: bool = False
     seed: int = 0
 
-    def batches(self, lengths: LengthArray, epoch: int, order: Order | None = None) -> GlobalBatches:
+    def batches(self, lengths: LengthArray, epoch: int, order: SampleOrder | None = None) -> GlobalBatches:
         return GlobalBatches(
             lengths,
             batch_size=self.batch_size,
@@ -53,31 +53,32 @@ class BatchRule:
         return asdict(self)
 
 
-def course(
-    rule: BatchRule, lengths: LengthArray, start: Place, order: Order | None = None
-) -> Iterator[tuple[Place, tuple[int, ...]]]:
+def step_positions(
+    rule: GlobalBatchRule, lengths: LengthArray, start: StepPosition, order: SampleOrder | None = None
+) -> Iterator[tuple[StepPosition, tuple[int, ...]]]:
     """Every place from `start` on with its sample indices: epoch after epoch without end, or the one epoch of `order`.
 
-    >>> steps = course(BatchRule(batch_size=2), np.array([[5, 0, 5]] * 3), Place(epoch=4, step=1, global_step=9))
+    >>> start = StepPosition(epoch=4, step=1, global_step=9)
+    >>> steps = step_positions(GlobalBatchRule(batch_size=2), np.array([[5, 0, 5]] * 3), start)
     >>> [next(steps) for _ in range(2)]
-    [(Place(epoch=4, step=1, global_step=9), (2,)), (Place(epoch=5, step=0, global_step=10), (0, 1))]
+    [(StepPosition(epoch=4, step=1, global_step=9), (2,)), (StepPosition(epoch=5, step=0, global_step=10), (0, 1))]
     """
     place = start
     while True:
         batches = rule.batches(lengths, place.epoch, order)
         for step in range(place.step, len(batches)):
-            yield Place(place.epoch, step, place.global_step + step - place.step), batches[step]
+            yield StepPosition(place.epoch, step, place.global_step + step - place.step), batches[step]
         place = following_epoch(place, len(batches))
         if order is not None:
             return
 
 
-def following_epoch(place: Place, num_steps: int) -> Place:
+def following_epoch(place: StepPosition, num_steps: int) -> StepPosition:
     """The first place after the epoch of `place`, whose epoch has `num_steps` steps."""
-    return Place(place.epoch + 1, 0, place.global_step + num_steps - place.step)
+    return StepPosition(place.epoch + 1, 0, place.global_step + num_steps - place.step)
 
 
-def order_of(sampler: Iterable[int], epoch: int) -> Order:
+def order_of(sampler: Iterable[int], epoch: int) -> SampleOrder:
     """All indices that a sampler gives for an epoch; it is told the epoch if it has torch's `set_epoch`."""
     set_epoch = getattr(sampler, "set_epoch", None)
     if set_epoch is not None:
@@ -88,7 +89,7 @@ def order_of(sampler: Iterable[int], epoch: int) -> Order:
         raise DataError(f"the sampler must give single sample indices, not batches of them: {error}") from None
 
 
-def digest(array: npt.NDArray[np.int64]) -> str:
+def array_digest(array: npt.NDArray[np.int64]) -> str:
     """Hash of the values and their shape, equal on all machines."""
     header = f"{array.shape}".encode()
     return hashlib.sha256(header + np.ascontiguousarray(array, dtype="<i8").tobytes()).hexdigest()
