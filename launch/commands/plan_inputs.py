@@ -12,9 +12,10 @@ import numpy as np
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.a100 import A100_HIDDEN_SIZE
 from dynapipe_ext.costs.abilities import has_decoder
 from dynapipe_ext.costs.model import CostModel, IntArray
-from dynapipe_ext.costs.table import A100_HIDDEN_SIZE, CostTable
+from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.launch.job import (
