@@ -14,6 +14,7 @@ from dynapipe_ext.errors import DataError, PlanError
 from dynapipe_ext.sampling.even_steps import least_cost
 from dynapipe_ext.sampling.fill import Steps, fill_steps, joined, place_rest
 from dynapipe_ext.sampling.padded_steps import fill_padded, padded_costs
+from dynapipe_ext.sampling.twins import twins_parted
 
 Objective = Literal["tokens", "quadratic", "padded"]
 Last = Literal["spread", "pad", "carry"]
@@ -110,7 +111,14 @@ def plan_epoch(order: IntArray, tokens: IntArray, costs: IntArray, rule: Rule, *
     repeated = 0
     if rule.last == "pad" and len(steps.left):
         steps, repeated = _padded_up(steps, by_place, cost, rule)
-    return EpochPlan(order[steps.places], steps.starts, order[steps.left], num_ranks, repeated)
+    plan = EpochPlan(order[steps.places], steps.starts, order[steps.left], num_ranks, repeated)
+    if rule.last != "carry" or int(np.bincount(order).max(initial=0)) < 2 or not plan.num_steps:
+        return plan
+    padded = rule.objective == "padded"
+    parted = twins_parted(
+        plan.samples, plan.starts, plan.rest, tokens, num_ranks=num_ranks, cap=rule.max_tokens, padded=padded
+    )
+    return EpochPlan(*parted, num_ranks)
 
 
 def _unfed(num_samples: int, num_steps: int, num_ranks: int) -> PlanError:
