@@ -327,7 +327,30 @@ def test_multipack_classes_take_what_their_namesakes_take_and_say_what_they_said
     found = kind(8192, lengths, 2, 1, 7)
     found.set_epoch(3)
     assert found.num_batches() == len(found) == len(list(found))
-    assert found.efficiency() == pytest.approx(lengths.sum() / (found.num_batches() * 2 * 8192))
+    assert (found.num_replicas, found.rank, found.seed, found.batch_max_length) == (2, 1, 7, 8192)
+    assert found.lengths.tolist() == lengths.tolist()
+    assert [batch.tolist() for batch in found.generate_batches()] == list(found)
+
+
+@pytest.mark.parametrize("kind", [MultipackDistributedBatchSampler, MultipackDistributedBatchSampler_LinearAttention])
+def test_multipack_classes_sum_tokens_and_room_of_all_ranks_over_the_steps_they_gave(
+    kind: type[MultipackDistributedBatchSampler],
+) -> None:
+    lengths = chat_lengths(1000)
+    found = kind(8192, lengths, 2, 1)
+    room = found.num_batches() * 2 * 8192
+    assert found.efficiency() == pytest.approx(lengths.sum() / room)
+    _ = list(found), found.generate_batches()
+    assert (found.eff_total_used, found.eff_total_slots) == (lengths.sum(), room)
+    found.set_epoch(1)
+    _ = found.generate_batches(set_stats=True)
+    assert (found.eff_total_used, found.eff_total_slots) == (2 * lengths.sum(), room + found.num_batches() * 2 * 8192)
+    found.set_epoch(2)
+    first, used = next(iter(found)), found.eff_total_used
+    other_rank = kind(8192, lengths, 2, 0)
+    other_rank.set_epoch(2)
+    assert used == 2 * lengths.sum() + lengths[first].sum() + lengths[next(iter(other_rank))].sum()
+    assert found.efficiency() == found.eff_total_used / found.eff_total_slots
 
 
 def test_multipack_classes_balance_squares_and_tokens() -> None:
