@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Sampler
 from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
 from dynapipe_ext.inference.batches import (
     PROMPT_TOKENS,
+    UNMEASURED,
     BatchMemory,
     BatchRule,
     GenerationMemory,
@@ -69,7 +70,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         self.epoch = epoch
 
     def _memory(self) -> BatchMemory:
-        return self.memory or PROMPT_TOKENS
+        return self.memory or (UNMEASURED if math.isinf(self.rule.growth) else PROMPT_TOKENS)
 
     def _batches(self) -> Iterator[IntArray]:
         order = self._order
@@ -103,12 +104,36 @@ class _Texts:
         return index, self.texts[index]
 
 
-def _collate(items: Sequence[tuple[int, str]], *, tokenizer: Any, settings: Mapping[str, Any]) -> Any:
+class TextBatch(dict[str, Any]):
+    """What the tokenizer gave, as `model.generate(**batch)` takes it, and beside that the texts and their places.
+
+    `batch["texts"]` and `batch["indices"]` are there too, but not among the keys.
+    """
+
+    texts: list[str]
+    indices: list[int]
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any], texts: list[str], indices: list[int]) -> TextBatch:
+        """The tokenizer's `inputs` of these texts."""
+        batch = cls(inputs)
+        batch.texts, batch.indices = texts, indices
+        return batch
+
+    def __missing__(self, name: str) -> Any:
+        if name in ("texts", "indices"):
+            return getattr(self, name)
+        raise KeyError(name)
+
+    def to(self, device: torch.device | str) -> TextBatch:
+        """The same with its tensors on a device."""
+        moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in self.items()}
+        return TextBatch.of(moved, self.texts, self.indices)
+
+
+def _collate(items: Sequence[tuple[int, str]], *, tokenizer: Any, settings: Mapping[str, Any]) -> TextBatch:
     texts = [text for _, text in items]
-    batch = tokenizer(texts, **settings)
-    batch["texts"] = texts
-    batch["indices"] = [index for index, _ in items]
-    return batch
+    return TextBatch.of(tokenizer(texts, **settings), texts, [index for index, _ in items])
 
 
 def build_dynamic_batch_dataloader(
@@ -130,19 +155,20 @@ def build_dynamic_batch_dataloader(
     lengths: npt.ArrayLike | None = None,
     **tokenizer_kwargs: Any,
 ) -> DataLoader[Any]:
-    """A DataLoader of the tokenizer's tensors with `texts` and `indices` (places in `texts`), longest texts first.
+    """A DataLoader of `TextBatch`: the tokenizer's tensors, their texts and places in `texts`, longest texts first.
 
     Texts are truncated to `max_input_token_length`. `batch_size` is the first batch's, the largest that is known to fit
     the longest texts; the others follow `BatchRule`: a batch's peak exceeds 90 % (`peak_fraction`) of the first one's
     with probability `threshold` at most, by what the memory model's errors tell.
 
     `memory_model`: a file of `dynapipe train-memory-model`, learned from measured peaks. Without it, and without
-    `memory`, prompt tokens alone are counted until `generate` puts in bytes counted from the model's config.
+    `memory`, `generate` puts in bytes counted from the model's config; in a loop of your own, which the loader knows
+    nothing of, batches grow to six times `batch_size` at most (`UnmeasuredMemory`).
 
     `batch_start_range` to `batch_end_range` are the factors of batch_size among which dynabatch tries `steps`. Here
     sizes are computed, as the largest that fits, so no step is lost between two of them. A `batch_end_range` that is
-    given is the most texts of a batch over batch_size, 6.0 as any other; left out, memory alone is the bound, since six
-    times the first batch is far below what short texts could use. No batch but the last is smaller than batch_size.
+    given is the most texts of a batch over batch_size, 6.0 as any other, and without a memory model prompt tokens alone
+    count below it; left out, memory alone is the bound. No batch but the last is smaller than batch_size.
 
     `lengths` (tokens of each text) spares the pass that counts them.
     """
@@ -275,7 +301,9 @@ def _driven(driver: _Driver, batches: Iterable[Any], sampler: DynamicBatchSample
     for batch in batches:
         inputs = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         num_texts, prompt_len = inputs["input_ids"].shape
-        indices = batch["indices"] if "indices" in batch else range(place, place + num_texts)
+        indices = (
+            batch.indices if isinstance(batch, TextBatch) else batch.get("indices", range(place, place + num_texts))
+        )
         done = driver.run(inputs, tuple(indices))
         whole = not done.num_splits and max(map(len, done.tokens), default=0) == driver.max_new_tokens
         memory = sampler.memory if sampler is not None else None

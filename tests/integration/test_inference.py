@@ -154,6 +154,21 @@ def test_counting_prompt_tokens_alone_would_overrun_the_first_peak() -> None:
         assert (max(peaks[1:]) > peaks[0]) is overrun
 
 
+@pytest.mark.parametrize(("build", "side"), [(llama, "left"), (t5, "right")])
+def test_a_loop_of_ones_own_stays_under_the_first_peak_and_its_batches_are_what_generate_takes(
+    build: Any, side: str
+) -> None:
+    model, peaks = build(), []
+    loader = loader_of(texts_of([100, 100, *[50] * 10, *[1] * 200]), 2, side)
+    for batch in loader:
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": WORDS + 5}
+        peaks.append(
+            profiled_peak(lambda batch=batch, options=options: model.generate(**batch.to("cpu"), **options))[1]
+        )
+    assert max(peaks[1:]) <= peaks[0]
+    assert len(peaks) < 30
+
+
 def test_beam_search_over_batches_finds_what_it_finds_for_one_text_at_a_time() -> None:
     model, texts = llama(), texts_of(MIXED)
     outputs = generate(model, loader_of(texts, 2), max_new_tokens=NEW_TOKENS, do_sample=False, num_beams=3)
