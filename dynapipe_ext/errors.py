@@ -13,7 +13,10 @@ Messages name the value, the bound and the next move. A command line turns these
 
 from __future__ import annotations
 
+from numbers import Real
+
 _MOST_SHOWN = 40
+_MOST_TIMEOUT_S = 10**9  # what clocks and locks can wait for
 
 
 def short(value: object) -> str:
@@ -34,6 +37,15 @@ class DynaPipeError(Exception):
 
 class ConfigError(DynaPipeError):
     """A setting, flag or topology that cannot work."""
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Errors: ConfigError for a limit that would end a wait at once, or never."""
+    if not isinstance(timeout_s, Real) or not 0 < timeout_s <= _MOST_TIMEOUT_S:
+        raise ConfigError(
+            f"timeout_s is {short(timeout_s)} but must be positive and at most {_MOST_TIMEOUT_S:,}: what never comes"
+            " must end the job, so give seconds, such as 60"
+        )
 
 
 class DataError(DynaPipeError):
