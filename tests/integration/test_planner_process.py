@@ -220,6 +220,22 @@ def test_closing_the_pool_leaves_no_process_and_blames_nobody(store: RedisStore)
     assert [store.try_get(KEYS.failure(worker)) for worker in range(2)] == [None, None]
 
 
+def test_planners_outlive_the_signal_that_asks_ranks_to_save_however_early_it_comes(store: RedisStore) -> None:
+    order = [place for place, _ in places(8)]
+    with PlannerProcesses(job_of(store, ahead=4), store, LENGTHS) as pool:
+        for process in pool.processes:
+            process.send_signal(signal.SIGUSR1)
+        for place in order[:4]:
+            store.get(plan_key(place), 60.0)
+        for process in pool.processes:
+            process.send_signal(signal.SIGUSR1)
+        source(store).plan(order[0])
+        store.get(plan_key(order[4]), 60.0)
+        assert pool.poll() == {}
+    assert pool.poll() == {0: 0, 1: 0}
+    assert store.try_get(plan_key(order[4])) is None  # closing had them take their plans along
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_planners_end_with_their_owner_and_leave_no_file(
     store: RedisStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: signal.Signals
