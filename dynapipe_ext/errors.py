@@ -31,6 +31,18 @@ def short(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
+def in_one_line(error: BaseException) -> str:
+    """An error's message, after its kind where it is not one of ours, and its notes: where it was, and on what.
+
+    >>> error = MemoryError("no room")
+    >>> error.add_note("on rank 6, step 3, 1F0")
+    >>> in_one_line(error)
+    'MemoryError: no room; on rank 6, step 3, 1F0'
+    """
+    said = str(error) if isinstance(error, DynaPipeError) else f"{type(error).__name__}: {error}"
+    return " ".join("; ".join([said, *getattr(error, "__notes__", ())]).split())
+
+
 class DynaPipeError(Exception):
     """Base of all errors raised for reasons outside this package's own code."""
 
