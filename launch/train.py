@@ -329,17 +329,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cause = (f"rank {env.rank}: " if env else "") + in_one_line(error)
         print(f"dynapipe: error: {cause}", file=sys.stderr)
         if env:
-            _tell_torchrun(cause)
+            _tell_torchrun(error, cause)
         return USER_ERROR_STATUS if isinstance(error, DynaPipeError) else BUG_STATUS
     except KeyboardInterrupt:
         return 130
 
 
-def _tell_torchrun(cause: str) -> None:
-    """For its summary, which shows the error in handling now, of the first rank that failed, with its calls."""
+def _tell_torchrun(error: Exception, cause: str) -> None:
+    """For its summary, which shows the first failure: its cause, after the calls that led to it if it is a defect."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    get_error_handler().record_exception(ExecutionError(cause))
+    try:
+        raise ExecutionError(cause) from (None if isinstance(error, DynaPipeError) else error)
+    except ExecutionError as told:
+        get_error_handler().record_exception(told)
 
 
 def _main(env: RankEnv, args: argparse.Namespace) -> int:
