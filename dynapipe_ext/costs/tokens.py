@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -63,7 +62,7 @@ class TokenCosts:
         for name, value in asdict(self).items():
             most = _MOST_A_TOKEN if "per_token" in name else _MOST
             for one in value if isinstance(value, tuple) else (value,):
-                if not isinstance(one, Real) or not 0 <= one <= most:
+                if not isinstance(one, int | float | np.integer) or not 0 <= one <= most:
                     raise ConfigError(f"{name} is {short(one)} but costs are numbers of 0 to {most:,}: give one")
         if self.stage_scale and len(self.stage_scale) != self.num_stages:
             raise ConfigError(f"stage_scale has {len(self.stage_scale)} entries for {self.num_stages} stages")
