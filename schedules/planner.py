@@ -11,6 +11,7 @@ import numpy as np
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import ScheduleName, SplitRule, check_fill_waits
+from dynapipe_ext.costs.abilities import replica_collectives_of
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
@@ -141,7 +142,7 @@ class Planner:
 
         Raises ConfigError where neither does: with several replicas, what is unknown cannot be proven.
         """
-        if found := self.collectives or self.costs.replica_collectives:
+        if found := self.collectives or replica_collectives_of(self.costs):
             return found
         if self.topology.dp == 1:
             return ReplicaCollectives()  # of a group of one, whatever they are

@@ -9,6 +9,7 @@ import numpy as np
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import ScheduleName, SplitRule
+from dynapipe_ext.costs.abilities import replica_collectives_of
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.plan import RECOMPUTES, Layout, LossNorm
@@ -86,7 +87,7 @@ def check_bounds(planner: Planner) -> None:
 
 def check_collectives(given: ReplicaCollectives | None, costs: CostModel) -> None:
     """Refuse a run whose micro-batches issue other collectives than the costs price. Errors: ConfigError."""
-    known = costs.replica_collectives
+    known = replica_collectives_of(costs)
     if given and known and given.of_micro_batches != known.of_micro_batches:
         raise ConfigError(
             f"collectives {given.of_micro_batches} inside micro-batches and with their gradients were given, but the"
