@@ -220,14 +220,6 @@ def test_closing_the_pool_leaves_no_process_and_blames_nobody(store: RedisStore)
     assert [store.try_get(KEYS.failure(worker)) for worker in range(2)] == [None, None]
 
 
-def test_planners_outlive_the_signal_that_asks_ranks_to_save_however_early_it_comes(store: RedisStore) -> None:
-    with PlannerProcesses(job_of(store, ahead=4), store, LENGTHS) as pool:
-        for place, _ in places(8):
-            pool.processes[place.step % 2].send_signal(signal.SIGUSR1)
-            source(store).plan(place)
-    assert pool.poll() == {0: 0, 1: 0}
-
-
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_planners_end_with_their_owner_and_leave_no_file(
     store: RedisStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: signal.Signals
