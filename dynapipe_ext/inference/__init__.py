@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from dynapipe_ext.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from dynapipe_ext.inference.loader import build_dynamic_batch_dataloader, generate
+    from dynapipe_ext.inference.generation import generate
+    from dynapipe_ext.inference.loader import build_dynamic_batch_dataloader
 
 _HOMES = {
     "build_dynamic_batch_dataloader": "dynapipe_ext.inference.loader",
-    "generate": "dynapipe_ext.inference.loader",
+    "generate": "dynapipe_ext.inference.generation",
 }
 
 __all__ = [

@@ -20,6 +20,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 IntArray = npt.NDArray[np.int64]
 
 _MOST_OBSERVED = 1000  # peaks of the latest batches
+_UNKNOWN_SHARE = 5  # one part in so many of the longest prompt's tokens
 _SCORE_COPIES_BYTES = 32  # a vocabulary entry while a token is chosen: float32 copies, softmax, sorted with indices
 
 
@@ -150,6 +151,25 @@ class GenerationMemory:
 PROMPT_TOKENS = GenerationMemory(0, 1)  # counts padded prompt tokens alone: encoders, scoring
 
 
+@dataclass(frozen=True, slots=True)
+class UnmeasuredMemory:
+    """Where no peak was measured and no model is known: a text costs what its prompt does and a fifth of the longest's.
+
+    That fifth of the longest text's tokens stands for its new tokens, logits and activations. So no batch has more than
+    six times the first one's texts, and its peak stays below as long as these need no more.
+    """
+
+    def sizes(
+        self, first: FirstBatch, *, peak_fraction: float, threshold: float, most_texts: float
+    ) -> Callable[[int], int]:
+        """As in `BatchMemory`."""
+        counted = GenerationMemory(first.longest, _UNKNOWN_SHARE)
+        return counted.sizes(first, peak_fraction=peak_fraction, threshold=threshold, most_texts=most_texts)
+
+
+UNMEASURED = UnmeasuredMemory()
+
+
 def _setting(config: Any, *names: str, default: int | None = None) -> int:
     for name in names:
         if getattr(config, name, None) is not None:
@@ -205,7 +225,7 @@ def plan_batches(
 ) -> list[IntArray]:
     """Indices of the texts of each batch, longest first: the fewest batches that the rule and the model allow.
 
-    >>> rule = BatchRule(batch_size=2, peak_fraction=1.0)
+    >>> rule = InferenceBatchRule(batch_size=2, peak_fraction=1.0)
     >>> [batch.tolist() for batch in plan_batches([3, 9, 1, 4, 8, 2, 4], rule)]
     [[1, 4], [3, 6, 0, 5], [2]]
     """

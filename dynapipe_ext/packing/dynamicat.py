@@ -94,21 +94,38 @@ def limited(
     return batches
 
 
-def length_difference(lengths: Sequence[int], max_difference: int, batch_size: int) -> RecordBatches:
+def length_difference(
+    lengths: Sequence[int], max_difference: int, batch_size: int, *, max_tokens: int | None = None
+) -> RecordBatches:
     """At most `batch_size` records a batch, whose lengths differ by at most `max_difference`: the fewest such batches.
+
+    With `max_tokens`, records x longest stays within it too.
 
     >>> length_difference([10, 3, 9, 4, 1, 8], 2, 3)
     [[0, 2, 5], [3, 1], [4]]
+    >>> length_difference([10, 3, 9, 4, 1, 8], 2, 3, max_tokens=20)
+    [[0, 2], [5], [3, 1], [4]]
+
+    Errors: DataError naming a record that is above `max_tokens` alone.
     """
     _positive("batch_size", batch_size)
     if max_difference < 0:
         raise ConfigError(f"max_difference is {max_difference}: 0 or more tokens are needed")
+    if max_tokens is not None:
+        _positive("max_tokens", max_tokens)
     batches: RecordBatches = []
+    most = 0  # records of the last batch, by its longest
     for index in _order(lengths, smart=True):
-        if batches and len(batches[-1]) < batch_size and lengths[batches[-1][0]] - lengths[index] <= max_difference:
+        if batches and len(batches[-1]) < most and lengths[batches[-1][0]] - lengths[index] <= max_difference:
             batches[-1].append(index)
-        else:
-            batches.append([index])
+            continue
+        batches.append([index])
+        most = batch_size if max_tokens is None else min(batch_size, max_tokens // lengths[index])
+        if not most:
+            raise DataError(
+                f"record {index} has {lengths[index]} tokens but a batch at most {max_tokens}: raise max_tokens, or cut"
+                " the record (see pieces)"
+            )
     return batches
 
 

@@ -120,7 +120,7 @@ def _deal_chunk(
     in_bin = bins.ravel() < num_bins
     flat = (columns + blocks * width).ravel()[in_bin]
     counts = np.bincount((bins + blocks * num_bins).ravel()[in_bin], minlength=len(sizes) * num_bins).astype(np.int64)
-    weight = np.where(_heavy(cost.max(axis=1), cost.sum(axis=1), num_bins), _LIGHT, 1.0)
+    weight = np.where(heavy(cost.max(axis=1), cost.sum(axis=1), num_bins), _LIGHT, 1.0)
     weight[length.sum(axis=1) > num_bins * (cap - cap // _OVER_CAP)] = _TIGHT
     members = Bins.gather(flat, counts, length.ravel(), cost.ravel(), num_bins, weight)
     if num_bins > 1:
@@ -149,7 +149,7 @@ def _longest_first(
     filled = np.zeros((num_blocks, num_bins), np.int64)
     level = np.minimum(-(-length.sum(axis=1) // num_bins), cap)
     # Beside a few dear samples only short ones should lie, and fewer of them: the other bins take more.
-    level = np.where(_heavy(cost.max(axis=1), cost.sum(axis=1), num_bins), (level + cap) // 2, level)
+    level = np.where(heavy(cost.max(axis=1), cost.sum(axis=1), num_bins), (level + cap) // 2, level)
     # A block that is all but full may need a little more than the cap for now: `exchange` evens it out.
     limit = np.where(level > cap - cap // _OVER_CAP, cap + cap // _OVER_CAP, cap)
     next_up = np.zeros(num_blocks, np.int64)
@@ -204,7 +204,7 @@ def _longest_first(
     return chosen
 
 
-def _heavy(largest: IntArray, total: IntArray, num_bins: int) -> BoolArray:
+def heavy(largest: IntArray, total: IntArray, num_bins: int | IntArray) -> BoolArray:
     """Blocks with a sample of more than half of a bin's mean cost: there costs are hard to even out."""
-    found: BoolArray = largest * (2 * num_bins) > total
+    found: BoolArray = 2 * largest * num_bins > total
     return found

@@ -14,12 +14,14 @@ from dynapipe_ext.errors import DataError, PlanError
 from dynapipe_ext.sampling.even_steps import least_cost
 from dynapipe_ext.sampling.fill import Steps, fill_steps, joined, place_rest
 from dynapipe_ext.sampling.padded_steps import fill_padded, padded_costs
+from dynapipe_ext.sampling.twins import twins_parted
 
 Objective = Literal["tokens", "quadratic", "padded"]
 Last = Literal["spread", "pad", "carry"]
 
-_ROOM = 64  # one part in so many of the cap is room to balance in
-_ROOM_HEAVY = 10  # the same where single samples cost more than half of a rank's share: short ones must go elsewhere
+_ROOM = (128, 512)  # one part in so many of the cap, least and most, is room to balance in
+_ROOM_BY_SAMPLE = 12  # times the samples that fill a bin, between these: the fewer a bin has, the more room they need
+_MORE = 100  # where it was not, one more step in so many is tried, or what is left would need
 _FULL = 2048  # one part in so many of the cap stays free in "full" steps
 _MOST_TRIES = 64
 _LOOKED_AT = 1.001  # the gap of steps this even is not worked out
@@ -109,7 +111,14 @@ def plan_epoch(order: IntArray, tokens: IntArray, costs: IntArray, rule: Rule, *
     repeated = 0
     if rule.last == "pad" and len(steps.left):
         steps, repeated = _padded_up(steps, by_place, cost, rule)
-    return EpochPlan(order[steps.places], steps.starts, order[steps.left], num_ranks, repeated)
+    plan = EpochPlan(order[steps.places], steps.starts, order[steps.left], num_ranks, repeated)
+    if rule.last != "carry" or int(np.bincount(order).max(initial=0)) < 2 or not plan.num_steps:
+        return plan
+    padded = rule.objective == "padded"
+    parted = twins_parted(
+        plan.samples, plan.starts, plan.rest, tokens, num_ranks=num_ranks, cap=rule.max_tokens, padded=padded
+    )
+    return EpochPlan(*parted, num_ranks)
 
 
 def _unfed(num_samples: int, num_steps: int, num_ranks: int) -> PlanError:
@@ -122,9 +131,8 @@ def _unfed(num_samples: int, num_steps: int, num_ranks: int) -> PlanError:
 def _spread(tokens: IntArray, costs: IntArray, rule: Rule) -> Steps:
     """All samples in as few steps as leave a little room, and more where they do not fit."""
     total, capacity = int(tokens.sum()), rule.num_replicas * rule.max_tokens
-    num_steps = -(-total * _ROOM // ((_ROOM - 1) * capacity))
-    if rule.objective == "quadratic" and int(costs.max()) * 2 * num_steps * rule.num_replicas > int(costs.sum()):
-        num_steps = -(-total * _ROOM_HEAVY // ((_ROOM_HEAVY - 1) * capacity))
+    room = min(max(_ROOM[0], _ROOM_BY_SAMPLE * rule.max_tokens * len(tokens) // total), _ROOM[1])
+    num_steps = -(-total * room // ((room - 1) * capacity))
     num_large = int((2 * tokens > rule.max_tokens).sum())  # no two of these lie in a bin
     num_steps = max(1, num_steps, -(-num_large // rule.num_replicas))
     for _ in range(_MOST_TRIES):
@@ -137,7 +145,7 @@ def _spread(tokens: IntArray, costs: IntArray, rule: Rule) -> Steps:
         steps = place_rest(steps, tokens, cap=rule.max_tokens)
         if not len(steps.left):
             return steps
-        num_steps += max(1, int(tokens[steps.left].sum()) // capacity)
+        num_steps += max(1, num_steps // _MORE, int(tokens[steps.left].sum()) // capacity)
     raise _unfed(len(tokens), num_steps, rule.num_replicas)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.sampling.bins import Bins, BoolArray, FloatArray
+from dynapipe_ext.sampling.composition import FURTHEST, apart_in_length
 
 _UNEVEN = 1.01  # a step whose dearest rank costs this much more than is inevitable is looked at
 _EVEN = 1.004  # and brought to this, as far as it goes
@@ -69,7 +70,10 @@ def even_steps(
             break
     after = _excess(work.load, largest_now, num_ranks).reshape(-1, num_bins // num_ranks).max(axis=1)
     before = _excess(load[bins], largest[bins], num_ranks).reshape(-1, num_bins // num_ranks).max(axis=1)
-    better = after < before
+    shape = (len(blocks), -1, num_ranks)
+    longer = _furthest(work.filled.reshape(shape), work.counts.reshape(shape))
+    longer_before = _furthest(np.add.reduceat(tokens[places], starts[:-1])[bins].reshape(shape), counts.reshape(shape))
+    better = (after < before) & (longer <= np.maximum(longer_before, 2 * FURTHEST))
     if not better.any():
         return places, starts
     return _replaced(places, starts, bins, held, work, np.repeat(better, num_bins))
@@ -103,6 +107,11 @@ def _excess(load: IntArray, largest: IntArray, num_ranks: int) -> FloatArray:
     """Of each step, its dearest rank's cost over its mean, or its dearest sample's where that is more."""
     by_step = load.reshape(-1, num_ranks)
     found: FloatArray = by_step.max(axis=1) / _inevitable(by_step, largest)
+    return found
+
+
+def _furthest(filled: IntArray, counts: IntArray) -> FloatArray:
+    found: FloatArray = np.abs(apart_in_length(filled, counts).sum(axis=2)).max(axis=1)
     return found
 
 

@@ -8,13 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.sampling.bins import FloatArray
-from dynapipe_ext.sampling.deal import deal
+from dynapipe_ext.sampling.bins import CLOSED, FloatArray
+from dynapipe_ext.sampling.composition import alike_in_length
+from dynapipe_ext.sampling.deal import deal, heavy
 from dynapipe_ext.sampling.even_steps import even_steps
 
 _BLOCK_BINS = 128  # bins dealt together: the more, the evener; a sample stays within so many of its place
 _WINDOW = 16  # samples on either side of a boundary between blocks that may change sides
 _CHUNK = 1 << 12  # boundaries looked at side by side
+_BLOCK_STEPS = 6  # and steps at least, among which bins of like cost find each other
+_GROUPED = 3  # steps of a block at least, for bins of like cost to make a step
+_MOST_MOVES = 1 << 22  # samples left times samples placed, up to which one is moved for each that lacks room
 _NONE = np.zeros(0, np.int64)
 
 
@@ -37,29 +41,44 @@ def fill_steps(
 
     tokens and costs are by place, shape (N,). Blocks of a few steps are runs of the order whose ends are moved by
     exchanges of neighbours until their tokens are right; `deal` evens out the bins of a block, and bins of like cost
-    make a step. What lies behind the last block, or found no room, is left;
-    places below `first` come first.
+    make a step, as far as the steps' mean lengths stay alike. What lies behind the last block, or found no room, is
+    left; places below `first` come first.
     """
     if not num_steps:
         return Steps(_NONE, np.zeros(1, np.int64), np.arange(len(tokens), dtype=np.int64))
-    num_blocks = -(-num_steps // max(1, -(-_BLOCK_BINS // num_ranks)))
+    num_blocks = -(-num_steps // max(_BLOCK_STEPS, -(-_BLOCK_BINS // num_ranks)))
     steps_each, more = divmod(num_steps, num_blocks)
     sizes = np.full(num_blocks, steps_each, np.int64)
     sizes[:more] += 1
     order, bounds = runs(tokens, np.cumsum(sizes), num_ranks=num_ranks, target=target)
+    dealt_by = _dealt_by(tokens, costs, order, bounds, sizes * num_ranks) if steps_each >= _GROUPED else costs
     places, counts, left = [], [], [order[bounds[-1] :]]
     for begin, end, steps in ((0, more, steps_each + 1), (more, num_blocks, steps_each)):
         if begin == end:
             continue
-        dealt = deal(tokens, costs, order, bounds[begin : end + 1], num_bins=steps * num_ranks, cap=cap, first=first)
         num_bins = steps * num_ranks
-        found, starts = by_step(dealt.places, dealt.starts, costs, num_ranks=num_ranks, num_bins=num_bins)
+        dealt = deal(tokens, dealt_by, order, bounds[begin : end + 1], num_bins=num_bins, cap=cap, first=first)
+        found, starts = by_step(
+            dealt.places, dealt.starts, costs, num_ranks=num_ranks, num_bins=num_bins, tokens=tokens
+        )
         found, starts = even_steps(found, starts, tokens, costs, num_ranks=num_ranks, num_bins=num_bins, cap=cap)
         places.append(found)
         counts.append(np.diff(starts))
         left.append(dealt.left)
     starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
     return Steps(np.concatenate(places), starts, np.sort(np.concatenate(left)))
+
+
+def _dealt_by(tokens: IntArray, costs: IntArray, order: IntArray, bounds: IntArray, num_bins: IntArray) -> IntArray:
+    """What `deal` is to even out, by place: costs; in blocks of a heavy tail tokens, since `by_step` evens costs there.
+
+    Around a sample dearer than bins are in the mean, equal costs would need the shortest samples of the whole block.
+    """
+    ordered = costs[order[: bounds[-1]]]
+    dearest, total = np.maximum.reduceat(ordered, bounds[:-1]), np.add.reduceat(ordered, bounds[:-1])
+    by_tokens = np.zeros(len(tokens), np.bool_)
+    by_tokens[order[: bounds[-1]]] = np.repeat(heavy(dearest, total, num_bins), np.diff(bounds))
+    return np.where(by_tokens, tokens, costs)
 
 
 def runs(tokens: IntArray, steps: IntArray, *, num_ranks: int, target: int) -> tuple[IntArray, IntArray]:
@@ -110,29 +129,33 @@ def _even_ends(
 
 
 def by_step(
-    places: IntArray, starts: IntArray, costs: IntArray, *, num_ranks: int, num_bins: int
+    places: IntArray,
+    starts: IntArray,
+    costs: IntArray,
+    *,
+    num_ranks: int,
+    num_bins: int,
+    tokens: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
     """Bins of each block of `num_bins` in another order: `num_ranks` of like cost after each other, steps shuffled.
 
-    Ranks take turns in having the dearest bin.
+    With `tokens`, by place, the mean length of a step is near its block's (`alike_in_length`). Ranks take turns in
+    having the dearest bin.
     """
-    if num_ranks == num_bins or not len(starts) - 1:
-        rotated = np.arange(len(starts) - 1, dtype=np.int64).reshape(-1, num_ranks)
-    else:
-        ordered = costs[places]
-        load = np.add.reduceat(ordered, starts[:-1]).reshape(-1, num_bins)
-        largest = np.maximum.reduceat(ordered, starts[:-1]).reshape(-1, num_bins)
-        ranked = _like_costs(load, largest, num_ranks)
+    bins = np.arange(len(starts) - 1, dtype=np.int64).reshape(-1, num_ranks)
+    if num_ranks < num_bins and len(bins):
+        shape = (-1, num_bins)
+        load, largest = (f.reduceat(costs[places], starts[:-1]).reshape(shape) for f in (np.add, np.maximum))
+        grouped = _like_costs(load, largest, num_ranks).reshape(len(load), -1, num_ranks)
+        if tokens is not None and num_ranks > 1:
+            filled = np.add.reduceat(tokens[places], starts[:-1]).reshape(shape)
+            alike_in_length(grouped, load, filled, np.diff(starts).reshape(shape))
         # The place of a bin's first sample is as good as random: steps of a block come in that order.
-        firsts = places[starts[:-1]].reshape(-1, num_bins)
-        groups = np.take_along_axis(firsts, ranked, axis=1).reshape(len(load), -1, num_ranks)[:, :, 0]
-        turn = np.argsort(groups, axis=1, kind="stable")
-        grouped = ranked.reshape(len(load), -1, num_ranks)
-        rotated = np.take_along_axis(grouped, turn[:, :, None], axis=1)
-        rotated = (rotated + np.arange(len(load), dtype=np.int64)[:, None, None] * num_bins).reshape(-1, num_ranks)
-    shift = (np.arange(num_ranks, dtype=np.int64) + np.arange(len(rotated), dtype=np.int64)[:, None]) % num_ranks
-    bins = np.take_along_axis(rotated, shift, axis=1).ravel()
-    return rearranged(places, starts, bins)
+        firsts = np.take_along_axis(places[starts[:-1]].reshape(shape), grouped[:, :, 0], axis=1)
+        grouped = np.take_along_axis(grouped, np.argsort(firsts, axis=1, kind="stable")[:, :, None], axis=1)
+        bins = (grouped + np.arange(len(load), dtype=np.int64)[:, None, None] * num_bins).reshape(-1, num_ranks)
+    shift = (np.arange(num_ranks, dtype=np.int64) + np.arange(len(bins), dtype=np.int64)[:, None]) % num_ranks
+    return rearranged(places, starts, np.take_along_axis(bins, shift, axis=1).ravel())
 
 
 def _like_costs(load: IntArray, largest: IntArray, num_ranks: int) -> IntArray:
@@ -176,27 +199,58 @@ def rearranged(places: IntArray, starts: IntArray, bins: IntArray) -> tuple[IntA
 
 
 def place_rest(steps: Steps, tokens: IntArray, *, cap: int) -> Steps:
-    """Places that were left, longest first, each into the emptiest bin of any step; those without room stay left."""
+    """Places that were left, longest first, each into the emptiest bin of any step, or for one that can go elsewhere.
+
+    Those that find no room even so stay left.
+    """
     if not len(steps.left) or len(steps.starts) < 2:
         return steps
     filled = np.add.reduceat(tokens[steps.places], steps.starts[:-1])
+    owner = np.repeat(np.arange(len(filled), dtype=np.int64), np.diff(steps.starts))
     heap = [(int(used), number) for number, used in enumerate(filled)]
     heapq.heapify(heap)
-    placed, bins, left = [], [], []
+    placed, bins, lacking = [], [], []
     for place in steps.left[np.argsort(-tokens[steps.left], kind="stable")].tolist():
         used, number = heap[0]
         if used + int(tokens[place]) > cap:
-            left.append(place)
+            lacking.append(place)
             continue
         heapq.heapreplace(heap, (used + int(tokens[place]), number))
         placed.append(place)
         bins.append(number)
-    owner = np.repeat(np.arange(len(filled), dtype=np.int64), np.diff(steps.starts))
+    left = lacking
+    if lacking and len(lacking) * len(steps.places) <= _MOST_MOVES:
+        room = cap - filled - np.bincount(bins, tokens[placed], len(filled)).astype(np.int64)
+        lengths, left = tokens[steps.places], []
+        for place in lacking:
+            found = _moved_for(int(tokens[place]), lengths, owner, room)
+            (left if found is None else placed).append(place)
+            bins += [] if found is None else [found]
     owner = np.concatenate([owner, np.array(bins, np.int64)])
     places = np.concatenate([steps.places, np.array(placed, np.int64)])
     by_bin = np.argsort(owner, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(filled)))]).astype(np.int64)
     return Steps(places[by_bin], starts, np.sort(np.array(left, np.int64)))
+
+
+def _moved_for(length: int, lengths: IntArray, owner: IntArray, room: IntArray) -> int | None:
+    """The bin that has room for `length` once one of its samples has gone to another, whose going leaves least room."""
+    emptiest = int(room.argmax())
+    elsewhere = np.full(len(room), room[emptiest])
+    elsewhere[emptiest] = np.delete(room, emptiest).max(initial=-1)
+    after = lengths + room[owner]
+    fits = (after >= length) & (lengths <= elsewhere[owner])
+    if not fits.any():
+        return None
+    sample = int(np.where(fits, after, CLOSED).argmin())
+    giver = int(owner[sample])
+    others = np.where(room >= lengths[sample], room, CLOSED)
+    others[giver] = CLOSED
+    taker = int(others.argmin())
+    owner[sample] = taker
+    room[taker] -= lengths[sample]
+    room[giver] += lengths[sample] - length
+    return giver
 
 
 def joined(parts: list[Steps], left: IntArray) -> Steps:

@@ -41,7 +41,7 @@ from dynapipe_ext.sampling.epoch_plan import (
 OverLong = Literal["refuse", "truncate"]
 Share = Callable[[Callable[[], bytes]], bytes]  # calls its argument on one rank, returns what it gave on every rank
 
-_FORMAT = "dynapipe-sampler/1"
+_FORMAT = "dynapipe-sampler/2"
 _LARGEST_COST = 1 << 30  # of a sample, where coefficients are no integers
 _LARGEST_SUM = 1 << 58
 
@@ -52,8 +52,9 @@ class DistributedTokenBatchSampler:
     All ranks have the same number of steps and about the same cost in each. `objective` says what a batch costs:
     "tokens"; "quadratic", a L + b L^2 summed over samples with `coefficients` (a, b) (packed rows, attention inside
     documents; see `quadratic_coefficients`); or "padded", rows x longest, which then is what `max_tokens` bounds.
-    Samples are taken in an order shuffled by (seed, epoch), `shuffle=False` keeps the given one; either way a sample
-    stays within a few steps of its place ("padded": within a window of some tens of steps).
+    Steps are as few as hold the tokens; their mean lengths differ little, in "quadratic" too. Samples are taken in an
+    order shuffled by (seed, epoch), `shuffle=False` keeps the given one; either way a sample stays within some steps of
+    its place ("padded": within a window of some tens), but for a few that find room only elsewhere.
 
     `last`: samples that do not fill a step are spread over all steps ("spread"), trained in a last step that repeats
     others ("pad"), or come first in the next epoch ("carry"); nothing is dropped. `over_long`: a sample above

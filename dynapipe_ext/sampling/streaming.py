@@ -14,7 +14,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.sampling.epoch_plan import EpochPlan, Objective, Rule, left_after, plan_left
 from dynapipe_ext.sampling.samplers import quadratic_costs, world
 
-_FORMAT = "dynapipe-stream/1"
+_FORMAT = "dynapipe-stream/2"
 
 Sample = TypeVar("Sample")
 

@@ -13,13 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.inference.batches import PROMPT_TOKENS, GenerationMemory
-from dynapipe_ext.inference.loader import (
-    GeneratedBatch,
-    build_dynamic_batch_dataloader,
-    generate,
-    generate_batches,
-    is_out_of_memory,
-)
+from dynapipe_ext.inference.generation import GeneratedBatch, generate, generate_batches
+from dynapipe_ext.inference.loader import build_dynamic_batch_dataloader
+from dynapipe_ext.inference.memory_profiling import is_out_of_memory
 
 pytest.importorskip("transformers")
 
@@ -152,6 +148,21 @@ def test_counting_prompt_tokens_alone_would_overrun_the_first_peak() -> None:
         loader = loader_of(texts, 2, peak_fraction=1.0, memory=memory)
         _, peaks = peaks_of(llama(), loader, max_new_tokens=24)
         assert (max(peaks[1:]) > peaks[0]) is overrun
+
+
+@pytest.mark.parametrize(("build", "side"), [(llama, "left"), (t5, "right")])
+def test_a_loop_of_ones_own_stays_under_the_first_peak_and_its_batches_are_what_generate_takes(
+    build: Any, side: str
+) -> None:
+    model, peaks = build(), []
+    loader = loader_of(texts_of([100, 100, *[50] * 10, *[1] * 200]), 2, side)
+    for batch in loader:
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": WORDS + 5}
+        peaks.append(
+            profiled_peak(lambda batch=batch, options=options: model.generate(**batch.to("cpu"), **options))[1]
+        )
+    assert max(peaks[1:]) <= peaks[0]
+    assert len(peaks) < 30
 
 
 def test_beam_search_over_batches_finds_what_it_finds_for_one_text_at_a_time() -> None:

@@ -70,7 +70,7 @@ def test_an_epoch_trains_every_sample_once_within_the_cap_in_equally_many_steps_
 
 @settings(max_examples=60, deadline=None)
 @given(lengths_and_cap(), st.integers(1, 3), OBJECTIVES, st.integers(0, 99))
-def test_what_is_carried_comes_first_and_epochs_together_train_all_samples_equally_often(
+def test_what_is_carried_is_never_twice_in_a_step_and_epochs_together_train_all_samples_equally_often(
     data: tuple[list[int], int], num_replicas: int, objective: Any, seed: int
 ) -> None:
     lengths, cap = data
@@ -81,6 +81,11 @@ def test_what_is_carried_comes_first_and_epochs_together_train_all_samples_equal
     for epoch in range(3):
         sampler.set_epoch(epoch)
         times += Counter(sampler.plan.samples.tolist())
+        for step in range(sampler.plan.num_steps):
+            of_step = [sampler.plan.batch(step, rank) for rank in range(num_replicas)]
+            assert max(Counter(i for batch in of_step for i in batch).values()) == 1
+            for used in ([lengths[i] for i in batch] for batch in of_step):
+                assert 0 < (len(used) * max(used) if objective == "padded" else sum(used)) <= cap
     assert times + Counter(sampler.plan.rest.tolist()) == Counter(list(range(len(lengths))) * 3)
     again = DistributedTokenBatchSampler(
         lengths, max_tokens=cap, num_replicas=num_replicas, rank=0, objective=objective, last="carry", seed=seed

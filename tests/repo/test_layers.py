@@ -18,6 +18,7 @@ FACADES = {"dynapipe_ext/__init__.py", "dynapipe_ext/megatron.py"}
 # Which files (patterns) may import each of these, at the top or inside a function.
 RIM = {
     "torch": (
+        "dynapipe_ext/inference/generation.py",  # the driver of generate()
         "dynapipe_ext/inference/loader.py",  # a DataLoader, and the driver of generate(); planning needs neither
         "dynapipe_ext/inference/memory_profiling.py",  # measures peaks of the user's model
         "dynapipe_ext/packing/*.py",  # tensors and attention of transformers models; packing itself is numpy

@@ -90,14 +90,20 @@ def test_no_grouping_under_the_limit_has_fewer_batches(lengths: list[int], limit
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(0, 5), st.integers(1, 4))
-def test_no_grouping_under_the_length_difference_has_fewer_batches(
-    lengths: list[int], max_difference: int, batch_size: int
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    st.integers(0, 5),
+    st.integers(1, 4),
+    st.none() | st.integers(12, 40),
+)
+def test_no_grouping_under_the_length_difference_and_a_token_limit_has_fewer_batches(
+    lengths: list[int], max_difference: int, batch_size: int, max_tokens: int | None
 ) -> None:
     def allowed(group: list[int]) -> bool:
-        return len(group) <= batch_size and max(group) - min(group) <= max_difference
+        within = max_tokens is None or len(group) * max(group) <= max_tokens
+        return within and len(group) <= batch_size and max(group) - min(group) <= max_difference
 
-    batches = length_difference(lengths, max_difference, batch_size)
+    batches = length_difference(lengths, max_difference, batch_size, max_tokens=max_tokens)
     assert complete(batches, lengths)
     assert all(allowed([lengths[i] for i in batch]) for batch in batches)
     assert len(batches) == fewest(lengths, allowed)
@@ -189,6 +195,7 @@ def test_learning_rates_scale_with_the_tokens_of_a_step() -> None:
         (lambda: limited([3], 10, per_token=0), ConfigError, "costs nothing"),
         (lambda: limited([3], 10, max_records=0), ConfigError, "max_records is 0"),
         (lambda: length_difference([1], -1, 2), ConfigError, "max_difference is -1"),
+        (lambda: length_difference([1, 9], 1, 2, max_tokens=8), DataError, "record 1 has 9 tokens"),
         (lambda: maximum_length([1], 0, 2), ConfigError, "max_length is 0"),
         (lambda: arranged([[0]], [1], by="size"), ConfigError, "by is 'size'"),  # type: ignore[arg-type]
         (lambda: padded([]), DataError, "no rows"),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.inference.batches import PROMPT_TOKENS, GenerationMemory, InferenceBatchRule, plan_batches
+from dynapipe_ext.inference.batches import PROMPT_TOKENS, UNMEASURED, GenerationMemory, InferenceBatchRule, plan_batches
 from dynapipe_ext.inference.loader import DynamicBatchSampler, build_dynamic_batch_dataloader
 
 
@@ -192,8 +192,8 @@ def test_the_loader_yields_tensors_texts_and_their_places() -> None:
     loader = build_dynamic_batch_dataloader(texts, WordTokenizer(), 2, 6, num_workers=0, peak_fraction=1.0)
     batches = list(loader)
     assert len(batches) == len(loader)
-    assert [batch["indices"] for batch in batches] == [[1, 4], [3, 6, 0], [5, 2]]
-    assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 6), (3, 4), (2, 2)]  # cut at 6 tokens
+    assert [batch["indices"] for batch in batches] == [[1, 4], [3, 6], [0, 5, 2]]
+    assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 6), (2, 4), (3, 3)]  # cut at 6 tokens
     for batch in batches:
         assert batch["texts"] == [texts[index] for index in batch["indices"]]
         assert batch["attention_mask"].sum(dim=1).tolist() == [min(6, lengths[i]) for i in batch["indices"]]
@@ -208,13 +208,19 @@ def test_lengths_given_spare_the_pass_over_the_texts_and_worker_processes_change
     assert [batch["indices"] for batch in given_lengths] == alone
 
 
-def test_a_range_given_bounds_the_batches_and_none_given_does_not() -> None:
+def test_a_range_given_bounds_the_batches_and_without_one_a_text_costs_a_fifth_of_the_longest_beside_its_tokens() -> (
+    None
+):
     texts = texts_of([50, 50, *[1] * 90])
-    free, bounded = (
+    counted = {"num_workers": 0, "memory": PROMPT_TOKENS}
+    unmeasured, bounded, free = (
         [len(batch["texts"]) for batch in build_dynamic_batch_dataloader(texts, WordTokenizer(), 2, 64, **given)]
-        for given in ({"num_workers": 0}, {"num_workers": 0, "batch_end_range": 6.0})
+        for given in ({"num_workers": 0}, {"num_workers": 0, "batch_end_range": 6.0}, counted)
     )
-    assert (free, bounded) == ([2, 90], [2, *[12] * 7, 6])
+    assert (unmeasured, bounded, free) == ([2, *[9] * 10], [2, *[12] * 7, 6], [2, 90])
+    assert (
+        max(len(batch) for batch in plan_batches([500, *[1] * 90], InferenceBatchRule(batch_size=1), UNMEASURED)) <= 6
+    )
 
 
 def test_padding_to_a_multiple_counts_against_the_bound() -> None:

@@ -1,0 +1,28 @@
+"""The names that packages offer on first use."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import dynapipe_ext
+from dynapipe_ext import inference, packing, sampling
+
+
+@pytest.mark.parametrize("facade", [dynapipe_ext, inference, packing, sampling])
+def test_every_name_that_a_package_offers_is_there_under_its_own_name(facade: Any) -> None:
+    for name in facade.__all__:
+        assert getattr(facade, name).__name__ == name
+    assert set(facade.__all__) <= set(dir(facade))
+    with pytest.raises(AttributeError, match="no attribute 'Sampler'"):
+        _ = facade.Sampler
+
+
+def test_samplers_need_no_torch() -> None:
+    script = (
+        "import sys; from dynapipe_ext.sampling import MultipackDistributedBatchSampler as S, StreamingTokenBatches;"
+        "print(len(S(8, [3, 5, 2, 4])), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2 False\n", "")
