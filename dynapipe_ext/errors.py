@@ -13,7 +13,10 @@ Messages name the value, the bound and the next move. A command line turns these
 
 from __future__ import annotations
 
+from numbers import Real
+
 _MOST_SHOWN = 40
+_MOST_TIMEOUT_S = 10**9  # what clocks and locks can wait for
 
 
 def short(value: object) -> str:
@@ -28,12 +31,33 @@ def short(value: object) -> str:
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."
 
 
+def in_one_line(error: BaseException) -> str:
+    """An error's message, after its kind where it is not one of ours, and its notes: where it was, and on what.
+
+    >>> error = MemoryError("no room")
+    >>> error.add_note("on rank 6, step 3, 1F0")
+    >>> in_one_line(error)
+    'MemoryError: no room; on rank 6, step 3, 1F0'
+    """
+    said = str(error) if isinstance(error, DynaPipeError) else f"{type(error).__name__}: {error}"
+    return " ".join("; ".join([said, *getattr(error, "__notes__", ())]).split())
+
+
 class DynaPipeError(Exception):
     """Base of all errors raised for reasons outside this package's own code."""
 
 
 class ConfigError(DynaPipeError):
     """A setting, flag or topology that cannot work."""
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Errors: ConfigError for a limit that would end a wait at once, or never."""
+    if not isinstance(timeout_s, Real) or not 0 < timeout_s <= _MOST_TIMEOUT_S:
+        raise ConfigError(
+            f"timeout_s is {short(timeout_s)} but must be positive and at most {_MOST_TIMEOUT_S:,}: what never comes"
+            " must end the job, so give seconds, such as 60"
+        )
 
 
 class DataError(DynaPipeError):

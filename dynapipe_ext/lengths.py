@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import DataError, short
 
 LengthArray = npt.NDArray[np.int64]  # shape (num_samples, 3): encoder positions, decoder positions, target tokens
+MOST_POSITIONS = 1 << 31  # of a sample's side
+_INTEGERS = (int, np.integer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,13 @@ def sample_lengths(lengths: LengthArray | Sequence[int], indices: Iterable[int] 
 def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
     """Any of the accepted shapes as (num_samples, 3) int64: (N,), (N, 2) = encoder and decoder, or (N, 3).
 
-    Errors: DataError for negative lengths, an empty encoder side, or more targets than positions.
+    Errors: DataError for what is no array of integers, negative lengths, an empty encoder side, or more targets than
+    positions.
     """
-    raw = np.asarray(lengths)
+    try:
+        raw = np.asarray(lengths)
+    except ValueError:
+        raise DataError("lengths differ in their number of columns: give one, two or three for every sample") from None
     if raw.size and not np.issubdtype(raw.dtype, np.integer):
         raise DataError(f"lengths have dtype {raw.dtype} but must be integers")
     if raw.ndim == 1:
@@ -58,9 +64,29 @@ def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
         raw = np.concatenate([raw, np.where(raw[:, 1:] > 0, raw[:, 1:], raw[:, :1])], axis=1)
     if raw.ndim != 2 or raw.shape[1] != 3:
         raise DataError(f"lengths have shape {raw.shape}: expected (N,), (N, 2) or (N, 3)")
+    if raw.size and int(raw.max()) > np.iinfo(np.int64).max:
+        raise DataError(f"lengths go up to {raw.max()} but are at most 2^63 - 1: give tokens of a sample")
     table = raw.astype(np.int64)
     bad = (table < 0).any(axis=1) | (table[:, 0] < 1) | (table[:, 2] > table[:, 0] + table[:, 1])
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
         raise DataError(f"sample {i} has lengths {table[i].tolist()} (encoder, decoder, targets): not usable")
     return table
+
+
+def checked_samples(samples: Sequence[SampleLength]) -> list[SampleLength]:
+    """The same samples, which may be of anybody's making. Errors: DataError for the first that cannot be planned."""
+    for s in samples:
+        if not isinstance(s, SampleLength):
+            raise DataError(f"{short(s)} stands among samples but is no SampleLength: give those alone")
+        counts = (s.index, s.encoder, s.decoder, s.target, s.start)
+        if not all(isinstance(count, _INTEGERS) and count >= 0 for count in counts) or not (
+            1 <= s.encoder <= MOST_POSITIONS and s.decoder <= MOST_POSITIONS and s.target <= s.tokens
+        ):
+            shown = ", ".join(map(short, counts))
+            raise DataError(
+                f"a sample of (index, encoder, decoder, target, start) = ({shown}) cannot be planned: give integers"
+                " from 0 on, an encoder side of 1 to 2^31 positions, a decoder side of at most as many, and no"
+                " more targets than positions"
+            )
+    return list(samples)

@@ -19,15 +19,18 @@ import numpy.typing as npt
 
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.collate import collate, document_lengths
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.errors import ConfigError, DataError, check_timeout
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.plans.channel import PlanChannel
 from dynapipe_ext.executor.plans.source import InlinePlanSource, PlanSource, timed
 from dynapipe_ext.executor.plans.step_positions import (
+    STATE_FORMAT,
     GlobalBatchRule,
     SampleOrder,
     StepPosition,
     array_digest,
+    check_state,
     following_epoch,
     order_of,
 )
@@ -40,7 +43,6 @@ from dynapipe_ext.topology import Coordinates, Topology
 
 LoadedStep = tuple[list[Batch], ExecutionPlan]
 Collate = Callable[[MicroBatch, Sequence[Any]], Mapping[str, Any]]
-STATE_FORMAT = "dynapipe-loader/1"
 
 
 class Dataset(Protocol):
@@ -108,10 +110,7 @@ class DynaPipeDataLoader:
             raise ConfigError(
                 f"num_workers is {num_workers} and prefetch_steps is {prefetch_steps} but must be at least 0 and 2"
             )
-        if timeout_s <= 0:
-            raise ConfigError(
-                f"timeout_s is {timeout_s} but must be positive: a plan that never comes must end the job"
-            )
+        check_timeout(timeout_s)
         if not hasattr(dataset, "lengths"):
             raise ConfigError(
                 f"dataset {type(dataset).__name__} has no attribute `lengths`: give it an integer array of shape (N,)"
@@ -217,8 +216,7 @@ class DynaPipeDataLoader:
 
         Raises DataError, naming what differs, for a state of other data or settings.
         """
-        if state.get("format") != STATE_FORMAT:
-            raise DataError(f"loader state has format {state.get('format')!r} but {STATE_FORMAT!r} is read here")
+        check_state(state)
         ours = {"lengths": self._lengths_digest, **self._rule.to_json()}
         theirs = {"lengths": state["lengths"], **state["rule"]}
         for name, value in ours.items():
@@ -227,7 +225,7 @@ class DynaPipeDataLoader:
                     f"the saved loader has {name} {theirs.get(name)!r} but this one has {value!r}: resume with the same"
                     " data and settings, or start the loader anew without its state"
                 )
-        self._place = StepPosition(int(state["epoch"]), int(state["step"]), int(state["global_step"]))
+        self._place = StepPosition(state["epoch"], state["step"], state["global_step"])
         self._resumed, self._resumed_order = True, state["order"]
         self._epoch_cache = None
 
@@ -320,8 +318,19 @@ class DynaPipeDataLoader:
             if self._collate_fn is not None:
                 arrays = self._collate_fn(micro_batch, samples)
             else:
+                self._check_whole(micro_batch, samples)
                 arrays = collate(micro_batch, samples, loss_norm=plan.loss_norm)
         return _to_torch(arrays, pin_memory=self._pin_memory)
+
+    def _check_whole(self, micro_batch: MicroBatch, samples: Iterable[TokenSample]) -> None:
+        """Refuse samples that are longer than planning was told: what is over would never be trained."""
+        for planned, sample in zip(micro_batch.samples, samples, strict=True):
+            told = int(self._lengths[planned.index, 0])
+            if sample.positions > told:
+                raise DataError(
+                    f"sample {planned.index} has {sample.positions} positions but the dataset's `lengths` say {told}:"
+                    " the rest would never be trained; give the number of tokens less one, or shorter samples"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynapipe_ext.errors import ConfigError, DynaPipeError
+from dynapipe_ext.errors import ConfigError, DynaPipeError, in_one_line
 from dynapipe_ext.launch.cluster import USER_ERROR_STATUS, JobError
 from dynapipe_ext.launch.signals import ending_signals_raise
 
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, so that a reader who has gone is noticed inside this try
         return status
     except DynaPipeError as error:
-        print(f"dynapipe: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"dynapipe: error: {in_one_line(error)}", file=sys.stderr)
         return error.exit_status if isinstance(error, JobError) else USER_ERROR_STATUS
     except KeyboardInterrupt:
         return _INTERRUPTED_STATUS

@@ -24,7 +24,7 @@ from functools import partial
 from types import TracebackType
 from typing import NoReturn
 
-from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError
+from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
 from dynapipe_ext.executor.parent_death import before_exec, end_with_parent, supervising_pid
 from dynapipe_ext.launch.env import RankEnv, child_environment, use_loopback
 from dynapipe_ext.launch.scratch import ScratchDirectory
@@ -314,14 +314,16 @@ def _run_child(name: str, main: Callable[[], int], parent_pid: int, stacks: int,
         status = main()
     except DynaPipeError as error:
         status = USER_ERROR_STATUS
-        message = f"{name}: {' '.join(str(error).split())}"
+        message = f"{name}: {in_one_line(error)}"
         _say(message)
         os.write(words, message.encode())
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:  # noqa: BLE001 - nothing may travel up into the parent's stack
-        os.write(words, f"{name}: {type(error).__name__}: {' '.join(str(error).split())}".encode())
-        _say("".join(f"{name}: {line}\n" for line in traceback.format_exc().splitlines()))
+        message = f"{name}: {in_one_line(error)}"
+        os.write(words, message.encode())
+        calls = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+        _say("\n".join([*(f"{name}: {line}" for line in calls), message]))
     finally:
         with suppress(OSError, ValueError):
             sys.stdout.flush()

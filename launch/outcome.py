@@ -21,7 +21,7 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.errors import DynaPipeError
+from dynapipe_ext.errors import DynaPipeError, in_one_line
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch.cluster import JobError
@@ -150,10 +150,8 @@ def _reason(error: BaseException) -> str:
             return f"ended by a signal ({signal.Signals(code - 128).name})"
         case JobError():
             return error.cause
-        case DynaPipeError():
-            return " ".join(str(error).split())
         case _:
-            return f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return in_one_line(error)
 
 
 def _write_report(run_dir: Path, report: RunReport) -> None:

@@ -27,13 +27,14 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.errors import ConfigError, DynaPipeError
+from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
 from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.executor.checkpoints.periodic import EndRequest
 from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
+from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS
 from dynapipe_ext.launch.env import RankEnv, limit_threads, rank_env, store_password
 from dynapipe_ext.launch.job import (
     Variant,
@@ -319,14 +320,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--resume", metavar="RUN_DIR", help='go on from its newest checkpoint; "latest": the newest run'
     )
     args = parser.parse_args(arguments)
+    env: RankEnv | None = None
     try:
         with ending_signals_raise():
-            return _main(rank_env(), args)
-    except DynaPipeError as error:
-        print(f"dynapipe: error: {error}", file=sys.stderr)
-        return 2
+            env = rank_env()
+            return _main(env, args)
+    except Exception as error:  # noqa: BLE001 - the last frame of the process
+        cause = (f"rank {env.rank}: " if env else "") + in_one_line(error)
+        print(f"dynapipe: error: {cause}", file=sys.stderr)
+        if env:
+            _tell_torchrun(error, cause)
+        return USER_ERROR_STATUS if isinstance(error, DynaPipeError) else BUG_STATUS
     except KeyboardInterrupt:
         return 130
+
+
+def _tell_torchrun(error: Exception, cause: str) -> None:
+    """For its summary, which shows the first failure: its cause, after the calls that led to it if it is a defect."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        raise ExecutionError(cause) from (None if isinstance(error, DynaPipeError) else error)
+    except ExecutionError as told:
+        get_error_handler().record_exception(told)
 
 
 def _main(env: RankEnv, args: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from dynapipe_ext.costs.abilities import replica_collectives_of
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.errors import ConfigError, PlanError, short
-from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
+from dynapipe_ext.errors import ConfigError, DataError, PlanError, short
+from dynapipe_ext.lengths import LengthArray, SampleLength, checked_samples, sample_lengths
 from dynapipe_ext.plan import (
     RECOMPUTES,
     GlobalBatchPlan,
@@ -31,6 +31,12 @@ from dynapipe_ext.schedules.judge.certificate import certify
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.planner_settings import (
+    check_bounds,
+    check_collectives,
+    check_forward_only,
+    check_types,
+)
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule, injection_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
@@ -79,13 +85,14 @@ class Planner:
     collectives: ReplicaCollectives | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.costs.num_stages != self.topology.num_stages:
             raise ConfigError(
                 f"the cost model has {self.costs.num_stages} stages but the topology has {self.topology.num_stages}:"
                 " make both from the same topology"
             )
-        _check_settings(self)
-        _check_collectives(self.collectives, self.costs)
+        check_bounds(self)
+        check_collectives(self.collectives, self.costs)
         if self.split_backward and self.schedule != "adaptive":
             raise ConfigError(
                 f"split_backward goes with the adaptive schedule, not with {self.schedule!r}: choose one of them"
@@ -97,7 +104,7 @@ class Planner:
             )
         check_fill_waits(self.fill_waits, self.schedule, self.split_backward)
         if self.forward_only:
-            _check_forward_only(self)
+            check_forward_only(self)
         if self.max_tokens and self.max_tokens < self.pad_multiple:
             raise ConfigError(f"max_tokens {self.max_tokens} is below pad_multiple {self.pad_multiple}")
 
@@ -155,9 +162,12 @@ class Planner:
         """The best plan found for one global batch that leaves `reserve_bytes` of every rank free.
 
         Its bounds are those under the whole limit. Raises PlanError, naming the sample or micro-batch, where nothing
-        fits the limits.
+        fits the limits; DataError for what are no lengths of samples.
         """
         samples = _as_samples(lengths)
+        for name, value in (("step", step), ("reserve_bytes", reserve_bytes)):
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"{name} is {short(value)} but must be an integer from 0 on: leave it out for 0")
         if not samples:
             raise PlanError(f"step {step} has no samples to plan")
         if self.equal_counts:
@@ -312,66 +322,6 @@ class Planner:
         )
 
 
-def _check_forward_only(planner: Planner) -> None:
-    """Refuse what concerns backwards. Errors: ConfigError."""
-    given = {
-        "schedule": planner.schedule != "adaptive",
-        "split_backward": planner.split_backward,
-        "fill_waits": planner.fill_waits,
-        "recompute": planner.recompute not in (None, "none"),
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise ConfigError(
-                f"{name} is {getattr(planner, name)!r} but steps of forwards alone have no backward:"
-                " leave it out, or take Planner.for_forwards(), which does"
-            )
-
-
-_BOUNDS = {"pad_multiple": (1, 1 << 24), "max_tokens": (0, 1 << 40), "effort": (0, 10**9)}
-_MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integers of both cores
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "layout": get_args(Layout),
-    "schedule": get_args(ScheduleName),
-    "rule": get_args(SplitRule),
-    "loss_norm": get_args(LossNorm),
-    "recompute": (*RECOMPUTES, None),
-}
-
-
-def _check_settings(planner: Planner) -> None:
-    """Refuse values of another type or out of bounds. Errors: ConfigError naming value, bound and next move."""
-    limit = planner.memory_limit_bytes
-    if not isinstance(limit, int | float | np.integer) or isinstance(limit, bool) or not 1 <= limit <= _MOST_BYTES:
-        raise ConfigError(
-            f"memory_limit_bytes is {short(limit)} but must be a number of 1 to 2^60: give the bytes of one rank's"
-            " device"
-        )
-    if type(planner.seed) is not int:
-        raise ConfigError(f"seed is {short(planner.seed)} but must be an integer: give one such as 0")
-    for name, (least, most) in _BOUNDS.items():
-        value = getattr(planner, name)
-        if type(value) is not int or not least <= value <= most:
-            raise ConfigError(
-                f"{name} is {short(value)} but must be an integer of {least} to {most:,}: give one within these bounds"
-            )
-    for name, choices in _CHOICES.items():
-        value = getattr(planner, name)
-        if not isinstance(value, str | None) or value not in choices:
-            raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(map(str, choices))}")
-
-
-def _check_collectives(given: ReplicaCollectives | None, costs: CostModel) -> None:
-    """Refuse a run whose micro-batches issue other collectives than the costs price. Errors: ConfigError."""
-    known = replica_collectives_of(costs)
-    if given and known and given.of_micro_batches != known.of_micro_batches:
-        raise ConfigError(
-            f"collectives {given.of_micro_batches} inside micro-batches and with their gradients were given, but the"
-            f" costs are those of a run with {known.of_micro_batches}: leave collectives out, or give the costs of this"
-            " run (zero_stage, ep)"
-        )
-
-
 _PLAIN_FIELDS = (
     "memory_limit_bytes",
     "seed",
@@ -390,6 +340,8 @@ _PLAIN_FIELDS = (
 
 
 def _as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) -> list[SampleLength]:
-    if len(lengths) and isinstance(lengths[0], SampleLength):
-        return list(lengths)
-    return sample_lengths(lengths)  # type: ignore[arg-type]
+    is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str | bytes)
+    if not is_list and not (isinstance(lengths, np.ndarray) and lengths.ndim):
+        raise DataError(f"lengths are {short(lengths)} but must be a list of SampleLength or of integers, or an array")
+    given = len(lengths) and isinstance(lengths[0], SampleLength)
+    return checked_samples(lengths if given else sample_lengths(lengths))  # type: ignore[arg-type]

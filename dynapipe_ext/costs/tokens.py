@@ -14,9 +14,12 @@ import numpy.typing as npt
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
+
+_MOST = 1 << 60
+_MOST_A_TOKEN = 1 << 31  # so that the longest sample stays within 64 bits
 
 
 def sum_of_squares(micro_batch: MicroBatch) -> int:
@@ -54,11 +57,13 @@ class TokenCosts:
     replica_collectives: ClassVar[None] = None  # a polynomial knows nothing of replicas
 
     def __post_init__(self) -> None:
-        if self.num_stages < 1:
-            raise ConfigError(f"num_stages is {self.num_stages} but must be at least 1")
+        if type(self.num_stages) is not int or self.num_stages < 1:
+            raise ConfigError(f"num_stages is {short(self.num_stages)} but must be an integer of at least 1")
         for name, value in asdict(self).items():
-            if not isinstance(value, tuple) and value < 0:
-                raise ConfigError(f"{name} is {value} but costs cannot be negative")
+            most = _MOST_A_TOKEN if "per_token" in name else _MOST
+            for one in value if isinstance(value, tuple) else (value,):
+                if not isinstance(one, int | float | np.integer) or not 0 <= one <= most:
+                    raise ConfigError(f"{name} is {short(one)} but costs are numbers of 0 to {most:,}: give one")
         if self.stage_scale and len(self.stage_scale) != self.num_stages:
             raise ConfigError(f"stage_scale has {len(self.stage_scale)} entries for {self.num_stages} stages")
 

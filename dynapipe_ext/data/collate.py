@@ -98,6 +98,12 @@ def _check_sample(planned: SampleLength, sample: TokenSample) -> None:
         raise DataError(
             f"the plan has sample {planned.index} where sample {sample.index} was given: keep the plan's order"
         )
+    tokens = np.asarray(sample.tokens)
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer) or (tokens < 0).any():
+        raise DataError(
+            f"sample {sample.index} has tokens of shape {tokens.shape} and type {tokens.dtype}, the least of them"
+            f" {tokens.min() if tokens.size else None}: give a row of integers from 0 on"
+        )
     if planned.start + planned.encoder > sample.positions:
         raise DataError(
             f"sample {sample.index} has {sample.positions} positions but its plan takes {planned.start} to "

@@ -18,6 +18,7 @@ from dynapipe_ext.splits.padded import bottleneck
 MicroBatchEvaluate = Callable[[Sequence[MicroBatch]], tuple[IntArray, IntArray]]
 
 _COUNTS_TO_TRY = 12
+_MOST_DOCUMENTS = 1 << 18  # in the rows that say what documents cost: more take seconds and say the same
 
 
 def micro_batch_evaluate(costs: CostModel, *, min_in_flight: int = 1) -> MicroBatchEvaluate:
@@ -149,11 +150,14 @@ def _counts(least: int, most: int, dp: int) -> Iterator[int]:
 
 def document_costs(samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> list[int]:
     """Cost of each sample as its share of a full row of its like: linear and quadratic parts, without the overhead of a
-    micro-batch of one short document. The row is halved while `evaluate` cannot price it, down to the longest sample.
+    micro-batch of one short document. The row is halved while all shapes' rows have too many documents, and while
+    `evaluate` cannot price it, down to the longest sample.
     """
     shapes = {(s.encoder, s.decoder): s for s in samples}
     longest = max(max(shape) for shape in shapes)
     row_len = rule.room
+    while sum(row_len // max(shape) for shape in shapes) > max(_MOST_DOCUMENTS, len(shapes)):
+        row_len //= 2
     while True:
         rows = [
             MicroBatch((sample,) * max(1, row_len // max(shape)), "packed", rule.recompute, rule.attention)

@@ -113,7 +113,12 @@ def price_runs(
         i = int(bad[0])
         choices = {kind: shape_evaluate(costs, recompute=kind) for kind in kinds}
         raise PlanError(refusal(order[i], choices, int(encoder[i]), int(decoder[i]), caps))
-    least_ns, most_ns = 0, int(singles.max())
+    if int(singles.min()) < 0:
+        raise PlanError(
+            f"the cost model gives {singles.min()} ns for a single sample: its times overflow 64 bits or are wrong, so"
+            " check its settings and the lengths"
+        )
+    least_ns, most_ns = 0, max(1, int(singles.max()))  # where nothing takes time, all cuts are equal
     while not least_ns or table.even_cuts(most_ns, weight) < table.even_cuts(least_ns, weight):
         least_ns, most_ns = most_ns, most_ns * (8 if equal_counts else 5) // 4
         table.grow(most_ns)

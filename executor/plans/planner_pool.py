@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from types import TracebackType
 
@@ -84,13 +85,14 @@ class PlannerProcesses:
         self.close()
 
     def _start(self, worker: int) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dynapipe_ext.executor.plans.planner_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            bufsize=0,
-            process_group=0,  # a terminal's Ctrl-C reaches the owner alone, which then stops its planners in order
-        )
+        with _blocked(signal.SIGUSR1):  # it asks ranks to save; a planner inherits this, before it can ignore it
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "dynapipe_ext.executor.plans.planner_process"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                bufsize=0,
+                process_group=0,  # a terminal's Ctrl-C reaches the owner alone, which then stops its planners in order
+            )
         self.processes.append(process)
         for target in (self._watch, self._feed):
             thread = threading.Thread(target=target, args=(worker, process), daemon=True)
@@ -118,6 +120,16 @@ class PlannerProcesses:
             publish_failure(self._store, keys, plan_key, worker, message, of_planning=False)
         except StoreError as error:
             print(f"{message}; and the ranks cannot be told: {error}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Inside, the signal waits for this thread; processes started inside never take it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _bytes(array: SampleOrder | LengthArray) -> memoryview:

@@ -2,8 +2,9 @@
 
 From standard input it reads one line of JSON (a PlannerJob: addresses, secrets and settings stand in neither arguments
 nor environment) and the arrays that the job counts, as they lie in memory. It ends when that input closes, when its
-parent dies, at SIGTERM, and at CLOSE_SIGNAL, which has it take its keys out of the store before. Process k of n plans
-the steps k modulo n, signs the plans and puts them into the store, at most `ahead` places ahead of global rank 0.
+parent dies, at SIGTERM, and at CLOSE_SIGNAL, which has it take its keys out of the store before; SIGUSR1, which asks
+ranks to save and end, does not concern it. Process k of n plans the steps k modulo n, signs the plans and puts them
+into the store, at most `ahead` places ahead of global rank 0.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dynapipe_ext.executor.wire import encode
 from dynapipe_ext.lengths import LengthArray, sample_lengths
 
 HEARTBEAT_S = 1.0
-CLOSE_SIGNAL = signal.SIGUSR1  # not SIGTERM: that may come from anybody, while ranks still need the plans
+CLOSE_SIGNAL = signal.SIGRTMIN  # not SIGTERM or SIGUSR1: those may come from anybody, while ranks need the plans
 ARRAY_TYPE = np.dtype("<i8")
 _FORGET_S = 0.5
 _SLACK = 4  # a tensor parallel peer of rank 0 may still have to read a plan that rank 0 has taken
@@ -265,6 +266,7 @@ def _close(number: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops this process
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster sends it to all processes of a job
     worker = ""
     try:
         signal.signal(CLOSE_SIGNAL, _close)

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from types import UnionType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.lengths import LengthArray
 
 SampleOrder = npt.NDArray[np.int64]  # shape (num_samples,): the sample indices of an epoch as a sampler gave them
+
+STATE_FORMAT = "dynapipe-loader/1"
+_STATE_TYPES: Mapping[str, type | UnionType] = {
+    "epoch": int,
+    "step": int,
+    "global_step": int,
+    "lengths": str,
+    "rule": Mapping,
+    "order": str | None,
+}
+_MISSING = object()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -93,3 +105,18 @@ def array_digest(array: npt.NDArray[np.int64]) -> str:
     """Hash of the values and their shape, equal on all machines."""
     header = f"{array.shape}".encode()
     return hashlib.sha256(header + np.ascontiguousarray(array, dtype="<i8").tobytes()).hexdigest()
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """Errors: DataError for what is no state of a loader, naming the key that is missing or of another type."""
+    told = state.get("format") if isinstance(state, Mapping) else state
+    if told != STATE_FORMAT:
+        raise DataError(f"loader state has format {short(told)} but {STATE_FORMAT!r} is read here")
+    for name, kind in _STATE_TYPES.items():
+        value = state.get(name, _MISSING)
+        if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
+            found = "missing" if value is _MISSING else short(value)
+            raise DataError(
+                f"{name} of the loader's state is {found}: it is not as state_dict() gave it, so load another"
+                " checkpoint, or start the loader anew without its state"
+            )

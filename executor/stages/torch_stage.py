@@ -31,6 +31,10 @@ class TorchStage:
     `collate` made: "tokens", "labels", "loss_weights" and "position_ids", each (rows, length), and "cu_seqlens" where
     documents are packed.
 
+    `restarts_attention` says that no position sees another document of a packed row, as modules do that keep to
+    "cu_seqlens" (`check_packing` proves it of transformers models) or have no attention; without it such rows are
+    refused.
+
     `parallel` (a `ParallelContext`) sums over ranks: needed where the plan has more than one. Split backwards put off
     the weight gradients of torch.nn.Linear layers. Whether modules train or evaluate is theirs (`train()`, `eval()`).
     Errors: ConfigError for what cannot be trained so.
@@ -44,6 +48,7 @@ class TorchStage:
         parameters: Iterable[torch.nn.Parameter] | None = None,
         accumulator: MakeAccumulator = PlainAccumulator,
         parallel: Reductions | None = None,
+        restarts_attention: bool = False,
     ) -> None:
         if not callable(loss):
             raise ConfigError(f"the loss is a {type(loss).__name__} but must be a function of (output, batch)")
@@ -56,7 +61,7 @@ class TorchStage:
         trained = [p for p in own if p.requires_grad]
         self._stages = tuple(modules) if isinstance(modules, Mapping) else None
         self._calls = [_with_batch(chunk) for chunk in chunks]
-        self._loss, self._parallel = loss, parallel
+        self._loss, self._parallel, self._restarts_attention = loss, parallel, restarts_attention
         self._runner = ChunkRunner(
             len(chunks),
             accumulator(trained, parallel.sum_over_replicas if parallel else None),
@@ -75,6 +80,8 @@ class TorchStage:
                 f"pipeline rank {plan.pp_rank} runs stages {plan.stages} of the plan but has modules for"
                 f" {self._stages}: give those, in that order"
             )
+        if not self._restarts_attention:
+            _refuse_documents(plan)
         self._runner.start_step(plan)
         self._plan = plan
 
@@ -160,6 +167,18 @@ def _check_ranks(plan: ExecutionPlan, parallel: Reductions | None) -> None:
         )
     if topology.tp > 1:
         raise ConfigError(f"tp is {topology.tp} but torch modules are not cut over tensor parallel ranks: give tp 1")
+
+
+def _refuse_documents(plan: ExecutionPlan) -> None:
+    """Refuse rows whose documents must not see one another."""
+    for number, m in enumerate(plan.micro_batches):
+        if m.layout == "packed" and m.attention == "document" and len(m.samples) > 1:
+            raise ConfigError(
+                f"micro-batch {number} of step {plan.step} packs {len(m.samples)} documents into a row, and attention"
+                ' that runs across them would train wrongly: where the modules restart it at batch["cu_seqlens"]'
+                " (check_packing proves it of transformers models) or have none, give TorchStage"
+                ' restarts_attention=True, else plan with layout="padded"'
+            )
 
 
 def _only_rank(_: torch.Tensor) -> None:

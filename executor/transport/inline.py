@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.errors import ConfigError, ExecutionError, check_timeout
 from dynapipe_ext.executor.instructions import Recv, Send
 from dynapipe_ext.executor.protocols import Pending, Tensors
 from dynapipe_ext.topology import Topology
@@ -33,6 +33,7 @@ class InlineHub:
     """
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
+        check_timeout(timeout_s)
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
         self._meetings: dict[tuple[_Lane, int], _Meeting] = defaultdict(_Meeting)
@@ -106,6 +107,7 @@ class InlineReductions:
     def __init__(self, topology: Topology, *, timeout_s: float = 60.0) -> None:
         if topology.world_size != topology.pp:
             raise ConfigError(f"tp {topology.tp} and dp {topology.dp} must be 1 where ranks are threads of one process")
+        check_timeout(timeout_s)
         self.topology = topology
         self._lock = threading.Lock()
         self._total: Any = None

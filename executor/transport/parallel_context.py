@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, check_timeout
 from dynapipe_ext.executor.device import rank_device
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
@@ -23,6 +23,7 @@ class ParallelContext:
     """
 
     def __init__(self, topology: Topology, *, device: torch.device | None = None, timeout_s: float = 120.0) -> None:
+        check_timeout(timeout_s)
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised: call init_process_group before ParallelContext")
         if dist.get_world_size() != topology.world_size:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.activations import DTYPE_BYTES
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.errors import ExecutionError, check_timeout
 from dynapipe_ext.executor.instructions import Buffer, Recv, Send
 from dynapipe_ext.executor.protocols import Pending, Tensors
 from dynapipe_ext.executor.transport.groups import Groups
@@ -46,6 +46,7 @@ class StrictTransport:
     """A Transport with the contract of TorchP2PTransport and no forgiveness. CPU tensors only; close it at the end."""
 
     def __init__(self, topology: Topology, rank: int, groups: Groups, *, timeout_s: float = 60.0) -> None:
+        check_timeout(timeout_s)
         self._topology = topology
         self._me = topology.coordinates(rank)
         self._timeout_s = timeout_s

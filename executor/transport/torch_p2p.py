@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.activations import TensorSpec
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.errors import ExecutionError, check_timeout
 from dynapipe_ext.executor.instructions import Buffer, Recv, Send
 from dynapipe_ext.executor.protocols import Pending, Tensors
 from dynapipe_ext.executor.transport.groups import Groups
@@ -37,6 +37,7 @@ class TorchP2PTransport:
     def __init__(
         self, topology: Topology, rank: int, groups: Groups, *, device: torch.device, timeout_s: float = 120.0
     ) -> None:
+        check_timeout(timeout_s)
         self._topology = topology
         self._me = topology.coordinates(rank)
         self._groups = groups

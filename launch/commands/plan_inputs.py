@@ -26,11 +26,10 @@ from dynapipe_ext.launch.job import (
     read_costs,
     topology_of,
 )
-from dynapipe_ext.lengths import LengthArray, SampleLength, as_length_array, sample_lengths
+from dynapipe_ext.lengths import MOST_POSITIONS, LengthArray, SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.tools.json_file import parse_json
 from dynapipe_ext.topology import Topology
 
-MOST_POSITIONS = 1 << 31  # of a sample's side
 MOST_BYTES = 1 << 60  # of a rank
 MOST_HIDDEN_SIZE = 1 << 20
 _MOST_DIGITS = 18

@@ -12,11 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages.torch_stage import TorchStage
+from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.launch.cluster import JobError, Supervised, run_local
 from dynapipe_ext.launch.env import RankEnv, rank_env
 from dynapipe_ext.launch.signals import ending_signals_raise
+from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.topology import Topology
 
 Wait = Callable[[int], None]
 
@@ -111,6 +121,31 @@ def test_a_defect_prints_a_traceback_with_its_rank_and_gives_status_1(capfd: pyt
     lines = capfd.readouterr().err.splitlines()
     assert all(line.startswith("rank 1: ") for line in lines)
     assert lines[-1] == "rank 1: ZeroDivisionError: a defect"
+
+
+def test_the_last_line_of_a_failing_model_says_where_and_on_what(capfd: pytest.CaptureFixture[str]) -> None:
+    class Failing(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise MemoryError("no room")
+
+    def main(env: RankEnv) -> int:
+        planner = Planner(Topology(), TokenCosts(1), 1e9, format=ActivationFormat(4))
+        plan = prove_step(planner, sample_lengths([5, 6, 7]), step=3).plans[0][0]
+        batches = [{"tokens": torch.zeros(m.rows, m.encoder_len)} for m in plan.micro_batches]
+        stage = TorchStage(Failing(), lambda output, batch: output, parameters=[torch.nn.Parameter(torch.zeros(1))])
+        PipelineExecutor(stage, InlineHub().transport(0), rank=env.rank).execute(plan, batches)
+        return 0
+
+    with pytest.raises(JobError) as caught:
+        run_local(main, 1, timeout_s=60)
+    assert re.fullmatch(
+        r"rank 0: MemoryError: no room; on rank 0 \(pipeline rank 0 of replica 0\), step 3, 0F0: micro-batch 0 of \d"
+        r" rows x 8 tokens, padded, recomputation none; predicted peak of this rank \d+ bytes",
+        caught.value.cause,
+    )
+    error = capfd.readouterr().err
+    assert error.splitlines()[-1] == caught.value.cause
+    assert error.count("no room\n") + error.count("no room;") == 1
 
 
 def test_a_rank_that_returns_a_status_fails_with_it() -> None:

@@ -185,6 +185,40 @@ def test_a_state_of_other_data_or_settings_is_refused_by_name(changed: dict[str,
         loader().load_state_dict({})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("epoch", "step", "global_step") for value in (None, -1, "3", float("nan"), True)),
+        ("lengths", None),
+        ("rule", None),
+        ("order", 3),
+        *((name, "missing") for name in ("epoch", "step", "global_step", "lengths", "rule", "order")),
+    ],
+)
+def test_a_state_with_a_key_that_is_missing_or_of_another_type_is_refused_by_name(name: str, value: Any) -> None:
+    state = loader().state_dict()
+    if value == "missing":
+        del state[name]
+    else:
+        state[name] = value
+    with pytest.raises(DataError, match=f"^{name} of the loader's state is "):
+        loader().load_state_dict(state)
+
+
+def test_a_state_that_is_none_is_refused() -> None:
+    with pytest.raises(DataError, match="loader state has format None"):
+        loader().load_state_dict(None)  # type: ignore[arg-type]
+
+
+def test_a_sample_longer_than_its_length_says_is_refused_rather_than_cut() -> None:
+    class Longer(CountingDataset):
+        def __getitem__(self, index: int) -> TokenSample:
+            return TokenSample(index, np.arange(self.lengths[index, 0] + 2), 1)
+
+    with pytest.raises(DataError, match=r"positions but the dataset's `lengths` say \d+: the rest would never be"):
+        next(iter(loader(Longer())))
+
+
 def test_another_topology_goes_on_with_the_same_global_batches() -> None:
     two = loader(shuffle=True)
     next(iter(two))
@@ -278,7 +312,7 @@ def test_an_error_of_the_dataset_reaches_the_consumer() -> None:
         ({"num_workers": 2}, "num_workers=2 needs a store"),
         ({"num_workers": 2, "store": MemoryStore(), "plan_key": b"k" * 32}, "cannot reach a MemoryStore"),
         ({"num_workers": 2, "store": MemoryStore(), "start_planners": False}, "pass plan_key"),
-        ({"timeout_s": 0}, "timeout_s is 0"),
+        *(({"timeout_s": value}, "timeout_s is .* must be positive") for value in (0, float("nan"), float("inf"), "9")),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_the_next_move(settings: dict[str, Any], message: str) -> None:

@@ -126,6 +126,21 @@ def samples_of(plan: ExecutionPlan) -> list[int]:
     return [sample.index for micro_batch in plan.micro_batches for sample in micro_batch.samples]
 
 
+def test_planners_outlive_the_signal_that_asks_ranks_to_save_however_early_it_comes(
+    address: StoreAddress, namespace: str
+) -> None:
+    with through(address, RANKS[0], namespace) as loading:
+        running = iter(loading)
+        assert loading._channel is not None
+        pool = loading._channel.planners
+        assert pool is not None
+        for _ in range(4):
+            for process in pool.processes:
+                process.send_signal(signal.SIGUSR1)
+            next(running)
+    assert pool.poll() == {0: 0, 1: 0}
+
+
 def test_two_planner_processes_give_every_rank_the_plans_of_planning_in_line(
     address: StoreAddress, namespace: str
 ) -> None:

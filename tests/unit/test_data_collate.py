@@ -84,6 +84,9 @@ def test_a_piece_takes_its_positions_and_the_weight_of_the_whole_sample():
         ([SampleLength(7, 0)], [A], "no positions"),
         ([SampleLength(7, 2, start=-1)], [A], "negative start"),
         ([], [], "without samples"),
+        ([PLANNED[0]], [TokenSample(7, np.array([11, 12, -1, 14, 15]), 3)], "the least of them -1"),
+        ([PLANNED[0]], [TokenSample(7, np.array([11, 12, np.nan, 14, 15]), 3)], "of shape .* and type float64"),
+        ([PLANNED[0]], [TokenSample(7, np.ones((5, 1), int), 3)], r"of shape \(5, 1\)"),
     ],
 )
 @pytest.mark.parametrize("layout", ["padded", "packed"])

@@ -22,10 +22,11 @@ HIDDEN, VOCAB = 4, 9
 SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((3, 6, 2))]
 
 
-def plan_of(pp: int = 1):
+def plan_of(pp: int = 1, samples=SAMPLES, layout="padded"):
     topology = Topology(pp=pp)
-    costs, form = TokenCosts(topology.num_stages), ActivationFormat(HIDDEN, order="bsh")
-    return prove_step(Planner(topology, costs, 10**9, pad_multiple=1, format=form), SAMPLES, step=0).plans[0][0]
+    costs, form = TokenCosts(topology.num_stages, overhead_ns=10**6), ActivationFormat(HIDDEN, order="bsh")
+    planner = Planner(topology, costs, 10**9, pad_multiple=1, format=form, layout=layout)
+    return prove_step(planner, samples, step=0).plans[0][0]
 
 
 def batch_of(micro_batch) -> dict[str, torch.Tensor]:
@@ -128,6 +129,23 @@ def nothing(*_) -> None: ...
 def test_what_would_train_wrongly_is_refused_by_name(make, says):
     with pytest.raises(ConfigError, match=says):
         make(model_of())
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_rows_of_several_documents_are_refused_unless_attention_is_said_to_restart(pp):
+    plan, parallel = plan_of(pp, layout="packed"), InlineReductions(Topology(pp=pp))
+    assert [len(m.samples) for m in plan.micro_batches] == [3]
+    with pytest.raises(ConfigError, match=r"packs 3 documents into a row.*give TorchStage restarts_attention=True"):
+        TorchStage(model_of(), loss_sum, parallel=parallel).start_step(plan)
+    TorchStage(model_of(), loss_sum, parallel=parallel, restarts_attention=True).start_step(plan)
+
+
+def test_rows_of_one_document_and_rows_attended_to_as_a_whole_need_no_word():
+    alone = plan_of(samples=SAMPLES[:1], layout="packed")
+    assert run(TorchStage(model_of(), loss_sum), alone) > 0
+    plan = plan_of(layout="packed")
+    whole = tuple(replace(m, attention="row") for m in plan.micro_batches)
+    assert run(TorchStage(model_of(), loss_sum), replace(plan, micro_batches=whole)) > 0
 
 
 def test_a_batch_without_tokens_is_refused_with_the_keys_that_it_has():
