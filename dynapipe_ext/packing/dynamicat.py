@@ -226,7 +226,7 @@ def make_record(
     field's maximum.
 
     >>> fields = (Field("prompt", loss=False, max_length=2, cut="left"), Field("response"))
-    >>> record({"prompt": [5, 6, 7], "response": [8, 9]}, fields, end=[2])
+    >>> make_record({"prompt": [5, 6, 7], "response": [8, 9]}, fields, end=[2])
     {'input_ids': [6, 7, 8, 9, 2], 'loss_mask': [0, 0, 1, 1, 1]}
     """
     if not fields:
