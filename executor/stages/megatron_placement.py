@@ -84,7 +84,7 @@ def build_chunks(
         embedding: Any = chunks[0].embedding
         del head.weight
         head.__dict__["weight"] = embedding.word_embeddings.weight  # used, not owned: parameters() leaves it out
-        chunks[-1].sharded_state_dict = partial(_state_without_head, chunks[-1])
+        chunks[-1].__dict__["sharded_state_dict"] = partial(_state_without_head, chunks[-1])
     return chunks
 
 
