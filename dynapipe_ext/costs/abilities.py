@@ -21,6 +21,8 @@ from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 
 if TYPE_CHECKING:
+    from dynapipe_ext.activations import ActivationFormat
+    from dynapipe_ext.collectives import ReplicaCollectives
     from dynapipe_ext.costs.analytic import AnalyticCosts
     from dynapipe_ext.costs.floor import GrowingTimes
     from dynapipe_ext.costs.table_points import TablePoints
@@ -49,6 +51,16 @@ def layers_to_place(costs: CostModel) -> int:
             " tried: name the placement that they are for, or give a measured table or counted costs"
         )
     return cast(int, total)
+
+
+def replica_collectives_of(costs: CostModel) -> ReplicaCollectives | None:
+    """`replica_collectives`: what the training that is priced issues over replicas. None without it: unknown."""
+    return cast("ReplicaCollectives | None", getattr(costs, "replica_collectives", None))
+
+
+def activation_format_of(costs: CostModel) -> ActivationFormat | None:
+    """`activation_format`: what the messages that are priced hold. None without it: unknown."""
+    return cast("ActivationFormat | None", getattr(costs, "activation_format", None))
 
 
 def floor_of(costs: CostModel, stage_ranks: Sequence[int], *, split: bool) -> TablePoints | GrowingTimes | None:
