@@ -13,9 +13,11 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.plan import Layout, LossNorm
+from dynapipe_ext.topology import PlacementName, placement_of
 
 ScheduleName = Literal["adaptive", "1f1b", "gpipe", "zb-h1", "zb-h2"]
 SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2")  # every backward as I and W, asked for or not
+PlacementChoice = Literal[PlacementName, "auto"]
 _READ = "described"  # of [model]: no setting, but what one of them names
 SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 
@@ -35,9 +37,14 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologySettings:
+    """`stages_per_rank` 0 is the placement's own number. `placement` "auto" tries all on batches of the run and takes
+    the best, with its `layers_per_stage`, before the model is built."""
+
     tp: int = 2
     pp: int = 2
     dp: int = 2
+    placement: PlacementChoice = "linear"
+    stages_per_rank: int = 0
     layers_per_stage: tuple[int, ...] = ()
     sequence_parallel: bool = False
 
@@ -223,7 +230,28 @@ class TrainConfig:
                 f" {optimizer.lr:g}: lower min_lr too"
             )
         check_fill_waits(self.plan.fill_waits, self.plan.schedule, self.plan.split_backward, f"{where}: [plan] ")
+        self._check_placement(where)
         self._check_heads(where)
+
+    def _check_placement(self, where: str) -> None:
+        t = self.topology
+        said = f"{where}: [topology] placement is {t.placement!r}"
+        if t.placement == "auto":
+            if t.layers_per_stage:
+                raise ConfigError(
+                    f"{said}, which chooses layers_per_stage, but that is {t.layers_per_stage}: leave it out, or name a"
+                    " placement"
+                )
+        else:
+            try:
+                placement_of(t.placement, t.pp, t.stages_per_rank or None)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: [topology] {error}") from error
+        if t.placement != "linear" and self.plan.schedule != "adaptive":
+            raise ConfigError(
+                f"{said}, but schedule {self.plan.schedule!r} is for one stage a rank: take the adaptive schedule, or"
+                " placement linear"
+            )
 
     def _check_heads(self, where: str) -> None:
         model = self.model
@@ -249,7 +277,7 @@ class TrainConfig:
 
 _AT_LEAST = {
     "run": {"steps": 1, "seed": 0, "log_every": 1, "traced_steps": 0},
-    "topology": {"tp": 1, "pp": 1, "dp": 1},
+    "topology": {"tp": 1, "pp": 1, "dp": 1, "stages_per_rank": 0},
     "model": {
         "num_layers": 1,
         "hidden_size": 1,

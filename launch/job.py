@@ -21,7 +21,7 @@ from dynapipe_ext.lengths import LengthArray, sample_lengths
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, round_up
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.topology import Topology, placement_of
 
 _OURS = "dynapipe-ext"
 # Of Megatron's data parallelism, with its distributed optimizer or without: gradients are reduced once, at the end.
@@ -41,11 +41,19 @@ class Variant:
 
 
 def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
-    """The configured run, and with `compare` the three usual ways beside it."""
+    """The configured run, and with `compare` the three usual ways beside it.
+
+    Errors: ConfigError for a comparison where ranks hold several stages: the usual ways have one.
+    """
     plan, row_len = config.plan, config.model.max_seq_len
     ours = Variant(_OURS, plan.layout, plan.schedule, plan.rule, plan.max_tokens, plan.fill_waits)
     if not compare:
         return [ours]
+    if config.topology.placement != "linear":
+        raise ConfigError(
+            f"--compare runs 1F1B, one stage a rank, but placement is {config.topology.placement!r}: leave --compare"
+            " out, or take placement linear"
+        )
     return [
         ours,
         Variant("padding to the batch maximum, 1F1B", "padded", "1f1b", "batch-max", 0),
@@ -54,10 +62,22 @@ def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
     ]
 
 
+def placed_stages(config: TrainConfig) -> Topology:
+    """The topology with stages on its ranks, and layers on them where the settings say so.
+
+    Placement "auto" is linear here, until it is settled (`settled_placement`).
+    """
+    t = config.topology
+    placement: tuple[int, ...] = ()
+    if t.placement != "linear" and t.placement != "auto":
+        placement = placement_of(t.placement, t.pp, t.stages_per_rank or None)
+    return Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage, placement=placement)
+
+
 def topology_of(config: TrainConfig) -> Topology:
     """The topology with layers on its stages. Raises ConfigError for what does not divide, naming both numbers."""
     t, m = config.topology, config.model
-    topology = Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage).with_layers(m.num_layers)
+    topology = placed_stages(config).with_layers(m.num_layers)
     for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
         if getattr(m, name) % t.tp:
             raise ConfigError(f"tp is {t.tp} but does not divide {name} {getattr(m, name)}: choose another tp or size")
@@ -165,8 +185,8 @@ def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> N
     _check_max_tokens(config, lengths)
     longest = int(np.argmax(lengths[:, 0] + lengths[:, 1]))
     (sample,) = sample_lengths(lengths, [longest])
-    plan, limit = config.plan, config.plan.memory_limit_bytes
-    needs: list[tuple[int, int]] = []  # (bytes, stage) of the fullest stage, for each kind of recomputation
+    plan, limit, topology = config.plan, config.plan.memory_limit_bytes, topology_of(config)
+    needs: list[tuple[int, int]] = []  # (bytes, rank) of the fullest rank, for each kind of recomputation
     refusal: PlanError | None = None
     for kind in RECOMPUTES if plan.recompute == "auto" else (plan.recompute,):
         try:
@@ -174,15 +194,17 @@ def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> N
         except PlanError as error:  # a kind that was not measured, or a shape outside the table
             refusal = refusal or error
             continue
-        total = alone.static_bytes + alone.stored_bytes[:, 0] + alone.working_bytes[:, 0]
-        needs.append((int(total.max()), int(total.argmax())))
+        held = alone.static_bytes + alone.stored_bytes[:, 0]
+        of_ranks = [list(topology.stages_of(rank)) for rank in range(topology.pp)]
+        totals = [int(held[stages].sum() + alone.working_bytes[stages, 0].max()) for stages in of_ranks]
+        needs.append((max(totals), totals.index(max(totals))))
     if not needs:
         assert refusal is not None
         raise PlanError(f"sample {longest} with {sample.tokens} tokens cannot be priced: {refusal}")
-    num_bytes, stage = min(needs)
+    num_bytes, rank = min(needs)
     if num_bytes > limit:
         raise PlanError(
-            f"sample {longest} with {sample.tokens} tokens needs {num_bytes} B on stage {stage} even alone, but"
+            f"sample {longest} with {sample.tokens} tokens needs {num_bytes} B on pipeline rank {rank} even alone, but"
             f" memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: raise it, raise tp or pp, or lower"
             " max_seq_len with --truncate"
         )

@@ -15,10 +15,12 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.core import active_core
@@ -47,6 +49,7 @@ from dynapipe_ext.launch.job import (
     variants,
 )
 from dynapipe_ext.launch.outcome import begin_run, keeping_what_ran, resume_run, run_facts, write_outcome
+from dynapipe_ext.launch.placement import settled_placement, trials_table
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_data import PREPARE_LIMIT_S, data_folder, prepare_data
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory, run_to_resume
@@ -54,6 +57,7 @@ from dynapipe_ext.launch.signals import ending_signals_raise
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
 from dynapipe_ext.tools.account.report import StoreInfo
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile
+from dynapipe_ext.tools.console import show
 from dynapipe_ext.tools.progress import StepProgress, WorkProgress
 from dynapipe_ext.tools.tensorboard_file import TensorBoardFile, require_tensorboard
 from dynapipe_ext.topology import Topology
@@ -89,6 +93,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
 
     config = job.config
     topology = topology_of(config)
+    variants(config, compare=job.compare)  # refused on all ranks before they meet
     if env.world_size != topology.world_size:
         raise ConfigError(
             f"{env.world_size} ranks were started but tp {topology.tp} x pp {topology.pp} x dp {topology.dp} needs"
@@ -103,7 +108,12 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
     costs = job.costs
     if costs is None and env.rank == 0:
         print(ranks_line(topology), file=sys.stderr)
-        costs = settle_costs(config, prepare_data(config).vocab_size, resumed_costs(job.resumed))
+        dataset = prepare_data(config)
+        costs = settle_costs(config, dataset.vocab_size, resumed_costs(job.resumed))
+        config, costs, trials = settled_placement(config, costs, dataset.lengths)
+        job = replace(job, config=config)
+        if trials:
+            show(trials_table(trials), console=Console(stderr=True, highlight=False))
     dist.init_process_group(
         process_group_backend(device),
         init_method=env.init_method,
@@ -118,7 +128,9 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
     finally:
         dist.destroy_process_group()
     if env.rank == 0:  # alone, so that what goes wrong here is said once
-        write_outcome(job.run_dir, config, context.costs, context.dataset, variants(config, compare=False)[0], spans)
+        write_outcome(
+            job.run_dir, context.config, context.costs, context.dataset, variants(config, compare=False)[0], spans
+        )
     return 0
 
 
@@ -140,8 +152,7 @@ def _run(
         run_variant,
     )
 
-    config, topology = job.config, topology_of(job.config)
-    settled = b""
+    config, settled = job.config, b""
     if env.rank == 0:
         address = job.address or _embedded_store(env, config, stack)
         assert costs is not None
@@ -152,11 +163,14 @@ def _run(
                 "plan_key": secrets.token_hex(32),
                 "namespace": f"run-{secrets.token_hex(8)}",
                 "costs": cost_model_to_json(costs),
+                "topology": config.to_json()["topology"],
                 "checkpoints": str((job.run_dir / CHECKPOINTS).resolve()),
                 "resumed": str(job.resumed.resolve()) if job.resumed else "",
             }
         ).encode()
     shared = json.loads(broadcast_bytes(settled, device))
+    config = replace(config, topology=TrainConfig.from_json({"topology": shared["topology"]}).topology)
+    topology = topology_of(config)
     dataset = _dataset(env, config)
     agreed = cost_model_from_json(shared["costs"])
     if job.costs is None:  # dynapipe train has checked this before it forked the ranks

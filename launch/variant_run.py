@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.protocols import Store, Transport
 from dynapipe_ext.executor.stages.collectives import named_collectives
-from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
+from dynapipe_ext.executor.stages.megatron import Chunks, MegatronStage, wrap_ddp
 from dynapipe_ext.executor.stages.megatron_model import build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.training_loop import LoopSettings, SpanRecorder, StepExecutors, train_steps
@@ -80,6 +79,8 @@ def run_variant(
 
     `namespace` is its own in the store. Weights are fresh, or those of the checkpoint that `checkpoints` goes on from.
     """
+    from dynapipe_ext.executor.stages.megatron_placement import build_chunks  # its CUDA calls are settled by now
+
     config, device = context.config, context.device
     topology = topology_of(config)
     me = topology.coordinates(context.rank)
@@ -94,12 +95,17 @@ def run_variant(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seed = None if config.model.init_from else config.run.seed
-    model = build_model(architecture, topology, me.pp_rank, settings, seed=seed, device=device)
+
+    def build(stage: int) -> torch.nn.Module:
+        return build_model(architecture, topology, stage, settings, seed=seed, device=device)
+
+    models = build_chunks(topology, me.pp_rank, build, tied_embeddings=architecture.tied_embeddings)
     if config.model.init_from:
-        load_initial_weights(model, config.model.init_from, architecture, topology, me.pp_rank)
-    ddp = wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed)
-    optimizer = MegatronOptimizer(ddp, settings, config.optimizer, num_steps=config.run.steps)
-    stage = MegatronStage([ddp], dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
+        for number, model in zip(topology.stages_of(me.pp_rank), models, strict=True):
+            load_initial_weights(model, config.model.init_from, architecture, topology, number)
+    chunks = [wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed) for model in models]
+    optimizer = MegatronOptimizer(chunks, settings, config.optimizer, num_steps=config.run.steps)
+    stage = MegatronStage(chunks, dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
     recorder = SpanRecorder(context.clock_offset_s)
     with ExitStack() as stack:
         transport = _transport(context, variant)
@@ -131,7 +137,7 @@ def run_variant(
             )
         )
         if checkpoints is not None:
-            listeners = [*listeners, _saving(context, checkpoints, ddp, optimizer, loader, architecture)]
+            listeners = [*listeners, _saving(context, checkpoints, chunks, optimizer, loader, architecture)]
             stack.callback(listeners[-1].close)
             stack.enter_context(checkpoints.request.listening(checkpoints.end_signals))
         train_steps(
@@ -152,7 +158,7 @@ def run_variant(
 def _saving(
     context: RankContext,
     checkpoints: RunCheckpoints,
-    ddp: Any,
+    chunks: Chunks,
     optimizer: MegatronOptimizer,
     loader: DynaPipeDataLoader,
     architecture: Architecture,
@@ -161,7 +167,7 @@ def _saving(
     config, model = context.config, asdict(architecture) | {"dtype": context.config.model.dtype}
     settings, so_far = config.checkpoint, SoFar()
     if checkpoints.resumed is not None:
-        run = load_checkpoint(checkpoints.resumed, ddp, optimizer, model=model).run
+        run = load_checkpoint(checkpoints.resumed, chunks, optimizer, model=model).run
         loader.load_state_dict(run.loader)
         so_far = SoFar(run.losses, run.num_samples)
 
@@ -179,7 +185,7 @@ def _saving(
 
     saver = CheckpointSaver(
         checkpoints.root,
-        ddp,
+        chunks,
         optimizer,
         run_arguments(architecture, config.model.dtype),
         keep_last=settings.keep_last,

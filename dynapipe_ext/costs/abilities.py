@@ -43,6 +43,16 @@ def has_decoder(costs: CostModel) -> bool | None:
     return cast("bool | None", getattr(costs, "has_decoder", None))
 
 
+def layers_to_place(costs: CostModel) -> int:
+    """`total_layers`: how many layers stages are made of. Errors: ConfigError without it: stages are then fixed."""
+    if (total := getattr(costs, "total_layers", None)) is None:
+        raise ConfigError(
+            f"{type(costs).__name__} price stages as they are, not the layers in them, so no other placement can be"
+            " tried: name the placement that they are for, or give a measured table or counted costs"
+        )
+    return cast(int, total)
+
+
 def replica_collectives_of(costs: CostModel) -> ReplicaCollectives | None:
     """`replica_collectives`: what the training that is priced issues over replicas. None without it: unknown."""
     return cast("ReplicaCollectives | None", getattr(costs, "replica_collectives", None))

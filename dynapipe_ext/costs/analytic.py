@@ -176,6 +176,10 @@ class AnalyticCosts:
         return ActivationFormat(self.architecture.hidden_size, dtype, sequence_shards=shards)
 
     @property
+    def total_layers(self) -> int:
+        return self.architecture.num_layers
+
+    @property
     def layers_per_stage(self) -> tuple[int, ...]:
         return self.topology.with_layers(self.architecture.num_layers).layers_per_stage
 

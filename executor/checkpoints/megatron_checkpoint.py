@@ -1,10 +1,10 @@
 """Saves a rank's model and optimizer with where the run stands, all ranks together, and puts them back.
 
-saver = CheckpointSaver(root, ddp, optimizer, arguments, keep_last=2, keep_best=True)
+saver = CheckpointSaver(root, chunks, optimizer, arguments, keep_last=2, keep_best=True)
 saver.save(run_state)        # every rank, between two steps
 saver.advance()              # every rank, once a step: ends a save in the background, or raises its error
 
-manifest = load_checkpoint(latest(root), ddp, optimizer, model=sizes)
+manifest = load_checkpoint(latest(root), chunks, optimizer, model=sizes)
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from dynapipe_ext.executor.checkpoints.manifest import (
     refuse_other_model,
 )
 from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.stages.megatron import Chunks
 from dynapipe_ext.executor.stages.megatron_optimizer import SHARDING, MegatronOptimizer
 
 if TYPE_CHECKING:  # it needs megatron, which is imported once its CUDA calls are settled
@@ -53,7 +54,7 @@ class CheckpointSaver:
     def __init__(
         self,
         root: Path,
-        ddp: Any,
+        chunks: Chunks,
         optimizer: MegatronOptimizer,
         arguments: Mapping[str, Any],
         *,
@@ -61,9 +62,9 @@ class CheckpointSaver:
         keep_best: bool = False,
         background: bool = False,
     ) -> None:
-        self._root, self._ddp, self._optimizer, self._arguments = root, ddp, optimizer, dict(arguments)
+        self._root, self._chunks, self._optimizer, self._arguments = root, chunks, optimizer, dict(arguments)
         self._keep_last, self._keep_best, self._background = keep_last, keep_best, background
-        self._device = next(ddp.parameters()).device
+        self._device = next(chunks[0].parameters()).device
         self._pending: _Pending | None = None
         if dist.get_rank() == 0:
             folders.tidy(root)
@@ -96,10 +97,10 @@ class CheckpointSaver:
 
         from dynapipe_ext.executor.checkpoints.megatron_tensors import TensorWriter
 
-        model, place = self._ddp.module.sharded_state_dict(metadata=SHARDING), self._optimizer.place
+        model, place = _model_state(self._chunks), self._optimizer.place
         progress = {"iteration": run.step, "consumed_train_samples": run.num_samples, "no_save_rng": True}
         state = {
-            "model": model,
+            **model,
             "optimizer": self._optimizer.sharded_state(model),
             "args": argparse.Namespace(**self._arguments, **progress),
             "checkpoint_version": 3.0,
@@ -184,7 +185,18 @@ def _most(number: int, device: torch.device) -> int:
     return int(numbers.item())
 
 
-def load_checkpoint(folder: Path, ddp: Any, optimizer: MegatronOptimizer, *, model: Mapping[str, Any]) -> Manifest:
+def _model_state(chunks: Chunks) -> dict[str, Any]:
+    """Megatron's description of a rank's weights by its own words: "model", or "model0", … for several chunks.
+
+    Tensors are told apart by their keys, which are names in the whole model: any placement takes what another saved.
+    """
+    states = [chunk.module.sharded_state_dict(metadata=SHARDING) for chunk in chunks]
+    return {"model": states[0]} if len(states) == 1 else {f"model{i}": state for i, state in enumerate(states)}
+
+
+def load_checkpoint(
+    folder: Path, chunks: Chunks, optimizer: MegatronOptimizer, *, model: Mapping[str, Any]
+) -> Manifest:
     """Put weights, moments and schedule of a checkpoint into this rank, whatever topology saved them; what it says.
 
     `model` is compared with the RunState's. Nothing is unpickled but tensors.
@@ -194,6 +206,7 @@ def load_checkpoint(folder: Path, ddp: Any, optimizer: MegatronOptimizer, *, mod
 
     manifest = read_manifest(folder)
     refuse_other_model(manifest.run.model, model, folder)
-    state = ddp.module.sharded_state_dict(metadata=SHARDING)
-    optimizer.restore(state, manifest.optimizer, lambda whole: read_tensors(folder, manifest.tensors, whole))
+    optimizer.restore(
+        _model_state(chunks), manifest.optimizer, lambda whole: read_tensors(folder, manifest.tensors, whole)
+    )
     return manifest

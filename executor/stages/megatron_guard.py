@@ -6,8 +6,8 @@ Megatron's optimizer without a loss scaler looks at no gradient and reports succ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
+from dynapipe_ext.executor.stages.megatron import Chunks
 from dynapipe_ext.executor.stages.megatron_weights import global_name
 from dynapipe_ext.executor.update import ExecutedStep, Refused
 
@@ -28,9 +29,9 @@ class StepGuard:
     policy "stop": an ExecutionError; "skip": up to `max_skips` steps in a row are left out, then the error.
     """
 
-    def __init__(self, ddp: Any, policy: NanPolicy = "stop", max_skips: int = 0) -> None:
-        self._ddp, self._max_skips = ddp, max_skips if policy == "skip" else 0
-        self._device = next(ddp.parameters()).device
+    def __init__(self, chunks: Chunks, policy: NanPolicy = "stop", max_skips: int = 0) -> None:
+        self._chunks, self._max_skips = chunks, max_skips if policy == "skip" else 0
+        self._device = next(chunks[0].parameters()).device
         self._skips = 0
 
     def check(self, executed: ExecutedStep) -> Refused | None:
@@ -50,7 +51,8 @@ class StepGuard:
 
     def _is_finite(self, loss: float) -> bool:
         """Of the loss, and of the gradient buffers by their largest magnitudes, which no sum can overflow."""
-        buffers = [buffer.grad_data for buffer in self._ddp.buffers + self._ddp.expert_parallel_buffers]
+        held = [buffer for chunk in self._chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+        buffers = [buffer.grad_data for buffer in held]
         largest = [torch.linalg.vector_norm(buffer, torch.inf) for buffer in buffers if buffer.numel()]
         return math.isfinite(loss) and all(math.isfinite(value) for value in map(float, largest))
 
@@ -80,24 +82,24 @@ class StepGuard:
                     shown = ", ".join(map(str, samples[:_MOST_SAMPLES])) + (", …" * (len(samples) > _MOST_SAMPLES))
                     where = f"micro-batch {micro_batch} of replica {plan.dp_rank}"
                     yield 0, f"the loss of {where} (samples {shown}) is {loss:g}"
-        named = list(self._named_parameters())
-        for name, parameter in named:
+        named = list(self._named_parameters(plan.stages))
+        for _, name, parameter in named:
             if not torch.isfinite(parameter).all():
                 yield 1, f"the weight {name} already was not finite on rank {me}"
                 return
-        for name, parameter in reversed(named):
+        for stage, name, parameter in reversed(named):
             if not torch.isfinite(parameter.main_grad).all():  # type: ignore[attr-defined]
-                layers = 2 + plan.num_stages - plan.pp_rank
-                yield layers, f"the gradient of {name} is not finite on rank {me}"
+                yield 2 + plan.num_stages - stage, f"the gradient of {name} is not finite on rank {me}"
                 return
 
-    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """By their names in the whole model, in forward order."""
-        layers = getattr(getattr(self._ddp.module, "decoder", None), "layers", ())
-        first_layer = layers[0].layer_number - 1 if layers else 0
-        for name, parameter in self._ddp.module.named_parameters():
-            if parameter.requires_grad:
-                yield global_name(name, first_layer), parameter
+    def _named_parameters(self, stages: Sequence[int]) -> Iterator[tuple[int, str, torch.nn.Parameter]]:
+        """With their stages and their names in the whole model, in forward order."""
+        for stage, chunk in zip(stages, self._chunks, strict=True):
+            layers = getattr(getattr(chunk.module, "decoder", None), "layers", ())
+            first_layer = layers[0].layer_number - 1 if layers else 0
+            for name, parameter in chunk.module.named_parameters():
+                if parameter.requires_grad:
+                    yield stage, global_name(name, first_layer), parameter
 
 
 def _targets(plan: ExecutionPlan) -> int:

@@ -10,6 +10,7 @@ import torch
 from dynapipe_ext.config import OptimizerSettings
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
+from dynapipe_ext.executor.stages.megatron import Chunks
 from dynapipe_ext.executor.stages.megatron_guard import StepGuard
 from dynapipe_ext.executor.update import ExecutedStep, Refused
 
@@ -22,9 +23,9 @@ SHARDING = {
 
 
 class MegatronOptimizer:
-    """Megatron's optimizer and learning-rate schedule behind two calls, `step` and `restore`."""
+    """Megatron's optimizer and learning-rate schedule of a rank's chunks behind two calls, `step` and `restore`."""
 
-    def __init__(self, ddp: Any, config: Any, settings: OptimizerSettings, *, num_steps: int) -> None:
+    def __init__(self, chunks: Chunks, config: Any, settings: OptimizerSettings, *, num_steps: int) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -39,11 +40,11 @@ class MegatronOptimizer:
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=settings.distributed,
             ),
-            [ddp],
+            list(chunks),
         )
         self._has_masters = bool(config.bf16)
         self._is_distributed = settings.distributed
-        self._guard = StepGuard(ddp, settings.nan_policy, settings.max_skips)
+        self._guard = StepGuard(chunks, settings.nan_policy, settings.max_skips)
         self._num_updates = 0
         self._scheduler = OptimizerParamScheduler(
             self._optimizer,
@@ -99,7 +100,7 @@ class MegatronOptimizer:
                 for optimizer in chained:
                     optimizer._init_optimizer_states_with_dummy_values()
         state = self._optimizer.sharded_state_dict(model_state, True, metadata=SHARDING)
-        fill({"model": model_state, "optimizer": state})
+        fill({**model_state, "optimizer": state})
         states = [state] if len(chained) == 1 else [state[i] for i in range(len(chained))]
         for optimizer, own in zip(chained, states, strict=True):
             inner = optimizer.optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def build_chunks(
     """What `build(stage)` gives for each stage of a pipeline rank, in their order.
 
     Where a rank holds both ends of a tied model (a V), the head uses the embedding's weight and has none of its own:
-    one parameter, one gradient, one optimizer state.
+    one parameter, one gradient, one optimizer state, saved once.
     """
     stages = topology.stages_of(pp_rank)
     chunks = [build(stage) for stage in stages]
@@ -83,4 +84,14 @@ def build_chunks(
         embedding: Any = chunks[0].embedding
         del head.weight
         head.__dict__["weight"] = embedding.word_embeddings.weight  # used, not owned: parameters() leaves it out
+        chunks[-1].__dict__["sharded_state_dict"] = partial(_state_without_head, chunks[-1])
     return chunks
+
+
+def _state_without_head(model: Any, *arguments: Any, **options: Any) -> Any:
+    """Megatron's sharded state of a model whose head has no weight of its own; Megatron would look for one."""
+    model.post_process = False
+    try:
+        return type(model).sharded_state_dict(model, *arguments, **options)
+    finally:
+        model.post_process = True

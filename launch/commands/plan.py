@@ -12,8 +12,9 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from dynapipe_ext.config import ScheduleName, TrainConfig
+from dynapipe_ext.config import PlacementChoice, ScheduleName, TrainConfig
 from dynapipe_ext.core import active_core
+from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
 from dynapipe_ext.executor.proven_step import ProvenStep, prove_step
 from dynapipe_ext.launch.commands.plan_inputs import (
@@ -25,10 +26,12 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     priced_costs,
     run_collectives,
 )
+from dynapipe_ext.launch.placement import placement_trials, trials_table
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import Layout
 from dynapipe_ext.schedules.judge.certificate import with_bounds
 from dynapipe_ext.schedules.notation import plan_json
+from dynapipe_ext.schedules.placements import PlacementTrial
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.json_file import write_atomic
@@ -65,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cost_arguments(parser)
     for name in ("tp", "pp", "dp"):
         parser.add_argument(f"--{name}", type=int, metavar="N")
+    parser.add_argument("--placement", choices=get_args(PlacementChoice), help="of stages on ranks (linear)")
+    parser.add_argument("--stages-per-rank", type=int, metavar="N", help="under placement interleaved or v (2)")
     parser.add_argument("--layout", choices=get_args(Layout), help="of micro-batches")
     parser.add_argument("--schedule", choices=get_args(ScheduleName), help="of the pipeline")
     parser.add_argument("--pad-multiple", type=int, metavar="N", help="rows are rounded up to it (CSV folder: 1)")
@@ -120,6 +125,11 @@ def run(args: argparse.Namespace) -> int:
         format=messages(args, config, priced.costs),
         collectives=run_collectives(priced.costs),
     )
+    trials: tuple[PlacementTrial, ...] = ()
+    if config.topology.placement == "auto":
+        trials = placement_trials(planner, [samples], stages_per_rank=config.topology.stages_per_rank)
+        best = trials[0].topology
+        planner = replace(planner, topology=best, costs=over_topology(planner.costs, best)[0])
     if args.forward_only:
         _refuse_backwards(args)
         planner = planner.for_forwards()
@@ -136,6 +146,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"lengths: {note}")
     console.print(f"costs: {priced.provenance}")
     console.print(f"limits: {limit_bytes / 1e9:g} GB a rank, rows rounded up to a multiple of {multiple}")
+    if trials:
+        console.print(trials_table(trials))
     if planner.topology.dp > 1:
         console.print(f"over replicas: {planner.replica_collectives}")
     if not planner.forward_only:
@@ -228,7 +240,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
     """The file's settings, or the defaults, with the flags on top."""
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
     names = {
-        "topology": ("tp", "pp", "dp"),
+        "topology": ("tp", "pp", "dp", "placement", "stages_per_rank"),
         "plan": ("layout", "schedule", "effort", "pad_multiple", "memory_limit_gb", "split_backward", "replica_counts"),
         "data": ("tokens_per_batch", "batch_size"),
         "run": ("seed",),
@@ -243,6 +255,8 @@ def _config(args: argparse.Namespace) -> TrainConfig:
         tables["data"]["batch_size"] = 0
     if args.memory_mb is not None:
         tables["plan"]["memory_limit_gb"] = args.memory_mb / 1e3
+    if args.placement is not None:  # another one's stages and layers are not for it
+        tables["topology"] = {"stages_per_rank": 0, "layers_per_stage": ()} | tables["topology"]
     if config.topology.layers_per_stage and args.pp not in (None, config.topology.pp):
         tables["topology"]["layers_per_stage"] = ()
     return config.with_values(**tables)

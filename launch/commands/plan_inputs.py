@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,7 @@ from dynapipe_ext.launch.job import (
     analytic_costs,
     architecture_of,
     configured_format,
+    placed_stages,
     read_costs,
     topology_of,
 )
@@ -87,28 +88,28 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
             raise ConfigError(
                 f"--costs {path} is a folder of CSV files: say which --model NAME and how many --layers N"
             )
-        topology = topology or Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage)
+        topology = topology or placed_stages(config)
         table = CostTable.read_a100(path, args.model, topology=topology, num_layers=args.layers)
         return Priced(table, topology, f"measured table of {args.model}, {args.layers} layers, from {path}", True)
     if path:
         try:
             if topology is None and (
-                args.config or any(getattr(args, name) is not None for name in ("tp", "pp", "dp"))
+                args.config or t.placement != "linear" or any(getattr(args, name) for name in ("tp", "pp", "dp"))
             ):
                 measured_at = t.tp if args.config or args.tp is not None else read_costs(path, None)[1].tp
-                topology = Topology(tp=measured_at, pp=t.pp, dp=t.dp)
+                topology = replace(placed_stages(config), tp=measured_at, layers_per_stage=())
             costs, topology = read_costs(path, topology)  # over its own, where none is asked for
         except RecursionError as error:
             raise DataError(f"cost file {path} nests too deep to be read: give a cost model written as JSON") from error
         return Priced(costs, topology, f"{type(costs).__name__} from {path}")
     topology = topology_of(config)
-    layers = -(-config.model.num_layers // topology.num_stages)
     counted = analytic_costs(
         config,
         architecture_of(config, config.data.vocab_size),
         flops_per_s=DEFAULT_FLOPS_PER_S,
-        overhead_ns=DEFAULT_LAYER_OVERHEAD_NS * layers,
+        overhead_ns=0,
     )
+    counted = replace(counted, layer_overhead_ns=DEFAULT_LAYER_OVERHEAD_NS)
     provenance = (
         f"counted for the configured model of {config.model.num_layers} layers at default rates"
         f" ({DEFAULT_FLOPS_PER_S / 1e9:g} GFLOP/s, {DEFAULT_LAYER_OVERHEAD_NS / 1e6:g} ms a layer):"

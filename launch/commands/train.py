@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from dynapipe_ext.config import ScheduleName, TrainConfig
+from dynapipe_ext.config import PlacementChoice, ScheduleName, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
@@ -20,8 +20,9 @@ from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads
 from dynapipe_ext.launch.initial_weights import open_initial_weights
-from dynapipe_ext.launch.job import check_batches, check_fits, topology_of
+from dynapipe_ext.launch.job import check_batches, check_fits, topology_of, variants
 from dynapipe_ext.launch.outcome import keeping_what_ran
+from dynapipe_ext.launch.placement import settled_placement, trials_table
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_data import prepare_data
 from dynapipe_ext.launch.run_directory import RunDirectory, run_to_resume
@@ -66,6 +67,12 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--tp": ("topology", "tp", {"type": int, "metavar": "N", "help": "tensor parallel ranks"}),
     "--pp": ("topology", "pp", {"type": int, "metavar": "N", "help": "pipeline ranks"}),
     "--dp": ("topology", "dp", {"type": int, "metavar": "N", "help": "data parallel replicas"}),
+    "--placement": (
+        "topology",
+        "placement",
+        {"choices": get_args(PlacementChoice), "help": "of stages on ranks; auto: tried on the data (linear)"},
+    ),
+    "--stages-per-rank": ("topology", "stages_per_rank", {"type": int, "metavar": "N", "help": "under interleaved, v"}),
     "--sequence-parallel": ("topology", "sequence_parallel", {"action": "store_true", "help": "over the tp ranks"}),
     "--architecture": (
         "model",
@@ -119,6 +126,8 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         value = getattr(args, flag.lstrip("-").replace("-", "_"))
         if value is not None:
             tables.setdefault(table, {})[name] = value
+    if args.placement is not None:  # another one's stages and layers are not for it
+        tables["topology"] = {"stages_per_rank": 0, "layers_per_stage": ()} | tables["topology"]
     if args.batch_size is not None and args.tokens_per_batch is None:
         tables["data"]["tokens_per_batch"] = 0
     if args.tokens_per_batch is not None and args.batch_size is None:
@@ -137,6 +146,7 @@ def run(args: argparse.Namespace) -> int:
     keep_cuda_forkable()
     console = Console(stderr=True, highlight=False)
     topology = topology_of(config)  # refuses what does not divide before anything is prepared
+    variants(config, compare=args.compare)
     if config.model.init_from:
         open_initial_weights(config.model.init_from, config.model.described)
     address = store_address(args.store) if args.store else None
@@ -170,6 +180,9 @@ def run(args: argparse.Namespace) -> int:
                 address = server.address
                 console.print(f"store: embedded {server.name} {server.version} on a unix socket")
             costs = given or _measure(config, dataset.vocab_size)
+            config, costs, trials = settled_placement(config, costs, dataset.lengths)
+            if trials:
+                console.print(trials_table(trials))
             check_fits(config, costs, dataset.lengths)
             console.print(ranks_line(topology), soft_wrap=True)
             job = TrainingJob(config, args.compare, directory.path, address, costs, resumed)

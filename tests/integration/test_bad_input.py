@@ -213,7 +213,7 @@ def test_a_store_that_cannot_be_reached_is_named_within_seconds(refused: Refused
 
 def test_a_memory_limit_too_small_for_any_sample_names_the_longest(refused: Refused) -> None:
     text = refused("--memory-limit-gb", "1e-6")
-    assert re.search(r"sample \d+ with 128 tokens needs \d+ B on stage \d even alone", text)
+    assert re.search(r"sample \d+ with 128 tokens needs \d+ B on pipeline rank \d even alone", text)
     assert "1000 B a rank: raise it" in text
 
 

@@ -58,7 +58,7 @@ def run_at(step: int) -> RunState:
 
 def save(root: Path, step: int, value: int) -> None:
     trained: Any = Trained(value)
-    with CheckpointSaver(root, trained, trained, {}, keep_last=2) as saver:
+    with CheckpointSaver(root, [trained], trained, {}, keep_last=2) as saver:
         saver.save(run_at(step))
 
 
@@ -141,7 +141,7 @@ def test_a_rank_that_cannot_write_fails_all_ranks_by_name(background, run_ranks,
     def main(env) -> tuple[str, str]:
         join(env)
         trained: Any = Trained(1)
-        saver = CheckpointSaver(root, trained, trained, {}, background=background)
+        saver = CheckpointSaver(root, [trained], trained, {}, background=background)
         saver.save(run_at(1))
         saver.advance(wait=True)
         if env.rank == 1:  # as a full disk: files of this process end at 100 bytes
@@ -179,7 +179,7 @@ def test_in_the_background_the_weights_of_the_moment_are_saved(run_ranks, tmp_pa
 
         TensorWriter._write = write_after_the_update
         trained: Any = Trained(1)
-        with CheckpointSaver(root, trained, trained, {}, background=True) as saver:
+        with CheckpointSaver(root, [trained], trained, {}, background=True) as saver:
             saver.save(run_at(1))
             trained.weight.fill_(2.0)
             updated.set()

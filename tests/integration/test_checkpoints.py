@@ -37,12 +37,23 @@ from dynapipe_ext.tools.checkpoint import converter
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from dynapipe_ext.tools.checkpoint.megatron import dist as megatron_dist
 from dynapipe_ext.topology import Topology
-from tests.support.megatron_ranks import NUM_SAMPLES, Case, Model, build, join, samples_of, step_plan_of, tensors_of
+from tests.support.megatron_ranks import (
+    NUM_SAMPLES,
+    Case,
+    Model,
+    build,
+    build_trained,
+    join,
+    samples_of,
+    step_plan_of,
+    tensors_of,
+)
 
 from megatron.core import dist_checkpointing  # isort: skip
 
 SAVED, END = 2, 12
 ALL = Topology(tp=2, pp=2, dp=2)
+V, INTERLEAVED = Topology(pp=2, dp=2, placement=(0, 1, 1, 0)), Topology(pp=2, placement=(0, 1, 0, 1))
 COSTS = TokenCosts(num_stages=2)
 
 
@@ -75,17 +86,17 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
     def main(env) -> Ran:
         join(env)
         topology, me = case.topology, case.topology.coordinates(env.rank)
-        model, ddp, optimizer = build(case, topology, env.rank)
+        chunks, optimizer = build_trained(case, topology, env.rank)
         groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
         transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
-        stage = MegatronStage([ddp], dropout=case.dropout > 0)
+        stage = MegatronStage(chunks, dropout=case.dropout > 0)
         executor = PipelineExecutor(stage, transport)
         shards = topology.tp if case.sequence_parallel else 1
         form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
         losses: list[float] = []
-        with CheckpointSaver(root, ddp, optimizer, sizes(case), background=background) as saver:
+        with CheckpointSaver(root, chunks, optimizer, sizes(case), background=background) as saver:
             if not saves:
-                losses += load_checkpoint(latest(root), ddp, optimizer, model=sizes(case)).run.losses
+                losses += load_checkpoint(latest(root), chunks, optimizer, model=sizes(case)).run.losses
             for step in range(len(losses), END):
                 plan = lower(step_plan_of(case, step), form)[me.dp_rank][me.pp_rank]
                 samples = samples_of(step)
@@ -95,8 +106,12 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
                 saver.advance()
                 if saves and step + 1 == SAVED:
                     saver.save(state_of(step + 1, case, losses))
-        first_layer = sum(topology.with_layers(case.model.shape.num_layers).layers_per_stage[: me.pp_rank])
-        weights = {global_name(name, first_layer): p.detach().clone() for name, p in model.named_parameters()}
+        layers = topology.with_layers(case.model.shape.num_layers).layers_per_stage
+        weights = {
+            global_name(name, sum(layers[:stage])): p.detach().clone()
+            for stage, chunk in zip(topology.stages_of(me.pp_rank), chunks, strict=True)
+            for name, p in chunk.module.named_parameters()
+        }
         transport.close()
         dist.barrier()
         destroy_parallel()
@@ -109,13 +124,15 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
 BITS = [
     (Case(ALL, "packed", Model(modern=False), dropout=0.1), False),
     (Case(ALL, model=Model(tied=False), distributed_optimizer=True), True),
+    (Case(V, schedule="adaptive", distributed_optimizer=True), False),
 ]
 
 
 @pytest.mark.parametrize(("case", "background"), BITS, ids=str)
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(case, background, run_ranks, tmp_path):
-    whole = run_ranks(8, run(case, tmp_path / "root", saves=True, background=background))
-    resumed = run_ranks(8, run(case, tmp_path / "root", saves=False))
+    num_ranks = case.topology.world_size
+    whole = run_ranks(num_ranks, run(case, tmp_path / "root", saves=True, background=background))
+    resumed = run_ranks(num_ranks, run(case, tmp_path / "root", saves=False))
     for a, b in zip(whole, resumed, strict=True):
         assert b.losses == a.losses
         assert len(b.losses) == END
@@ -127,6 +144,8 @@ OTHERS = [
     Case(Topology(pp=4), "packed", schedule="adaptive"),
     Case(Topology(tp=2, pp=2, layers_per_stage=(1, 3)), sequence_parallel=True),
     Case(Topology(dp=2), distributed_optimizer=True),
+    Case(V, schedule="adaptive"),
+    Case(INTERLEAVED, schedule="adaptive", distributed_optimizer=True),
 ]
 
 
@@ -152,6 +171,13 @@ def test_another_topology_goes_on_with_the_same_losses(case, distributed, run_ra
         assert ran.losses == pytest.approx(expected, rel=1e-5)
 
 
+def test_what_was_saved_under_a_v_goes_on_in_one_process_and_in_a_line(run_ranks, tmp_path):
+    (first, *_) = run_ranks(4, run(Case(V, schedule="adaptive"), tmp_path / "root", saves=True))
+    for topology in (Topology(), Topology(pp=2)):
+        for ran in run_ranks(topology.world_size, run(Case(topology), tmp_path / "root", saves=False)):
+            assert ran.losses == pytest.approx(first.losses, rel=1e-5)
+
+
 def weights_of(root: Path, case: Case, said: Case | None = None):
     """What a rank holds that has loaded the newest checkpoint into a model said to be that of `said`; or a refusal."""
 
@@ -159,7 +185,7 @@ def weights_of(root: Path, case: Case, said: Case | None = None):
         join(env)
         model, ddp, optimizer = build(case, case.topology, env.rank)
         try:
-            load_checkpoint(latest(root), ddp, optimizer, model=sizes(said or case))
+            load_checkpoint(latest(root), [ddp], optimizer, model=sizes(said or case))
             found: Any = {name: p.detach().clone() for name, p in model.named_parameters()}
         except DataError as error:
             found = str(error)

@@ -37,7 +37,7 @@ class Rank:
         join(env)
         self.case, self.me = Case(ALL, distributed_optimizer=settings.distributed), ALL.coordinates(env.rank)
         self.model, self.ddp, _ = build(self.case, ALL, env.rank)
-        self.optimizer = MegatronOptimizer(self.ddp, self.ddp.config, settings, num_steps=20)
+        self.optimizer = MegatronOptimizer([self.ddp], self.ddp.config, settings, num_steps=20)
         self.transport = StrictTransport(ALL, env.rank, make_pipeline_groups(ALL, env.rank, timeout_s=60), timeout_s=30)
         self.stage = MegatronStage([self.ddp])
         self.executor = PipelineExecutor(self.stage, self.transport)

@@ -117,7 +117,7 @@ def build(case: Case, topology: Topology, rank: int):
     settings = OptimizerSettings(
         lr=1e-3, min_lr=1e-4, warmup_steps=1, weight_decay=0.01, clip_grad=0.5, distributed=case.distributed
     )
-    return model, ddp, MegatronOptimizer(ddp, config, settings, num_steps=10)
+    return model, ddp, MegatronOptimizer([ddp], config, settings, num_steps=10)
 
 
 def oracle(case: Case):

@@ -280,6 +280,45 @@ def test_a_run_that_fills_its_waits_trains_to_the_bits_of_one_that_does_not(
         assert filled[name] == plain[name]
 
 
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Settings and costs of a tiny model that makes four stages; the learning rate is the same at every step."""
+    folder = tmp_path_factory.mktemp("four_layers")
+    text = TINY.replace("num_layers = 3", "num_layers = 4") + "strict = true\n"
+    text += "[optimizer]\nlr = 1e-2\nmin_lr = 1e-2\nwarmup_steps = 1\n"
+    (folder / "four.toml").write_text(text)
+    config = TrainConfig.read(folder / "four.toml")
+    costs = analytic_costs(config, architecture_of(config, BYTES_VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+    (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    return f'{text}[plan]\neffort = 200\ncosts = "{folder / "costs.json"}"\n'
+
+
+def test_a_v_learns_what_a_line_learns_and_goes_on_as_one(four_layers: str, tmp_path: Path) -> None:
+    (tmp_path / "four.toml").write_text(four_layers)
+    train = [*CLI, "train", "--config", str(tmp_path / "four.toml"), "--run-dir"]
+    run([*train, str(tmp_path / "line"), "--steps", "4"])
+    run([*train, str(tmp_path / "v"), "--steps", "2", "--placement", "v"])
+    assert report_of(tmp_path / "v")["placement"] == [0, 1, 1, 0]
+    run([*CLI, "train", "--resume", str(tmp_path / "v"), "--placement", "linear", "--steps", "4"])
+    assert TrainConfig.read(tmp_path / "v" / "config.toml").topology.placement == "linear"
+    wanted = report_of(tmp_path / "line")["losses"]
+    assert len(wanted) == 4
+    assert report_of(tmp_path / "v")["losses"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_all_ranks_of_torchrun_take_the_placement_that_the_first_has_settled(four_layers: str, tmp_path: Path) -> None:
+    text = four_layers.replace("steps = 2", f'steps = 1\nrun_dir = "{tmp_path / "run"}"')
+    (tmp_path / "auto.toml").write_text(text.replace("[topology]", '[topology]\nplacement = "auto"'))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*torchrun, "-m", "dynapipe_ext.launch.train", "--config", str(tmp_path / "auto.toml")])
+    tried = [line.split()[0] for line in done.stderr.splitlines() if re.match(r"\W*(v|linear|interleaved)\b", line)]
+    taken = TrainConfig.read(tmp_path / "run" / "config.toml").topology
+    assert sorted(word.rstrip(",") for word in tried) == ["interleaved", "linear", "v"]
+    assert tried[0].rstrip(",") == taken.placement
+    assert sum(taken.layers_per_stage) == 4
+    assert report_of(tmp_path / "run")["layers_per_stage"] == list(taken.layers_per_stage)
+
+
 def test_torchrun_trains_as_the_launcher_does(train: Train, tiny: Path, tmp_path: Path) -> None:
     """The user's own server over TCP, and the embedded one; the losses are bit for bit those of `dynapipe train`."""
     wanted = train("--dp", "2")["losses"]

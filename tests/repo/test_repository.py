@@ -42,6 +42,9 @@ TESTED_COMMANDS = {
     "dynapipe train --resume latest": (
         "tests/integration/test_resume_command.py::test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not"
     ),
+    "dynapipe train --placement v": (
+        "tests/integration/test_train_command.py::test_a_v_learns_what_a_line_learns_and_goes_on_as_one"
+    ),
     "dynapipe train --split-backward": AS_IT_STANDS,
     "dynapipe train --data my.jsonl --truncate": AS_IT_STANDS,
     "dynapipe train --config mine.toml": AS_IT_STANDS,

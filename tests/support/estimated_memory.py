@@ -150,7 +150,7 @@ def _of_rank(case: Case, pp_rank: int) -> dict[str, int]:
         config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
     model = build_model(padded, case.topology, pp_rank, config, seed=7, device=CPU)
     ddp = wrap_ddp(model, config, distributed_optimizer=case.zero_stage == 1)
-    optimizer = MegatronOptimizer(ddp, config, OptimizerSettings(distributed=case.zero_stage == 1), num_steps=10)
+    optimizer = MegatronOptimizer([ddp], config, OptimizerSettings(distributed=case.zero_stage == 1), num_steps=10)
     stage = _Stage(case, ddp, pp_rank)
     stored = stage.step()
     for parameter in ddp.parameters():

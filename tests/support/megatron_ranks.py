@@ -125,11 +125,17 @@ def tensors_of(micro_batch: MicroBatch, samples: list[TokenSample], loss_norm: L
 
 def build(case: Case, topology: Topology, rank: int):
     """The only chunk of a rank, its DDP, its optimizer."""
-    (ddp,) = build_ddps(case, topology, rank)
+    (ddp,), optimizer = build_trained(case, topology, rank)
+    return ddp.module, ddp, optimizer
+
+
+def build_trained(case: Case, topology: Topology, rank: int) -> tuple[list[Any], MegatronOptimizer]:
+    """The chunks of a rank as `build_ddps` makes them, and their optimizer."""
+    ddps = build_ddps(case, topology, rank)
     settings = OptimizerSettings(
         lr=1e-3, min_lr=1e-4, warmup_steps=1, weight_decay=0.01, clip_grad=0.5, distributed=case.distributed_optimizer
     )
-    return ddp.module, ddp, MegatronOptimizer(ddp, ddp.config, settings, num_steps=10)
+    return ddps, MegatronOptimizer(ddps, ddps[0].config, settings, num_steps=10)
 
 
 def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:

@@ -140,6 +140,36 @@ def test_a_step_is_the_global_batch_that_training_would_take(lengths: str, tmp_p
             assert samples(planned(target)) == sorted(batch)
 
 
+def test_a_placement_is_planned_proven_and_written(lengths: str, tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    assert plan("--lengths", lengths, *SMALL, "--placement", "v", "--effort", "50", "--json", str(target)) == 0
+    raw = planned(target)
+    assert [replica["schedule"]["placement"] for replica in raw["replicas"]] == [[0, 1, 1, 0]] * 2
+    assert samples(raw) == list(range(len(LENGTHS)))
+
+
+def test_auto_shows_what_every_placement_gives_and_takes_the_best(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "plan.json"
+    flags = ["--placement", "auto", "--effort", "100", "--json", str(target)]
+    assert plan("--lengths", lengths, *SMALL, *flags) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line for line in lines if any(name in line for name in ("linear", "interleaved,", "v, "))]
+    assert len(shown) == 3
+    found = max(replica["predicted"]["makespan_s"] for replica in planned(target)["replicas"])
+    assert f"{1e3 * found:.1f} ms" in shown[0]
+
+
+def test_costs_of_fixed_stages_cannot_be_placed_anew(
+    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(TokenCosts(num_stages=2))))
+    flags = ["--costs", str(tmp_path / "costs.json"), "--memory-limit-gb", "1", "--hidden-size", "8", "--pp", "2"]
+    text = refused(capsys, "--lengths", lengths, *flags, "--placement", "auto")
+    assert "TokenCosts price stages as they are" in text
+
+
 def test_a_written_plan_can_be_shown_again(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "plan.json"
     assert plan("--lengths", lengths, *SMALL, "--json", str(target)) == 0

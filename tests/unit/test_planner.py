@@ -223,6 +223,11 @@ def test_every_way_that_compare_runs_plans_a_short_last_batch(equal: bool) -> No
             assert not equal or len(set(counts(plan))) == 1
 
 
+def test_a_comparison_with_one_stage_a_rank_is_refused_where_ranks_hold_several() -> None:
+    with pytest.raises(ConfigError, match="--compare runs 1F1B, one stage a rank, but placement is 'v'"):
+        variants(config(topology={"placement": "v"}), compare=True)
+
+
 @pytest.mark.parametrize(
     ("layout", "max_tokens", "message"),
     [
