@@ -1,6 +1,6 @@
 """Lets megatron-core run on a machine without CUDA, by redirecting the CUDA calls that it makes without asking.
 
-`redirect_cuda()` is called explicitly, before megatron is imported, by whoever builds a Megatron stage. Where CUDA
+`install()` is called explicitly, before megatron is imported, by whoever builds a Megatron stage. Where CUDA
 exists it does nothing. It changes torch for the whole process (device "cuda" means the CPU, streams and events do
 nothing), which is why nothing here happens at import.
 """
@@ -72,7 +72,7 @@ def _nothing() -> Callable[..., None]:
     return lambda *_, **__: None
 
 
-def redirect_cuda() -> bool:
+def install() -> bool:
     """Redirect CUDA calls to the CPU; True if this process now runs so, False where CUDA exists. Idempotent."""
     if torch.cuda.is_available():
         return False

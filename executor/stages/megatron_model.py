@@ -34,7 +34,7 @@ def initialize_parallel(topology: Topology, seed: int, *, timeout_s: float = 120
 
     A collective that waits longer than `timeout_s`, rounded up to minutes, ends its rank.
     """
-    megatron_cpu.redirect_cuda()
+    megatron_cpu.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -199,7 +199,7 @@ def _import_once() -> None:
     from dynapipe_ext.executor.stages import megatron_cpu
     from dynapipe_ext.launch import variant_run  # noqa: F401  (the ranks find it loaded)
 
-    megatron_cpu.redirect_cuda()
+    megatron_cpu.install()
 
 
 def _measure(config: TrainConfig, vocab_size: int) -> CostModel:

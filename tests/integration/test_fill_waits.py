@@ -22,7 +22,7 @@ from dynapipe_ext.launch.job import Variant, analytic_costs, architecture_of, ma
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.train import TrainingJob, train_rank
 
-megatron_cpu.redirect_cuda()
+megatron_cpu.install()
 
 VOCABULARY = 258
 BASE = TrainConfig.from_json(

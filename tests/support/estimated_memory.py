@@ -39,7 +39,7 @@ from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 
-megatron_cpu.redirect_cuda()
+megatron_cpu.install()
 
 CPU = torch.device("cpu")
 PARTS = ("weights", "gradients", "optimizer")

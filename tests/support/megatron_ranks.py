@@ -37,7 +37,7 @@ from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.published import published_schedule
 from dynapipe_ext.topology import Topology
 
-megatron_cpu.redirect_cuda()
+megatron_cpu.install()
 
 NUM_SAMPLES, NUM_LAYERS = 14, 4
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from dynapipe_ext.executor.stages.megatron_model import transformer_config
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.topology import Topology
 
-megatron_cpu.redirect_cuda()
+megatron_cpu.install()
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout  # noqa: E402
 

@@ -254,7 +254,7 @@ def test_the_range_is_dynabatchs_and_bounds_batches_where_it_is_given(model: Lea
         loader = build_dynamic_batch_dataloader(texts, len, 2, 512, num_workers=0, lengths=lengths, **given)
         return [len(batch) for batch in loader.batch_sampler]  # type: ignore[union-attr]
 
-    assert max(sizes()) == 600 - 150
+    assert 2 < max(sizes()) <= 6 * 2  # nothing was measured
     assert max(sizes(batch_end_range=6.0)) == max(sizes(batch_end_range=6)) == 12
     assert max(sizes(batch_end_range=6.0, memory_model=model)) == 12
     assert max(sizes(memory_model=model)) > 12
