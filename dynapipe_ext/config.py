@@ -129,8 +129,9 @@ class OptimizerSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
     """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and always at its end. The
-    `keep_last` newest stay (0: all), with `keep_best` also that of the least loss. `background`: training goes on while
-    a copy is written. A run that is asked to end by a signal saves and has ended within `grace_s`."""
+    `keep_last` newest stay (0: all), with `keep_best` also that of the least loss, by validation where there is one.
+    `background`: training goes on while a copy is written. A run that is asked to end by a signal saves and has ended
+    within `grace_s`."""
 
     save_every: int = 0
     save_minutes: float = 0.0
@@ -138,6 +139,18 @@ class CheckpointSettings:
     keep_best: bool = False
     background: bool = False
     grace_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    """The validation loss is taken every `every` steps (0: never) and after the last one, over the first `steps` global
+    batches of a fixed order (0: all). The data are those in `path`, text or tokens, by the training data's tokenizer;
+    or the `fraction` of the training data's samples that is drawn by the seed and never trained on."""
+
+    every: int = 0
+    steps: int = 0
+    path: str = ""
+    fraction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +173,7 @@ class TrainConfig:
     plan: PlanSettings = field(default_factory=PlanSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
     job: JobSettings = field(default_factory=JobSettings)
 
     @classmethod
@@ -223,6 +237,7 @@ class TrainConfig:
                 f" {optimizer.lr:g}: lower min_lr too"
             )
         check_fill_waits(self.plan.fill_waits, self.plan.schedule, self.plan.split_backward, f"{where}: [plan] ")
+        _check_evaluation(self.eval, where)
         self._check_heads(where)
 
     def _check_heads(self, where: str) -> None:
@@ -269,6 +284,7 @@ _AT_LEAST = {
     "plan": {"pad_multiple": 1, "max_tokens": 0, "effort": 0},
     "optimizer": {"min_lr": 0, "warmup_steps": 0, "weight_decay": 0, "clip_grad": 0, "max_skips": 1},
     "checkpoint": {"save_every": 0, "save_minutes": 0, "keep_last": 0},
+    "eval": {"every": 0, "steps": 0},
 }
 _ABOVE_ZERO = {
     "plan": ("memory_limit_gb",),
@@ -285,6 +301,27 @@ def check_fill_waits(fill_waits: bool, schedule: ScheduleName, split_backward: b
             f"{where}fill_waits needs weight gradients (W) of their own, but schedule {schedule!r} with split_backward"
             f" {split_backward} has none: take the adaptive schedule with split_backward, or one of"
             f" {', '.join(SPLIT_SCHEDULES)}"
+        )
+
+
+def _check_evaluation(settings: EvalSettings, where: str) -> None:
+    """Refuse an evaluation without data, with two kinds of them, or data that no evaluation reads."""
+    table, given = f"{where}: [eval]", {"path": settings.path, "fraction": settings.fraction, "steps": settings.steps}
+    if not 0 <= settings.fraction < 1:
+        raise ConfigError(f"{table} fraction is {settings.fraction} but must be at least 0 and below 1")
+    if settings.path and settings.fraction:
+        raise ConfigError(
+            f"{table} path is {settings.path} and fraction is {settings.fraction}: evaluate on data of their own or on"
+            " a part of the training data, leave one out"
+        )
+    if settings.every and not (settings.path or settings.fraction):
+        raise ConfigError(
+            f"{table} every is {settings.every} but there is nothing to evaluate on: give path, held-out data, or"
+            " fraction, the part of the training data to hold out, like 0.05"
+        )
+    if not settings.every and (named := [f"{name} is {value}" for name, value in given.items() if value]):
+        raise ConfigError(
+            f"{table} {' and '.join(named)} but every is 0, which never evaluates: set every, or leave the others out"
         )
 
 
