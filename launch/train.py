@@ -47,7 +47,7 @@ from dynapipe_ext.launch.job import (
 )
 from dynapipe_ext.launch.outcome import begin_run, keeping_what_ran, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.launch.run_data import PREPARE_LIMIT_S, data_folder, prepare_data
+from dynapipe_ext.launch.run_data import PREPARE_LIMIT_S, RunData, check_data, data_folder, prepare_data, run_data
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory, run_to_resume
 from dynapipe_ext.launch.signals import ending_signals_raise
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
@@ -117,7 +117,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
     finally:
         dist.destroy_process_group()
     if env.rank == 0:  # alone, so that what goes wrong here is said once
-        write_outcome(job.run_dir, config, context.costs, context.dataset, variants(config, compare=False)[0], spans)
+        write_outcome(job.run_dir, config, context.costs, context.data, variants(config, compare=False)[0], spans)
     return 0
 
 
@@ -156,11 +156,11 @@ def _run(
             }
         ).encode()
     shared = json.loads(broadcast_bytes(settled, device))
-    dataset = _dataset(env, config)
+    data = _data(env, config)
     agreed = cost_model_from_json(shared["costs"])
     if job.costs is None:  # dynapipe train has checked this before it forked the ranks
-        check_batches(config, dataset.lengths)
-        check_fits(config, agreed, dataset.lengths)
+        check_data(data, lambda lengths: check_batches(config, lengths))
+        check_data(data, lambda lengths: check_fits(config, agreed, lengths))
     _set_pg_timeout(timedelta(seconds=config.job.timeout_s))  # from here on nobody may be silent for longer
     store = open_store(StoreAddress(shared["url"], shared["password"]), namespace=shared["namespace"])
     stack.callback(store.close)
@@ -168,7 +168,7 @@ def _run(
     context = RankContext(
         rank=env.rank,
         config=config,
-        dataset=dataset,
+        data=data,
         costs=agreed,
         store=store,
         plan_key=bytes.fromhex(shared["plan_key"]),
@@ -183,7 +183,7 @@ def _run(
     if env.rank == 0:
         told, name = store.info(), "cpu" if device.type == "cpu" else _device_name(device)
         info = StoreInfo(told["server"], told["version"])
-        facts = run_facts(config, dataset, info, device=name, num_cores=num_cores())
+        facts = run_facts(config, data.whole, info, device=name, num_cores=num_cores())
         if job.resumed is None:
             begin_run(job.run_dir, config, agreed, facts, chosen)
         else:
@@ -241,18 +241,18 @@ def _embedded_store(env: RankEnv, config: TrainConfig, stack: ExitStack) -> Stor
     return stack.enter_context(RedisServer(binary=config.job.redis_server or None)).address
 
 
-def _dataset(env: RankEnv, config: TrainConfig) -> TokenDataset:
+def _data(env: RankEnv, config: TrainConfig) -> RunData:
     """Rank 0 prepares the data, then the first rank of every other node (a shared file system finds it done)."""
     import torch.distributed as dist
 
     folder = data_folder(config)
     if env.rank == 0:
-        prepare_data(config)
+        run_data(config, prepare_data(config))
     dist.barrier()
     if env.local_rank == 0 and env.rank != 0:
-        prepare_data(config)
+        run_data(config, prepare_data(config))
     dist.barrier()
-    return TokenDataset.open(folder)
+    return run_data(config, TokenDataset.open(folder))
 
 
 def resumed_costs(checkpoint: Path | None) -> CostModel | None:

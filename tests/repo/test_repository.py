@@ -42,6 +42,10 @@ TESTED_COMMANDS = {
     "dynapipe train --resume latest": (
         "tests/integration/test_resume_command.py::test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not"
     ),
+    "dynapipe train --eval-every 100 --eval-data held.jsonl": (
+        "tests/integration/test_evaluation_command.py"
+        "::test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits"
+    ),
     "dynapipe train --split-backward": AS_IT_STANDS,
     "dynapipe train --data my.jsonl --truncate": AS_IT_STANDS,
     "dynapipe train --config mine.toml": AS_IT_STANDS,
