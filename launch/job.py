@@ -136,8 +136,7 @@ def configured_costs(config: TrainConfig, costs: AnalyticCosts) -> AnalyticCosts
 def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, Topology]:
     """The cost model in a JSON file of any kind, over `topology`, or with None over the one it was made for.
 
-    Fitted costs are those of the stages that ran: of another topology they take the number of replicas alone. Errors:
-    DataError for a file that holds none; ConfigError where it cannot be laid out over the topology.
+    Errors: DataError for a file that holds none; ConfigError where it cannot be laid out over the topology.
     """
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -89,10 +89,10 @@ def begin_run(run_dir: Path, config: TrainConfig, costs: CostModel, facts: RunFa
     point_latest_at(run_dir)
 
 
-def resume_run(run_dir: Path, config: TrainConfig, step: int) -> None:
+def resume_run(run_dir: Path, config: TrainConfig, facts: RunFacts, step: int) -> None:
     """Make a directory one of a run that goes on after `step` steps: what came later is run again."""
     write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
-    resume_events(run_dir / EVENTS_FILE, step, num_steps=config.run.steps)
+    resume_events(run_dir / EVENTS_FILE, step, facts, num_steps=config.run.steps)
     point_latest_at(run_dir)
 
 

@@ -187,7 +187,7 @@ def _run(
         if job.resumed is None:
             begin_run(job.run_dir, config, agreed, facts, chosen)
         else:
-            resume_run(job.run_dir, config, first_step)
+            resume_run(job.run_dir, config, facts, first_step)
     request = EndRequest(config.checkpoint.grace_s)
     checkpoints = RunCheckpoints(Path(shared["checkpoints"]), resumed, request, job.end_signals)
     for index, variant in enumerate(chosen):

@@ -11,6 +11,7 @@ import numpy as np
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import ScheduleName, SplitRule, check_fill_waits
+from dynapipe_ext.costs.abilities import replica_collectives_of
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
@@ -134,7 +135,7 @@ class Planner:
 
         Raises ConfigError where neither does: with several replicas, what is unknown cannot be proven.
         """
-        if found := self.collectives or self.costs.replica_collectives:
+        if found := self.collectives or replica_collectives_of(self.costs):
             return found
         if self.topology.dp == 1:
             return ReplicaCollectives()  # of a group of one, whatever they are
@@ -362,7 +363,7 @@ def _check_settings(planner: Planner) -> None:
 
 def _check_collectives(given: ReplicaCollectives | None, costs: CostModel) -> None:
     """Refuse a run whose micro-batches issue other collectives than the costs price. Errors: ConfigError."""
-    known = costs.replica_collectives
+    known = replica_collectives_of(costs)
     if given and known and given.of_micro_batches != known.of_micro_batches:
         raise ConfigError(
             f"collectives {given.of_micro_batches} inside micro-batches and with their gradients were given, but the"

@@ -10,6 +10,15 @@ from dynapipe_ext.costs.layers import COLUMNS, KINDS, LayerKind
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.plan import RECOMPUTES, Recompute
 
+A100_HIDDEN_SIZE = {"gpt_6.7b": 4096, "t5_11b": 1024}
+
+
+def hidden_size_of(model: str) -> int:
+    """Of a published model. Errors: ConfigError for one that is not known."""
+    if model not in A100_HIDDEN_SIZE:
+        raise ConfigError(f"hidden size of model {model!r} is not known ({', '.join(A100_HIDDEN_SIZE)} are): give it")
+    return A100_HIDDEN_SIZE[model]
+
 
 def read_rows(path: Path, tp: int) -> list[dict[str, str]]:
     """Rows of a file that were measured at that tensor-parallel degree."""

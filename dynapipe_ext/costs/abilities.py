@@ -21,6 +21,8 @@ from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 
 if TYPE_CHECKING:
+    from dynapipe_ext.activations import ActivationFormat
+    from dynapipe_ext.collectives import ReplicaCollectives
     from dynapipe_ext.costs.analytic import AnalyticCosts
     from dynapipe_ext.costs.floor import GrowingTimes
     from dynapipe_ext.costs.table_points import TablePoints
@@ -39,6 +41,16 @@ def over_topology(costs: CostModel, topology: Topology | None) -> tuple[CostMode
 def has_decoder(costs: CostModel) -> bool | None:
     """`has_decoder`: whether samples have a decoder side. None without it: tokens of any kind are priced."""
     return cast("bool | None", getattr(costs, "has_decoder", None))
+
+
+def replica_collectives_of(costs: CostModel) -> ReplicaCollectives | None:
+    """`replica_collectives`: what the training that is priced issues over replicas. None without it: unknown."""
+    return cast("ReplicaCollectives | None", getattr(costs, "replica_collectives", None))
+
+
+def activation_format_of(costs: CostModel) -> ActivationFormat | None:
+    """`activation_format`: what the messages that are priced hold. None without it: unknown."""
+    return cast("ActivationFormat | None", getattr(costs, "activation_format", None))
 
 
 def floor_of(costs: CostModel, stage_ranks: Sequence[int], *, split: bool) -> TablePoints | GrowingTimes | None:

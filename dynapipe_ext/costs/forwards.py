@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.costs.abilities import costs_as_json, shape_prices
+from dynapipe_ext.costs.abilities import activation_format_of, costs_as_json, replica_collectives_of, shape_prices
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -36,11 +36,11 @@ class ForwardCosts:
 
     @property
     def replica_collectives(self) -> ReplicaCollectives | None:
-        return self.base.replica_collectives
+        return replica_collectives_of(self.base)
 
     @property
     def activation_format(self) -> ActivationFormat | None:
-        return self.base.activation_format
+        return activation_format_of(self.base)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         """Errors: PlanError for a micro-batch that asks for recomputation, and for what `base` cannot price."""

@@ -1,4 +1,4 @@
-"""Cost models as JSON, whichever of the four they are, for training or forwards alone: how planners receive them."""
+"""Cost models as JSON, whichever of the three they are, for training or forwards alone: how planners receive them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from dynapipe_ext.costs.abilities import costs_as_json
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.fitted import BaseCosts, FittedCosts
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.table import CostTable
@@ -16,18 +15,13 @@ from dynapipe_ext.errors import ConfigError, DataError, short
 
 
 def cost_model_to_json(model: CostModel) -> dict[str, Any]:
-    """A cost model as JSON; its "kind" says which of the four it is, or that it is one of forwards alone. Errors:
+    """A cost model as JSON; its "kind" says which of the three it is, or that it is one of forwards alone. Errors:
     ConfigError for one of another kind."""
     return costs_as_json(model)
 
 
 def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
     """The cost model that `cost_model_to_json` wrote."""
-    if raw.get("kind") == "fitted":
-        base = raw.get("base")
-        if not isinstance(base, Mapping):
-            raise DataError(f"fitted costs have the base {base!r}, not a cost model: fit them again")
-        return FittedCosts.from_json(raw, _base_from_json(base))
     if raw.get("kind") == "forwards":
         base = raw.get("base")
         if not isinstance(base, Mapping) or base.get("kind") == "forwards":
@@ -36,7 +30,7 @@ def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
     return _base_from_json(raw)
 
 
-def _base_from_json(raw: Mapping[str, Any]) -> BaseCosts:
+def _base_from_json(raw: Mapping[str, Any]) -> CostModel:
     match raw.get("kind"):
         case "analytic":
             return AnalyticCosts.from_json(raw)
@@ -45,4 +39,4 @@ def _base_from_json(raw: Mapping[str, Any]) -> BaseCosts:
         case "tokens":
             return TokenCosts.from_json(raw)
         case other:
-            raise ConfigError(f"cost model has kind {other!r}: expected analytic, table, tokens or fitted")
+            raise ConfigError(f"cost model has kind {other!r}: expected analytic, table or tokens")

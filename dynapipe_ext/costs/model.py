@@ -9,8 +9,6 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.plan import MicroBatch, Recompute
 
 IntArray = npt.NDArray[np.int64]
@@ -125,16 +123,6 @@ class CostModel(Protocol):
 
     @property
     def num_stages(self) -> int: ...
-
-    @property
-    def replica_collectives(self) -> ReplicaCollectives | None:
-        """What the training that is priced issues over replicas; None where the costs do not say."""
-        ...
-
-    @property
-    def activation_format(self) -> ActivationFormat | None:
-        """What the messages that are priced hold; None where the costs do not say."""
-        ...
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts: ...
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
-from dynapipe_ext.costs.a100 import read_grids, read_parameter_bytes
+from dynapipe_ext.costs.a100 import hidden_size_of, read_grids, read_parameter_bytes
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import KINDS, WEIGHT, LayerKind, layers_of_stages, stage_values, weight_as_backward
 from dynapipe_ext.costs.links import Links
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dynapipe_ext.costs.table_points import TablePoints
 
 FORMAT = "dynapipe-costs/1"
-A100_HIDDEN_SIZE = {"gpt_6.7b": 4096, "t5_11b": 1024}
 STATES_PER_PARAMETER_BYTE = (2.0, 6.0)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
 _VALUE_BYTES = 2
 HEAD_PEAK = "peak_mb"  # a column that not every measurement has
@@ -385,15 +384,10 @@ class CostTable:
 
         Their peaks are those of forwards: working bytes count in F alone, as in their own planner.
         """
-        hidden = hidden_size or A100_HIDDEN_SIZE.get(model)
-        if hidden is None:
-            raise ConfigError(
-                f"hidden size of model {model!r} is not known ({', '.join(A100_HIDDEN_SIZE)} are): give it"
-            )
         return cls(
             grids=read_grids(Path(directory), model, topology.tp),
             parameter_bytes=read_parameter_bytes(Path(directory), model, topology.tp),
-            hidden_size=hidden,
+            hidden_size=hidden_size or hidden_size_of(model),
             num_layers=num_layers,
             topology=topology,
             lm_head=lm_head,

@@ -4,9 +4,9 @@
     batches = arranged(batches, lengths, by="random", seed=1)
     rows = padded([tokens[i] for i in batches[0]], side="left")
 
-Records are made of fields by `make_record`, and by `tokenize_records` in several processes. Each planner returns lists of
-record indices and puts every record into one batch. Sorting by length ("smart batching") is what makes dynamic padding
-cheap; `smart=False` keeps the records' own order.
+Records are made of fields by `make_record`, and by `tokenize_records` in several processes. Each planner returns lists
+of record indices and puts every record into one batch. Sorting by length ("smart batching") is what makes dynamic
+padding cheap; `smart=False` keeps the records' own order.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class RankTrace:
                 elif kind is Collective:
                     self.collectives.append((place, event))
                 else:
-                    raise self.fail("is no instruction")
+                    raise self.fail(f"is no instruction but a {kind.__qualname__}")
         self.peak_bytes = peak_bytes
 
     def fail(self, problem: str, place: int | None = None) -> VerificationError:

@@ -12,9 +12,10 @@ import numpy as np
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.abilities import has_decoder
+from dynapipe_ext.costs.a100 import A100_HIDDEN_SIZE
+from dynapipe_ext.costs.abilities import activation_format_of, has_decoder, replica_collectives_of
 from dynapipe_ext.costs.model import CostModel, IntArray
-from dynapipe_ext.costs.table import A100_HIDDEN_SIZE, CostTable
+from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.launch.job import (
@@ -127,7 +128,7 @@ def messages(args: argparse.Namespace, config: TrainConfig, costs: CostModel) ->
             raise ConfigError(f"--hidden-size is {short(args.hidden_size)} but must be 1 to {MOST_HIDDEN_SIZE:,}")
         return ActivationFormat(args.hidden_size, config.model.dtype, first_decoder_stage=0)
     is_configured = args.config or not (args.costs or config.plan.costs)
-    found = costs.activation_format
+    found = activation_format_of(costs)
     if is_configured and (found is None or found.first_decoder_stage is None):
         return configured_format(config)
     if found is None:
@@ -140,7 +141,7 @@ def messages(args: argparse.Namespace, config: TrainConfig, costs: CostModel) ->
 
 def run_collectives(costs: CostModel) -> ReplicaCollectives:
     """Over replicas: as the costs know them, else those of `dynapipe train`."""
-    return costs.replica_collectives or TRAIN_COLLECTIVES
+    return replica_collectives_of(costs) or TRAIN_COLLECTIVES
 
 
 def memory_limit_bytes(args: argparse.Namespace, config: TrainConfig) -> int:

@@ -15,7 +15,7 @@ micro-batch with that sample in it falls below makes sum(c) / dp a bound of the 
   linear programme of two unknowns, solved at its corners. Between points T is linear and a l + b l^2 convex in
   l, so points suffice. For an encoder-decoder one of e, d, e + d and (e + d)^2 takes the place of both.
   Padded rows keep to the same rule, so a mixture does.
-* **Counted, fitted and token costs**, rows of either layout: T = overhead + a tokens + b squares with nothing negative,
+* **Counted and token costs**, rows of either layout: T = overhead + a tokens + b squares with nothing negative,
   and a row holds at least its samples' tokens and squared lengths. So c = T / N for N = the batch's samples in one
   micro-batch of rows of this sample's length: the overhead is paid at least once. Experts with a capacity compute it
   rounded up to whole rows, by no more than one token costs alone, which is taken off.

@@ -78,7 +78,7 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
         model, ddp, optimizer = build(case, topology, env.rank)
         groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
         transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
-        stage = MegatronStage(ddp, dropout=case.dropout > 0)
+        stage = MegatronStage([ddp], dropout=case.dropout > 0)
         executor = PipelineExecutor(stage, transport)
         shards = topology.tp if case.sequence_parallel else 1
         form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=shards)
@@ -87,7 +87,7 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
             if not saves:
                 losses += load_checkpoint(latest(root), ddp, optimizer, model=sizes(case)).run.losses
             for step in range(len(losses), END):
-                plan = lower(*step_plan_of(case, step), form)[me.dp_rank][me.pp_rank]
+                plan = lower(step_plan_of(case, step), form)[me.dp_rank][me.pp_rank]
                 samples = samples_of(step)
                 batches = [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches]
                 losses.append(executor.execute(plan, batches))

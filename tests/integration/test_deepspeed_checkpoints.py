@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 import torch
 import transformers
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint, recognises
@@ -395,8 +395,3 @@ def test_a_stage_of_a_pipeline_that_is_absent_is_named(pipelines: Path, tmp_path
     (tag / "mp_rank_01_model_states.pt").unlink()
     with pytest.raises(DataError, match="model states of 2 ranks are needed but rank 1 has none"):
         open_checkpoint(folder)
-
-
-def test_ranks_cannot_be_asked_for(runs: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave out --tp, --pp"):
-        prepare_conversion(runs / "stage1", tmp_path / "ours", "deepspeed", WriterOptions(tp=2))

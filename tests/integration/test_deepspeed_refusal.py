@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cluster import JobError
 from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
@@ -21,3 +22,8 @@ def test_an_engine_of_stage_3_refuses_a_universal_checkpoint_without_load_univer
     with pytest.raises(JobError):
         load_runs([(tmp_path / "ours", Run(tied, 3), {"load_module_only": True})], tmp_path, num_ranks=1)
     assert "Error(s) in loading state_dict" in capfd.readouterr().err
+
+
+def test_ranks_cannot_be_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave out --tp, --pp"):
+        prepare_conversion(saved(tied(), tmp_path / "hf"), tmp_path / "ours", "deepspeed", WriterOptions(tp=2))

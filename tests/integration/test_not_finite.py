@@ -39,13 +39,13 @@ class Rank:
         self.model, self.ddp, _ = build(self.case, ALL, env.rank)
         self.optimizer = MegatronOptimizer(self.ddp, self.ddp.config, settings, num_steps=20)
         self.transport = StrictTransport(ALL, env.rank, make_pipeline_groups(ALL, env.rank, timeout_s=60), timeout_s=30)
-        self.stage = MegatronStage(self.ddp)
+        self.stage = MegatronStage([self.ddp])
         self.executor = PipelineExecutor(self.stage, self.transport)
 
     def step(self, step: int, spoil=None):
         """The update's outcome, or its error as text; `spoil(plan, batches)` gives the plan to run."""
         form = ActivationFormat(self.case.model.shape.hidden_size)
-        plan = lower(*step_plan_of(self.case, step), form)[self.me.dp_rank][self.me.pp_rank]
+        plan = lower(step_plan_of(self.case, step), form)[self.me.dp_rank][self.me.pp_rank]
         batches = [tensors_of(m, samples_of(step), "tokens") for m in plan.micro_batches]
         if spoil is not None:
             plan = spoil(plan, batches)
@@ -102,7 +102,7 @@ def test_what_is_not_finite_stops_all_ranks_before_a_weight_changes(distributed,
         rank.leave()
         return messages, is_same
 
-    plan = lower(*step_plan_of(Case(ALL), 1), ActivationFormat(32))[1][0]
+    plan = lower(step_plan_of(Case(ALL), 1), ActivationFormat(32))[1][0]
     samples = ", ".join(str(sample.index) for sample in plan.micro_batches[1].samples)
     found = run_ranks(8, main)
     assert len({tuple(messages) for messages, _ in found}) == 1

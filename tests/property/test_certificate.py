@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.fitted import Fit, FittedCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, Grid
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
@@ -302,22 +301,6 @@ SHAPE = Architecture.gpt(
 EXPERTS = replace(SHAPE, num_experts=4, top_k=2)
 
 
-def fitted(*, split: bool) -> FittedCosts:
-    """Coefficients that differ by stage and kind; where backwards were split, W is at times above its share."""
-    rng = np.random.default_rng(5)
-    fits = []
-    for stage in range(2):
-        for kind, recompute in (("F", "none"), *([("I", "none"), ("W", "none")] if split else [("B", "none")])):
-            a, b, c = rng.uniform(1e4, 9e4), rng.uniform(50, 900), rng.uniform(0.1, 2.0)
-            fits.append(
-                Fit(
-                    stage=stage, kind=kind, recompute=recompute, overhead_ns=a, ns_per_token=b, ns_per_square=c,
-                    num_observations=9, held_out_error=0.0,
-                )
-            )  # fmt: skip
-    return FittedCosts(TokenCosts(2), tuple(fits), 100)
-
-
 @pytest.mark.parametrize(
     "costs",
     [
@@ -326,10 +309,8 @@ def fitted(*, split: bool) -> FittedCosts:
         AnalyticCosts(
             EXPERTS, Topology(pp=2, layers_per_stage=(1, 1)), flops_per_s=1e8, overhead_ns=3_000, capacity_factor=1.3
         ),
-        fitted(split=False),
-        fitted(split=True),
     ],
-    ids=["tokens", "analytic", "experts", "fitted", "fitted split"],
+    ids=["tokens", "analytic", "experts"],
 )
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 def test_no_plan_beats_the_batch_bound_of_a_cost_model_without_a_grid(costs: CostModel, split: bool) -> None:

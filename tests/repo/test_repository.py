@@ -161,3 +161,35 @@ def test_the_scripts_are_sound(root: Path) -> None:
         text = (root / script).read_text()
         assert script == "launch/setup.sh" or "set -euo pipefail" in text, script  # setup.sh is sourced by the others
         assert (root / script).stat().st_mode & 0o100 or script == "launch/setup.sh", script
+
+
+def test_the_walk_through_the_code_has_eight_files_that_hold_what_it_says(root: Path) -> None:
+    text = (root / ".github/CONTRIBUTING.md").read_text()
+    walk = text.partition("## Follow one micro-batch\n")[2].partition("\n## ")[0]
+    steps = re.findall(r"^\d+\. `([^`]+)`: (.*)$", walk, re.M)
+    assert 1 <= len(steps) <= 8
+    for path, says in steps:
+        source = (root / path).read_text()
+        names = [name.rpartition(".")[2] for name in re.findall(r"`([A-Za-z_.]+)`", says)]
+        assert [name for name in names if name not in source] == [], path
+
+
+def test_paths_that_contributors_are_told_exist(root: Path) -> None:
+    text = (root / ".github/CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`((?:dynapipe_ext|schedules|executor|tools|launch|tests)/[\w./]+)`", text)
+    assert len(paths) > 20
+    assert [path for path in paths if not (root / path).exists()] == []
+
+
+def test_every_folder_says_what_lives_there(root: Path) -> None:
+    folders = {
+        file.parent
+        for top in ("dynapipe_ext", "schedules", "executor", "tools", "launch")
+        for file in (root / top).rglob("*.py")
+    }
+    silent = []
+    for folder in sorted(folders):
+        words = (folder / "__init__.py").read_text().partition('"""')[2].partition('"""')[0].split()
+        if len(words) < 20:
+            silent.append(folder.relative_to(root).as_posix())
+    assert silent == []

@@ -7,8 +7,6 @@ import json
 
 import numpy as np
 
-from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.fitted import Observation, fit_costs
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.surface import Measured, ModelPart, left_out_errors
 from dynapipe_ext.inference.memory_training import fit_phases
@@ -49,21 +47,12 @@ def found() -> dict[str, object]:
     table = cost_table(profile, within, SHAPE, value_bytes=4)
     points = {(r, n): 1e-6 * r * n for r, n in [(1, 16), (1, 128), (8, 16), (8, 128), (4, 64)]}
     random = np.random.default_rng(0)
-    recorded = [
-        Observation(
-            stage=0, kind=kind, recompute="none", tokens=t, squares=t * n, row_len=n, seconds=1e-6 * t + 1e-9 * n
-        )
-        for kind in ("F", "B")
-        for t, n in random.integers(16, 2000, (30, 2)).tolist()
-    ]
-    fitted = fit_costs(recorded, AnalyticCosts(SHAPE, Topology()))
     lengths = random.integers(16, 500, 60).tolist()
-    plan = Planner(Topology(pp=2), table.over(Topology(pp=2)), memory_limit_bytes=1e9, seed=0).plan(lengths)
+    plan = Planner(Topology(pp=2), table.over(Topology(pp=2))[0], memory_limit_bytes=1e9, seed=0).plan(lengths)
     return {
         "errors of shapes": [(shape, error) for shape, error in profile.errors(within).items()],
         "surface of the simplest fit": list(left_out_errors(points).values()),
         "table": table.to_json(),
-        "fitted": fitted.to_json(),
         "coefficients": quadratic_coefficients(table, [16, 100, 300, 512]),
         "plan": repr(plan),
     }

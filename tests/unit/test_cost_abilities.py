@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dynapipe_ext.costs.abilities import floor_of, has_decoder, over_topology, recounted, shape_prices
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.fitted import Fit, FittedCosts
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
@@ -91,24 +89,6 @@ def test_a_model_of_ones_own_may_promise_a_floor_and_is_bounded_by_it() -> None:
     assert own is not None
     assert full is not None
     assert own.bound_ns(2) == full.bound_ns(2) > 0
-
-
-def test_the_floor_of_runs_that_recomputed_all_is_under_their_own_times() -> None:
-    """Recorded in two parts under full recomputation alone, W being that of such runs."""
-    ns = {"F": ("none", 1.0), "I": ("full", 2.0), "W": ("full", 0.5)}
-    fits = tuple(
-        Fit(
-            stage=stage, kind=kind, recompute=recompute, overhead_ns=100.0, ns_per_token=factor, ns_per_square=0.01,
-            num_observations=9, held_out_error=0.0,
-        )
-        for stage in range(2)
-        for kind, (recompute, factor) in ns.items()
-    )  # fmt: skip
-    costs = FittedCosts(TokenCosts(2), fits, 100)
-    found = costs.floor((0, 1), split=True).padded(3, np.array([[50, 0]]))
-    priced = costs.evaluate_shapes([3], [50], 0, "full")
-    assert found.forward.tolist() == priced.forward_ns.tolist()
-    assert found.backward.tolist() == priced.backward_ns.tolist()
 
 
 def test_costs_in_the_form_of_earlier_versions_are_read_as_they_were() -> None:

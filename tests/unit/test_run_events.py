@@ -22,6 +22,7 @@ from dynapipe_ext.tools.account.run_events import (
     curves,
     read_events,
     report_of,
+    resume_events,
     start_events,
     validation_points,
 )
@@ -83,6 +84,17 @@ def test_steps_that_a_resumed_run_does_again_count_once(tmp_path: Path) -> None:
     assert report.result.losses == (0.4, 0.125, 0.25)
     assert report.result.first_step == 4
     assert [(number, tokens) for number, tokens, _ in curves(report)["ours"]] == [(5, 900), (6, 1800), (7, 2700)]
+
+
+def test_a_run_that_goes_on_keeps_the_steps_before_and_says_what_it_runs_on_now(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    start_events(path, FACTS, [OURS], num_steps=10)
+    add(path, "ours", a_step(0), a_step(1), a_step(2))
+    now = replace(FACTS, topology=Topology(tp=1, pp=4, dp=1))
+    resume_events(path, 2, now, num_steps=20)
+    events = read_events(path)
+    assert (events.facts, events.num_steps) == (now, 20)
+    assert [done.step for done in events.variants[0][1]] == [0, 1]
 
 
 def test_a_loss_that_is_no_number_is_null_and_read_again(tmp_path: Path) -> None:

@@ -92,7 +92,9 @@ def test_a_collective_that_waits_for_a_rank_that_waits_for_a_transfer_is_a_deadl
     early = entering(first, lambda i: isinstance(i, WaitSend))
     late = entering(first, lambda i: isinstance(i, Backward))
     verify_step([[early, second]], STAGE_RANKS, [1])
-    with pytest.raises(VerificationError, match=r"deadlock: .*rank 0 of replica 0 at its WaitRecv.*rank 1.* its norm"):
+    with pytest.raises(
+        VerificationError, match=r"deadlock: .*rank 0 of replica 0 at its Wait for the receipt.*rank 1.* its norm"
+    ):
         verify_step([[late, second]], STAGE_RANKS, [1])
 
 

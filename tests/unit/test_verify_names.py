@@ -95,7 +95,7 @@ def test_what_is_no_instruction_is_refused():
     class Forwards(Forward):
         """Not the instruction that the engine runs, whatever it inherits."""
 
-    with pytest.raises(VerificationError, match=r"instruction 1 .*Forwards.*: is no instruction"):
+    with pytest.raises(VerificationError, match=r"instruction 1 0F0: is no instruction but a .*Forwards"):
         verify([[Load(0), Forwards(0, 0), Backward(0, 0)]], range(1), 1)
     halves = [Load(0), Forward(0, 0), BackwardInput(0, 0), BackwardWeight(0, 0)]
     assert verify([halves], range(1), 1) == verify([[Load(0), Forward(0, 0), Backward(0, 0)]], range(1), 1) == [0]

@@ -12,7 +12,6 @@ import pytest
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.fitted import Fit, FittedCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, VerificationError
@@ -60,18 +59,6 @@ def samples() -> list[SampleLength]:
     return [SampleLength(i, int(n)) for i, (n, *_) in enumerate(LENGTHS)]
 
 
-def fitted(base: AnalyticCosts) -> FittedCosts:
-    kinds = [(stage, kind) for stage in range(2) for kind in "FB"]
-    fits = [
-        Fit(
-            stage=stage, kind=kind, recompute="none", overhead_ns=1.0, ns_per_token=1.0, ns_per_square=0.0,
-            num_observations=9, held_out_error=0.0,
-        )
-        for stage, kind in kinds
-    ]  # fmt: skip
-    return FittedCosts(base, tuple(fits), 90)
-
-
 @dataclass(frozen=True)
 class OneReplicaOtherwise:
     """A planner whose last replica runs all its forwards first."""
@@ -103,9 +90,8 @@ def published(costs: CostModel) -> MemoryStore:
         (SHARDED, False),
         (replace(SHARDED, zero_stage=3), False),
         (replace(SHARDED, zero_stage=0, ep=2), False),
-        (fitted(SHARDED), False),
     ],
-    ids=["zero1", "zero2", "zero3", "experts", "fitted-zero2"],
+    ids=["zero1", "zero2", "zero3", "experts"],
 )
 def test_unequal_counts_are_published_only_where_nothing_inside_micro_batches_crosses_replicas(
     costs: CostModel, is_proven: bool
@@ -144,7 +130,6 @@ def test_a_cost_model_says_what_its_training_issues_over_replicas_or_that_it_doe
     assert replace(three, ep=2).replica_collectives.inside == (*gathers, "expert all-to-all")
     assert SHARDED.replica_collectives.of_micro_batches == ((), ("gradient scatter",))
     assert replace(SHARDED, zero_stage=1).replica_collectives == ReplicaCollectives()
-    assert fitted(SHARDED).replica_collectives == SHARDED.replica_collectives
     assert TokenCosts(2).replica_collectives is None
 
 

@@ -56,25 +56,29 @@ class RunEvents:
 
 def start_events(path: Path, facts: RunFacts, variants: Sequence[VariantLabel], *, num_steps: int) -> None:
     """Write the first line, in the place of an older file."""
+    write_atomic(path, _header(facts, variants, num_steps))
+
+
+def _header(facts: RunFacts, variants: Sequence[VariantLabel], num_steps: int) -> str:
     header = {"format": FORMAT, "num_steps": num_steps, "variants": [asdict(v) for v in variants], **facts.to_json()}
-    write_atomic(path, json.dumps(header, allow_nan=False) + "\n")
+    return json.dumps(header, allow_nan=False) + "\n"
 
 
-def resume_events(path: Path, step: int, *, num_steps: int) -> None:
-    """Keep the first `step` steps of a run that goes on from there to `num_steps`. Errors: DataError."""
+def _line(variant: str, done: StepDone) -> str:
+    return json.dumps({"variant": variant, **step_json(done)}, allow_nan=False) + "\n"
+
+
+def resume_events(path: Path, step: int, facts: RunFacts, *, num_steps: int) -> None:
+    """Keep the first `step` steps of a run that goes on from there to `num_steps`, under the `facts` of now (a run may
+    go on with another topology). What is there is replaced whole, or not at all. Errors: DataError."""
     events = read_events(path)
     if len(events.variants) > 1:
         raise DataError(
             f"{path} compares {len(events.variants)} ways of planning: a run of one of them can go on, not all"
         )
     labels = [label for label, _ in events.variants]
-    start_events(path, events.facts, labels, num_steps=num_steps)
-    for label, steps in events.variants:
-        kept = EventsFile(path, label.name)
-        for done in steps:
-            if done.step < step:
-                kept.step_done(done)
-        kept.close()
+    kept = [_line(label.name, done) for label, steps in events.variants for done in steps if done.step < step]
+    write_atomic(path, _header(facts, labels, num_steps) + "".join(kept))
 
 
 class EventsFile:
@@ -85,7 +89,7 @@ class EventsFile:
         self._file = path.open("ab", buffering=0)
 
     def step_done(self, done: StepDone) -> None:
-        line = json.dumps({"variant": self._variant, **step_json(done)}, allow_nan=False).encode() + b"\n"
+        line = _line(self._variant, done).encode()
         try:
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

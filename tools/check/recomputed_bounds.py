@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.fitted import FittedCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
@@ -26,7 +25,7 @@ from dynapipe_ext.plan import RECOMPUTES, Recompute
 FloatArray = npt.NDArray[np.float64]
 ByteNeed = tuple[int, int]  # encoder, decoder positions of a sample
 MachineJob = tuple[int, int, int]  # earliest start, duration, least time from its end to the micro-batch's end; ns
-_Priced = AnalyticCosts | CostTable | FittedCosts | TokenCosts
+_Priced = AnalyticCosts | CostTable | TokenCosts
 
 
 def replica_bounds_ns(
@@ -139,7 +138,7 @@ def batch_bound_ns(
             table = costs
         case AnalyticCosts() if packed and costs.capacity_factor:
             return None  # capacities are rounded up for the row as a whole: no sample has a share of its own
-        case AnalyticCosts() | FittedCosts() | TokenCosts():
+        case AnalyticCosts() | TokenCosts():
             pass
         case _:
             return None
