@@ -164,6 +164,18 @@ def test_evaluations_have_no_dropout_leave_training_alone_and_are_told_with_thei
     assert [done.loss for done in run(evaluated=True).steps] == [done.loss for done in run(evaluated=False).steps]
 
 
+def test_every_evaluation_takes_the_same_batches() -> None:
+    run = Run()
+    planner = Planner(Topology(), TokenCosts(num_stages=1), memory_limit_bytes=1e9, format=ActivationFormat(16))
+    with DynaPipeDataLoader(Samples(), planner.for_forwards(), batch_size=3, shuffle=True) as loader:
+        settings = EvalSettings(every=1, steps=2, fraction=0.5)
+        evaluation = PeriodicEvaluation(run.executors.plain, loader, [run.model], settings, num_steps=NUM_STEPS)
+        first, again = evaluation(0), evaluation(1)
+    assert first is not None
+    assert again is not None
+    assert (again.loss, again.real_tokens, again.num_samples) == (first.loss, first.real_tokens, 6)
+
+
 def _loss_of(model: Any) -> float:
     """Over target tokens, one sample at a time, without dropout."""
     total, samples = 0.0, Samples()
