@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
+from dynapipe_ext.config_values import checked_value, refuse_out_of_bounds, refuse_unknown
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.presets import read_model
@@ -136,8 +136,9 @@ class OptimizerSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
     """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and always at its end. The
-    `keep_last` newest stay (0: all), with `keep_best` also that of the least loss. `background`: training goes on while
-    a copy is written. A run that is asked to end by a signal saves and has ended within `grace_s`."""
+    `keep_last` newest stay (0: all), with `keep_best` also that of the least loss, by validation where there is one.
+    `background`: training goes on while a copy is written. A run that is asked to end by a signal saves and has ended
+    within `grace_s`."""
 
     save_every: int = 0
     save_minutes: float = 0.0
@@ -145,6 +146,18 @@ class CheckpointSettings:
     keep_best: bool = False
     background: bool = False
     grace_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSettings:
+    """The validation loss is taken every `every` steps (0: never) and after the last one, over the first `steps` global
+    batches of a fixed order (0: all). The data are those in `path`, text or tokens, by the training data's tokenizer;
+    or the `fraction` of the training data's samples that is drawn by the seed and never trained on."""
+
+    every: int = 0
+    steps: int = 0
+    path: str = ""
+    fraction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +180,7 @@ class TrainConfig:
     plan: PlanSettings = field(default_factory=PlanSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    eval: EvalSettings = field(default_factory=EvalSettings)
     job: JobSettings = field(default_factory=JobSettings)
 
     @classmethod
@@ -181,15 +195,15 @@ class TrainConfig:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:
         tables = get_type_hints(cls)
-        _refuse_unknown(raw, tables, where)
+        refuse_unknown(raw, tables, where)
         built = {}
         for name, table in tables.items():
             values = raw.get(name, {})
             if not isinstance(values, Mapping):
                 raise ConfigError(f"{where}: {name} must be a table like [{name}]")
             hints = {key: hint for key, hint in get_type_hints(table).items() if key != _READ}
-            _refuse_unknown(values, hints, f"{where}: [{name}]")
-            checked = {key: _checked(v, hints[key], f"{where}: [{name}] {key}") for key, v in values.items()}
+            refuse_unknown(values, hints, f"{where}: [{name}]")
+            checked = {key: checked_value(v, hints[key], f"{where}: [{name}] {key}") for key, v in values.items()}
             built[name] = table(**checked)
         built["model"] = _described(built["model"], raw.get("model", {}), where)
         config = cls(**built)
@@ -210,7 +224,7 @@ class TrainConfig:
 
     def check(self, where: str) -> None:
         """Refuse values that no run can work with; what depends on the data is checked where it is known."""
-        _refuse_out_of_bounds(self, where)
+        refuse_out_of_bounds(self.to_json(), where)
         data, optimizer = self.data, self.optimizer
         if (data.tokens_per_batch > 0) == (data.batch_size > 0):
             raise ConfigError(
@@ -231,6 +245,7 @@ class TrainConfig:
             )
         check_fill_waits(self.plan.fill_waits, self.plan.schedule, self.plan.split_backward, f"{where}: [plan] ")
         self._check_placement(where)
+        _check_evaluation(self.eval, where)
         self._check_heads(where)
 
     def _check_placement(self, where: str) -> None:
@@ -275,37 +290,6 @@ class TrainConfig:
             )
 
 
-_AT_LEAST = {
-    "run": {"steps": 1, "seed": 0, "log_every": 1, "traced_steps": 0},
-    "topology": {"tp": 1, "pp": 1, "dp": 1, "stages_per_rank": 0},
-    "model": {
-        "num_layers": 1,
-        "hidden_size": 1,
-        "num_heads": 1,
-        "num_query_groups": 1,
-        "ffn_hidden_size": 1,
-        "max_seq_len": 1,
-    },
-    "data": {
-        "num_samples": 1,
-        "vocab_size": 1,
-        "tokens_per_batch": 0,
-        "batch_size": 0,
-        "num_workers": 0,
-        "prefetch_steps": 1,
-    },
-    "plan": {"pad_multiple": 1, "max_tokens": 0, "effort": 0},
-    "optimizer": {"min_lr": 0, "warmup_steps": 0, "weight_decay": 0, "clip_grad": 0, "max_skips": 1},
-    "checkpoint": {"save_every": 0, "save_minutes": 0, "keep_last": 0},
-}
-_ABOVE_ZERO = {
-    "plan": ("memory_limit_gb",),
-    "optimizer": ("lr",),
-    "checkpoint": ("grace_s",),
-    "job": ("timeout_s",),
-}
-
-
 def check_fill_waits(fill_waits: bool, schedule: ScheduleName, split_backward: bool, where: str = "") -> None:
     """Refuse to fill waits where there is nothing to fill them with. Errors: ConfigError."""
     if fill_waits and not (split_backward if schedule == "adaptive" else schedule in SPLIT_SCHEDULES):
@@ -313,6 +297,27 @@ def check_fill_waits(fill_waits: bool, schedule: ScheduleName, split_backward: b
             f"{where}fill_waits needs weight gradients (W) of their own, but schedule {schedule!r} with split_backward"
             f" {split_backward} has none: take the adaptive schedule with split_backward, or one of"
             f" {', '.join(SPLIT_SCHEDULES)}"
+        )
+
+
+def _check_evaluation(settings: EvalSettings, where: str) -> None:
+    """Refuse an evaluation without data, with two kinds of them, or data that no evaluation reads."""
+    table, given = f"{where}: [eval]", {"path": settings.path, "fraction": settings.fraction, "steps": settings.steps}
+    if not 0 <= settings.fraction < 1:
+        raise ConfigError(f"{table} fraction is {settings.fraction} but must be at least 0 and below 1")
+    if settings.path and settings.fraction:
+        raise ConfigError(
+            f"{table} path is {settings.path} and fraction is {settings.fraction}: evaluate on data of their own or on"
+            " a part of the training data, leave one out"
+        )
+    if settings.every and not (settings.path or settings.fraction):
+        raise ConfigError(
+            f"{table} every is {settings.every} but there is nothing to evaluate on: give path, held-out data, or"
+            " fraction, the part of the training data to hold out, like 0.05"
+        )
+    if not settings.every and (named := [f"{name} is {value}" for name, value in given.items() if value]):
+        raise ConfigError(
+            f"{table} {' and '.join(named)} but every is 0, which never evaluates: set every, or leave the others out"
         )
 
 
@@ -349,38 +354,3 @@ def _described(model: ModelSettings, said: Mapping[str, Any], where: str) -> Mod
         if name in own and getattr(model, name) != own[name]:
             raise ConfigError(f"{place} has {name} {own[name]}, but {name} is {getattr(model, name)}: leave it out")
     return replace(model, described=a, **own)
-
-
-def _refuse_out_of_bounds(config: TrainConfig, where: str) -> None:
-    for table, values in config.to_json().items():
-        for name, value in values.items():
-            said = f"{where}: [{table}] {name} is {value}"
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{said} but must be a finite number")
-            if name in _ABOVE_ZERO.get(table, ()) and value <= 0:
-                raise ConfigError(f"{said} but must be above 0")
-            least = _AT_LEAST.get(table, {}).get(name)
-            if least is not None and value < least:
-                raise ConfigError(f"{said} but must be at least {least}")
-
-
-def _refuse_unknown(values: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
-    if unknown := sorted(values.keys() - known.keys()):
-        raise ConfigError(f"{where}: unknown {unknown}; known are {sorted(known)}")
-
-
-def _checked(value: Any, hint: Any, where: str) -> Any:
-    """A TOML value as the type of its field: integers pass for floats, lists for tuples, choices must match."""
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise ConfigError(f"{where} is {value!r}: choose from {list(get_args(hint))}")
-        return value
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple) or any(not isinstance(v, int) or isinstance(v, bool) for v in value):
-            raise ConfigError(f"{where} is {value!r} but must be a list of integers")
-        return tuple(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(f"{where} is {value!r} but must be of type {hint.__name__}")
-    return value

@@ -2,7 +2,7 @@
 
     every rank: StepDone ─► listeners          every `log_every` steps: RankFigures of each rank ─► AllRanks in StepDone
 
-A listener may be the user's progress bar, a file, a checkpoint, an evaluation: the loop knows none of them.
+A listener may be the user's progress bar, a file, a checkpoint: the loop knows none of them.
 """
 
 from __future__ import annotations
@@ -97,6 +97,26 @@ def _bubble_ratio(busy_s: float, num_ranks: int, makespan_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvalDone:
+    """An evaluation of the weights after step `step` (a plan's number, from 0), on all ranks.
+
+    `loss` is over the whole set as over one batch: the sum of losses by what they are divided by (target tokens, or
+    samples). `real_tokens` and `num_samples` of all replicas; `seconds` of this rank.
+    """
+
+    step: int
+    loss: float
+    real_tokens: int
+    num_samples: int
+    seconds: float
+
+    @property
+    def number(self) -> int:
+        """How many steps the evaluated weights have been trained."""
+        return self.step + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     """The end of a step, as one rank saw it.
 
@@ -105,7 +125,8 @@ class StepDone:
     those of the global batch, equal on all ranks. The rest is the rank's own: `step_s` from the end of the step before,
     `executed_s` of that in the executor, CPU seconds of this process, the most bytes held so far, and what its plan
     predicted. `refused` says why a step changed no weights (its `grad_norm` is then not a number). `all_ranks` is
-    None where figures were not gathered. `spans` are those of a traced step, seconds from the first start on any rank,
+    None where figures were not gathered, `evaluation` where the step was not followed by one; the time of one is in no
+    step's figures. `spans` are those of a traced step, seconds from the first start on any rank,
     else none.
     """
 
@@ -127,6 +148,7 @@ class StepDone:
     predicted_peak_bytes: int
     refused: str = ""
     all_ranks: AllRanks | None = None
+    evaluation: EvalDone | None = None
     spans: tuple[Span, ...] = ()
 
     @property
@@ -142,7 +164,7 @@ class StepDone:
 class Listener(Protocol):
     """Told of every step of a run, on the rank it was given to.
 
-    One that communicates (a checkpoint, an evaluation) is given to all ranks, in one order: the loop tells them in the
+    One that communicates (a checkpoint) is given to all ranks, in one order: the loop tells them in the
     order of its list, before the next step begins. An exception ends the run.
     """
 

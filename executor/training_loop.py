@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.events import AllRanks, Listener, RankFigures, StepDone
+from dynapipe_ext.executor.events import AllRanks, EvalDone, Listener, RankFigures, StepDone
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.protocols import Batch
@@ -85,12 +85,14 @@ def train_steps(
     own_bytes: Callable[[int], int] = lambda activation_bytes: activation_bytes,
     counts_work: bool = True,
     micro_batch_losses: Callable[[], Mapping[int, float]] = dict,
+    evaluate: Callable[[int], EvalDone | None] | None = None,
 ) -> None:
     """Run the steps from the loader's place on; every rank calls this alike, with its own place.
 
     `gather(mine, name)` returns the figures of all ranks in rank order (default: one process). `own_bytes` makes what
     this rank held at most of the most that its activations took. `counts_work`: on one rank of each replica.
-    `micro_batch_losses` are the stage's of the step that it has run, to name one that is not finite.
+    `micro_batch_losses` are the stage's of the step that it has run, to name one that is not finite. `evaluate(step)`
+    is called after each step's update, before the listeners, which are told what it gives.
     """
     if loader_step(loader) >= settings.num_steps:
         return
@@ -133,9 +135,12 @@ def train_steps(
             predicted_bubble_ratio=plan.prediction.bubble_ratio,
             predicted_peak_bytes=totals.predicted_peak_bytes,
             all_ranks=all_ranks,
+            evaluation=None if evaluate is None else evaluate(plan.step),
             spans=tuple(moved(span, origin_s) for span in spans) if is_traced else (),
         )
         step_start_s, cpu_start_s = end_s, cpu_end_s
+        if done.evaluation is not None:
+            step_start_s, cpu_start_s = time.perf_counter(), time.process_time()
         for listener in listeners:
             listener.step_done(done)
         if done.number >= settings.num_steps:

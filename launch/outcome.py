@@ -26,10 +26,10 @@ from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch.cluster import JobError
 from dynapipe_ext.launch.job import Variant, make_planner, topology_of
-from dynapipe_ext.launch.run_data import data_folder
+from dynapipe_ext.launch.run_data import RunData, data_folder
 from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, link, point_latest_at
 from dynapipe_ext.launch.traced_spans import Spans
-from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.lengths import LengthArray, sample_lengths
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.judge.memory import held_bytes
@@ -44,6 +44,7 @@ from dynapipe_ext.tools.account.run_events import (
     report_of,
     resume_events,
     start_events,
+    validation_points,
 )
 from dynapipe_ext.tools.account.tables import compare_table, shared_cores_note, summary_table
 from dynapipe_ext.tools.json_file import write_atomic
@@ -99,7 +100,7 @@ def write_outcome(
     run_dir: Path,
     config: TrainConfig,
     costs: CostModel,
-    dataset: TokenDataset,
+    data: RunData,
     variant: Variant,
     spans: Sequence[Spans],
 ) -> None:
@@ -108,7 +109,9 @@ def write_outcome(
     (_, steps), facts = events.variants[0], events.facts
     shared_cores = facts.num_cores if facts.oversubscribed else None
     traced = [done for done in steps if any(done.step in rank for rank in spans)]
-    simulated = {done.step: _simulated(config, costs, dataset, variant, done, shared_cores) for done in traced}
+    simulated = {
+        done.step: _simulated(config, costs, data.train.lengths, variant, done, shared_cores) for done in traced
+    }
     report = report_of(events, simulated, unfinished=None)
     _write_report(run_dir, report)
     _write_traces(run_dir, variant, facts.topology, spans, simulated, shared_cores)
@@ -158,7 +161,8 @@ def _write_report(run_dir: Path, report: RunReport) -> None:
     report.write(run_dir / "report.json")
     t = report.facts.topology
     if report.steps:
-        write_loss_png(run_dir / "loss.png", curves(report), f"Training loss, TP{t.tp} x PP{t.pp} x DP{t.dp}")
+        title = f"Training loss, TP{t.tp} x PP{t.pp} x DP{t.dp}"
+        write_loss_png(run_dir / "loss.png", curves(report), title, validation=validation_points(report))
 
 
 def _write_traces(
@@ -208,7 +212,7 @@ def page_notes(world_size: int, shared_cores: int | None, *, fill_waits: bool) -
 def _simulated(
     config: TrainConfig,
     costs: CostModel,
-    dataset: TokenDataset,
+    lengths: LengthArray,
     variant: Variant,
     step: StepDone,
     shared_cores: int | None,
@@ -219,14 +223,14 @@ def _simulated(
     """
     topology, data = topology_of(config), config.data
     batches = GlobalBatches(
-        dataset.lengths,
+        lengths,
         batch_size=data.batch_size or None,
         tokens_per_batch=data.tokens_per_batch or None,
         seed=config.run.seed,
         epoch=step.epoch,
         drop_last=data.drop_last,
     )
-    samples = sample_lengths(dataset.lengths, batches[step.epoch_step])
+    samples = sample_lengths(lengths, batches[step.epoch_step])
     plan = prove_step(make_planner(config, costs, variant), samples, step=step.step).step_plan
     traces = []
     for replica, schedule, priced in zip(plan.batch.replicas, plan.schedules, plan.costs, strict=True):

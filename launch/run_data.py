@@ -19,14 +19,16 @@ from dynapipe_ext.data.dataset import (
     prepare,
 )
 from dynapipe_ext.data.generation import generate_examples, generator_settings
+from dynapipe_ext.data.held_out import SampleSubset, hold_out
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, load_encoder
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess
 from dynapipe_ext.data.reading import Example, read_examples
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
 from dynapipe_ext.launch.file_lock import FileLock
 from dynapipe_ext.launch.run_directory import runs_folder
+from dynapipe_ext.lengths import LengthArray
 
 # How long ranks wait for data to be tokenized and costs to be measured; a failure of who does it ends the job at once.
 PREPARE_LIMIT_S = 3600.0
@@ -59,7 +61,7 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
     lock = source.folder.with_name(f".{source.folder.name}.lock")
     with FileLock(lock, f"the tokenized data in {source.folder}", wait_s=PREPARE_LIMIT_S):
         if not isinstance(source.tokenizer, str):
-            return _preprocessed(config, source.folder, source.tokenizer, progress)
+            return _preprocessed(config, config.data.path, source.folder, source.tokenizer, progress)
         return prepare(
             source.examples,
             source.folder,
@@ -70,6 +72,68 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
             source_fingerprint=source.fingerprint,
             progress=progress,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """What a run trains on, and what it evaluates on, if anything."""
+
+    train: TokenDataset | SampleSubset
+    held_out: TokenDataset | SampleSubset | None
+
+    @property
+    def whole(self) -> TokenDataset:
+        """The training data as they were prepared, held-out samples included."""
+        return self.train.whole if isinstance(self.train, SampleSubset) else self.train
+
+
+def run_data(config: TrainConfig, whole: TokenDataset) -> RunData:
+    """The parts of a run's data by `[eval]`; `whole` is the prepared training data.
+
+    Held-out text is tokenized with the training data's tokenizer, once. Errors: ConfigError and DataError for data that
+    cannot be evaluated on beside these.
+    """
+    settings = config.eval
+    if settings.fraction:
+        return RunData(*hold_out(whole, settings.fraction, seed=config.run.seed))
+    if not settings.path:
+        return RunData(whole, None)
+    if is_prepared(settings.path):
+        return RunData(whole, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole))
+    encoder = whole.tokenizer()
+    made_by = [digest_of(encoder), config.model.max_seq_len, config.data.truncate]
+    folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
+    if is_prepared(folder):
+        return RunData(whole, TokenDataset.open(folder))
+    with FileLock(folder.with_name(f".{folder.name}.lock"), f"the tokenized data in {folder}", wait_s=PREPARE_LIMIT_S):
+        return RunData(whole, _preprocessed(config, settings.path, folder, encoder, None))
+
+
+def check_data(data: RunData, check: Callable[[LengthArray], None]) -> None:
+    """`check` the lengths of both parts; an error about held-out samples says that it is."""
+    check(data.train.lengths)
+    if data.held_out is None:
+        return
+    try:
+        check(data.held_out.lengths)
+    except DynaPipeError as error:
+        raise type(error)(f"[eval] of the held-out data, {error}") from error
+
+
+def _same_tokens(held_out: TokenDataset, whole: TokenDataset) -> TokenDataset:
+    """Errors: DataError for data whose ids mean something else than those that the model trains on."""
+    if digest_of(held_out.tokenizer()) != digest_of(whole.tokenizer()):
+        raise DataError(
+            f"[eval] path {held_out.directory} was prepared with another tokenizer than {whole.directory}: prepare it"
+            " with the tokenizer of the training data, or give its text"
+        )
+    return held_out
+
+
+def _tokenized(config: TrainConfig, made_from: list[object]) -> Path:
+    """Where tokens lie beside the run, by what they were made from."""
+    name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
+    return runs_folder(config.run.run_dir) / "tokenized" / name
 
 
 def _is_tokens(config: TrainConfig) -> bool:
@@ -99,20 +163,19 @@ def _source(config: TrainConfig) -> _Source:
         examples = partial(generate_examples, num_samples=data.num_samples, seed=seed)
         fingerprint = fingerprint_of_source(generator_settings(num_samples=data.num_samples, seed=seed))
     made_from = [fingerprint, *made_by, config.model.max_seq_len, data.truncate]
-    name = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
-    return _Source(examples, fingerprint, tokenizer, runs_folder(config.run.run_dir) / "tokenized" / name)
+    return _Source(examples, fingerprint, tokenizer, _tokenized(config, made_from))
 
 
 def _preprocessed(
-    config: TrainConfig, folder: Path, encoder: Encoder, progress: Callable[[int], None] | None
+    config: TrainConfig, path: str, folder: Path, encoder: Encoder, progress: Callable[[int], None] | None
 ) -> TokenDataset:
-    """The user's file by a tokenizer of any make, as `dynapipe preprocess` does it."""
+    """A file of the user's by a tokenizer of any make, as `dynapipe preprocess` does it."""
     if not is_prepared(folder):
-        data = config.data
+        longest, truncate = config.model.max_seq_len, config.data.truncate
         preprocess(
-            find_inputs([data.path]),
+            find_inputs([path]),
             folder,
-            settings=EncodeSettings(target="dataset", max_seq_len=config.model.max_seq_len, truncate=data.truncate),
+            settings=EncodeSettings(target="dataset", max_seq_len=longest, truncate=truncate),
             encoder=encoder,
             overwrite=True,
             progress=None if progress is None else lambda done: progress(done.num_samples),

@@ -24,8 +24,6 @@ from rich.console import Console
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.core import active_core
-from dynapipe_ext.costs.abilities import over_topology, recounted
-from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
@@ -40,18 +38,16 @@ from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS
 from dynapipe_ext.launch.env import RankEnv, limit_threads, rank_env, store_password
 from dynapipe_ext.launch.job import (
     Variant,
-    architecture_of,
     check_batches,
     check_fits,
-    configured_costs,
-    read_costs,
     topology_of,
     variants,
 )
 from dynapipe_ext.launch.outcome import begin_run, keeping_what_ran, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.placement import settled_placement, trials_table
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.launch.run_data import PREPARE_LIMIT_S, data_folder, prepare_data
+from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
+from dynapipe_ext.launch.run_data import PREPARE_LIMIT_S, RunData, check_data, data_folder, prepare_data, run_data
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory, run_to_resume
 from dynapipe_ext.launch.signals import ending_signals_raise
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
@@ -129,7 +125,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
         dist.destroy_process_group()
     if env.rank == 0:  # alone, so that what goes wrong here is said once
         write_outcome(
-            job.run_dir, context.config, context.costs, context.dataset, variants(config, compare=False)[0], spans
+            job.run_dir, context.config, context.costs, context.data, variants(config, compare=False)[0], spans
         )
     return 0
 
@@ -171,11 +167,11 @@ def _run(
     shared = json.loads(broadcast_bytes(settled, device))
     config = replace(config, topology=TrainConfig.from_json({"topology": shared["topology"]}).topology)
     topology = topology_of(config)
-    dataset = _dataset(env, config)
+    data = _data(env, config)
     agreed = cost_model_from_json(shared["costs"])
     if job.costs is None:  # dynapipe train has checked this before it forked the ranks
-        check_batches(config, dataset.lengths)
-        check_fits(config, agreed, dataset.lengths)
+        check_data(data, lambda lengths: check_batches(config, lengths))
+        check_data(data, lambda lengths: check_fits(config, agreed, lengths))
     _set_pg_timeout(timedelta(seconds=config.job.timeout_s))  # from here on nobody may be silent for longer
     store = open_store(StoreAddress(shared["url"], shared["password"]), namespace=shared["namespace"])
     stack.callback(store.close)
@@ -183,7 +179,7 @@ def _run(
     context = RankContext(
         rank=env.rank,
         config=config,
-        dataset=dataset,
+        data=data,
         costs=agreed,
         store=store,
         plan_key=bytes.fromhex(shared["plan_key"]),
@@ -198,7 +194,7 @@ def _run(
     if env.rank == 0:
         told, name = store.info(), "cpu" if device.type == "cpu" else _device_name(device)
         info = StoreInfo(told["server"], told["version"])
-        facts = run_facts(config, dataset, info, device=name, num_cores=num_cores())
+        facts = run_facts(config, data.whole, info, device=name, num_cores=num_cores())
         if job.resumed is None:
             begin_run(job.run_dir, config, agreed, facts, chosen)
         else:
@@ -256,59 +252,18 @@ def _embedded_store(env: RankEnv, config: TrainConfig, stack: ExitStack) -> Stor
     return stack.enter_context(RedisServer(binary=config.job.redis_server or None)).address
 
 
-def _dataset(env: RankEnv, config: TrainConfig) -> TokenDataset:
+def _data(env: RankEnv, config: TrainConfig) -> RunData:
     """Rank 0 prepares the data, then the first rank of every other node (a shared file system finds it done)."""
     import torch.distributed as dist
 
     folder = data_folder(config)
     if env.rank == 0:
-        prepare_data(config)
+        run_data(config, prepare_data(config))
     dist.barrier()
     if env.local_rank == 0 and env.rank != 0:
-        prepare_data(config)
+        run_data(config, prepare_data(config))
     dist.barrier()
-    return TokenDataset.open(folder)
-
-
-def resumed_costs(checkpoint: Path | None) -> CostModel | None:
-    """Those that a run to go on with has planned with, measured or not."""
-    return None if checkpoint is None else read_manifest(checkpoint).run.cost_model()
-
-
-def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None = None) -> CostModel:
-    """The cost file that the settings name, or those `saved` by the run that goes on, or the model measured on this
-    device. Needs an idle torch.distributed."""
-    architecture = architecture_of(config, vocab_size)
-    if config.plan.costs or saved is not None:
-        where = config.plan.costs or "the checkpoint"
-
-        def configured(counted: AnalyticCosts) -> AnalyticCosts:
-            if counted.architecture != architecture.padded():
-                raise ConfigError(
-                    f"the costs in {where} are those of another model ({counted.architecture}), not of the configured"
-                    f" one ({architecture.padded()}): leave them out to measure this machine"
-                )
-            return configured_costs(config, counted)
-
-        if config.plan.costs:
-            return recounted(read_costs(config.plan.costs, topology_of(config))[0], configured)
-        assert saved is not None
-        return recounted(over_topology(saved, topology_of(config))[0], configured)
-    warnings.filterwarnings("ignore", module="megatron")
-    from dynapipe_ext.executor.device import rank_device
-    from dynapipe_ext.executor.measuring.rate import measure_rate
-
-    rate = measure_rate(architecture, dtype=config.model.dtype, device=rank_device(0))
-    measured = AnalyticCosts(
-        architecture.padded(),
-        Topology(),
-        flops_per_s=rate.flops_per_s,
-        overhead_ns=0,
-        layer_overhead_ns=rate.layer_overhead_ns,
-        layer_bytes_factor=rate.layer_bytes_factor,
-        head_bytes_factor=rate.head_bytes_factor,
-    )
-    return configured_costs(config, measured)
+    return run_data(config, TokenDataset.open(folder))
 
 
 def data_progress(config: TrainConfig, *, enabled: bool) -> tuple[WorkProgress, Callable[[int], None]]:

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.executor.checkpoints.manifest import RunState
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.checkpoints.periodic import EndRequest, PeriodicCheckpoints, SoFar
 from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.evaluation import PeriodicEvaluation
 from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.protocols import Store, Transport
@@ -37,6 +37,7 @@ from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
 from dynapipe_ext.executor.transport.watched import WatchedTransport
 from dynapipe_ext.launch.initial_weights import load_initial_weights
 from dynapipe_ext.launch.job import Variant, architecture_of, make_planner, topology_of
+from dynapipe_ext.launch.run_data import RunData
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.megatron_arguments import run_arguments
 
@@ -58,7 +59,7 @@ class RankContext:
 
     rank: int
     config: TrainConfig
-    dataset: TokenDataset
+    data: RunData
     costs: CostModel
     store: Store
     plan_key: bytes
@@ -77,14 +78,15 @@ def run_variant(
 ) -> None:
     """Run one variant; every rank of the job calls this alike, but with its own rank and listeners.
 
-    `namespace` is its own in the store. Weights are fresh, or those of the checkpoint that `checkpoints` goes on from.
+    `namespace` is its own in the store. Weights are fresh, or those of the checkpoint that `checkpoints` goes on from;
+    a variant without them is there to be compared, and not evaluated.
     """
     from dynapipe_ext.executor.stages.megatron_placement import build_chunks  # its CUDA calls are settled by now
 
     config, device = context.config, context.device
     topology = topology_of(config)
     me = topology.coordinates(context.rank)
-    architecture = architecture_of(config, context.dataset.vocab_size)
+    architecture = architecture_of(config, context.data.whole.vocab_size)
     settings = transformer_config(
         architecture,
         topology,
@@ -116,26 +118,36 @@ def run_variant(
         )
         # Spans on an accelerator need synchronisation, which takes overlap away: there only traced steps record them.
         plain = recording if device.type == "cpu" else PipelineExecutor(stage, transport, arrived=arrived)
+        planner = make_planner(config, context.costs, variant)
+        load = partial(
+            DynaPipeDataLoader,
+            batch_size=config.data.batch_size or None,
+            tokens_per_batch=config.data.tokens_per_batch or None,
+            shuffle=True,
+            seed=config.run.seed,
+            coordinates=me,
+            pin_memory=device.type == "cuda",
+            needs_data=me.pp_rank in (topology.stage_ranks[0], topology.stage_ranks[-1]),
+            timeout_s=config.job.timeout_s,
+        )
         loader = stack.enter_context(
-            DynaPipeDataLoader(
-                context.dataset,
-                make_planner(config, context.costs, variant),
-                batch_size=config.data.batch_size or None,
-                tokens_per_batch=config.data.tokens_per_batch or None,
-                shuffle=True,
-                seed=config.run.seed,
+            load(
+                context.data.train,
+                planner,
                 drop_last=config.data.drop_last,
                 num_workers=config.data.num_workers,
                 prefetch_steps=config.data.prefetch_steps,
                 store=context.store,
                 namespace=namespace,
                 plan_key=context.plan_key,
-                coordinates=me,
-                pin_memory=device.type == "cuda",
-                needs_data=me.pp_rank in (topology.stage_ranks[0], topology.stage_ranks[-1]),
-                timeout_s=config.job.timeout_s,
             )
         )
+        evaluate = None
+        if context.data.held_out is not None and checkpoints is not None:
+            # Planned in line: the planner processes are training's, and its next plans wait for nothing.
+            held_out = stack.enter_context(load(context.data.held_out, planner.for_forwards()))
+            forwards = PipelineExecutor(stage, transport)
+            evaluate = PeriodicEvaluation(forwards, held_out, list(chunks), config.eval, num_steps=config.run.steps)
         if checkpoints is not None:
             listeners = [*listeners, _saving(context, checkpoints, chunks, optimizer, loader, architecture)]
             stack.callback(listeners[-1].close)
@@ -152,6 +164,7 @@ def run_variant(
             own_bytes=partial(_own_bytes, optimizer, stage, device),
             counts_work=me.pp_rank == me.tp_rank == 0,
             micro_batch_losses=stage.losses,
+            evaluate=evaluate,
         )
 
 
@@ -181,6 +194,7 @@ def _saving(
             costs=cost_model_to_json(context.costs),
             costs_fingerprint=context.costs.fingerprint(),
             losses=so_far.losses,
+            validation_loss=done.evaluation.loss if done.evaluation else None,
         )
 
     saver = CheckpointSaver(

@@ -133,6 +133,9 @@ class StepProgress(_Meter):
             self._print(f"step {done.number} changed no weight: {done.refused}")
         if not self._live and (done.number % self._every == 0 or self._done == self._total):
             self._print(f"step {done.number} ({self._done}/{self._total})  {figures}  ETA {self._left()}")
+        if (of := done.evaluation) is not None:
+            what = f"validation loss {of.loss:.4f} over {of.num_samples:,} samples, {of.real_tokens:,} tokens"
+            self._print(f"after step {done.number}: {what}, in {of.seconds:.1f} s")
 
     def close(self) -> None:
         self._stop()

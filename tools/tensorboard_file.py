@@ -55,4 +55,7 @@ def scalars(done: StepDone) -> dict[str, float]:
         if done.all_ranks.bubble_ratio is not None:
             found["plan/bubble_ratio"] = done.all_ranks.bubble_ratio
         found["memory/largest_peak_bytes"] = float(max(done.all_ranks.peak_bytes))
+    if done.evaluation is not None:
+        found["validation/loss"] = done.evaluation.loss
+        found["validation/seconds"] = done.evaluation.seconds
     return found

@@ -49,7 +49,8 @@ class RunState:
 
     `num_samples` have been trained on, over all epochs; `loader` is DynaPipeDataLoader.state_dict(); `model` says what
     the weights are of (sizes and dtype); `costs` is the cost model as JSON, with its hash; `losses` are those of all
-    steps so far (not a number where a step was refused).
+    steps so far (not a number where a step was refused), `validation_loss` that of these weights (None where nobody
+    evaluated them).
     """
 
     step: int
@@ -60,17 +61,23 @@ class RunState:
     costs: Mapping[str, Any]
     costs_fingerprint: str
     losses: tuple[float, ...]
+    validation_loss: float | None = None
 
     @property
-    def score(self) -> float:
-        """Mean loss of the last steps, by which the best checkpoint is kept; infinite where none is a number.
+    def score(self) -> tuple[bool, float]:
+        """The best checkpoint is the one of the least: (False, validation loss) of evaluated weights, which come before
+        all others, else (True, mean loss of the last steps); infinite where none is a number.
 
         >>> state = dict(step=3, num_samples=9, loader={}, model={}, settings={}, costs={}, costs_fingerprint="")
         >>> RunState(losses=(9.0, math.nan, 1.0), **state).score
-        5.0
+        (True, 5.0)
+        >>> RunState(losses=(9.0, math.nan, 1.0), validation_loss=7.0, **state).score
+        (False, 7.0)
         """
+        if self.validation_loss is not None and math.isfinite(self.validation_loss):
+            return False, self.validation_loss
         known = [loss for loss in self.losses[-_SCORED_STEPS:] if math.isfinite(loss)]
-        return sum(known) / len(known) if known else math.inf
+        return True, sum(known) / len(known) if known else math.inf
 
     def cost_model(self) -> CostModel:
         """The costs that the run plans with. Errors: DataError where they are not those that were hashed."""
@@ -113,6 +120,7 @@ class Manifest:
             "costs": run.costs,
             "costs_fingerprint": run.costs_fingerprint,
             "losses": [loss if math.isfinite(loss) else None for loss in run.losses],
+            "validation_loss": run.validation_loss if math.isfinite(run.validation_loss or 0.0) else None,
             "optimizer": {"num_updates": self.optimizer.num_updates, "schedule": self.optimizer.schedule},
             "versions": self.versions,
             "files": self.files,
@@ -149,6 +157,9 @@ class Manifest:
                     losses=tuple(
                         math.nan if loss is None else float(loss) for loss in _field(raw, "losses", list, where)
                     ),
+                    validation_loss=None
+                    if raw.get("validation_loss") is None
+                    else _field(raw, "validation_loss", float, where),
                 ),
                 optimizer=OptimizerPlace(
                     _field(optimizer, "num_updates", int, f"{where}: optimizer"),

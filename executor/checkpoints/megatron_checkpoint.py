@@ -46,7 +46,7 @@ class CheckpointSaver:
     """Checkpoints of one run below `root`, a folder that all ranks reach; a context manager, entered by every rank.
 
     `arguments` describe the model by Megatron's names, for Megatron and for conversion. `keep_last` checkpoints stay
-    (0: all), and with `keep_best` the one of the least mean loss. `background`: `save` copies this rank's
+    (0: all), and with `keep_best` the one of the best `RunState.score`. `background`: `save` copies this rank's
     tensors to memory and returns; a thread writes them while training goes on.
     Errors: ExecutionError on all ranks where one cannot write; what was saved before stays.
     """

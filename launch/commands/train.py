@@ -24,14 +24,13 @@ from dynapipe_ext.launch.job import check_batches, check_fits, topology_of, vari
 from dynapipe_ext.launch.outcome import keeping_what_ran
 from dynapipe_ext.launch.placement import settled_placement, trials_table
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.launch.run_data import prepare_data
+from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
+from dynapipe_ext.launch.run_data import check_data, prepare_data, run_data
 from dynapipe_ext.launch.run_directory import RunDirectory, run_to_resume
 from dynapipe_ext.launch.train import (
     TrainingJob,
     data_progress,
     ranks_line,
-    resumed_costs,
-    settle_costs,
     store_address,
     to_go_on_from,
     train_rank,
@@ -94,6 +93,10 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--save-minutes": ("checkpoint", "save_minutes", {"type": float, "metavar": "M", "help": "between checkpoints"}),
     "--keep-last": ("checkpoint", "keep_last", {"type": int, "metavar": "N", "help": "checkpoints that stay; 0: all"}),
     "--grace": ("checkpoint", "grace_s", {"type": float, "metavar": "SECONDS", "help": "to save in after a signal"}),
+    "--eval-every": ("eval", "every", {"type": int, "metavar": "STEPS", "help": "between validation losses; 0: none"}),
+    "--eval-steps": ("eval", "steps", {"type": int, "metavar": "N", "help": "global batches of each; 0: all"}),
+    "--eval-data": ("eval", "path", {"metavar": "FILE", "help": "held-out data, as --data takes it"}),
+    "--eval-fraction": ("eval", "fraction", {"type": float, "metavar": "F", "help": "of the data held out instead"}),
     "--strict": ("job", "strict", {"action": "store_true", "help": "enforce NCCL's ordering rules over gloo"}),
     "--redis-server": ("job", "redis_server", {"metavar": "PATH", "help": "server binary of the embedded store"}),
 }
@@ -168,7 +171,11 @@ def run(args: argparse.Namespace) -> int:
             dataset = prepare_data(config, advance)
         truncated = f", {dataset.num_truncated:,} truncated" if dataset.num_truncated else ""
         console.print(f"data: {len(dataset):,} samples, {int(dataset.lengths[:, :2].sum()):,} tokens{truncated}")
-        check_batches(config, dataset.lengths)
+        data = run_data(config, dataset)
+        if data.held_out is not None:
+            tokens = int(data.held_out.lengths[:, :2].sum())
+            console.print(f"held out for evaluation: {len(data.held_out):,} samples, {tokens:,} tokens")
+        check_data(data, lambda lengths: check_batches(config, lengths))
         given = None
         if config.plan.costs or resumed is not None:
             given = settle_costs(config, dataset.vocab_size, resumed_costs(resumed))
@@ -183,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
             config, costs, trials = settled_placement(config, costs, dataset.lengths)
             if trials:
                 console.print(trials_table(trials))
-            check_fits(config, costs, dataset.lengths)
+            check_data(data, lambda lengths: check_fits(config, costs, lengths))
             console.print(ranks_line(topology), soft_wrap=True)
             job = TrainingJob(config, args.compare, directory.path, address, costs, resumed)
             run_local(partial(_rank, job), topology.world_size, save_s=config.checkpoint.grace_s)

@@ -45,6 +45,10 @@ TESTED_COMMANDS = {
     "dynapipe train --placement v": (
         "tests/integration/test_train_command.py::test_a_v_learns_what_a_line_learns_and_goes_on_as_one"
     ),
+    "dynapipe train --eval-every 100 --eval-data held.jsonl": (
+        "tests/integration/test_evaluation_command.py"
+        "::test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits"
+    ),
     "dynapipe train --split-backward": AS_IT_STANDS,
     "dynapipe train --data my.jsonl --truncate": AS_IT_STANDS,
     "dynapipe train --config mine.toml": AS_IT_STANDS,

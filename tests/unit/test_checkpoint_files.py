@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def test_a_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
     assert wanted.run.cost_model() == COSTS
     skipped = Manifest.decode(manifest_of(state(7, (2.5, math.nan, 0.5))).encode(), "here").run
     assert math.isnan(skipped.losses[1])
-    assert skipped.score == 1.5
+    assert skipped.score == (True, 1.5)
 
 
 def test_the_newest_complete_checkpoint_is_the_latest_and_the_pointer_names_it(tmp_path: Path) -> None:
@@ -85,6 +86,20 @@ def test_the_last_ones_and_the_best_stay(last: int, best: bool, kept: list[int],
         saved(tmp_path, step, (loss,))
     folders.retain(tmp_path, last=last, best=best)
     assert [read_manifest(folder).run.step for folder in folders.checkpoints(tmp_path)] == kept
+
+
+def test_a_validation_loss_judges_before_any_training_loss_and_comes_back(tmp_path: Path) -> None:
+    for step, validation_loss in ((1, 4.0), (2, 3.0), (3, None), (4, math.nan), (5, None)):
+        part = folders.begin(tmp_path, step)
+        (part / "__0_0.distcp").write_bytes(b"1234")
+        run = replace(state(step, (1.0 / step,)), validation_loss=validation_loss)
+        folders.publish(part, manifest_of(run))
+    assert [read_manifest(folder).run.validation_loss for folder in folders.checkpoints(tmp_path)] == [
+        *(4.0, 3.0),
+        *(None, None, None),
+    ]
+    folders.retain(tmp_path, last=1, best=True)
+    assert [read_manifest(folder).run.step for folder in folders.checkpoints(tmp_path)] == [2, 5]
 
 
 def edited(root: Path, **fields: Any) -> Path:

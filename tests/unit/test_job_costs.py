@@ -15,7 +15,7 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.job import analytic_costs, architecture_of, configured_costs, read_costs
-from dynapipe_ext.launch.train import settle_costs
+from dynapipe_ext.launch.run_costs import settle_costs
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology

@@ -42,6 +42,16 @@ def test_short_long_and_diverged_curves_are_drawn(tmp_path: Path) -> None:
     assert png_size(tmp_path / "l.png")[0] > 0
 
 
+def test_validation_losses_are_points_on_the_curve_and_one_that_diverged_is_left_out(tmp_path: Path) -> None:
+    def drawn(*validation: tuple[int, int, float]) -> bytes:
+        write_loss_png(tmp_path / "l.png", {"ours": curve(20)}, "one", validation=validation)
+        return (tmp_path / "l.png").read_bytes()
+
+    point = (10, 10_000, 2.0)
+    assert drawn() == drawn((10, 10_000, math.nan))
+    assert drawn(point) == drawn(point, (12, 12_000, math.inf)) != drawn()
+
+
 def test_a_loss_curve_needs_a_point_and_a_place(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="ours"):
         write_loss_png(tmp_path / "l.png", {"ours": []}, "")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.events import StepDone
+from dynapipe_ext.executor.events import EvalDone, StepDone
 from dynapipe_ext.models.flops import Positions
 from dynapipe_ext.timeline import Span, Trace
 from dynapipe_ext.tools import tensorboard_file
@@ -24,6 +24,7 @@ from dynapipe_ext.tools.account.run_events import (
     report_of,
     resume_events,
     start_events,
+    validation_points,
 )
 from dynapipe_ext.tools.tensorboard_file import TensorBoardFile, scalars
 from dynapipe_ext.topology import Topology
@@ -116,6 +117,18 @@ def test_a_report_accounts_for_the_steps_that_all_ranks_told_of_and_no_others(tm
     assert (report.unfinished, report.compare[0].losses if report.compare else None) == ("Ctrl-C", ())
     report.write(tmp_path / "report.json")
     assert RunReport.read(tmp_path / "report.json") == report
+
+
+def test_evaluations_are_kept_with_their_steps_and_are_points_of_the_curve(tmp_path: Path) -> None:
+    done = [EvalDone(step=s, loss=x, real_tokens=70, num_samples=5, seconds=0.5) for s, x in ((5, 2.5), (6, math.inf))]
+    path = written(tmp_path / "events.jsonl", a_step(4), a_step(5, evaluation=done[0]), a_step(6, evaluation=done[1]))
+    report = report_of(read_events(path), unfinished=None)
+    finite, infinite = report.result.evaluations
+    assert (finite, math.isnan(infinite.loss)) == (done[0], True)
+    assert validation_points(report)[0] == (6, 1800, 2.5)
+    report.write(tmp_path / "report.json")
+    assert RunReport.read(tmp_path / "report.json").result.evaluations[0] == done[0]
+    assert scalars(a_step(5, evaluation=done[0]))["validation/loss"] == 2.5
 
 
 def test_a_report_of_no_step_and_of_none_gathered_claims_nothing(tmp_path: Path) -> None:

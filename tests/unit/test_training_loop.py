@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.config import EvalSettings
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.events import AllRanks, Listener, RankFigures, StepDone
+from dynapipe_ext.executor.evaluation import PeriodicEvaluation
+from dynapipe_ext.executor.events import AllRanks, EvalDone, Listener, RankFigures, StepDone
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.training_loop import LoopSettings, SpanRecorder, StepExecutors, train_steps
@@ -126,6 +128,62 @@ def test_figures_are_gathered_every_log_every_steps_at_traced_ones_and_at_the_la
         assert done.all_ranks is not None
         assert done.all_ranks.cpu_s == done.cpu_s
         assert 0 < done.executed_s <= done.step_s
+
+
+def test_evaluations_have_no_dropout_leave_training_alone_and_are_told_with_their_steps() -> None:
+    def run(*, evaluated: bool) -> Kept:
+        torch.manual_seed(5)
+        kept, one = Kept(), Run(torch.nn.Sequential(torch.nn.Embedding(16, 16), torch.nn.Dropout(0.5)))
+        planner = Planner(Topology(), TokenCosts(num_stages=1), memory_limit_bytes=1e9, format=ActivationFormat(16))
+        loader = DynaPipeDataLoader(Samples(), planner.for_forwards(), batch_size=3, shuffle=True)
+        every = EvalSettings(every=3, fraction=0.5)
+        evaluation = PeriodicEvaluation(one.executors.plain, loader, [one.model], every, num_steps=NUM_STEPS)
+        wanted = []
+
+        def alone(step: int) -> EvalDone | None:
+            done = evaluation(step)
+            if done is not None:
+                assert one.model.training
+                wanted.append((step, pytest.approx(_loss_of(one.model), rel=1e-5)))
+            return done
+
+        train_steps(
+            one.loader,
+            one.executors,
+            one,
+            LoopSettings(num_steps=NUM_STEPS),
+            [kept],
+            evaluate=alone if evaluated else None,
+        )
+        told = [done.evaluation for done in kept.steps if done.evaluation]
+        assert [(done.step, done.loss) for done in told] == wanted
+        assert {(done.num_samples, done.real_tokens) for done in told} <= {(10, int(Samples.lengths.sum()))}
+        assert [done.number for done in told] == ([3, 6, 8] if evaluated else [])
+        return kept
+
+    assert [done.loss for done in run(evaluated=True).steps] == [done.loss for done in run(evaluated=False).steps]
+
+
+def test_every_evaluation_takes_the_same_batches() -> None:
+    run = Run()
+    planner = Planner(Topology(), TokenCosts(num_stages=1), memory_limit_bytes=1e9, format=ActivationFormat(16))
+    with DynaPipeDataLoader(Samples(), planner.for_forwards(), batch_size=3, shuffle=True) as loader:
+        settings = EvalSettings(every=1, steps=2, fraction=0.5)
+        evaluation = PeriodicEvaluation(run.executors.plain, loader, [run.model], settings, num_steps=NUM_STEPS)
+        first, again = evaluation(0), evaluation(1)
+    assert first is not None
+    assert again is not None
+    assert (again.loss, again.real_tokens, again.num_samples) == (first.loss, first.real_tokens, 6)
+
+
+def _loss_of(model: Any) -> float:
+    """Over target tokens, one sample at a time, without dropout."""
+    total, samples = 0.0, Samples()
+    for sample in map(samples.__getitem__, range(len(samples))):
+        tokens = torch.from_numpy(sample.tokens)
+        logits = model[0](tokens[:-1]).detach()
+        total += float(torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum"))
+    return total / int(samples.lengths.sum())
 
 
 def test_listeners_are_told_in_order_and_one_that_fails_ends_the_run() -> None:

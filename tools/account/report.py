@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dynapipe_ext.errors import DataError
+from dynapipe_ext.executor.events import EvalDone
 from dynapipe_ext.models.flops import Positions, Work
 from dynapipe_ext.plan import RECOMPUTES
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
@@ -44,7 +45,7 @@ class RunResult:
     asked every `log_every` steps only); a kind that is known at no step may be empty. Over the run: `padded_tokens`,
     `exposed_planning_s` (time ranks waited for plans; None where unknown). Over `accounted_steps` (indices; None: all):
     `cpu_s` of all ranks together and `work` (what FLOPs are counted from). Per rank, in rank order:
-    `predicted_peak_bytes` and `measured_peak_bytes` (None where unknown).
+    `predicted_peak_bytes` and `measured_peak_bytes` (None where unknown). `evaluations`: in the order of their steps.
     """
 
     name: str
@@ -66,6 +67,7 @@ class RunResult:
     work: Work = field(default_factory=Work)
     accounted_steps: tuple[int, ...] | None = None
     first_step: int = 0
+    evaluations: tuple[EvalDone, ...] = ()
 
     def __post_init__(self) -> None:
         steps = len(self.losses)
@@ -155,6 +157,7 @@ class RunResult:
             "work": self.work.to_json(),
             "accounted_steps": None if self.accounted_steps is None else list(self.accounted_steps),
             "first_step": self.first_step,
+            "evaluations": [evaluation_json(done) for done in self.evaluations],
             "peak_bytes": {
                 "predicted": None if self.predicted_peak_bytes is None else list(self.predicted_peak_bytes),
                 "measured": None if self.measured_peak_bytes is None else list(self.measured_peak_bytes),
@@ -291,6 +294,9 @@ def _result(fields: Fields) -> RunResult:
         work=work_from(fields.sub("work")),
         accounted_steps=None if fields.raw("accounted_steps") is None else fields.many("accounted_steps", int),
         first_step=fields.one("first_step", int),
+        evaluations=tuple(
+            evaluation_from(Fields(done, f"evaluations[{i}]")) for i, done in enumerate(fields.one("evaluations", list))
+        ),
         predicted_peak_bytes=None if peaks.raw("predicted") is None else peaks.many("predicted", int),
         measured_peak_bytes=None if peaks.raw("measured") is None else peaks.many("measured", int),
     )
@@ -298,6 +304,26 @@ def _result(fields: Fields) -> RunResult:
 
 def _known(fields: Fields, name: str) -> tuple[float | None, ...]:
     return tuple(None if value is None else fields.check(name, value, float) for value in fields.one(name, list))
+
+
+def evaluation_json(done: EvalDone) -> dict[str, Any]:
+    return {
+        "step": done.number,
+        "loss": finite(done.loss),
+        "real_tokens": done.real_tokens,
+        "num_samples": done.num_samples,
+        "seconds": done.seconds,
+    }
+
+
+def evaluation_from(fields: Fields) -> EvalDone:
+    return EvalDone(
+        step=fields.one("step", int) - 1,
+        loss=math.nan if fields.raw("loss") is None else fields.one("loss", float),
+        real_tokens=fields.one("real_tokens", int),
+        num_samples=fields.one("num_samples", int),
+        seconds=fields.one("seconds", float),
+    )
 
 
 def work_from(fields: Fields) -> Work:

@@ -20,7 +20,15 @@ from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.events import AllRanks, StepDone
 from dynapipe_ext.models.flops import Work
 from dynapipe_ext.timeline import Trace
-from dynapipe_ext.tools.account.report import RunFacts, RunReport, RunResult, finite, work_from
+from dynapipe_ext.tools.account.report import (
+    RunFacts,
+    RunReport,
+    RunResult,
+    evaluation_from,
+    evaluation_json,
+    finite,
+    work_from,
+)
 from dynapipe_ext.tools.json_file import Fields, parse_json, write_atomic
 from dynapipe_ext.tools.show.loss_curve import CurvePoint
 
@@ -153,6 +161,13 @@ def curves(report: RunReport) -> dict[str, list[CurvePoint]]:
     }
 
 
+def validation_points(report: RunReport) -> list[CurvePoint]:
+    """The validation losses of the job itself, as points beside its loss curve."""
+    result = report.result
+    tokens = list(accumulate(result.real_tokens_per_step))
+    return [(done.number, tokens[done.step - result.first_step], done.loss) for done in result.evaluations]
+
+
 def _result(
     label: VariantLabel, steps: Sequence[StepDone], simulated: Mapping[int, Trace], *, plans_hold: bool
 ) -> RunResult:
@@ -181,6 +196,7 @@ def _result(
         work=sum((ranks.work for ranks in told), Work()),
         accounted_steps=None if len(accounted) == len(steps) else tuple(accounted),
         first_step=steps[0].step if steps else 0,
+        evaluations=tuple(done.evaluation for done in steps if done.evaluation is not None),
     )
 
 
@@ -216,6 +232,7 @@ def step_json(done: StepDone) -> dict[str, Any]:
         "predicted_peak_bytes": done.predicted_peak_bytes,
         "refused": done.refused,
         "all_ranks": None if ranks is None else asdict(ranks) | {"work": ranks.work.to_json()},
+        "evaluation": None if done.evaluation is None else evaluation_json(done.evaluation),
     }
 
 
@@ -235,6 +252,7 @@ def _step(fields: Fields) -> StepDone:
         refused=fields.one("refused", str),
         num_micro_batches=fields.many("num_micro_batches", int),
         all_ranks=None if fields.raw("all_ranks") is None else _all_ranks(fields.sub("all_ranks")),
+        evaluation=None if fields.raw("evaluation") is None else evaluation_from(fields.sub("evaluation")),
         **figures,
     )
 

@@ -73,6 +73,11 @@ def summary_table(report: RunReport) -> Table:
     )
     for row in rows:
         table.add_row(*row)
+    if result.evaluations:
+        least = min(result.evaluations, key=lambda done: (not math.isfinite(done.loss), done.loss))
+        last = result.evaluations[-1]
+        table.add_row("validation loss, last", f"{last.loss:.4f} (step {last.number})", "")
+        table.add_row("validation loss, least", f"{least.loss:.4f} (step {least.number})", "")
     return table
 
 

@@ -33,10 +33,17 @@ def smooth(losses: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def write_loss_png(path: str | Path, curves: Mapping[str, Sequence[CurvePoint]], title: str) -> None:
+def write_loss_png(
+    path: str | Path,
+    curves: Mapping[str, Sequence[CurvePoint]],
+    title: str,
+    *,
+    validation: Sequence[CurvePoint] = (),
+) -> None:
     """Draw one line a curve, labelled with its name and last value, over steps; of several, over real tokens too.
 
-    Long curves are drawn faint with their running mean on top. Raises DataError where no curve has a point.
+    Long curves are drawn faint with their running mean on top; `validation` losses are points. DataError where no curve
+    has any.
     """
     drawn = {name: sorted(points) for name, points in curves.items() if points}
     if not drawn:
@@ -58,6 +65,7 @@ def write_loss_png(path: str | Path, curves: Mapping[str, Sequence[CurvePoint]],
         for i, (name, points) in enumerate(drawn.items()):
             xs = [point[column] / per for point in points]
             _line(panel, xs, [point[2] for point in points], name, i)
+        _points(panel, [(point[column] / per, point[2]) for point in validation if math.isfinite(point[2])])
         _style(panel, label)
     panels[0].set_ylabel("loss", color=_INK)
     handles, labels = panels[0].get_legend_handles_labels()
@@ -94,6 +102,14 @@ def _line(panel: Any, xs: Sequence[float], losses: Sequence[float], name: str, i
     )
     if last:
         panel.plot(*last, marker="o", markersize=5, color=colour)
+
+
+def _points(panel: Any, points: Sequence[tuple[float, float]]) -> None:
+    """Validation losses: ringed in white, so that they stay visible on the line of the training loss."""
+    if points:
+        xs, losses = zip(*points, strict=True)
+        look = {"marker": "D", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 1.0, "zorder": 4}
+        panel.plot(xs, losses, linestyle="", color=_INK, label=f"validation loss: {losses[-1]:.3f}", **look)
 
 
 def _style(panel: Any, label: str) -> None:

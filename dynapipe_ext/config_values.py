@@ -1,0 +1,76 @@
+"""Values in TOML as settings have them: their types, their bounds, and no unknown names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin
+
+from dynapipe_ext.errors import ConfigError
+
+_AT_LEAST = {
+    "run": {"steps": 1, "seed": 0, "log_every": 1, "traced_steps": 0},
+    "topology": {"tp": 1, "pp": 1, "dp": 1, "stages_per_rank": 0},
+    "model": {
+        "num_layers": 1,
+        "hidden_size": 1,
+        "num_heads": 1,
+        "num_query_groups": 1,
+        "ffn_hidden_size": 1,
+        "max_seq_len": 1,
+    },
+    "data": {
+        "num_samples": 1,
+        "vocab_size": 1,
+        "tokens_per_batch": 0,
+        "batch_size": 0,
+        "num_workers": 0,
+        "prefetch_steps": 1,
+    },
+    "plan": {"pad_multiple": 1, "max_tokens": 0, "effort": 0},
+    "optimizer": {"min_lr": 0, "warmup_steps": 0, "weight_decay": 0, "clip_grad": 0, "max_skips": 1},
+    "checkpoint": {"save_every": 0, "save_minutes": 0, "keep_last": 0},
+    "eval": {"every": 0, "steps": 0},
+}
+_ABOVE_ZERO = {
+    "plan": ("memory_limit_gb",),
+    "optimizer": ("lr",),
+    "checkpoint": ("grace_s",),
+    "job": ("timeout_s",),
+}
+
+
+def refuse_out_of_bounds(tables: Mapping[str, Mapping[str, Any]], where: str) -> None:
+    """Errors: ConfigError naming table, setting, value and bound."""
+    for table, values in tables.items():
+        for name, value in values.items():
+            said = f"{where}: [{table}] {name} is {value}"
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{said} but must be a finite number")
+            if name in _ABOVE_ZERO.get(table, ()) and value <= 0:
+                raise ConfigError(f"{said} but must be above 0")
+            least = _AT_LEAST.get(table, {}).get(name)
+            if least is not None and value < least:
+                raise ConfigError(f"{said} but must be at least {least}")
+
+
+def refuse_unknown(values: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
+    if unknown := sorted(values.keys() - known.keys()):
+        raise ConfigError(f"{where}: unknown {unknown}; known are {sorted(known)}")
+
+
+def checked_value(value: Any, hint: Any, where: str) -> Any:
+    """A TOML value as the type of its field: integers pass for floats, lists for tuples, choices must match."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(f"{where} is {value!r}: choose from {list(get_args(hint))}")
+        return value
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple) or any(not isinstance(v, int) or isinstance(v, bool) for v in value):
+            raise ConfigError(f"{where} is {value!r} but must be a list of integers")
+        return tuple(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{where} is {value!r} but must be of type {hint.__name__}")
+    return value

@@ -1,0 +1,109 @@
+"""`dynapipe train` with evaluation: the validation loss of any topology, in runs whose training it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynapipe_ext.executor.checkpoints.folder import checkpoints
+from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.tools.account.report import RunReport
+from dynapipe_ext.tools.account.run_events import read_events
+
+SETTINGS = """
+[run]
+steps = 5
+traced_steps = 1
+[topology]
+tp = 2
+pp = 2
+dp = 1
+[model]
+num_layers = 2
+hidden_size = 32
+num_heads = 2
+num_query_groups = 2
+ffn_hidden_size = 64
+max_seq_len = 256
+[data]
+num_samples = 60
+tokenizer = "bpe"
+vocab_size = 300
+truncate = true
+tokens_per_batch = 1024
+[checkpoint]
+save_every = 1
+keep_last = 1
+keep_best = true
+[job]
+timeout_s = 60
+strict = true
+"""
+CLI = [sys.executable, "-m", "dynapipe_ext.launch.cli", "train"]
+
+
+def trained(folder: Path, *arguments: str) -> str:
+    """What a run that succeeds says."""
+    done = subprocess.run(
+        [*CLI, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text(SETTINGS)
+    held_out = tmp_path / "held.jsonl"
+    pairs = [{"input": f"reverse {'ab' * (1 + i % 9)}", "target": f"{'ba' * (1 + i % 9)}"} for i in range(40)]
+    held_out.write_text("\n".join(map(json.dumps, pairs)) + "\n")
+    settings, evaluated = ["--config", "settings.toml"], ["--eval-every", "2", "--eval-data", "held.jsonl"]
+    said = trained(tmp_path, *settings, "--run-dir", "runs/four", *evaluated)
+    trained(tmp_path, *settings, "--run-dir", "runs/plain", "--costs", "runs/four/costs.json")
+    alone = ["--tp", "1", "--pp", "1", "--layout", "padded"]
+    trained(tmp_path, *settings, "--run-dir", "runs/one", *alone, *evaluated)
+
+    four, plain, one = (RunReport.read(tmp_path / "runs" / name / "report.json") for name in ("four", "plain", "one"))
+    assert four.result.losses == plain.result.losses
+    assert [done.number for done in four.result.evaluations] == [2, 4, 5]
+    assert {(done.num_samples, done.real_tokens) for done in four.result.evaluations} == {
+        (40, four.result.evaluations[0].real_tokens)
+    }
+    assert [done.loss for done in four.result.evaluations] == pytest.approx(
+        [done.loss for done in one.result.evaluations], rel=1e-5
+    )
+    assert len({done.loss for done in four.result.evaluations}) == 3
+    assert plain.result.evaluations == ()
+    ((_, steps),) = read_events(tmp_path / "runs" / "four" / "events.jsonl").variants
+    assert tuple(done.evaluation for done in steps if done.evaluation) == four.result.evaluations
+    assert f"after step 5: validation loss {four.result.evaluations[2].loss:.4f} over 40 samples" in said
+
+    losses = {done.number: done.loss for done in four.result.evaluations}
+    kept = [read_manifest(folder).run for folder in checkpoints(tmp_path / "runs" / "four" / "checkpoints")]
+    assert {run.step: run.validation_loss for run in kept} == {
+        step: losses[step] for step in (min(losses, key=losses.__getitem__), 5)
+    }
+
+
+def test_a_run_with_a_part_held_out_goes_on_with_the_same_part_and_refuses_another(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text(SETTINGS.replace("tp = 2", "tp = 1").replace("dp = 1", "dp = 2"))
+    flags = ["--run-dir", "runs/part", "--eval-every", "3", "--eval-steps", "1", "--eval-fraction", "0.25"]
+    trained(tmp_path, "--config", "settings.toml", *flags)
+    trained(tmp_path, "--resume", "runs/part", "--steps", "6")
+    result = RunReport.read(tmp_path / "runs" / "part" / "report.json").result
+    assert [done.number for done in result.evaluations] == [3, 5, 6]
+    assert len({done.num_samples for done in result.evaluations}) == 1
+    other = [*CLI, "--resume", "runs/part", "--steps", "8", "--eval-fraction", "0.5"]
+    refused = subprocess.run(other, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert refused.returncode != 0
+    assert "resume with the same data and settings" in " ".join(refused.stderr.split())

@@ -1,0 +1,83 @@
+"""What a run holds out for evaluation: a part of its data, or data of their own by the same tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.data.dataset import TokenDataset, prepare
+from dynapipe_ext.data.generation import generate_examples
+from dynapipe_ext.data.held_out import hold_out
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.launch.run_data import check_data, prepare_data, run_data
+
+
+def prepared(folder: Path, tokenizer: str = "bytes", seed: int = 0) -> TokenDataset:
+    return prepare(
+        lambda: generate_examples(num_samples=40, seed=seed, families=["copy", "sort"]),
+        folder,
+        tokenizer="bpe" if tokenizer == "bpe" else "bytes",
+        vocab_size=300,
+        max_seq_len=512,
+        truncate=True,
+    )
+
+
+def test_each_sample_is_trained_or_held_out_as_the_seed_draws_and_reads_as_in_the_whole(tmp_path: Path) -> None:
+    whole = prepared(tmp_path / "tokens")
+    train, held = hold_out(whole, 0.25, seed=1)
+    assert (len(train), len(held)) == (30, 10)
+    assert sorted([*train.indices, *held.indices]) == list(range(40))
+    assert hold_out(whole, 0.25, seed=1)[1].indices.tolist() == held.indices.tolist()
+    assert hold_out(whole, 0.25, seed=2)[1].indices.tolist() != held.indices.tolist()
+    for part in (train, held):
+        for index, number in enumerate(part.indices):
+            sample, same = part[index], whole[int(number)]
+            assert (sample.index, sample.tokens.tolist(), sample.first_target) == (
+                index,
+                same.tokens.tolist(),
+                same.first_target,
+            )
+            assert part.lengths[index].tolist() == [sample.positions, 0, sample.target]
+    with pytest.raises(IndexError, match="sample 10 is outside of the 10"):
+        held[10]
+
+
+@pytest.mark.parametrize(("fraction", "held"), [(0.01, 0), (0.99, 40)])
+def test_a_part_that_leaves_one_side_empty_is_refused(tmp_path: Path, fraction: float, held: int) -> None:
+    with pytest.raises(ConfigError, match=f"of 40 samples holds out {held}, but must leave at least one"):
+        hold_out(prepared(tmp_path / "tokens"), fraction, seed=0)
+
+
+def test_held_out_text_is_tokenized_once_with_the_trained_tokenizer_and_other_tokens_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("held.jsonl").write_text('{"input": "sort 3 1 2", "target": "1 2 3"}\n')
+    config = TrainConfig().with_values(
+        data={"num_samples": 50, "vocab_size": 300, "truncate": True}, eval={"every": 1, "path": "held.jsonl"}
+    )
+    whole = prepare_data(config)
+    data = run_data(config, whole)
+    assert data.train is data.whole is whole
+    assert isinstance(data.held_out, TokenDataset)
+    assert data.held_out.tokenizer().as_json() == whole.tokenizer().as_json()
+    end = [whole.tokenizer().eos]
+    assert whole.tokenizer().decode(data.held_out[0].tokens[data.held_out[0].first_target :]) == "1 2 3"
+    assert data.held_out[0].tokens[-1:].tolist() == end == whole[0].tokens[-1:].tolist()
+    again = run_data(config, whole).held_out
+    assert isinstance(again, TokenDataset)
+    assert again.directory == data.held_out.directory
+    for name, tokenizer in (("other", "bytes"), ("another", "bpe")):
+        prepared(tmp_path / name, tokenizer, seed=9)
+        with pytest.raises(DataError, match=f"{name} was prepared with another tokenizer than"):
+            run_data(config.with_values(eval={"path": name}), whole)
+
+    def check(lengths: object) -> None:
+        if lengths is not whole.lengths:
+            raise DataError("sample 0 is too long: cut it")
+
+    with pytest.raises(DataError, match=r"\[eval\] of the held-out data, sample 0 is too long: cut it"):
+        check_data(data, check)
