@@ -269,8 +269,14 @@ class TrainConfig:
             )
 
     def _check_heads(self, where: str) -> None:
-        model = self.model
+        model, topology = self.model, self.topology
         if model.described is not None:
+            if model.described.num_experts and topology.tp > 1 and not topology.sequence_parallel:
+                raise ConfigError(
+                    f"{where}: [model] architecture {model.architecture} has {model.described.num_experts} experts,"
+                    f" which Megatron trains with tp {topology.tp} under sequence parallelism alone: set [topology]"
+                    " sequence_parallel = true, or tp 1"
+                )
             return
         if model.hidden_size % model.num_heads:
             raise ConfigError(
@@ -330,11 +336,6 @@ def _described(model: ModelSettings, said: Mapping[str, Any], where: str) -> Mod
     place = f"{where}: [model] architecture {model.architecture}"
     if a.num_decoder_layers:
         raise ConfigError(f"{place} has an encoder and a decoder, but training runs decoders only: give such a model")
-    if a.num_experts:
-        raise ConfigError(
-            f"{place} has num_experts {a.num_experts}, but training runs dense layers alone: give a dense model, or"
-            " train experts on a Stage of your own; plans and costs know them"
-        )
     own: dict[str, Any] = {
         "num_layers": a.num_layers,
         "hidden_size": a.hidden_size,

@@ -29,6 +29,7 @@ tp = 2
 pp = 2
 dp = 1
 layers_per_stage = [1, 3]
+sequence_parallel = {sequence_parallel}
 [data]
 truncate = true
 tokens_per_batch = 0
@@ -70,7 +71,7 @@ def loss_of(model: Any, dataset: TokenDataset) -> float:
 
 
 @pytest.mark.parametrize(
-    ("family", "converted"), [("llama", ["--tp", "1", "--pp", "4"]), ("gpt2", None), ("qwen3", None)]
+    ("family", "converted"), [("llama", ["--tp", "1", "--pp", "4"]), ("gpt2", None), ("qwen3", None), ("mixtral", None)]
 )
 def test_the_first_loss_is_that_of_transformers(family: str, converted: list[str] | None, tmp_path: Path) -> None:
     """Two by two ranks with uneven stages, packed rows, from the Hub's folder or one in Megatron's form."""
@@ -84,7 +85,9 @@ def test_the_first_loss_is_that_of_transformers(family: str, converted: list[str
         assert main(["convert", str(folder), str(weights), "--to", "megatron", *converted]) == 0
     write_data(tmp_path, folder)
     settings = tmp_path / "run.toml"
-    settings.write_text(SETTINGS.format(folder=tmp_path, samples=SAMPLES))
+    settings.write_text(
+        SETTINGS.format(folder=tmp_path, samples=SAMPLES, sequence_parallel=str(family == "mixtral").lower())
+    )
     config = TrainConfig.read(settings).with_values(model={"architecture": str(folder)})
     assert topology_of(config).layers_per_stage == (1, 3)
     costs = analytic_costs(config, architecture_of(config, 290), flops_per_s=50e9, overhead_ns=1_000_000)
@@ -95,3 +98,14 @@ def test_the_first_loss_is_that_of_transformers(family: str, converted: list[str
     dataset = TokenDataset.open(tmp_path / "run" / "data")
     assert len(np.unique(dataset.lengths[:, 0])) > 5
     assert report_of(tmp_path / "run")["losses"] == pytest.approx([loss_of(model, dataset)], abs=1e-5)
+    if family == "mixtral":  # experts learn alike, whatever ranks share them
+        several = [*flags[:-1], str(tmp_path / "several"), "--steps", "3", "--batch-size", "10"]
+        run([*CLI, "train", "--config", str(settings), *several])
+        alone = [*several[: several.index("--run-dir")], "--run-dir", str(tmp_path / "alone"), *several[-4:]]
+        plain = tmp_path / "plain.toml"
+        text = settings.read_text().replace("layers_per_stage = [1, 3]\n", "")
+        plain.write_text(text.replace("sequence_parallel = true", "sequence_parallel = false"))
+        run([*CLI, "train", "--config", str(plain), *alone, "--tp", "1", "--pp", "1", "--dp", "2"])
+        losses = [report_of(tmp_path / name)["losses"] for name in ("several", "alone")]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+        assert losses[0][2] < losses[0][0]
