@@ -119,7 +119,7 @@ def simulated(config: TrainConfig, costs: AnalyticCosts, step: int) -> Trace:
     (variant,) = job.variants(config, compare=False)
     figures: Any = SimpleNamespace(step=step, epoch=0, epoch_step=step)
     dataset: Any = LengthsAlone()
-    return outcome._simulated(config, costs, dataset, variant, figures, None)
+    return outcome._simulated(config, costs, dataset.lengths, variant, figures, None)
 
 
 def told(micro_batches: tuple[MicroBatch, ...]) -> list[Any]:

@@ -101,8 +101,9 @@ def test_a_pickle_cannot_change_what_its_names_stand_for(name: str, state: bytes
 def test_a_name_in_torch_is_not_imported(tmp_path: Path) -> None:
     path = archive(tmp_path / "a.pt", b"\x80\x02ctorch\n_dynamo\n.")
     code = (
-        "import pathlib, sys; from dynapipe_ext.tools.checkpoint.files.torch_file import Record, read_tree;"
-        "found = read_tree(Record(pathlib.Path(sys.argv[1]))); print(found.qualified, 'torch._dynamo' in sys.modules)"
+        "import pathlib, sys; from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord, read_tree;"
+        "found = read_tree(ArchiveRecord(pathlib.Path(sys.argv[1])));"
+        "print(found.qualified, 'torch._dynamo' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout.split() == ["torch._dynamo", "False"]
