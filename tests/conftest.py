@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import select
@@ -19,6 +20,7 @@ env.limit_threads(1)  # before any test module imports torch
 from dynapipe_ext.launch.cluster import run_local  # noqa: E402
 from dynapipe_ext.launch.env import RankEnv  # noqa: E402
 from dynapipe_ext.launch.redis_server import RedisServer  # noqa: E402
+from tests.support.preloaded import Preloaded  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {
@@ -74,6 +76,13 @@ def redis_server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """`preloaded.run(["train", …], timeout=60)`: commands as processes that need not import torch and megatron."""
+    with Preloaded() as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
 def wait_until_gone() -> Callable[[int], None]:
     """`wait_until_gone(pid)` returns when a process that is no child of ours has ended; it fails after 10 s."""
 
@@ -103,6 +112,7 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         folder.mkdir()
 
         def main(rank: RankEnv) -> int:
+            gc.freeze()  # collections need not walk what the tests' process has imported, nor copy its pages
             (folder / str(rank.rank)).write_bytes(pickle.dumps(fn(rank)))
             return 0
 

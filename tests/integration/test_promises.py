@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dynapipe_ext.tools.show.timeline import read_trace_file
+from tests.support.preloaded import Preloaded
 
 
 @pytest.fixture(scope="module", params=["packed", "padded"])
-def run_dir(request, tmp_path_factory) -> Path:
+def run_dir(request, preloaded: Preloaded, tmp_path_factory) -> Path:
     """The default model on its 8 ranks, two steps, uneven stages."""
     folder = tmp_path_factory.mktemp("promises") / request.param
-    command = [sys.executable, "-m", "dynapipe_ext.launch.cli", "train", "--steps", "2", "--layout", request.param]
+    command = ["train", "--steps", "2", "--layout", request.param]
     command += ["--run-dir", str(folder), "--layers-per-stage", "1,3", "--strict"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = preloaded.run(command, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

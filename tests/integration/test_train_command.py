@@ -25,6 +25,7 @@ from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import read_events
 from dynapipe_ext.tools.show.timeline import read_trace_file
+from tests.support.preloaded import Preloaded
 
 TINY = """
 [run]
@@ -50,7 +51,8 @@ timeout_s = 60
 """
 BYTES_VOCABULARY = 258
 LIMIT_S = 120
-CLI = [sys.executable, "-m", "dynapipe_ext.launch.cli"]
+EXECUTED = [sys.executable, "-m", "dynapipe_ext.launch.cli"]
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 
 # Point 8 of the report's contract: what every report has, at the least.
 REPORT_FIELDS = {
@@ -76,15 +78,20 @@ Train = Callable[..., dict[str, Any]]
 
 
 def run(command: list[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """A command that must succeed; all it said is shown where it does not."""
+    """A command that is executed and must succeed."""
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(environment or {})},
+        env={**os.environ, **LOOPBACK, **(environment or {})},
     )
+    return succeeded(done)
+
+
+def succeeded(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    """All it said is shown where it did not."""
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done
@@ -110,15 +117,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(tiny: Path, tmp_path: Path) -> Train:
+def train(preloaded: Preloaded, tiny: Path, tmp_path: Path) -> Train:
     """`train("--flag", …)` runs the tiny job with flags on top, in tmp_path / "run", and returns its report.
 
     Gloo forgives sends and receives that NCCL would not: every run is held to NCCL's rules.
     """
 
     def start(*arguments: str, config: Path = tiny) -> dict[str, Any]:
-        where = ["--run-dir", str(tmp_path / "run"), "--overwrite"]
-        run([*CLI, "train", "--config", str(config), *where, "--strict", *arguments])
+        words = ["train", "--config", str(config), "--run-dir", str(tmp_path / "run"), "--overwrite", "--strict"]
+        succeeded(preloaded.run([*words, *arguments], timeout=LIMIT_S, environment=LOOPBACK))
         return report_of(tmp_path / "run")
 
     return start
@@ -127,7 +134,7 @@ def train(tiny: Path, tmp_path: Path) -> Train:
 def test_eight_ranks_leave_a_whole_report_a_curve_and_a_page(tiny: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = ["--tp", "2", "--pp", "2", "--dp", "2", "--layout", "packed", "--run-dir", str(run_dir), "--strict"]
-    done = run([*CLI, "train", "--config", str(tiny.with_name("measured.toml")), *flags])
+    done = run([*EXECUTED, "train", "--config", str(tiny.with_name("measured.toml")), *flags])
     report = report_of(run_dir)
     assert report.keys() >= REPORT_FIELDS
     assert report["topology"] == {"tp": 2, "pp": 2, "dp": 2}
@@ -293,13 +300,18 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f'{text}[plan]\neffort = 200\ncosts = "{folder / "costs.json"}"\n'
 
 
-def test_a_v_learns_what_a_line_learns_and_goes_on_as_one(four_layers: str, tmp_path: Path) -> None:
+def test_a_v_learns_what_a_line_learns_and_goes_on_as_one(
+    preloaded: Preloaded, four_layers: str, tmp_path: Path
+) -> None:
     (tmp_path / "four.toml").write_text(four_layers)
-    train = [*CLI, "train", "--config", str(tmp_path / "four.toml"), "--run-dir"]
-    run([*train, str(tmp_path / "line"), "--steps", "4"])
-    run([*train, str(tmp_path / "v"), "--steps", "2", "--placement", "v"])
+
+    def train(*arguments: str) -> None:
+        succeeded(preloaded.run(["train", *arguments], cwd=tmp_path, timeout=LIMIT_S, environment=LOOPBACK))
+
+    train("--config", "four.toml", "--run-dir", "line", "--steps", "4")
+    train("--config", "four.toml", "--run-dir", "v", "--steps", "2", "--placement", "v")
     assert report_of(tmp_path / "v")["placement"] == [0, 1, 1, 0]
-    run([*CLI, "train", "--resume", str(tmp_path / "v"), "--placement", "linear", "--steps", "4"])
+    train("--resume", "v", "--placement", "linear", "--steps", "4")
     assert TrainConfig.read(tmp_path / "v" / "config.toml").topology.placement == "linear"
     wanted = report_of(tmp_path / "line")["losses"]
     assert len(wanted) == 4
