@@ -51,7 +51,7 @@ from tests.support.megatron_ranks import (
 
 from megatron.core import dist_checkpointing  # isort: skip
 
-SAVED, END = 2, 12
+SAVED, END = 2, 7
 ALL = Topology(tp=2, pp=2, dp=2)
 V, INTERLEAVED = Topology(pp=2, dp=2, placement=(0, 1, 1, 0)), Topology(pp=2, placement=(0, 1, 0, 1))
 COSTS = TokenCosts(num_stages=2)
