@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import select
@@ -112,7 +111,6 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         folder.mkdir()
 
         def main(rank: RankEnv) -> int:
-            gc.freeze()  # collections need not walk what the tests' process has imported, nor copy its pages
             (folder / str(rank.rank)).write_bytes(pickle.dumps(fn(rank)))
             return 0
 
