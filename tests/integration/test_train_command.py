@@ -318,38 +318,45 @@ def test_a_v_learns_what_a_line_learns_and_goes_on_as_one(
     assert report_of(tmp_path / "v")["losses"] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_all_ranks_of_torchrun_take_the_placement_that_the_first_has_settled(four_layers: str, tmp_path: Path) -> None:
-    text = four_layers.replace("steps = 2", f'steps = 1\nrun_dir = "{tmp_path / "run"}"')
+def test_all_ranks_of_torchrun_take_the_placement_that_the_first_has_settled(
+    train: Train, four_layers: str, tmp_path: Path
+) -> None:
+    """Through the user's own server over TCP; the losses are bit for bit those of `dynapipe train`."""
+    text = four_layers.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / "own"}"')
     (tmp_path / "auto.toml").write_text(text.replace("[topology]", '[topology]\nplacement = "auto"'))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run([*torchrun, "-m", "dynapipe_ext.launch.train", "--config", str(tmp_path / "auto.toml")])
-    tried = [line.split()[0] for line in done.stderr.splitlines() if re.match(r"\W*(v|linear|interleaved)\b", line)]
-    taken = TrainConfig.read(tmp_path / "run" / "config.toml").topology
-    assert sorted(word.rstrip(",") for word in tried) == ["interleaved", "linear", "v"]
-    assert tried[0].rstrip(",") == taken.placement
-    assert sum(taken.layers_per_stage) == 4
-    assert report_of(tmp_path / "run")["layers_per_stage"] == list(taken.layers_per_stage)
-
-
-def test_torchrun_trains_as_the_launcher_does(train: Train, tiny: Path, tmp_path: Path) -> None:
-    """The user's own server over TCP, and the embedded one; the losses are bit for bit those of `dynapipe train`."""
-    wanted = train("--dp", "2")["losses"]
-    config = TrainConfig.read(tiny)
-    settings = TINY.replace("dp = 1", "dp = 2") + f'strict = true\n[plan]\ncosts = "{config.plan.costs}"\n'
-    for name in ("own", "embedded"):
-        text = settings.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / name}"')
-        (tmp_path / f"{name}.toml").write_text(text)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    program = [*torchrun, "-m", "dynapipe_ext.launch.train", "--config"]
     port = _free_port()
     with RedisServer(port=port) as server:
         password = {"DYNAPIPE_STORE_PASSWORD": server.address.password or ""}
-        run([*program, str(tmp_path / "own.toml"), "--store", f"redis://127.0.0.1:{port}"], password)
-    done = run([*program, str(tmp_path / "embedded.toml")])
+        done = torchrun(2, tmp_path / "auto.toml", "--store", f"redis://127.0.0.1:{port}", environment=password)
+    tried = [line.split()[0] for line in done.stderr.splitlines() if re.match(r"\W*(v|linear|interleaved)\b", line)]
+    taken = TrainConfig.read(tmp_path / "own" / "config.toml").topology
+    assert sorted(word.rstrip(",") for word in tried) == ["interleaved", "linear", "v"]
+    assert tried[0].rstrip(",") == taken.placement
+    assert sum(taken.layers_per_stage) == 4
+    assert report_of(tmp_path / "own")["layers_per_stage"] == list(taken.layers_per_stage)
+    launched = train(config=tmp_path / "auto.toml")
+    assert TrainConfig.read(tmp_path / "run" / "config.toml").topology == taken
+    assert report_of(tmp_path / "own")["losses"] == launched["losses"]
+
+
+def test_torchrun_trains_as_the_launcher_does(train: Train, tiny: Path, tmp_path: Path) -> None:
+    """With the embedded server; the losses are bit for bit those of `dynapipe train`."""
+    config = TrainConfig.read(tiny)
+    settings = TINY.replace("dp = 1", "dp = 2") + f'strict = true\n[plan]\ncosts = "{config.plan.costs}"\n'
+    (tmp_path / "embedded.toml").write_text(
+        settings.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / "embedded"}"')
+    )
+    done = torchrun(4, tmp_path / "embedded.toml")
     said = f"ranks: 4 (TP1 x PP2 x DP2), plans by the {active_core()} core"
     assert [line for line in done.stderr.splitlines() if "core" in line and "ranks" in line] == [said]  # rank 0's alone
-    for name in ("own", "embedded"):
-        assert report_of(tmp_path / name)["losses"] == wanted
+    assert report_of(tmp_path / "embedded")["losses"] == train("--dp", "2")["losses"]
+
+
+def torchrun(
+    num_ranks: int, config: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return run([*words, "-m", "dynapipe_ext.launch.train", "--config", str(config), *arguments], environment)
 
 
 def _free_port() -> int:
