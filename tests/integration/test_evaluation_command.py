@@ -42,14 +42,6 @@ keep_best = true
 timeout_s = 60
 strict = true
 """
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-
-
-def trained(preloaded: Preloaded, folder: Path, *arguments: str) -> str:
-    """What a run that succeeds says."""
-    done = preloaded.run(["train", *arguments], cwd=folder, timeout=120, environment=LOOPBACK)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
 
 
 def test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits(
@@ -60,10 +52,10 @@ def test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits(
     pairs = [{"input": f"reverse {'ab' * (1 + i % 9)}", "target": f"{'ba' * (1 + i % 9)}"} for i in range(40)]
     held_out.write_text("\n".join(map(json.dumps, pairs)) + "\n")
     settings, evaluated = ["--config", "settings.toml"], ["--eval-every", "2", "--eval-data", "held.jsonl"]
-    said = trained(preloaded, tmp_path, *settings, "--run-dir", "runs/four", *evaluated)
-    trained(preloaded, tmp_path, *settings, "--run-dir", "runs/plain", "--costs", "runs/four/costs.json")
+    said = preloaded.train(*settings, "--run-dir", "runs/four", *evaluated, cwd=tmp_path)
+    preloaded.train(*settings, "--run-dir", "runs/plain", "--costs", "runs/four/costs.json", cwd=tmp_path)
     alone = ["--tp", "1", "--pp", "1", "--layout", "padded"]
-    trained(preloaded, tmp_path, *settings, "--run-dir", "runs/one", *alone, *evaluated)
+    preloaded.train(*settings, "--run-dir", "runs/one", *alone, *evaluated, cwd=tmp_path)
 
     four, plain, one = (RunReport.read(tmp_path / "runs" / name / "report.json") for name in ("four", "plain", "one"))
     assert four.result.losses == plain.result.losses
@@ -92,8 +84,8 @@ def test_a_run_with_a_part_held_out_goes_on_with_the_same_part_and_refuses_anoth
 ) -> None:
     (tmp_path / "settings.toml").write_text(SETTINGS.replace("tp = 2", "tp = 1").replace("dp = 1", "dp = 2"))
     flags = ["--run-dir", "runs/part", "--eval-every", "3", "--eval-steps", "1", "--eval-fraction", "0.25"]
-    trained(preloaded, tmp_path, "--config", "settings.toml", *flags)
-    trained(preloaded, tmp_path, "--resume", "runs/part", "--steps", "6")
+    preloaded.train("--config", "settings.toml", *flags, cwd=tmp_path)
+    preloaded.train("--resume", "runs/part", "--steps", "6", cwd=tmp_path)
     result = RunReport.read(tmp_path / "runs" / "part" / "report.json").result
     assert [done.number for done in result.evaluations] == [3, 5, 6]
     assert len({done.num_samples for done in result.evaluations}) == 1

@@ -15,10 +15,8 @@ from tests.support.preloaded import Preloaded
 def run_dir(request, preloaded: Preloaded, tmp_path_factory) -> Path:
     """The default model on its 8 ranks, two steps, uneven stages."""
     folder = tmp_path_factory.mktemp("promises") / request.param
-    command = ["train", "--steps", "2", "--layout", request.param]
-    command += ["--run-dir", str(folder), "--layers-per-stage", "1,3", "--strict"]
-    done = preloaded.run(command, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments = ["--steps", "2", "--layout", request.param, "--layers-per-stage", "1,3", "--strict"]
+    preloaded.train(*arguments, "--run-dir", str(folder))
     return folder
 
 

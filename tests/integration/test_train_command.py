@@ -51,8 +51,7 @@ timeout_s = 60
 """
 BYTES_VOCABULARY = 258
 LIMIT_S = 120
-EXECUTED = [sys.executable, "-m", "dynapipe_ext.launch.cli"]
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+CLI = [sys.executable, "-m", "dynapipe_ext.launch.cli"]
 
 # Point 8 of the report's contract: what every report has, at the least.
 REPORT_FIELDS = {
@@ -78,20 +77,15 @@ Train = Callable[..., dict[str, Any]]
 
 
 def run(command: list[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """A command that is executed and must succeed."""
+    """A command that is executed and must succeed; all it said is shown where it does not."""
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
-        env={**os.environ, **LOOPBACK, **(environment or {})},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(environment or {})},
     )
-    return succeeded(done)
-
-
-def succeeded(done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
-    """All it said is shown where it did not."""
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done
@@ -124,8 +118,8 @@ def train(preloaded: Preloaded, tiny: Path, tmp_path: Path) -> Train:
     """
 
     def start(*arguments: str, config: Path = tiny) -> dict[str, Any]:
-        words = ["train", "--config", str(config), "--run-dir", str(tmp_path / "run"), "--overwrite", "--strict"]
-        succeeded(preloaded.run([*words, *arguments], timeout=LIMIT_S, environment=LOOPBACK))
+        words = ["--config", str(config), "--run-dir", str(tmp_path / "run"), "--overwrite", "--strict"]
+        preloaded.train(*words, *arguments)
         return report_of(tmp_path / "run")
 
     return start
@@ -134,7 +128,7 @@ def train(preloaded: Preloaded, tiny: Path, tmp_path: Path) -> Train:
 def test_eight_ranks_leave_a_whole_report_a_curve_and_a_page(tiny: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = ["--tp", "2", "--pp", "2", "--dp", "2", "--layout", "packed", "--run-dir", str(run_dir), "--strict"]
-    done = run([*EXECUTED, "train", "--config", str(tiny.with_name("measured.toml")), *flags])
+    done = run([*CLI, "train", "--config", str(tiny.with_name("measured.toml")), *flags])
     report = report_of(run_dir)
     assert report.keys() >= REPORT_FIELDS
     assert report["topology"] == {"tp": 2, "pp": 2, "dp": 2}
@@ -271,14 +265,13 @@ def test_no_rank_holds_more_than_was_predicted_where_backwards_are_split(train: 
         assert 0.6 * predicted <= measured <= predicted
 
 
-@pytest.mark.parametrize("split", [["--split-backward"], ["--schedule", "zb-h1"]], ids=" ".join)
-def test_a_run_that_fills_its_waits_trains_to_the_bits_of_one_that_does_not(
-    train: Train, tiny: Path, tmp_path: Path, split: list[str]
+def test_a_published_schedule_that_fills_its_waits_trains_to_the_bits_of_one_that_does_not(
+    train: Train, tiny: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "small.toml").write_text(f"{tiny.read_text()}max_tokens = 512\n")  # of [plan]: several micro-batches
 
     def trained(*arguments: str) -> dict[str, Any]:
-        flags = ["--steps", "3", "--layout", "padded", "--tokens-per-batch", "2048", *split]
+        flags = ["--steps", "3", "--layout", "padded", "--tokens-per-batch", "2048", "--schedule", "zb-h1"]
         return train(*flags, *arguments, config=tmp_path / "small.toml")
 
     plain, filled = trained(), trained("--fill-waits")
@@ -304,14 +297,11 @@ def test_a_v_learns_what_a_line_learns_and_goes_on_as_one(
     preloaded: Preloaded, four_layers: str, tmp_path: Path
 ) -> None:
     (tmp_path / "four.toml").write_text(four_layers)
-
-    def train(*arguments: str) -> None:
-        succeeded(preloaded.run(["train", *arguments], cwd=tmp_path, timeout=LIMIT_S, environment=LOOPBACK))
-
-    train("--config", "four.toml", "--run-dir", "line", "--steps", "4")
-    train("--config", "four.toml", "--run-dir", "v", "--steps", "2", "--placement", "v")
+    settings = ["--config", "four.toml"]
+    preloaded.train(*settings, "--run-dir", "line", "--steps", "4", cwd=tmp_path)
+    preloaded.train(*settings, "--run-dir", "v", "--steps", "2", "--placement", "v", cwd=tmp_path)
     assert report_of(tmp_path / "v")["placement"] == [0, 1, 1, 0]
-    train("--resume", "v", "--placement", "linear", "--steps", "4")
+    preloaded.train("--resume", "v", "--placement", "linear", "--steps", "4", cwd=tmp_path)
     assert TrainConfig.read(tmp_path / "v" / "config.toml").topology.placement == "linear"
     wanted = report_of(tmp_path / "line")["losses"]
     assert len(wanted) == 4

@@ -114,6 +114,13 @@ class Preloaded:
         assert command.returncode is not None
         return subprocess.CompletedProcess(["dynapipe", *arguments], command.returncode, stdout, stderr)
 
+    def train(self, *arguments: str, cwd: Path | None = None, timeout: float = 120) -> str:
+        """What `dynapipe train ARGUMENTS` says on standard error; it must succeed."""
+        done = self.run(["train", *arguments], timeout=timeout, cwd=cwd, environment={"GLOO_SOCKET_IFNAME": "lo"})
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
 
 def _serve(requests: socket.socket) -> None:
     """Forks a command for every request, and a process that waits for it, until the other end is closed."""
