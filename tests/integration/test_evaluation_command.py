@@ -53,8 +53,9 @@ def test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits(
     held_out.write_text("\n".join(map(json.dumps, pairs)) + "\n")
     settings, evaluated = ["--config", "settings.toml"], ["--eval-every", "2", "--eval-data", "held.jsonl"]
     said = preloaded.train(*settings, "--run-dir", "runs/four", *evaluated, cwd=tmp_path)
-    preloaded.train(*settings, "--run-dir", "runs/plain", "--costs", "runs/four/costs.json", cwd=tmp_path)
-    alone = ["--tp", "1", "--pp", "1", "--layout", "padded"]
+    in_line = ["--num-workers", "0"]
+    preloaded.train(*settings, *in_line, "--run-dir", "runs/plain", "--costs", "runs/four/costs.json", cwd=tmp_path)
+    alone = [*in_line, "--tp", "1", "--pp", "1", "--layout", "padded"]
     preloaded.train(*settings, "--run-dir", "runs/one", *alone, *evaluated, cwd=tmp_path)
 
     four, plain, one = (RunReport.read(tmp_path / "runs" / name / "report.json") for name in ("four", "plain", "one"))

@@ -50,7 +50,8 @@ def run(command: list[str], cwd: Path, limit_s: int) -> subprocess.CompletedProc
     return subprocess.run(
         ["timeout", "-k", "20", str(limit_s), *command],  # ends the whole process group, ranks and store included
         cwd=cwd,
-        env={**inherited, "OMP_NUM_THREADS": "1", "PIP_NO_COMPILE": "1"},  # most of what it installs is never imported
+        # Most of what pip installs is never imported, let alone compiled; its options that say no are given by a false.
+        env={**inherited, "OMP_NUM_THREADS": "1", "PIP_NO_COMPILE": "false"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -100,13 +100,14 @@ def report_of(run_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Settings of a tiny run with given costs: measured ones would make two runs plan differently."""
+    """Settings of a tiny run, planned in line, with given costs: measured ones would make two runs plan differently."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "measured.toml").write_text(TINY)
     config = TrainConfig.read(folder / "measured.toml")
     costs = analytic_costs(config, architecture_of(config, BYTES_VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
     (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
-    (folder / "tiny.toml").write_text(f'{TINY}[plan]\ncosts = "{folder / "costs.json"}"\n')
+    in_line = TINY.replace("[job]", "num_workers = 0\n[job]")
+    (folder / "tiny.toml").write_text(f'{in_line}[plan]\ncosts = "{folder / "costs.json"}"\n')
     return folder / "tiny.toml"
 
 
@@ -284,7 +285,9 @@ def test_a_published_schedule_that_fills_its_waits_trains_to_the_bits_of_one_tha
 def four_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Settings and costs of a tiny model that makes four stages; the learning rate is the same at every step."""
     folder = tmp_path_factory.mktemp("four_layers")
-    text = TINY.replace("num_layers = 3", "num_layers = 4") + "strict = true\n"
+    text = (
+        TINY.replace("num_layers = 3", "num_layers = 4").replace("[job]", "num_workers = 0\n[job]") + "strict = true\n"
+    )
     text += "[optimizer]\nlr = 1e-2\nmin_lr = 1e-2\nwarmup_steps = 1\n"
     (folder / "four.toml").write_text(text)
     config = TrainConfig.read(folder / "four.toml")
@@ -331,15 +334,12 @@ def test_all_ranks_of_torchrun_take_the_placement_that_the_first_has_settled(
 
 def test_torchrun_trains_as_the_launcher_does(train: Train, tiny: Path, tmp_path: Path) -> None:
     """With the embedded server; the losses are bit for bit those of `dynapipe train`."""
-    config = TrainConfig.read(tiny)
-    settings = TINY.replace("dp = 1", "dp = 2") + f'strict = true\n[plan]\ncosts = "{config.plan.costs}"\n'
-    (tmp_path / "embedded.toml").write_text(
-        settings.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / "embedded"}"')
-    )
-    done = torchrun(4, tmp_path / "embedded.toml")
-    said = f"ranks: 4 (TP1 x PP2 x DP2), plans by the {active_core()} core"
+    text = tiny.read_text().replace("pp = 2\ndp = 1", "pp = 1\ndp = 2").replace("[plan]", "strict = true\n[plan]")
+    (tmp_path / "two.toml").write_text(text.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / "embedded"}"'))
+    done = torchrun(2, tmp_path / "two.toml")
+    said = f"ranks: 2 (TP1 x PP1 x DP2), plans by the {active_core()} core"
     assert [line for line in done.stderr.splitlines() if "core" in line and "ranks" in line] == [said]  # rank 0's alone
-    assert report_of(tmp_path / "embedded")["losses"] == train("--dp", "2")["losses"]
+    assert report_of(tmp_path / "embedded")["losses"] == train("--pp", "1", "--dp", "2")["losses"]
 
 
 def torchrun(
