@@ -16,13 +16,13 @@ from dynapipe_ext.config import PlacementChoice, ScheduleName, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at, degrees, ending, numbers
 from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads
 from dynapipe_ext.launch.job import check_batches, check_fits, topology_of, variants
 from dynapipe_ext.launch.outcome import keeping_what_ran
 from dynapipe_ext.launch.placement import settled_placement, trials_table
+from dynapipe_ext.launch.process_title import set_process_title
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
 from dynapipe_ext.launch.run_data import check_data, prepare_data, run_data
@@ -30,6 +30,8 @@ from dynapipe_ext.launch.run_directory import RunDirectory, run_to_resume
 from dynapipe_ext.launch.train import (
     TrainingJob,
     data_progress,
+    greet_store,
+    rank_title,
     ranks_line,
     store_address,
     to_go_on_from,
@@ -164,6 +166,16 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
     return config.with_values(**tables)
 
 
+def resumed_run(args: argparse.Namespace, config: TrainConfig) -> tuple[str, Path | None]:
+    """The run's directory (empty: a new one), and the checkpoint that --resume goes on from. Errors: ConfigError."""
+    if not args.resume:
+        return config.run.run_dir, None
+    if args.run_dir is not None:
+        raise ConfigError(f"--resume {args.resume} goes on in its own directory: leave out --run-dir {args.run_dir}")
+    run_dir = run_to_resume(args.resume)
+    return str(run_dir), to_go_on_from(run_dir, config, compare=args.compare, overwrite=args.overwrite)
+
+
 def run(args: argparse.Namespace) -> int:
     config = config_from(args)
     limit_threads()
@@ -179,18 +191,11 @@ def run(args: argparse.Namespace) -> int:
     address = store_address(args.store) if args.store else None
     if config.run.tensorboard:
         require_tensorboard()
-    run_dir, resumed = config.run.run_dir, None
-    if args.resume:
-        if args.run_dir is not None:
-            raise ConfigError(
-                f"--resume {args.resume} goes on in its own directory: leave out --run-dir {args.run_dir}"
-            )
-        run_dir = str(run_to_resume(args.resume))
-        resumed = to_go_on_from(Path(run_dir), config, compare=args.compare, overwrite=args.overwrite)
+    run_dir, resumed = resumed_run(args, config)
     with RunDirectory(run_dir, overwrite=args.overwrite, resume=resumed is not None) as directory:
         if address is not None:
-            open_store(address, namespace="greeting").close()  # refused here, once, rather than by every rank
-        progress, advance = data_progress(config, enabled=True)
+            greet_store(address)  # refused here, once, rather than by every rank
+        progress, advance = data_progress(config)
         with progress:
             dataset = prepare_data(config, advance)
         truncated = f", {dataset.num_truncated:,} truncated" if dataset.num_truncated else ""
@@ -222,6 +227,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rank(job: TrainingJob, env: RankEnv) -> int:
+    set_process_title(rank_title(env, job.config))
     return train_rank(env, job)
 
 
