@@ -74,8 +74,9 @@ def checked_value(value: Any, hint: Any, where: str) -> Any:
             raise ConfigError(f"{where} is {value!r}: choose from {list(get_args(hint))}{near}")
         return value
     if get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple) or any(not isinstance(v, int) or isinstance(v, bool) for v in value):
-            raise ConfigError(f"{where} is {value!r} but must be a list of integers")
+        kind, kinds = (str, "strings") if get_args(hint)[0] is str else (int, "integers")
+        if not isinstance(value, list | tuple) or any(not isinstance(v, kind) or isinstance(v, bool) for v in value):
+            raise ConfigError(f"{where} is {value!r} but must be a list of {kinds}")
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

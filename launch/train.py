@@ -44,7 +44,15 @@ from dynapipe_ext.launch.job import (
 from dynapipe_ext.launch.outcome import begin_run, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.placement import settled_placement, trials_table
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
-from dynapipe_ext.launch.run_data import PREPARE_LIMIT_S, RunData, check_data, data_folder, prepare_data, run_data
+from dynapipe_ext.launch.run_data import (
+    PREPARE_LIMIT_S,
+    RunData,
+    check_data,
+    data_folder,
+    data_lines,
+    prepare_data,
+    run_data,
+)
 from dynapipe_ext.launch.run_directory import CHECKPOINTS
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
 from dynapipe_ext.tools.account.report import StoreInfo
@@ -105,8 +113,10 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
         progress, advance = data_progress(config)
         with progress:
             dataset = prepare_data(config, advance)
+        prepared = run_data(config, dataset)
+        print("\n".join(data_lines(config, prepared)), file=sys.stderr)
         costs = settle_costs(config, dataset.vocab_size, resumed_costs(job.resumed))
-        config, costs, trials = settled_placement(config, costs, dataset.lengths)
+        config, costs, trials = settled_placement(config, costs, prepared.train.lengths)
         job = replace(job, config=config)
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
@@ -258,7 +268,7 @@ def _data(env: RankEnv, config: TrainConfig) -> RunData:
 
 def data_progress(config: TrainConfig) -> tuple[WorkProgress, Callable[[int], None]]:
     """A progress display for `prepare_data` and the function that feeds it with samples done so far."""
-    total = None if config.data.path else config.data.num_samples
+    total = None if config.data.path or config.data.mixture else config.data.num_samples
     progress, done = WorkProgress("tokenizing", total), 0
 
     def advance(samples: int) -> None:

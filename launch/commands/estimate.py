@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from rich.console import Console
@@ -75,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--tokens", type=float, metavar="N", help="real tokens of the whole run, for days and cost")
     data.add_argument("--tokens-per-batch", metavar="N|LOW:HIGH", help="real tokens of a step; searched within a range")
     data.add_argument("--max-samples", type=int, default=1024, metavar="N", help="of a global batch")
-    data.add_argument("--data", default="", metavar="FILE", help="training data that --write names")
+    data.add_argument("--data", nargs="+", default=(), metavar="FILE", help="training data that --write names")
     ways = parser.add_argument_group("ways to train, to keep the search to some: one, or several with commas")
     ways.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products")
     ways.add_argument("--states", choices=_STATES, default="megatron", help="who keeps what for a 16-bit parameter")
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         deliver(args.json, estimate_json(found, prices))
     if args.write:
-        console.print(write_best(found, args.write, data_path=args.data, total_tokens=prices.total_tokens))
+        console.print(write_best(found, args.write, data=args.data, total_tokens=prices.total_tokens))
     return 0 if found.options else _NOTHING_FITS
 
 
@@ -187,7 +188,7 @@ def prices_of(args: argparse.Namespace) -> Prices:
     return Prices(total_tokens=tokens, per_gpu_hour=price)
 
 
-def write_best(found: Estimate, path: str, *, data_path: str, total_tokens: float) -> str:
+def write_best(found: Estimate, path: str, *, data: Sequence[str], total_tokens: float) -> str:
     """Write the fastest option that `dynapipe train` can run; says which. Errors: ConfigError where there is none."""
     first = trainable(found)
     if first is None:
@@ -199,7 +200,7 @@ def write_best(found: Estimate, path: str, *, data_path: str, total_tokens: floa
             f" to {path}: plan more with --plans, or keep to --zero 0,1 --offload none"
         )
     place, option = first
-    text = toml_text(found.question, option, place, data_path=data_path, total_tokens=total_tokens)
+    text = toml_text(found.question, option, place, data=data, total_tokens=total_tokens)
     topology_of(TrainConfig.from_json(settings(found.question, option), "the estimate"))
     write_atomic(path, text)
     passed = "" if place == 1 else f"; dynapipe train does not run what is before it: {_fault_before(found)}"

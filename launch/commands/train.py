@@ -15,6 +15,7 @@ from rich.console import Console
 from dynapipe_ext.config import PlacementChoice, ScheduleName, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.data.mixture import data_settings
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at, degrees, ending, numbers
@@ -25,7 +26,7 @@ from dynapipe_ext.launch.placement import settled_placement, trials_table
 from dynapipe_ext.launch.process_title import set_process_title
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
-from dynapipe_ext.launch.run_data import check_data, prepare_data, run_data
+from dynapipe_ext.launch.run_data import check_data, data_lines, prepare_data, run_data
 from dynapipe_ext.launch.run_directory import RunDirectory, run_to_resume
 from dynapipe_ext.launch.train import (
     TrainingJob,
@@ -54,8 +55,9 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "data",
         "path",
         {
+            "nargs": "+",
             "metavar": "FILE",
-            "help": "JSONL (also compressed), or a folder of `dynapipe preprocess`",
+            "help": "JSONL (also compressed), several as FILE=WEIGHT; or a folder of dynapipe preprocess",
         },
     ),
     "--tokens-per-batch": (
@@ -156,6 +158,8 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         tables["data"]["tokens_per_batch"] = 0
     if args.tokens_per_batch is not None and args.batch_size is None:
         tables["data"]["batch_size"] = 0
+    if args.data is not None:
+        tables["data"] |= data_settings(args.data)
     tables["topology"] = tables.get("topology", {}) | degrees(args, of_file=bool(args.config or args.resume))
     if args.truncate is not None:
         tables.setdefault("data", {})["truncate"] = True
@@ -198,12 +202,8 @@ def run(args: argparse.Namespace) -> int:
         progress, advance = data_progress(config)
         with progress:
             dataset = prepare_data(config, advance)
-        truncated = f", {dataset.num_truncated:,} truncated" if dataset.num_truncated else ""
-        console.print(f"data: {len(dataset):,} samples, {int(dataset.lengths[:, :2].sum()):,} tokens{truncated}")
         data = run_data(config, dataset)
-        if data.held_out is not None:
-            tokens = int(data.held_out.lengths[:, :2].sum())
-            console.print(f"held out for evaluation: {len(data.held_out):,} samples, {tokens:,} tokens")
+        console.print("\n".join(data_lines(config, data)), markup=False, soft_wrap=True)
         check_data(data, lambda lengths: check_batches(config, lengths))
         given = None
         if config.plan.costs or resumed is not None:
@@ -216,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
                 address = server.address
                 console.print(f"store: embedded {server.name} {server.version} on a unix socket")
             costs = given or _measure(config, dataset.vocab_size)
-            config, costs, trials = settled_placement(config, costs, dataset.lengths)
+            config, costs, trials = settled_placement(config, costs, data.train.lengths)
             if trials:
                 console.print(trials_table(trials))
             check_data(data, lambda lengths: check_fits(config, costs, lengths))
