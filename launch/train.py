@@ -60,6 +60,7 @@ from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile
 from dynapipe_ext.tools.console import say_loading, show
 from dynapipe_ext.tools.progress import StepProgress, WorkProgress
 from dynapipe_ext.tools.tensorboard_file import TensorBoardFile
+from dynapipe_ext.tools.wording import counted
 from dynapipe_ext.topology import Topology
 
 if TYPE_CHECKING:  # it imports torch and Megatron
@@ -286,7 +287,9 @@ def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrit
     newest = latest(run_dir / CHECKPOINTS)
     done = read_manifest(newest).run.step
     if done >= config.run.steps:
-        raise ConfigError(f"{newest} has done {done} steps and steps is {config.run.steps}: raise --steps to go on")
+        raise ConfigError(
+            f"{newest} has done {counted(done, 'step')} and steps is {config.run.steps}: raise --steps to go on"
+        )
     return newest
 
 

@@ -13,6 +13,7 @@ from dynapipe_ext.inference.memory_shapes import CHOICES, ShapeLimits
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.tools.wording import counted
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -107,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
                     on_record=lambda record: progress.advance(),
                 )
         finally:
-            summary = f"{len(file.records)} batches of {args.batches} are in {args.out}, {earlier} of them from before"
+            held = counted(len(file.records), "batch")
+            summary = f"{held} of {args.batches} are in {args.out}, {earlier} of them from before"
             numbers = {
                 "out": args.out,
                 "batches": len(file.records),

@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     if not planner.forward_only:
         console.print(f"search: {planner.effort:,} moves on the {active_core()} core")
     if num_tried:
-        tried = f"{num_tried:,} {'search' if num_tried == 1 else 'searches'} from seed {planner.seed} on"
+        tried = f"{counted(num_tried, 'search')} from seed {planner.seed} on"
         console.print(f"tried: {tried} in {args.time_limit:g} s; how many fit is not reproducible")
     console.print(rendered_plan(of_proven_step(proven, planner.topology, planning_s=planning_s), width=console.width))
     if planner.fill_waits:

@@ -30,6 +30,7 @@ from dynapipe_ext.launch.job import (
 )
 from dynapipe_ext.lengths import MOST_POSITIONS, LengthArray, SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.tools.json_file import parse_json
+from dynapipe_ext.tools.wording import counted
 from dynapipe_ext.topology import Topology
 
 MOST_BYTES = 1 << 60  # of a rank
@@ -95,7 +96,8 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
             )
         topology = topology or placed_stages(config)
         table = CostTable.read_a100(path, args.model, topology=topology, num_layers=args.layers)
-        return Priced(table, topology, f"measured table of {args.model}, {args.layers} layers, from {path}", True)
+        layers = counted(args.layers, "layer")
+        return Priced(table, topology, f"measured table of {args.model}, {layers}, from {path}", True)
     if path:
         try:
             if topology is None and (
@@ -108,19 +110,19 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
             raise DataError(f"cost file {path} nests too deep to be read: give a cost model written as JSON") from error
         return Priced(costs, topology, f"{type(costs).__name__} from {path}")
     topology = topology_of(config)
-    counted = analytic_costs(
+    estimated = analytic_costs(
         config,
         architecture_of(config, config.data.vocab_size),
         flops_per_s=DEFAULT_FLOPS_PER_S,
         overhead_ns=0,
     )
-    counted = replace(counted, layer_overhead_ns=DEFAULT_LAYER_OVERHEAD_NS)
+    estimated = replace(estimated, layer_overhead_ns=DEFAULT_LAYER_OVERHEAD_NS)
     provenance = (
-        f"counted for the configured model of {config.model.num_layers} layers at default rates"
+        f"counted for the configured model of {counted(config.model.num_layers, 'layer')} at default rates"
         f" ({DEFAULT_FLOPS_PER_S / 1e9:g} GFLOP/s, {DEFAULT_LAYER_OVERHEAD_NS / 1e6:g} ms a layer):"
         " name measured ones with --costs"
     )
-    return Priced(counted, topology, provenance)
+    return Priced(estimated, topology, provenance)
 
 
 def messages(args: argparse.Namespace, config: TrainConfig, costs: CostModel) -> ActivationFormat:
@@ -231,7 +233,7 @@ def read_batch(path: str, index: int) -> LengthArray:
         raise DataError(f"{path} cannot be read ({error}): give a JSON list of batches") from error
     raw = parse_json(text, path, "a list of batches")
     if not isinstance(raw, list) or not 0 <= index < len(raw):
-        held = f"{len(raw)} batches" if isinstance(raw, list) else type(raw).__name__
+        held = counted(len(raw), "batch") if isinstance(raw, list) else type(raw).__name__
         raise DataError(f"{path} holds {held} but --index is {index}: it must be a list with that many objects")
     lengths = raw[index].get("lengths") if isinstance(raw[index], dict) else None
     if (

@@ -15,6 +15,7 @@ from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.tools.wording import counted
 
 if TYPE_CHECKING:
     say_loading("scipy", "sklearn")
@@ -55,11 +56,12 @@ def run(args: argparse.Namespace) -> int:
     deliver(
         args.json,
         _summary(training),
-        f"{training.num_records} batches, {training.num_out_of_memory} of them out of memory: {on.model}, {on.dtype},"
-        f" on {on.device} ({on.device_name}), {on.max_new_tokens} new tokens, {on.num_beams} beams",
+        f"{counted(training.num_records, 'batch')}, {training.num_out_of_memory} of them out of memory: {on.model},"
+        f" {on.dtype}, on {on.device} ({on.device_name}), {on.max_new_tokens} new tokens, {on.num_beams} beams",
         _error_table(training),
         _coverage_table(training),
-        f"{args.out} holds up to {rows} texts, {longest} tokens a text and {tokens} padded tokens a batch",
+        f"{args.out} holds up to {counted(rows, 'text')}, {counted(longest, 'token')} a text and {tokens:,} padded"
+        " ones a batch",
     )
     return 0
 
