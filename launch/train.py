@@ -298,7 +298,7 @@ def rank_title(env: RankEnv, config: TrainConfig) -> str:
 
     >>> place = RankEnv(rank=3, world_size=8, local_rank=3, local_world_size=8, master_addr="", master_port=0)
     >>> rank_title(place, TrainConfig())
-    'rank 3 of 8: dynapipe train dp0 pp1 tp1'
+    'rank 3 of 8: dynapipe train dp1 pp0 tp1'
     """
     topology, title = topology_of(config), f"rank {env.rank} of {env.world_size}: dynapipe train"
     if env.world_size != topology.world_size:  # refused later
