@@ -25,9 +25,10 @@ class CommandParser(argparse.ArgumentParser):
     """Takes whole flags only, refuses what it does not know itself (not its parent), and suggests what may be meant."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"formatter_class": _Help, "allow_abbrev": False} | settings)
+        settings.setdefault("formatter_class", _Help)
+        super().__init__(allow_abbrev=False, **settings)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         if self._subparsers is None:  # before anything else is said to be wrong or missing
             words = [str(word).partition("=")[0] for word in (sys.argv[1:] if args is None else args)]
             for word in words[: words.index("--") if "--" in words else None]:
