@@ -28,7 +28,7 @@ class CommandParser(argparse.ArgumentParser):
         settings.setdefault("formatter_class", _Help)
         super().__init__(allow_abbrev=False, **settings)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         if self._subparsers is None:  # before anything else is said to be wrong or missing
             words = [str(word).partition("=")[0] for word in (sys.argv[1:] if args is None else args)]
             for word in words[: words.index("--") if "--" in words else None]:
