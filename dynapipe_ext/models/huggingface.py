@@ -7,6 +7,7 @@ from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import FAMILIES, MOST, Activation, Architecture, RopeScaling
+from dynapipe_ext.suggestion import did_you_mean
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -85,7 +86,8 @@ def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architect
         raise ConfigError(f"{where}: must be an object with model_type, hidden_size and so on, but is {short(raw)}")
     family = raw.get("model_type")
     if family not in FAMILIES:
-        raise ConfigError(f"{where}: model_type is {short(family)}: known are {', '.join(FAMILIES)}")
+        near = did_you_mean(str(family), FAMILIES)
+        raise ConfigError(f"{where}: model_type is {short(family)}: known are {', '.join(FAMILIES)}{near}")
     fields = _Fields(raw, where)
     fields.refuse("quantization_config")
     reader = {"gpt2": _read_gpt2, "t5": _read_t5}.get(family, _read_llama)
