@@ -249,8 +249,9 @@ def last_words(job: Job) -> str:
 
 
 def ranks(job: Job) -> list[Process]:
-    """The forked ranks, in order: copies of the launcher, unlike the server."""
-    return [p for p in processes(job.pid) if p.parent_pid == job.pid and "dynapipe_ext.launch.cli" in p.command]
+    """The forked ranks, in order; their titles number them."""
+    found = [p for p in processes(job.pid) if p.parent_pid == job.pid and p.command.startswith("rank ")]
+    return sorted(found, key=lambda process: process.command)
 
 
 def left_by(tiny: Path) -> dict[str, Any]:

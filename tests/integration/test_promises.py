@@ -16,8 +16,8 @@ def run_dir(request, preloaded: Preloaded, tmp_path_factory) -> Path:
     """The default model on its 8 ranks, padded on the 4 of one replica, two steps, uneven stages."""
     layout, dp = request.param
     folder = tmp_path_factory.mktemp("promises") / layout
-    arguments = ["--steps", "2", "--layout", layout, "--dp", str(dp), "--layers-per-stage", "1,3", "--strict"]
-    preloaded.train(*arguments, "--run-dir", str(folder))
+    topology = ["--tp", "2", "--pp", "2", "--dp", str(dp), "--layers-per-stage", "1,3"]
+    preloaded.train("--steps", "2", "--layout", layout, *topology, "--strict", "--run-dir", str(folder))
     return folder
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.support.preloaded import Preloaded
 
 LIMIT_S = 400
-SHORT = ("--steps", "1", "--tp", "1", "--dp", "1")
+SHORT = ("--steps", "1", "--tp", "1", "--pp", "2", "--dp", "1")
 # What pip says when it reaches no index (its retries, its resolver, its sockets).
 NO_INDEX = (
     "Failed to establish a new connection",
