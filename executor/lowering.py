@@ -219,7 +219,8 @@ def lower(
     """Execution plans indexed [dp_rank][pp_rank].
 
     `fill_waits` makes plans for executors that run weight gradients while they wait (see `filling`): the makespan that
-    they promise is that of filling ranks, the peaks are those of the schedule.
+    they promise is that of filling ranks, the peaks are those of the schedule. Where ranks share cores, which a filled
+    wait does not free, the makespan is the schedule's, too.
     """
     batch = step_plan.batch
     counts = tuple(len(replica.micro_batches) for replica in batch.replicas)
@@ -229,9 +230,10 @@ def lower(
     ):
         if fill_waits and schedule.is_split:
             schedule = with_room_to_fill(schedule, replica_costs)
-            filling_ns = filling_makespan_ns(schedule, replica_costs)
-            bubble_ratio = 1 - (1 - prediction.bubble_ratio) * prediction.makespan_ns / filling_ns
-            prediction = replace(prediction, makespan_ns=filling_ns, bubble_ratio=bubble_ratio)
+            if step_plan.cores is None:
+                filling_ns = filling_makespan_ns(schedule, replica_costs)
+                bubble_ratio = 1 - (1 - prediction.bubble_ratio) * prediction.makespan_ns / filling_ns
+                prediction = replace(prediction, makespan_ns=filling_ns, bubble_ratio=bubble_ratio)
         instructions = lower_schedule(
             schedule,
             simulate_ns(schedule, replica_costs),

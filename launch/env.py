@@ -110,6 +110,11 @@ def use_loopback() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """A copy of this process's environment with `extra` in it, for a process it starts."""
     return {**os.environ, **(extra or {})}

@@ -35,7 +35,7 @@ from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS
-from dynapipe_ext.launch.env import RankEnv, limit_threads, rank_env, store_password
+from dynapipe_ext.launch.env import RankEnv, limit_threads, num_cores, rank_env, store_password
 from dynapipe_ext.launch.job import (
     Variant,
     check_batches,
@@ -106,7 +106,8 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
         print(ranks_line(topology), file=sys.stderr)
         dataset = prepare_data(config)
         costs = settle_costs(config, dataset.vocab_size, resumed_costs(job.resumed))
-        config, costs, trials = settled_placement(config, costs, dataset.lengths)
+        lengths = run_data(config, dataset).train.lengths
+        config, costs, trials = settled_placement(config, costs, lengths, job_cores(env, device))
         job = replace(job, config=config)
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
@@ -144,7 +145,6 @@ def _run(
         RunCheckpoints,
         broadcast_bytes,
         clock_offset_s,
-        num_cores,
         run_variant,
     )
 
@@ -160,6 +160,7 @@ def _run(
                 "namespace": f"run-{secrets.token_hex(8)}",
                 "costs": cost_model_to_json(costs),
                 "topology": config.to_json()["topology"],
+                "num_cores": job_cores(env, device),
                 "checkpoints": str((job.run_dir / CHECKPOINTS).resolve()),
                 "resumed": str(job.resumed.resolve()) if job.resumed else "",
             }
@@ -187,6 +188,7 @@ def _run(
         groups=make_pipeline_groups(topology, env.rank, timeout_s=config.job.timeout_s),
         device=device,
         clock_offset_s=clock_offset_s(env.local_world_size == env.world_size, device),
+        num_cores=shared["num_cores"],
     )
     resumed = Path(shared["resumed"]) if shared["resumed"] else None
     first_step = 0 if resumed is None else read_manifest(resumed).run.step
@@ -194,7 +196,7 @@ def _run(
     if env.rank == 0:
         told, name = store.info(), "cpu" if device.type == "cpu" else _device_name(device)
         info = StoreInfo(told["server"], told["version"])
-        facts = run_facts(config, data.whole, info, device=name, num_cores=num_cores())
+        facts = run_facts(config, data.whole, info, device=name, num_cores=context.num_cores or num_cores())
         if job.resumed is None:
             begin_run(job.run_dir, config, agreed, facts, chosen)
         else:
@@ -234,6 +236,11 @@ def ranks_line(topology: Topology) -> str:
     slower = "" if core == "native" else " (slower than the native one: see dynapipe doctor)"
     ranks = f"ranks: {topology.world_size} (TP{topology.tp} x PP{topology.pp} x DP{topology.dp})"
     return f"{ranks}, plans by the {core} core{slower}"
+
+
+def job_cores(env: RankEnv, device: Any) -> int | None:
+    """The cores of all ranks of a job on machines like this one; None on accelerators, of which each rank has one."""
+    return None if device.type != "cpu" else num_cores() * env.world_size // env.local_world_size
 
 
 def _device_name(device: Any) -> str:

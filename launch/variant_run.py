@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import struct
 import time
@@ -67,6 +66,7 @@ class RankContext:
     groups: Groups
     device: torch.device
     clock_offset_s: float
+    num_cores: int | None  # of all machines; None on accelerators
 
 
 def run_variant(
@@ -118,7 +118,7 @@ def run_variant(
         )
         # Spans on an accelerator need synchronisation, which takes overlap away: there only traced steps record them.
         plain = recording if device.type == "cpu" else PipelineExecutor(stage, transport, arrived=arrived)
-        planner = make_planner(config, context.costs, variant)
+        planner = make_planner(config, context.costs, variant, context.num_cores)
         load = partial(
             DynaPipeDataLoader,
             batch_size=config.data.batch_size or None,
@@ -280,8 +280,3 @@ def broadcast_bytes(data: bytes, device: torch.device) -> bytes:
         payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(payload, src=0)
     return struct.pack(f"{length}B", *payload.tolist())
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))

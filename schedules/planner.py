@@ -29,7 +29,7 @@ from dynapipe_ext.plan import (
 from dynapipe_ext.schedules.actions import PipelineSchedule, linear_schedule
 from dynapipe_ext.schedules.judge.certificate import certify
 from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import simulate
+from dynapipe_ext.schedules.judge.shared_cores import SharedCores
 from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.planner_settings import (
     check_bounds,
@@ -40,7 +40,7 @@ from dynapipe_ext.schedules.planner_settings import (
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule, injection_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, step_traces
 from dynapipe_ext.schedules.tables.published import published_schedule
 from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
@@ -63,6 +63,8 @@ class Planner:
     one micro-batch (0: memory alone does). `rule` other than "dynapipe-ext" splits as a peer does, for comparisons.
     `recompute` None lets the planner choose per micro-batch. `format` and `collectives` are needed to lower plans to
     instructions and to prove these, not to make them; `collectives` only with replicas whose costs do not say them.
+    `num_cores`: how many cores all ranks have together, where these are fewer: a step then takes at least its work over
+    the cores, so the least work comes first, and predictions are those of shared cores. None: one (or a device) a rank.
     `for_forwards` gives the planner of evaluation.
     """
 
@@ -83,6 +85,7 @@ class Planner:
     equal_counts: bool = field(default=False, kw_only=True)
     format: ActivationFormat | None = field(default=None, kw_only=True)
     collectives: ReplicaCollectives | None = field(default=None, kw_only=True)
+    num_cores: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -113,6 +116,13 @@ class Planner:
         if self.format is None:
             raise ConfigError("this planner has no activation format: pass format=ActivationFormat(hidden_size, dtype)")
         return self.format
+
+    @property
+    def shared_cores(self) -> SharedCores | None:
+        """The cores that ranks share; None where each has one of its own."""
+        if self.num_cores is None or self.num_cores >= self.topology.world_size:
+            return None
+        return SharedCores(self.num_cores, self.topology.tp)
 
     @property
     def forward_only(self) -> bool:
@@ -208,6 +218,7 @@ class Planner:
             kinds=self._recomputes,
             equal_counts=self.equal_counts,
             forward_only=self.forward_only,
+            cores_are_shared=self.shared_cores is not None,
         )
 
     @property
@@ -232,6 +243,7 @@ class Planner:
             seed=self.seed,
             stage_ranks=self.topology.stage_ranks,
             equal_counts=self.equal_counts,
+            cores=self.shared_cores,
         )
         index, found = optimize_best([proposal.start for proposal in proposed], settings)
         replicas = proposed[index].replicas(found.replicas)
@@ -257,7 +269,7 @@ class Planner:
         """The plan, validated and simulated apart from what made it; its lower bounds are to come."""
         priced = tuple(self.costs.evaluate(micro_batches) for micro_batches in replicas)
         limit = int(self.memory_limit_bytes)
-        plans, predictions = [], []
+        plans, peaks_of = [], []
         for dp_rank, (micro_batches, schedule, costs) in enumerate(zip(replicas, schedules, priced, strict=True)):
             validate(schedule, len(micro_batches))
             peaks = peak_bytes(schedule, costs)
@@ -267,18 +279,19 @@ class Planner:
                     f"replica {dp_rank}: {schedule.name} needs {max(peaks)} B on pipeline rank {rank} but the limit is"
                     f" {limit} B: use the adaptive schedule, smaller micro-batches, recomputation or more tp"
                 )
-            trace = simulate(schedule, costs)
             plans.append(ReplicaPlan(dp_rank, tuple(micro_batches)))
-            predictions.append(
-                Prediction(
-                    makespan_ns=round(trace.makespan_s * 1e9),
-                    lower_bound_ns=0,
-                    peak_bytes=peaks,
-                    bubble_ratio=trace.bubble_ratio,
-                )
+            peaks_of.append(peaks)
+        predictions = [
+            Prediction(
+                makespan_ns=round(trace.makespan_s * 1e9),
+                lower_bound_ns=0,
+                peak_bytes=peaks,
+                bubble_ratio=trace.bubble_ratio,
             )
+            for trace, peaks in zip(step_traces(schedules, priced, self.shared_cores), peaks_of, strict=True)
+        ]
         batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
-        return StepPlan(batch, tuple(schedules), tuple(predictions), priced)
+        return StepPlan(batch, tuple(schedules), tuple(predictions), priced, self.shared_cores)
 
     def _published(self, num_micro_batches: int) -> PipelineSchedule:
         if not num_micro_batches:
@@ -336,6 +349,7 @@ _PLAIN_FIELDS = (
     "equal_counts",
     "split_backward",
     "fill_waits",
+    "num_cores",
 )
 
 

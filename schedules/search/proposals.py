@@ -58,6 +58,7 @@ class Proposal:
 class Proposals:
     """Makes splits under the settings of a `Planner`; `kinds` of recomputation may be chosen from.
 
+    Where `cores_are_shared` a bubble costs nothing, so cuts are judged by their work alone, as of a pipeline of one.
     A batch of fewer samples than replicas leaves the last of them empty, unless counts must be equal. All methods raise
     PlanError where nothing they could propose stays within the caps.
     """
@@ -72,6 +73,7 @@ class Proposals:
     kinds: tuple[Recompute, ...]
     equal_counts: bool
     forward_only: bool = False
+    cores_are_shared: bool = False
 
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Ordered samples that the search may cut anywhere."""
@@ -94,7 +96,7 @@ class Proposals:
         """Good splits of a few samples with decoder sides, which runs of one order may miss."""
         choices, busy = self._shapes(shape_prices(self.costs), 1), min(self.topology.dp, len(samples))
         order, costs = subset_costs(samples, choices, self._caps)
-        splits = good_partitions(costs.tolist(), (0, busy, busy * (self.topology.num_stages - 1)), _MOST_FEW)
+        splits = good_partitions(costs.tolist(), (0, busy, busy * (self._depth - 1)), _MOST_FEW)
         made = []
         for masks in splits:
             parts = [MicroBatch(members_of(order, mask), pad_multiple=self.pad_multiple) for mask in masks]
@@ -115,6 +117,11 @@ class Proposals:
             dp = min(self.topology.dp, len(samples))
             micro_batches = _possible(partial(self._packed, samples, in_flight, dp) for in_flight in held)
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
+
+    @property
+    def _depth(self) -> int:
+        """Stages whose fill and drain a cut is judged by."""
+        return 1 if self.cores_are_shared else self.topology.num_stages
 
     def _in_flight(self, *counts: int) -> list[int]:
         """Numbers of micro-batches in flight to split for; forwards alone hold nothing, which makes all the same."""
@@ -147,10 +154,10 @@ class Proposals:
 
     def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[Runs, list[list[Cut]]]:
         """Runs of the ordered samples, and cuts for pipelines that hold so many in flight (or one, if that is all)."""
-        stages, dp = self.topology.num_stages, min(self.topology.dp, len(samples))
+        dp = min(self.topology.dp, len(samples))
         order: SortOrder = "classes" if any(s.decoder for s in samples) else "sorted"
 
-        weight = self.topology.dp * (stages - 1)
+        weight = self.topology.dp * (self._depth - 1)
         runs = price_runs(
             ordered(samples, order),
             shape_prices(self.costs),
@@ -158,10 +165,11 @@ class Proposals:
             self._caps,
             weight=weight,
             equal_counts=self.equal_counts,
+            least_work=self.cores_are_shared,
         )
 
         def cut(min_in_flight: int) -> list[Cut]:
-            return runs.cuts(pp=stages, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
+            return runs.cuts(pp=self._depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
 
         try:
             found = _possible(partial(cut, held) for held in in_flight)
@@ -195,7 +203,7 @@ class Proposals:
         return {kind: shape_evaluate(priced, recompute=kind, min_in_flight=min_in_flight) for kind in self.kinds}
 
     def _packed(self, samples: list[SampleLength], min_in_flight: int, dp: int) -> list[MicroBatch]:
-        pp, limit = self.topology.num_stages, self.limit_bytes
+        limit = self.limit_bytes
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.max_tokens or max(4096, round_up(longest, self.pad_multiple))
         refusal: PlanError | None = None
@@ -205,7 +213,7 @@ class Proposals:
                     samples,
                     micro_batch_evaluate(self.costs, min_in_flight=min_in_flight),
                     max_tokens=room,
-                    pp=pp,
+                    pp=self._depth,
                     dp=dp,
                     max_bytes=limit,
                     pad_multiple=self.pad_multiple,
