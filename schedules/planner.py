@@ -30,6 +30,7 @@ from dynapipe_ext.schedules.actions import PipelineSchedule, linear_schedule
 from dynapipe_ext.schedules.judge.certificate import certify
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores
+from dynapipe_ext.schedules.judge.simulate import bubble_ratio, last_end_ns
 from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.planner_settings import (
     check_bounds,
@@ -40,7 +41,7 @@ from dynapipe_ext.schedules.planner_settings import (
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule, injection_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, step_traces
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, step_spans
 from dynapipe_ext.schedules.tables.published import published_schedule
 from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
@@ -283,12 +284,9 @@ class Planner:
             peaks_of.append(peaks)
         predictions = [
             Prediction(
-                makespan_ns=round(trace.makespan_s * 1e9),
-                lower_bound_ns=0,
-                peak_bytes=peaks,
-                bubble_ratio=trace.bubble_ratio,
+                makespan_ns=last_end_ns(spans), lower_bound_ns=0, peak_bytes=peaks, bubble_ratio=bubble_ratio(spans)
             )
-            for trace, peaks in zip(step_traces(schedules, priced, self.shared_cores), peaks_of, strict=True)
+            for spans, peaks in zip(step_spans(schedules, priced, self.shared_cores), peaks_of, strict=True)
         ]
         batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
         return StepPlan(batch, tuple(schedules), tuple(predictions), priced, self.shared_cores)

@@ -10,8 +10,8 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.plan import GlobalBatchPlan
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.certificate import Certificate
-from dynapipe_ext.schedules.judge.shared_cores import SharedCores, simulate_shared
-from dynapipe_ext.schedules.judge.simulate import simulate
+from dynapipe_ext.schedules.judge.shared_cores import SharedCores, simulate_shared_ns
+from dynapipe_ext.schedules.judge.simulate import SpanNs, simulate_ns, trace_of
 from dynapipe_ext.timeline import Trace
 
 
@@ -56,7 +56,8 @@ class StepPlan:
     @property
     def traces(self) -> tuple[Trace, ...]:
         """Each replica's step, simulated; one track a pipeline rank."""
-        return step_traces(self.schedules, self.costs, self.cores)
+        spans = step_spans(self.schedules, self.costs, self.cores)
+        return tuple(trace_of(*replica) for replica in zip(self.schedules, self.costs, spans, strict=True))
 
     @property
     def makespan_s(self) -> float:
@@ -75,15 +76,16 @@ class StepPlan:
     @property
     def bubble_ratio(self) -> float:
         """Idle over (ranks x makespan of the slowest replica), all replicas together."""
-        longest = max(p.makespan_ns for p in self.predictions) / 1e9
-        busy = sum(trace.busy_s for trace in self.traces)
-        whole = longest * sum(len(p.peak_bytes) for p in self.predictions)
-        return 1.0 - busy / whole if whole > 0 else 0.0
+        busy_ns = sum((1 - p.bubble_ratio) * p.makespan_ns * len(p.peak_bytes) for p in self.predictions)
+        whole_ns = max(p.makespan_ns for p in self.predictions) * sum(len(p.peak_bytes) for p in self.predictions)
+        return 1.0 - busy_ns / whole_ns if whole_ns > 0 else 0.0
 
 
-def step_traces(
+def step_spans(
     schedules: Sequence[PipelineSchedule], costs: Sequence[MicroBatchCosts], cores: SharedCores | None
-) -> tuple[Trace, ...]:
-    """Each replica's step, simulated on ranks that share `cores` or (None) have one each."""
+) -> tuple[list[list[SpanNs]], ...]:
+    """When each replica's actions run (`simulate_ns`), on ranks that share `cores` or (None) have one each."""
     replicas = list(zip(schedules, costs, strict=True))
-    return tuple(simulate(*replica) for replica in replicas) if cores is None else simulate_shared(replicas, cores)
+    if cores is not None:
+        return simulate_shared_ns(replicas, cores)
+    return tuple(simulate_ns(*replica) for replica in replicas)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.simulate import SpanNs, TimedAction, deadlock, num_slots, timed_actions, trace_of
-from dynapipe_ext.timeline import Trace
+from dynapipe_ext.schedules.judge.simulate import SpanNs, TimedAction, deadlock, num_slots, timed_actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +37,24 @@ class SharedCores:
         return work_ns * self.tp // self.num_cores
 
 
-def simulate_shared(
+def simulate_shared_ns(
     replicas: Sequence[tuple[PipelineSchedule, MicroBatchCosts]], cores: SharedCores
-) -> tuple[Trace, ...]:
-    """The replicas' steps as `simulate` gives them, all running at once on shared cores.
+) -> tuple[list[list[SpanNs]], ...]:
+    """The replicas' spans as `simulate_ns` gives them, all running at once on shared cores.
 
     While more processes are busy than there are cores, each goes on at the rate cores / busy (ends are rounded up to
-    whole nanoseconds). `cpu_s` stays the action's own cost. Errors: PlanError as `simulate`.
+    whole nanoseconds). Errors: PlanError as `simulate_ns`.
     """
     ranks = [(d, steps) for d, replica in enumerate(replicas) for steps in timed_actions(*replica)]
     ran = _run_shared(ranks, [num_slots(costs.num_stages, costs.num_micro_batches) for _, costs in replicas], cores)
-    traces = []
-    for d, (schedule, costs) in enumerate(replicas):
+    found = []
+    for d, (schedule, _) in enumerate(replicas):
         spans = [own for own, (replica, _) in zip(ran, ranks, strict=True) if replica == d]
         stuck = [(r, len(own)) for r, own in enumerate(spans) if len(own) < len(schedule.ranks[r])]
         if stuck:
             raise deadlock(schedule, stuck)
-        traces.append(trace_of(schedule, costs, spans))
-    return tuple(traces)
+        found.append(spans)
+    return tuple(found)
 
 
 def _run_shared(

@@ -40,7 +40,18 @@ def simulate_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list
 
 def makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> int:
     """First start to last end; 0 for an empty schedule. Errors: as simulate_ns."""
-    return max((rank[-1][1] for rank in simulate_ns(schedule, costs) if rank), default=0)
+    return last_end_ns(simulate_ns(schedule, costs))
+
+
+def last_end_ns(spans: Sequence[Sequence[SpanNs]]) -> int:
+    """Makespan of a step whose first action starts at 0; 0 without actions."""
+    return max((rank[-1][1] for rank in spans if rank), default=0)
+
+
+def bubble_ratio(spans: Sequence[Sequence[SpanNs]]) -> float:
+    """Idle time over (ranks with actions x makespan); 0 where nothing takes time."""
+    whole_ns = last_end_ns(spans) * sum(1 for rank in spans if rank)
+    return 1.0 - sum(end - start for rank in spans for start, end in rank) / whole_ns if whole_ns else 0.0
 
 
 def simulate(schedule: PipelineSchedule, costs: MicroBatchCosts) -> Trace:

@@ -38,6 +38,7 @@ from dynapipe_ext.splits.runs import Cut, Runs, price_runs
 from dynapipe_ext.topology import Topology
 
 Replicas = list[list[MicroBatch]]
+MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]
 Made = TypeVar("Made")
 
 _MOST_FEW = 8  # splits of a few samples by each of three objectives
@@ -115,7 +116,8 @@ class Proposals:
         else:
             held = self._in_flight(1, (stages + 1) // 2, stages)
             dp = min(self.topology.dp, len(samples))
-            micro_batches = _possible(partial(self._packed, samples, in_flight, dp) for in_flight in held)
+            price = _remembering(self.costs.evaluate)  # what is held changes what fits, not the rows that are tried
+            micro_batches = _possible(partial(self._packed, samples, price, in_flight, dp) for in_flight in held)
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
     @property
@@ -202,7 +204,9 @@ class Proposals:
     def _shapes(self, priced: PricesShapes, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
         return {kind: shape_evaluate(priced, recompute=kind, min_in_flight=min_in_flight) for kind in self.kinds}
 
-    def _packed(self, samples: list[SampleLength], min_in_flight: int, dp: int) -> list[MicroBatch]:
+    def _packed(
+        self, samples: list[SampleLength], price: MicroBatchPrice, min_in_flight: int, dp: int
+    ) -> list[MicroBatch]:
         limit = self.limit_bytes
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.max_tokens or max(4096, round_up(longest, self.pad_multiple))
@@ -211,7 +215,7 @@ class Proposals:
             try:
                 return split_packed(
                     samples,
-                    micro_batch_evaluate(self.costs, min_in_flight=min_in_flight),
+                    lambda rows: bottleneck(price(rows), min_in_flight),
                     max_tokens=room,
                     pp=self._depth,
                     dp=dp,
@@ -271,6 +275,19 @@ def _possible(makers: Iterable[Callable[[], Made]]) -> list[Made]:
         assert refusal is not None
         raise refusal
     return made
+
+
+def _remembering(price: MicroBatchPrice) -> MicroBatchPrice:
+    """The same prices, worked out once."""
+    known: dict[tuple[MicroBatch, ...], MicroBatchCosts] = {}
+
+    def remembered(micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        key = tuple(micro_batches)
+        if key not in known:
+            known[key] = price(micro_batches)
+        return known[key]
+
+    return remembered
 
 
 def _at_least(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
