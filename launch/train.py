@@ -14,9 +14,10 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -203,28 +204,55 @@ def _run(
             resume_run(job.run_dir, config, facts, first_step)
     request = EndRequest(config.checkpoint.grace_s)
     checkpoints = RunCheckpoints(Path(shared["checkpoints"]), resumed, request, job.end_signals)
-    for index, variant in enumerate(chosen):
+    for turn in turns(len(chosen), device.type):
         with ExitStack() as listening:
-            listeners: list[Listener] = [] if index else [traced]
-            if env.rank == 0:
-                listeners += _shown_and_written(config, job.run_dir, variant, index, first_step)
-            for listener in listeners:
-                listening.callback(listener.close)
-            run_variant(context, variant, f"{context.namespace}/{index}", listeners, None if index else checkpoints)
+            running = []
+            for index in turn:
+                listeners: list[Listener] = [] if index else [traced]
+                if env.rank == 0:
+                    listeners += _written(config, job.run_dir, chosen[index])
+                    if index == turn[0]:
+                        listeners.append(_shown(config, [chosen[i].name for i in turn if i], first_step))
+                for listener in listeners:
+                    listening.callback(listener.close)
+                steps = run_variant(
+                    context,
+                    chosen[index],
+                    f"{context.namespace}/{index}",
+                    listeners,
+                    None if index else checkpoints,
+                )
+                running.append(listening.enter_context(closing(steps)))
+            for _ in zip_longest(*running):  # a step of each in turn
+                pass
         dist.barrier()
     give_spans(store, env.rank, traced.spans)
     dist.barrier()
     return context, take_spans(store, topology.world_size, config.job.timeout_s) if env.rank == 0 else []
 
 
-def _shown_and_written(
-    config: TrainConfig, run_dir: Path, variant: Variant, index: int, first_step: int
-) -> list[Listener]:
-    """Who else is told of the steps on rank 0."""
+def turns(num_variants: int, device_type: str) -> list[list[int]]:
+    """Which variants run at once, a step of each in turn, so that what else the machine does meets all alike. A device
+    holds the states of one alone: there they follow one another.
+
+    >>> turns(3, "cpu"), turns(3, "cuda")
+    ([[0, 1, 2]], [[0], [1], [2]])
+    """
+    every = range(num_variants)
+    return [list(every)] if device_type == "cpu" else [[index] for index in every]
+
+
+def _shown(config: TrainConfig, compared: Sequence[str], first_step: int) -> StepProgress:
+    """What people see on rank 0 while variants run, of the first of them."""
     progress = StepProgress(config.run.steps - first_step, every=config.run.log_every)
-    if index:
-        progress.log(f"comparing: {variant.name}")
-    listeners: list[Listener] = [EventsFile(run_dir / EVENTS_FILE, variant.name), progress]
+    if compared:
+        progress.log(f"comparing: {'; '.join(compared)}")
+    return progress
+
+
+def _written(config: TrainConfig, run_dir: Path, variant: Variant) -> list[Listener]:
+    """Files of rank 0 that are told of a variant's steps."""
+    listeners: list[Listener] = [EventsFile(run_dir / EVENTS_FILE, variant.name)]
     if config.run.tensorboard:
         listeners.append(TensorBoardFile(run_dir / "tensorboard" / (re.sub(r"\W+", "-", variant.name))))
     return listeners

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -75,8 +75,8 @@ def run_variant(
     namespace: str,
     listeners: Sequence[Listener],
     checkpoints: RunCheckpoints | None = None,
-) -> None:
-    """Run one variant; every rank of the job calls this alike, but with its own rank and listeners.
+) -> Iterator[StepDone]:
+    """Run one variant step by step; every rank of the job calls this alike, but with its own rank and listeners.
 
     `namespace` is its own in the store. Weights are fresh, or those of the checkpoint that `checkpoints` goes on from;
     a variant without them is there to be compared, and not evaluated.
@@ -152,7 +152,7 @@ def run_variant(
             listeners = [*listeners, _saving(context, checkpoints, chunks, optimizer, loader, architecture)]
             stack.callback(listeners[-1].close)
             stack.enter_context(checkpoints.request.listening(checkpoints.end_signals))
-        train_steps(
+        yield from train_steps(
             loader,
             StepExecutors(plain=plain, traced=recording, recorder=recorder),
             optimizer,
