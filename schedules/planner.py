@@ -14,7 +14,7 @@ from dynapipe_ext.config import ScheduleName, SplitRule, check_fill_waits
 from dynapipe_ext.costs.abilities import replica_collectives_of
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, short
 from dynapipe_ext.lengths import LengthArray, SampleLength, checked_samples, sample_lengths
 from dynapipe_ext.plan import (
@@ -47,6 +47,7 @@ from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
 
 Schedules = tuple[PipelineSchedule, ...]
+Priced = tuple[MicroBatchCosts, ...]  # of each replica
 
 _LESS = 4  # of the effort, one part in so many for cuts and replicas of forwards alone, which leave less to choose
 _PLACES = 8  # moves of effort for which one micro-batch of theirs tries all places in the order
@@ -203,8 +204,8 @@ class Planner:
         if self.schedule != "adaptive":
             return self._best_published(proposals.splits(samples, step), step)
         if self.rule == "dynapipe-ext" and self.layout == "padded":
-            return self._predicted(*self._searched(proposals.cuts(samples, step)), step)
-        return self._predicted(*self._searched(proposals.fixed(proposals.splits(samples, step))), step)
+            return self._predicted(*self._searched(proposals.cuts(samples, step)), step=step)
+        return self._predicted(*self._searched(proposals.fixed(proposals.splits(samples, step))), step=step)
 
     @property
     def _proposals(self) -> Proposals:
@@ -236,7 +237,8 @@ class Planner:
         own = [[num_bytes for num_bytes, r in zip(static, ranks, strict=True) if r == rank] for rank in set(ranks)]
         return max(sum(of_rank) - min(of_rank) for of_rank in own)
 
-    def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules]:
+    def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules, Priced | None]:
+        """What the search found, and its costs where these are known already."""
         settings = Settings(
             memory_limit_bytes=int(self.memory_limit_bytes),
             split=self.split_backward,
@@ -249,7 +251,7 @@ class Planner:
         index, found = optimize_best([proposal.start for proposal in proposed], settings)
         replicas = proposed[index].replicas(found.replicas)
         # Forwards alone are searched with backwards that take no time: good cuts and replicas, another order to come.
-        return self._forwards_in_order(replicas) if self.forward_only else (replicas, found.schedules)
+        return self._forwards_in_order(replicas) if self.forward_only else (replicas, found.schedules, None)
 
     def _best_published(self, splits: Sequence[Replicas], step: int) -> StepPlan:
         """Of several splits under a published schedule, the first to end."""
@@ -258,7 +260,7 @@ class Planner:
         for replicas in splits:
             schedules = tuple(self._published(len(replica)) for replica in replicas)
             try:
-                found.append(self._predicted(replicas, schedules, step))
+                found.append(self._predicted(replicas, schedules, step=step))
             except PlanError as error:  # this split holds too much at once; others may fit
                 refusal = refusal or error
         if not found:
@@ -266,9 +268,11 @@ class Planner:
             raise refusal
         return min(found, key=lambda plan: max(prediction.makespan_ns for prediction in plan.predictions))
 
-    def _predicted(self, replicas: Replicas, schedules: Schedules, step: int) -> StepPlan:
+    def _predicted(
+        self, replicas: Replicas, schedules: Schedules, priced: Priced | None = None, *, step: int
+    ) -> StepPlan:
         """The plan, validated and simulated apart from what made it; its lower bounds are to come."""
-        priced = tuple(self.costs.evaluate(micro_batches) for micro_batches in replicas)
+        priced = priced or tuple(self.costs.evaluate(micro_batches) for micro_batches in replicas)
         limit = int(self.memory_limit_bytes)
         plans, peaks_of = [], []
         for dp_rank, (micro_batches, schedule, costs) in enumerate(zip(replicas, schedules, priced, strict=True)):
@@ -296,17 +300,19 @@ class Planner:
             return linear_schedule(self.schedule, [()] * self.topology.num_stages)
         return published_schedule(self.schedule, self.topology.num_stages, num_micro_batches)
 
-    def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules]:
-        """A split for forwards alone, each replica's micro-batches in a good order, and that order's schedules."""
+    def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules, Priced]:
+        """A split for forwards alone, each replica in a good order, with that order's schedules and costs."""
         stage_ranks, effort = self.topology.stage_ranks, self.effort // (_PLACES * self.topology.dp)
         ordered: Replicas = []
         schedules: list[PipelineSchedule] = []
+        priced: list[MicroBatchCosts] = []
         for replica in replicas:
             costs = self.costs.evaluate(replica)
             order = injection_order(costs, stage_ranks, effort=effort)
             ordered.append([replica[m] for m in order])
-            schedules.append(forward_schedule(costs.take(order), stage_ranks))
-        return ordered, tuple(schedules)
+            priced.append(costs.take(order))
+            schedules.append(forward_schedule(priced[-1], stage_ranks))
+        return ordered, tuple(schedules), tuple(priced)
 
     def to_json(self) -> dict[str, Any]:
         """Everything that changes a plan; `from_json` makes an equal planner in another process."""

@@ -90,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--output", metavar="DIR", help="a dataset folder")
     where.add_argument("--output-prefix", metavar="PREFIX", help="Megatron's PREFIX_KEY_document.bin and .idx")
     where.add_argument("--lengths-only", action="store_true", help="lengths of an existing .idx, beside it")
+    writing.add_argument("--dataset-impl", choices=["mmap"], help="Megatron's: the one kind of .bin/.idx there is")
     writing.add_argument("--max-seq-len", type=int, metavar="N", help="longest sample in tokens (no bound)")
     writing.add_argument("--truncate", action="store_true", help="cut samples at --max-seq-len; else they are refused")
     writing.add_argument("--overwrite", action="store_true", help="replace an output that exists")
@@ -147,6 +148,8 @@ def run(args: argparse.Namespace) -> int:
 def _settings(args: argparse.Namespace) -> EncodeSettings:
     if args.output_prefix is not None and args.pair_keys:
         raise ConfigError(".bin/.idx has no place for pairs of input and target: use --json-keys, or --output DIR")
+    if args.output is not None and args.dataset_impl:
+        raise ConfigError(f"--dataset-impl {args.dataset_impl} is for --output-prefix: a dataset folder has one form")
     if args.output is not None and args.add_special_tokens:
         raise ConfigError(
             "--add-special-tokens is for --output-prefix: a dataset folder has its own borders of samples"

@@ -133,7 +133,7 @@ def test_megatrons_options_write_its_files_and_existing_ones_work(tmp_path, corp
     assert (
         command(
             *("--input", corpus, *gpt2, "--tokenizer-type", "GPT2BPETokenizer", "--append-eod", "--workers", 2),
-            *("--json-keys", "text", "target", "--output-prefix", prefix, "--json"),
+            *("--json-keys", "text", "target", "--output-prefix", prefix, "--dataset-impl", "mmap", "--json"),
         )
         == 0
     )
@@ -193,6 +193,7 @@ BASE = ("--tokenizer", "bytes", "--output", "out")
         (("--input", "d.jsonl", *BASE, "--tokenizer-type", "SentencePiece"), "give GPT2BPETokenizer"),
         (("--input", "d.jsonl", *BASE, "--tokenizer-type", "GPT2BPETokenizer"), "needs --vocab-file"),
         (("--input", "d.jsonl", *BASE, "--add-special-tokens"), "is for --output-prefix"),
+        (("--input", "d.jsonl", *BASE, "--dataset-impl", "mmap"), "--dataset-impl mmap is for --output-prefix"),
         (("--input", "d.jsonl", "--tokenizer", "bytes", "--output", "."), "names no new folder"),
         (("--input", "d.jsonl", "--tokenizer", "bytes", "--output", ""), "names no new folder"),
         (("--input", "d.jsonl", "--tokenizer", "bytes", "--output-prefix", ""), "is no prefix of file names"),

@@ -249,8 +249,15 @@ def test_lists_of_unequal_length_are_refused(field: str) -> None:
         replace(result(), **{field: getattr(result(), field)[:1]})
 
 
+_OF_STEPS = ("losses", "num_micro_batches", "measured_makespan_s", "predicted_makespan_s")
+_OF_STEPS = (*_OF_STEPS, "measured_bubble_ratio", "predicted_bubble_ratio")
+
+
 def test_a_comparison_says_between_what_rates_the_middle_half_of_the_steps_is() -> None:
-    steady = replace(result(), real_tokens_per_step=(1000,) * 5, step_s=(1.0, 0.5, 0.25, 2.0, 0.2), losses=(1.0,) * 5)
+    five: dict[str, Any] = {name: getattr(result(), name)[:1] * 5 for name in _OF_STEPS}
+    steady = replace(
+        result(), real_tokens_per_step=(1000,) * 5, padded_tokens=5000, step_s=(1.0, 0.5, 0.25, 2.0, 0.2), **five
+    )
     text = text_of(compare_table(report(result=steady)))
     (line,) = [line for line in text.splitlines() if "middle half" in line]
     assert "1,000-4,000" in line
