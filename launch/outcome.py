@@ -59,12 +59,15 @@ _STRICT_NOTE = (
 )
 
 
-def run_facts(config: TrainConfig, dataset: TokenDataset, store: StoreInfo, *, device: str, num_cores: int) -> RunFacts:
+def run_facts(
+    config: TrainConfig, dataset: TokenDataset, store: StoreInfo, *, device: str, device_bytes: int, num_cores: int
+) -> RunFacts:
     """What is known of a run before its first step; `device` is "cpu" or an accelerator's name."""
     topology = topology_of(config)
     return RunFacts(
         topology=topology,
         device=device if device != "cpu" else f"cpu ({platform.machine()}, {counted(num_cores, 'core')})",
+        device_bytes=device_bytes,
         num_cores=num_cores,
         seed=config.run.seed,
         loss_norm=config.plan.loss_norm,

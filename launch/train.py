@@ -36,7 +36,7 @@ from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS
-from dynapipe_ext.launch.env import RankEnv, limit_threads, num_cores, rank_env, store_password
+from dynapipe_ext.launch.env import RankEnv, limit_threads, machine_bytes, num_cores, rank_env, store_password
 from dynapipe_ext.launch.job import (
     Variant,
     check_batches,
@@ -197,7 +197,8 @@ def _run(
     if env.rank == 0:
         told, name = store.info(), "cpu" if device.type == "cpu" else _device_name(device)
         info = StoreInfo(told["server"], told["version"])
-        facts = run_facts(config, data.whole, info, device=name, num_cores=context.num_cores or num_cores())
+        cores = context.num_cores or num_cores()
+        facts = run_facts(config, data.whole, info, device=name, device_bytes=_device_bytes(device), num_cores=cores)
         if job.resumed is None:
             begin_run(job.run_dir, config, agreed, facts, chosen)
         else:
@@ -275,6 +276,15 @@ def _device_name(device: Any) -> str:
     import torch
 
     return torch.cuda.get_device_name(device)
+
+
+def _device_bytes(device: Any) -> int:
+    """Memory of an accelerator, or of the machine."""
+    import torch
+
+    if device.type == "cpu":
+        return machine_bytes()
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def _embedded_store(env: RankEnv, config: TrainConfig, stack: ExitStack) -> StoreAddress:

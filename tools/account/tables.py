@@ -26,8 +26,11 @@ def shared_cores_note(num_ranks: int, num_cores: int) -> str:
     )
 
 
-def _peak(peaks: Sequence[int] | None) -> str:
-    return "-" if not peaks else f"{format_bytes(max(peaks))} (rank {peaks.index(max(peaks))})"
+def _peak(peaks: Sequence[int] | None, device_bytes: int | None) -> str:
+    if not peaks:
+        return "-"
+    share = f", {percent(max(peaks) / device_bytes)}" if device_bytes else ""
+    return f"{format_bytes(max(peaks))} (rank {peaks.index(max(peaks))}){share}"
 
 
 def _microseconds(duration_s: float | None) -> str:
@@ -70,7 +73,10 @@ def summary_table(report: RunReport) -> Table:
         ("bubble, mean", *(percent(result.mean(of)) for of in bubbles)),
         ("  both means are of", step_range(numbers), ""),
         ("exposed planning", f"{seconds(exposed_s)} ({percent(share)} of the time)", ""),
-        ("peak bytes of a rank", _peak(result.measured_peak_bytes), _peak(result.predicted_peak_bytes)),
+        (
+            "peak bytes of a rank" + (f", part of {format_bytes(facts.device_bytes)}" if facts.device_bytes else ""),
+            *(_peak(peaks, facts.device_bytes) for peaks in (result.measured_peak_bytes, result.predicted_peak_bytes)),
+        ),
     )
     for row in rows:
         table.add_row(*row)
