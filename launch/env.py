@@ -115,11 +115,6 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def machine_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """A copy of this process's environment with `extra` in it, for a process it starts."""
     return {**os.environ, **(extra or {})}

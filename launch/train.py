@@ -36,7 +36,7 @@ from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS
-from dynapipe_ext.launch.env import RankEnv, limit_threads, machine_bytes, num_cores, rank_env, store_password
+from dynapipe_ext.launch.env import RankEnv, limit_threads, num_cores, rank_env, store_password
 from dynapipe_ext.launch.job import (
     Variant,
     check_batches,
@@ -139,6 +139,7 @@ def _run(
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
+    from dynapipe_ext.executor.device import device_bytes, device_name
     from dynapipe_ext.executor.stages.megatron_model import initialize_parallel
     from dynapipe_ext.executor.transport.groups import make_pipeline_groups
     from dynapipe_ext.launch.variant_run import (
@@ -195,10 +196,10 @@ def _run(
     first_step = 0 if resumed is None else read_manifest(resumed).run.step
     chosen, traced = variants(config, compare=job.compare), TracedSpans()
     if env.rank == 0:
-        told, name = store.info(), "cpu" if device.type == "cpu" else _device_name(device)
+        told, name = store.info(), device_name(device)
         info = StoreInfo(told["server"], told["version"])
         cores = context.num_cores or num_cores()
-        facts = run_facts(config, data.whole, info, device=name, device_bytes=_device_bytes(device), num_cores=cores)
+        facts = run_facts(config, data.whole, info, device=name, device_bytes=device_bytes(device), num_cores=cores)
         if job.resumed is None:
             begin_run(job.run_dir, config, agreed, facts, chosen)
         else:
@@ -270,21 +271,6 @@ def ranks_line(topology: Topology) -> str:
 def job_cores(env: RankEnv, device: Any) -> int | None:
     """The cores of all ranks of a job on machines like this one; None on accelerators, of which each rank has one."""
     return None if device.type != "cpu" else num_cores() * env.world_size // env.local_world_size
-
-
-def _device_name(device: Any) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device)
-
-
-def _device_bytes(device: Any) -> int:
-    """Memory of an accelerator, or of the machine."""
-    import torch
-
-    if device.type == "cpu":
-        return machine_bytes()
-    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def _embedded_store(env: RankEnv, config: TrainConfig, stack: ExitStack) -> StoreAddress:

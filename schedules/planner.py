@@ -47,7 +47,7 @@ from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
 
 Schedules = tuple[PipelineSchedule, ...]
-Priced = tuple[MicroBatchCosts, ...]  # of each replica
+ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica
 
 _LESS = 4  # of the effort, one part in so many for cuts and replicas of forwards alone, which leave less to choose
 _PLACES = 8  # moves of effort for which one micro-batch of theirs tries all places in the order
@@ -237,7 +237,7 @@ class Planner:
         own = [[num_bytes for num_bytes, r in zip(static, ranks, strict=True) if r == rank] for rank in set(ranks)]
         return max(sum(of_rank) - min(of_rank) for of_rank in own)
 
-    def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules, Priced | None]:
+    def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules, ReplicaCosts | None]:
         """What the search found, and its costs where these are known already."""
         settings = Settings(
             memory_limit_bytes=int(self.memory_limit_bytes),
@@ -269,7 +269,7 @@ class Planner:
         return min(found, key=lambda plan: max(prediction.makespan_ns for prediction in plan.predictions))
 
     def _predicted(
-        self, replicas: Replicas, schedules: Schedules, priced: Priced | None = None, *, step: int
+        self, replicas: Replicas, schedules: Schedules, priced: ReplicaCosts | None = None, *, step: int
     ) -> StepPlan:
         """The plan, validated and simulated apart from what made it; its lower bounds are to come."""
         priced = priced or tuple(self.costs.evaluate(micro_batches) for micro_batches in replicas)
@@ -300,7 +300,7 @@ class Planner:
             return linear_schedule(self.schedule, [()] * self.topology.num_stages)
         return published_schedule(self.schedule, self.topology.num_stages, num_micro_batches)
 
-    def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules, Priced]:
+    def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules, ReplicaCosts]:
         """A split for forwards alone, each replica in a good order, with that order's schedules and costs."""
         stage_ranks, effort = self.topology.stage_ranks, self.effort // (_PLACES * self.topology.dp)
         ordered: Replicas = []

@@ -73,10 +73,10 @@ def write_loss_png(
         _style(panel, label)
     panels[0].set_ylabel("loss", color=_INK)
     if apart:
-        for i, points in enumerate(apart.values(), 1):
+        for i, distances in enumerate(apart.values(), 1):
             look = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[i % len(_DASHES)], "linewidth": 1.6}
-            if points:
-                panels[-1].plot(*zip(*points, strict=True), marker="o", markersize=3, **look)
+            if distances:
+                panels[-1].plot(*zip(*distances, strict=True), marker="o", markersize=3, **look)
         _style(panels[-1], "step")
         panels[-1].set_yscale("log")
         panels[-1].set_ylabel(f"distance from {next(iter(drawn))}", color=_INK)
