@@ -26,11 +26,11 @@ def process_group_backend(device: torch.device) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    return device.type if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_name(device))
 
 
 def device_bytes(device: torch.device) -> int:
     """Memory of an accelerator, or of the machine."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return torch.cuda.get_device_properties(device).total_memory
+    return int(torch.cuda.get_device_properties(device).total_memory)

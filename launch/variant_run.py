@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -75,7 +75,7 @@ def run_variant(
     namespace: str,
     listeners: Sequence[Listener],
     checkpoints: RunCheckpoints | None = None,
-) -> Iterator[StepDone]:
+) -> Generator[StepDone, None, None]:
     """Run one variant step by step; every rank of the job calls this alike, but with its own rank and listeners.
 
     `namespace` is its own in the store. Weights are fresh, or those of the checkpoint that `checkpoints` goes on from;

@@ -21,9 +21,10 @@ from dynapipe_ext.data.preprocessing import preprocess as work
 from dynapipe_ext.data.preprocessing.encoders import Encoder, Specials, gpt2_encoder, load_encoder, lost_characters
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.indexed_import import import_indexed
-from dynapipe_ext.data.preprocessing.inputs import COMPRESSED, Form, InputFile, TextUnit, find_inputs
+from dynapipe_ext.data.preprocessing.inputs import Form, InputFile, TextUnit, find_inputs
 from dynapipe_ext.data.preprocessing.ray_workers import RayWorkers
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, Workers, usable_cores
+from dynapipe_ext.data.reading import COMPRESSED
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.env import child_environment
 from dynapipe_ext.tools.console import show as print_facts
