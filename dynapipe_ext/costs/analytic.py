@@ -209,6 +209,8 @@ class AnalyticCosts:
                     f"a micro-batch has decoder length {m.decoder_len}, but the analytic model prices decoder-only"
                     " models (their length is encoder): measure a cost table for encoder-decoder models"
                 )
+            if self.architecture.position != "learned":
+                continue
             whole = m.layout == "padded" or m.attention == "row"
             longest = m.encoder_len if whole else max(s.encoder for s in m.samples)
             if not self._has_positions(longest):

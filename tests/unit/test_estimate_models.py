@@ -14,12 +14,14 @@ from dynapipe_ext.costs.estimated import Strategy, estimated_costs
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.cluster import DEVICES, Cluster
+from dynapipe_ext.models.flops import Positions, forward_flops
 from dynapipe_ext.models.huggingface import write_config
 from dynapipe_ext.models.megatron_arguments import write_arguments
 from dynapipe_ext.models.memory import stage_parameters, states
 from dynapipe_ext.models.presets import PRESETS, preset, read_model
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.tools.estimate.modules import MODULES, modules_of, positions_of
 from dynapipe_ext.topology import Topology
 
 PUBLISHED = {
@@ -237,3 +239,17 @@ def test_heads_of_their_own_width_and_biases_of_qkv_alone_are_counted():
     none = replace(with_bias, qkv_bias=False)
     (more,), (less,) = parameters_per_stage(with_bias, Topology()), parameters_per_stage(none, Topology())
     assert more - less == 28 * (3584 + 2 * 512)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_modules_have_every_parameter_once_and_the_work_of_a_forward(name):
+    a, lengths = preset(name), np.array([[100, 7, 0], [512, 64, 0], [33, 1, 0]])
+    lengths[:, 1] *= bool(a.num_decoder_layers)
+    positions = positions_of(lengths)
+    assert positions == Positions.of_samples((int(e), int(d)) for e, d, _ in lengths)
+    found = modules_of(a, "megatron", positions, len(lengths))
+    assert tuple(one.name for one in found) == MODULES
+    assert sum(one.parameters for one in found) == num_parameters(a)
+    assert sum(one.forward_flops for one in found) == pytest.approx(forward_flops(a, positions).total / 3, rel=1e-9)
+    assert all(one.training_bytes == 9 * one.inference_bytes for one in found)
+    assert all(one.forward_flops > 0 for one in found[1:])
