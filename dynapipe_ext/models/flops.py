@@ -111,13 +111,14 @@ class ForwardFlops:
 def forward_flops(architecture: Architecture, positions: Positions, *, causal: bool = False) -> ForwardFlops:
     """With `causal`, attention counts half where a mask hides the other half (not in an encoder, not across).
 
-    Experts count as often as a token takes one, and their router.
+    Experts count as often as a token takes one, and their router; a shared expert once, and its gate.
     """
     a, half = architecture, 2 if causal else 1
     queries, keys, output = a.hidden_size * a.query_size, a.hidden_size * 2 * a.kv_size, a.query_size * a.hidden_size
     mlp = a.hidden_size * a.ffn_hidden_size * (3 if a.gated_mlp else 2)
     if a.num_experts:
-        mlp = a.top_k * mlp + a.hidden_size * a.num_experts
+        mlp = a.top_k * mlp + a.hidden_size * a.num_experts + a.shared_parameters
+        mlp += a.hidden_size * int(a.shared_expert_gate)
     layer = queries + keys + output + mlp
     per_square = 4 * a.query_size
     head = 2 * a.hidden_size * a.vocab_size

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dynapipe_ext.executor.stages.attention import DocumentAttention
 from dynapipe_ext.models.architecture import Architecture
@@ -25,6 +26,61 @@ class MarkedNorm:
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over tensor parallel ranks of what each then uses for its own part, so gradients are summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        total = partial.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class WholeNorm(torch.nn.Module):
+    """RMSNorm of queries or of keys over all heads of all tensor parallel ranks; each rank has its heads' weights.
+
+    Takes and gives (S, B, heads of this rank, D), or (T, heads, D).
+    """
+
+    num_heads_of = "num_attention_heads"
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+        super().__init__()
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.eps, self.size = eps, getattr(config, self.num_heads_of) * hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(self.size // config.tensor_model_parallel_size))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        x = heads.flatten(-2).float()
+        squares = x.pow(2).sum(-1, keepdim=True)
+        if self.group.size() > 1:
+            squares = _SumOverRanks.apply(squares, self.group)
+        normed = x * torch.rsqrt(squares / self.size + self.eps)
+        return (self.weight * normed).to(heads.dtype).view_as(heads)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets)
+
+
+class WholeKeyNorm(WholeNorm):
+    num_heads_of = "num_query_groups"
 
 
 class CoreAttention(DocumentAttention):
@@ -66,6 +122,7 @@ class WindowAttention(CoreAttention):
 def gpt_layer(architecture: Architecture, config: Any) -> Any:
     """Megatron's spec of one layer of a decoder-only model."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.identity_op import IdentityOp
 
     a = architecture
     if a.num_experts:
@@ -76,15 +133,20 @@ def gpt_layer(architecture: Architecture, config: Any) -> Any:
         qk_layernorm=a.qk_norm,
         normalization=config.normalization,
     )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = MarkedNorm
+    before = MarkedNorm if a.norm_placement != "post" else IdentityOp
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = before
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = WindowAttention if a.sliding_window else CoreAttention
     if a.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = MarkedNorm
+        attention.q_layernorm = WholeNorm if a.qk_norm_whole else MarkedNorm
+        attention.k_layernorm = WholeKeyNorm if a.qk_norm_whole else MarkedNorm
     if a.qkv_bias != config.add_bias_linear:
         attention.linear_qkv = _with_bias(attention.linear_qkv, a.qkv_bias)
     if a.attention_output_bias != config.add_bias_linear:
         attention.linear_proj = _with_bias(attention.linear_proj, a.attention_output_bias)
+    if a.norm_placement != "pre":
+        mlp = layer.submodules.mlp.submodules
+        attention.linear_proj, mlp.linear_fc2 = _before_norm(attention.linear_proj), _before_norm(mlp.linear_fc2)
     return layer
 
 
@@ -102,6 +164,21 @@ def _with_bias(linear: type, bias: bool) -> type:
     class Linear(linear):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             super().__init__(*arguments, **(keywords | {"bias": bias}))
+
+    return Linear
+
+
+def _before_norm(linear: type) -> type:
+    """A class of Megatron's row-parallel linear layers that norms what it gives, its bias added."""
+
+    class Linear(linear):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, config: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, config=config, **keywords)
+            self.post_layernorm = MarkedNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+        def forward(self, *arguments: Any) -> tuple[torch.Tensor, None]:
+            output, bias = super().forward(*arguments)
+            return self.post_layernorm(output if bias is None else output + bias), None
 
     return Linear
 

@@ -79,6 +79,9 @@ def transformer_config(
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
             "moe_token_dispatcher_type": "alltoall",
+            "moe_router_pre_softmax": not a.norm_topk_prob,
+            "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size or None,
+            "moe_shared_expert_gate": a.shared_expert_gate,
         }
     return TransformerConfig(
         **arguments,
@@ -94,7 +97,7 @@ def transformer_config(
         layernorm_epsilon=a.norm_eps,
         add_bias_linear=a.mlp_bias,
         add_qkv_bias=a.qkv_bias,
-        qk_layernorm=a.qk_norm,
+        qk_layernorm=a.qk_norm and not a.qk_norm_whole,  # it would sum the divided weights' gradients over ranks
         softmax_scale=1.0 if a.family == "t5" else None,
         window_size=(a.sliding_window - 1, 0) if a.sliding_window else None,
     )
@@ -178,11 +181,21 @@ def _check(a: Architecture, topology: Topology) -> None:
         raise ConfigError(f"layers_per_stage {topology.layers_per_stage} must sum to the model's {a.num_layers} layers")
     if VOCAB_MULTIPLE % topology.tp:
         raise ConfigError(f"tp is {topology.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
-    for name in ("num_heads", "ffn_hidden_size"):
+    for name in ("num_heads", "ffn_hidden_size", "shared_ffn_hidden_size"):
         if getattr(a, name) % topology.tp:
             raise ConfigError(f"{name} {getattr(a, name)} must be a multiple of tp {topology.tp}")
     if a.num_query_groups % topology.tp and topology.tp % a.num_query_groups:
         raise ConfigError(f"num_query_groups {a.num_query_groups} must divide tp {topology.tp} or be a multiple of it")
+    if a.qk_norm_whole and a.num_query_groups % topology.tp:
+        raise ConfigError(
+            f"num_query_groups {a.num_query_groups} must be a multiple of tp {topology.tp}: ranks that share a key head"
+            " would count it more than once in the norm of all keys"
+        )
+    if a.top_k == 1 and a.norm_topk_prob:
+        raise ConfigError(
+            "top_k is 1 with norm_topk_prob: an expert's weight is then always 1 and its router learns nothing, which"
+            " megatron-core refuses; take a model of two experts a token, or without norm_topk_prob"
+        )
 
 
 def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
