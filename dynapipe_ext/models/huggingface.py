@@ -141,21 +141,22 @@ def _rope(fields: ConfigFields, default: float) -> tuple[float, RopeScaling | No
     inner.refuse("partial_rotary_factor", 1.0)
     theta = inner.number("rope_theta", fields.number("rope_theta", default))
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    known = ["default"] if fields.raw.get("model_type") == "phi3" else ["default", "linear", "llama3"]
+    if kind not in known:
+        raise ConfigError(
+            f"{fields.where}: rope_type is {short(kind)}: known are {', '.join(known)} (longrope's frequencies depend"
+            " on the length of the row, Megatron's do not)"
+        )
     if kind == "default":
         return theta, None
     if kind == "linear":
         return theta, RopeScaling("linear", inner.number("factor", 1.0))
-    if kind == "llama3":
-        return theta, RopeScaling(
-            "llama3",
-            inner.number("factor", 8.0),
-            inner.number("low_freq_factor", 1.0),
-            inner.number("high_freq_factor", 4.0),
-            inner.integer("original_max_position_embeddings", 8192),
-        )
-    raise ConfigError(
-        f"{fields.where}: rope_type is {short(kind)}: known are default, linear, llama3 (frequencies that depend on the"
-        " length of a row, as longrope's do, have no equal in Megatron)"
+    return theta, RopeScaling(
+        "llama3",
+        inner.number("factor", 8.0),
+        inner.number("low_freq_factor", 1.0),
+        inner.number("high_freq_factor", 4.0),
+        inner.integer("original_max_position_embeddings", 8192),
     )
 
 
@@ -293,6 +294,8 @@ def _llama_config(a: Architecture) -> dict[str, Any]:
         config["mlp_bias"] = a.mlp_bias
     if a.family in ("mistral", "mixtral", "phi3"):
         config["sliding_window"] = a.sliding_window or None
+    if a.family == "phi3":
+        config["pad_token_id"] = None  # transformers' default lies outside of a small vocabulary
     if a.num_experts:
         name = "num_local_experts" if a.family == "mixtral" else "num_experts"
         config |= {name: a.num_experts, "num_experts_per_tok": a.top_k}

@@ -5,11 +5,12 @@ Every family, and what its configurations can change, is converted from the file
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import DataError
+from dynapipe_ext.executor.stages.megatron import finalize_grads, wrap_ddp
 from dynapipe_ext.executor.stages.megatron_layers import rotary_frequencies
 from dynapipe_ext.executor.stages.megatron_model import (
     build_model,
@@ -51,6 +53,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mlp-bias": ("llama", {"mlp_bias": True}),
     "mistral-window": ("mistral", {"sliding_window": 7, "head_dim": 16, "num_key_value_heads": 2}),
     "mixtral-window": ("mixtral", {"sliding_window": 23}),
+    "qwen2-moe-sums-to-one": ("qwen2_moe", {"norm_topk_prob": True, "qkv_bias": False, "tie_word_embeddings": True}),
+    "qwen3-moe-bias": ("qwen3_moe", {"attention_bias": True, "num_experts_per_tok": 1}),
+    "phi3-window": ("phi3", {"sliding_window": 9, "tie_word_embeddings": True}),
+    "olmo2-bias": ("olmo2", {"attention_bias": True}),
     "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     "t5-few-buckets": (
@@ -61,16 +67,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 # Rotation, norms, activation and attention are the same operations on the same numbers. GPT-2 adds its biases later,
 # mixtures sum experts in another order, T5 has no such attention in transformers, windows are computed in blocks.
 SAME_ARITHMETIC = [
-    name for name in CASES if name.startswith(("llama", "qwen")) and "moe" not in name or name == "mistral"
+    name for name in CASES if (name.startswith(("llama", "qwen")) and "moe" not in name) or name == "mistral"
 ]
 LIMIT = 1e-5
 ROWS, LENGTH, STEPS = 2, 24, 3
 # (ranks, sequence parallel) -> cases; mistral-window has 2 query groups for 4 ranks.
 SPREAD = {
-    (Topology(2, 2, 1, (1, 3)), False): ("llama", "llama-tied", "gpt2", "mixtral", "mistral-window"),
-    (Topology(1, 4, 1), False): ("llama-tied", "gpt2"),
+    (Topology(2, 2, 1, (1, 3)), False): ("llama-tied", "gpt2", "qwen2-moe", "qwen3-moe", "olmo2", "mistral-window"),
+    (Topology(1, 4, 1), False): ("llama-tied", "gpt2", "phi3"),
     (Topology(2, 1, 2), False): ("t5", "t5-v1.1"),
-    (Topology(4, 1, 1), True): ("qwen3-tied-bias", "mistral-window", "mixtral", "gpt2", "t5"),
+    (Topology(4, 1, 1), True): (
+        "qwen3-tied-bias",
+        "mistral-window",
+        "mixtral",
+        "qwen2-moe",
+        "qwen3-moe",
+        "phi3",
+        "olmo2",
+        "gpt2",
+        "t5",
+    ),
 }
 
 
@@ -86,6 +102,7 @@ class Published:
     masked_logits: torch.Tensor | None  # of T5, with the first row's end hidden
     one_row: torch.Tensor  # of the first row, with scaled_dot_product_attention
     losses: list[float]  # of steps of Adam
+    gradients: Mapping[str, torch.Tensor]  # of the first, by the names of `tensors`
 
 
 @dataclass(frozen=True)
@@ -134,9 +151,19 @@ def published(name: str, folder: Path) -> Published:
         )
         optimizer.zero_grad()
         loss.backward()
+        if not losses:
+            gradients = gradients_of(model, folder / "gradients")
         optimizer.step()
         losses.append(loss.item())
-    return Published(model, folder, architecture, tensors_in(folder), logits, masked, one_row, losses)
+    return Published(model, folder, architecture, tensors_in(folder), logits, masked, one_row, losses, gradients)
+
+
+def gradients_of(model: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """As `save_pretrained` would name and cut them."""
+    gradients = copy.deepcopy(model)
+    for parameter, given in zip(gradients.parameters(), model.parameters(), strict=True):
+        parameter.data = torch.zeros_like(given) if given.grad is None else given.grad
+    return tensors_in(saved(gradients, folder))
 
 
 def whole_tensors(one: Published) -> Iterator[tuple[MegatronTensor, torch.Tensor]]:
@@ -222,10 +249,21 @@ def converted(one: Published) -> Converted:
     return Converted(state, promised, logits, masked, one_row, losses)
 
 
+def gradient_fault(one: Published, topology: Topology, rank: int, model: Any) -> float:
+    """The largest difference between a rank's gradients and its part of transformers', over the largest of these."""
+    chunk = wrap_ddp(model.train(), model.config)
+    said(chunk, tokens(), labels=tokens().roll(-1, 1))[:, :-1].mean().backward()
+    finalize_grads([chunk])
+    wanted = part_of_rank(replace(one, tensors=one.gradients), topology, rank)
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    return max(difference(p.main_grad, wanted[name]) for name, p in model.named_parameters()) / largest
+
+
 def spread(
     one: Published, topology: Topology, rank: int, *, sequence_parallel: bool
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """On the last pipeline rank: this rank's columns of the logits, and the loss of each position."""
+) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    """On the last pipeline rank: this rank's columns of the logits, the loss of each position, and how far gradients
+    are from transformers' where one stage is all and sequence parallelism trains."""
     me = topology.coordinates(rank)
     model = built(one, topology, rank, sequence_parallel=sequence_parallel)
     if one.architecture.family != "t5":  # which the pipeline does not train
@@ -241,7 +279,9 @@ def spread(
         if me.pp_rank < topology.pp - 1:
             dist.send(output, topology.rank(tp_rank=me.tp_rank, pp_rank=me.pp_rank + 1, dp_rank=me.dp_rank))
             return None
-        return output, said(model, tokens(), labels=tokens().roll(-1, 1))
+        losses = said(model, tokens(), labels=tokens().roll(-1, 1))
+    trains = sequence_parallel and one.architecture.family != "t5"
+    return output, losses, gradient_fault(one, topology, rank, model) if trains else 0.0
 
 
 def ranks(world_size: int, folder: Path, function: Any) -> list[Any]:
@@ -274,7 +314,8 @@ def alone(models: dict[str, Published], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def together(models: dict[str, Published], tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """(topology, sequence parallel, name) -> logits of the whole vocabulary, losses; the first replica's last stage."""
+    """(topology, sequence parallel, name) -> logits of the whole vocabulary, losses, how far gradients are off; of the
+    first replica's last stage."""
 
     def all_cases(rank: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
@@ -290,9 +331,9 @@ def together(models: dict[str, Published], tmp_path_factory: pytest.TempPathFact
     for key in results[0]:
         topology = key[0]
         last = [topology.rank(tp_rank=t, pp_rank=topology.pp - 1, dp_rank=0) for t in range(topology.tp)]
-        columns, losses = zip(*(results[rank][key] for rank in last), strict=True)
+        columns, losses, faults = zip(*(results[rank][key] for rank in last), strict=True)
         assert all(torch.equal(losses[0], other) for other in losses)
-        said_together[key] = torch.cat(columns, dim=-1), losses[0]
+        said_together[key] = torch.cat(columns, dim=-1), losses[0], max(faults)
     return said_together
 
 
@@ -360,10 +401,11 @@ def key_id(key: tuple[Topology, bool, str]) -> str:
 def test_several_ranks_say_what_transformers_says(
     key: tuple[Topology, bool, str], models: dict[str, Published], together: dict[Any, Any]
 ) -> None:
-    (logits, losses), wanted = together[key], models[key[2]].logits
+    (logits, losses, gradient_fault), wanted = together[key], models[key[2]].logits
     assert difference(logits, wanted) <= LIMIT
     expected = torch.nn.functional.cross_entropy(wanted.transpose(1, 2), tokens().roll(-1, 1), reduction="none")
     assert difference(losses, expected) <= LIMIT
+    assert gradient_fault <= LIMIT
 
 
 @pytest.mark.parametrize("name", CASES)
