@@ -33,6 +33,7 @@ from tests.support.published_models import (
     CASES,
     LENGTH,
     ROWS,
+    SAME_ARITHMETIC,
     STEPS,
     Published,
     built,
@@ -47,11 +48,6 @@ from tests.support.published_models import (
     whole_tensors,
 )  # fmt: skip
 
-# Rotation, norms, activation and attention are the same operations on the same numbers. GPT-2 adds its biases later,
-# mixtures sum experts in another order, T5 has no such attention in transformers, windows are computed in blocks.
-SAME_ARITHMETIC = [
-    name for name in CASES if (name.startswith(("llama", "qwen")) and "moe" not in name) or name == "mistral"
-]
 LIMIT = 1e-5
 # (ranks, sequence parallel) -> cases; mistral-window has 2 query groups for 4 ranks.
 SPREAD = {
