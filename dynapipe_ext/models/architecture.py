@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 from dynapipe_ext.errors import ConfigError, short
 
 PublishedFamily = Literal[
-    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gpt2", "t5"
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2", "gemma3_text",
+    "gpt2", "t5",
 ]  # fmt: skip
 Family = PublishedFamily | Literal["gpt"]  # "gpt": Megatron's GPT in sizes of one's own, which no published name has
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -26,7 +27,11 @@ _CHOICES = {"activation": get_args(Activation), "position": get_args(Position), 
     "norm_placement": get_args(NormPlacement)
 }
 # Left out of JSON at their defaults: costs that were written before these were known keep their fingerprints.
-_LATER = ("norm_placement", "qk_norm_whole", "norm_topk_prob", "shared_ffn_hidden_size", "shared_expert_gate")
+_LATER = (
+    "norm_placement", "zero_centered_norm", "qk_norm_whole", "norm_topk_prob", "shared_ffn_hidden_size",
+    "shared_expert_gate", "full_attention_every", "local_rope_theta", "query_pre_attn_scalar", "attention_softcap",
+    "logit_softcap", "scaled_embedding",
+)  # fmt: skip
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
     "max_seq_len",
@@ -53,7 +58,11 @@ class Architecture:
     `ffn_hidden_size`: a router sends each token to `top_k` of them, whose weights are made to sum to 1
     (`norm_topk_prob`) or are their probabilities among all. A shared expert, of `shared_ffn_hidden_size`, sees every
     token, its output times a sigmoid with `shared_expert_gate`. `qk_norm`: queries and keys are normalised, each head
-    alone or, if `qk_norm_whole`, all at once. `max_seq_len` counts position embeddings where they are learned.
+    alone or, if `qk_norm_whole`, all at once. `zero_centered_norm`: weights of norms are kept as their distance from 1.
+    `sliding_window` positions are seen, in all layers but every `full_attention_every`-th; layers with a window turn by
+    `local_rope_theta` where that is not 0. Scores are divided by sqrt(`query_pre_attn_scalar`), 0 being `head_dim`, and
+    scores and logits pass through cap x tanh(x / cap) where their cap is not 0. `scaled_embedding`: embeddings are
+    multiplied by sqrt(hidden_size). `max_seq_len` counts position embeddings where they are learned.
     `scaled_output`: T5 1.0 divides what enters its head by sqrt(hidden_size). `dtype` is that of the weights as
     published (torch's name). Errors: ConfigError.
     """
@@ -78,6 +87,7 @@ class Architecture:
     attention_output_bias: bool = False
     mlp_bias: bool = False
     norm_placement: NormPlacement = "pre"
+    zero_centered_norm: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
     num_experts: int = 0
@@ -88,6 +98,12 @@ class Architecture:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     sliding_window: int = 0
+    full_attention_every: int = 0
+    local_rope_theta: float = 0.0
+    query_pre_attn_scalar: int = 0
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    scaled_embedding: bool = False
     relative_buckets: int = 32
     relative_max_distance: int = 128
     scaled_output: bool = False
@@ -205,6 +221,11 @@ class Architecture:
             )
         if self.qk_norm_whole and not self.qk_norm:
             raise ConfigError("qk_norm_whole is true but qk_norm false: it says over what queries and keys are normed")
+        for name in ("sliding_window", "full_attention_every", "query_pre_attn_scalar"):
+            if not 0 <= getattr(self, name) <= MOST:
+                raise ConfigError(f"{name} is {short(getattr(self, name))} but must be 0 to {MOST:,}")
+        if (self.full_attention_every or self.local_rope_theta) and not self.sliding_window:
+            raise ConfigError("full_attention_every and local_rope_theta are of windows: give sliding_window")
         if self.norm_eps <= 0 or not math.isfinite(self.norm_eps):
             raise ConfigError(f"norm_eps is {self.norm_eps} but must be above 0")
 
@@ -232,6 +253,15 @@ class Architecture:
     def mlp_parameters(self) -> int:
         """Weights of both products of the MLP, or of one expert."""
         return self.hidden_size * (self.fc1_size + self.ffn_hidden_size)
+
+    def has_window(self, layer: int) -> bool:
+        """Whether attention of a layer, counted from 0, sees `sliding_window` positions only."""
+        every = self.full_attention_every
+        return bool(self.sliding_window) and not (every and (layer + 1) % every == 0)
+
+    @property
+    def num_window_layers(self) -> int:
+        return sum(self.has_window(layer) for layer in range(self.num_layers))
 
     @property
     def shared_parameters(self) -> int:

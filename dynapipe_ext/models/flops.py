@@ -34,15 +34,22 @@ class Positions:
         return self.encoder + self.decoder
 
     @classmethod
-    def of_rows(cls, encoder: int, decoder: int = 0, rows: int = 1, *, window: int = 0) -> Positions:
-        """`rows` rows of one length; with a `window` no position attends to more than that many."""
-        seen = min(encoder, window or encoder)
-        return cls(rows * encoder, rows * decoder, rows * encoder * seen, rows * decoder**2, rows * encoder * decoder)
+    def of_rows(
+        cls, encoder: int, decoder: int = 0, rows: int = 1, *, window: int = 0, window_layers: tuple[int, int] = (1, 1)
+    ) -> Positions:
+        """`rows` rows of one length; with a `window` no position attends to more than that many, in some of all
+        layers (`window_layers`; squares are then their mean, rounded down)."""
+        seen, (some, layers) = min(encoder, window or encoder), window_layers
+        squares = rows * encoder * (some * seen + (layers - some) * encoder) // layers
+        return cls(rows * encoder, rows * decoder, squares, rows * decoder**2, rows * encoder * decoder)
 
     @classmethod
-    def of_samples(cls, lengths: Iterable[tuple[int, int]], *, window: int = 0) -> Positions:
+    def of_samples(
+        cls, lengths: Iterable[tuple[int, int]], *, window: int = 0, window_layers: tuple[int, int] = (1, 1)
+    ) -> Positions:
         """Of (encoder, decoder) lengths, each attending to itself alone."""
-        return sum((cls.of_rows(encoder, decoder, window=window) for encoder, decoder in lengths), cls())
+        seen = {"window": window, "window_layers": window_layers}
+        return sum((cls.of_rows(encoder, decoder, **seen) for encoder, decoder in lengths), cls())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, RopeScaling
 from dynapipe_ext.models.config_fields import ACTIVATIONS, ConfigFields
+from dynapipe_ext.models.gemma_config import as_llama, gemma_config, gemma_values
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -19,6 +20,8 @@ _CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "t5": "T5ForConditionalGeneration",
 }
@@ -33,8 +36,24 @@ _DEFAULTS = {
     "qwen3_moe": (1e-6, 32_768, 1e4),
     "phi3": (1e-5, 4096, 1e4),
     "olmo2": (1e-5, 2048, 1e4),
+    "gemma2": (1e-6, 8192, 1e4),
+    "gemma3_text": (1e-6, 131_072, 1e6),
 }
-_WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "olmo2")
+_LATENT = (
+    "multi-head latent attention, its dense layers before a mixture's, shared experts without a gate and a router with"
+    " groups and a bias of its own are more than is described here"
+)
+# Families near to those that are known, and why they are not.
+_REFUSED = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "gemma3": "it has a vision tower; give its text_config, of model_type gemma3_text, and its language model's weights",
+    "olmo": "its norms have no weights",
+    "qwen2_vl": "it has a vision tower",
+    "qwen3_next": "its linear attention has no equal in Megatron",
+}
+_GEMMAS = ("gemma2", "gemma3_text")
+_WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "olmo2", *_GEMMAS)
 _WITHOUT_GROUPS = ("llama", "phi3", "olmo2")  # unless they say so
 
 
@@ -44,11 +63,15 @@ def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architect
         raise ConfigError(f"{where}: must be an object with model_type, hidden_size and so on, but is {short(raw)}")
     family = raw.get("model_type")
     if family not in FAMILIES:
-        raise ConfigError(f"{where}: model_type is {short(family)}: known are {', '.join(FAMILIES)}")
+        reason = _REFUSED.get(family) if isinstance(family, str) else None
+        known = f"known are {', '.join(FAMILIES)}"
+        raise ConfigError(f"{where}: model_type is {short(family)}: {f'{reason}; ' if reason else ''}{known}")
     fields = ConfigFields(raw, where)
     fields.refuse("quantization_config")
-    reader = {"gpt2": _read_gpt2, "t5": _read_t5}.get(family, _read_llama)
-    values = reader(fields, family)
+    if family in _GEMMAS:
+        values = _read_llama(as_llama(fields, family), family) | gemma_values(fields, family)
+    else:
+        values = {"gpt2": _read_gpt2, "t5": _read_t5}.get(family, _read_llama)(fields, family)
     values["dtype"] = _dtype(fields)
     try:
         return Architecture(family=family, **values)
@@ -303,4 +326,6 @@ def _llama_config(a: Architecture) -> dict[str, Any]:
         config |= {"moe_intermediate_size": a.ffn_hidden_size, "norm_topk_prob": a.norm_topk_prob}
     if a.family == "qwen2_moe":
         config |= {"shared_expert_intermediate_size": a.shared_ffn_hidden_size, "qkv_bias": a.qkv_bias}
+    if a.family in _GEMMAS:
+        config |= gemma_config(a)
     return config

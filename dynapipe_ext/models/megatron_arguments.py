@@ -342,6 +342,8 @@ def unsayable(architecture: Architecture) -> tuple[str, ...]:
         found.append("biases in some projections only (--disable-bias-linear leaves out all, --add-qkv-bias adds one)")
     if a.norm_placement != "pre":
         found.append("norms of what attention and MLP give (it has them before these only)")
+    if a.scaled_embedding or a.attention_softcap or a.logit_softcap or a.local_rope_theta:
+        found.append("embeddings times sqrt(hidden_size), capped scores and logits, RoPE of its own under windows")
     if a.qk_norm_whole:
         found.append("norms of the queries and of the keys of all heads together (--qk-layernorm is of each head)")
     if a.top_k == 1 and a.norm_topk_prob:

@@ -46,6 +46,15 @@ _QWEN3_MOE = {**_QWEN3, "model_type": "qwen3_moe", **_MOE}
 _QWEN2_MOE = {**_QWEN, "model_type": "qwen2_moe", "vocab_size": 151_936}
 _PHI3 = {"model_type": "phi3", "vocab_size": 32_064}
 _OLMO2 = {"model_type": "olmo2", "vocab_size": 100_352, "rope_theta": 5e5, "rms_norm_eps": 1e-6}
+_GEMMA3 = {"model_type": "gemma3_text", "tie_word_embeddings": True, "vocab_size": 262_144}
+
+
+def _gemma2(layers: int, hidden: int, heads: int, groups: int, ffn: int, head_dim: int, scalar: int) -> dict[str, Any]:
+    sizes = {"model_type": "gemma2", "head_dim": head_dim, "query_pre_attn_scalar": scalar, "vocab_size": 256_000}
+    positions = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-6}
+    return _llama(layers, hidden, heads, groups, ffn, **sizes, **positions)
+
+
 _MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32_768}
 _MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6}
 
@@ -99,6 +108,21 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "olmo-2-7b": _llama(32, 4096, 32, 32, 11_008, **_OLMO2),
     "olmo-2-13b": _llama(40, 5120, 40, 40, 13_824, **_OLMO2),
     "olmo-2-32b": _llama(64, 5120, 40, 8, 27_648, **_OLMO2),
+    "gemma-2-2b": _gemma2(26, 2304, 8, 4, 9216, 256, 256),
+    "gemma-2-9b": _gemma2(42, 3584, 16, 8, 14_336, 256, 256),
+    "gemma-2-27b": _gemma2(46, 4608, 32, 16, 36_864, 128, 144),
+    "gemma-3-1b": _llama(
+        26,
+        1152,
+        4,
+        1,
+        6912,
+        **_GEMMA3,
+        head_dim=256,
+        sliding_window=512,
+        max_position_embeddings=32_768,
+        rms_norm_eps=1e-6,
+    ),
     "gpt2": _gpt(12, 768, 12),
     "gpt2-medium": _gpt(24, 1024, 16),
     "gpt2-large": _gpt(36, 1280, 20),

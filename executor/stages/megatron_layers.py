@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +23,26 @@ class MarkedNorm:
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        if config.layernorm_zero_centered_gamma:
+            kind = ZeroCenteredRMSNorm
         norm: torch.nn.Module = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
+
+
+class ZeroCenteredRMSNorm(torch.nn.Module):
+    """RMSNorm whose weight is kept as its distance from 1; computed in float32, as Gemma is."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight.float())).type_as(x)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -84,7 +101,37 @@ class WholeKeyNorm(WholeNorm):
 
 
 class CoreAttention(DocumentAttention):
-    """Draws dropout from Megatron's generator of this tensor parallel rank: heads on two ranks must not share masks."""
+    """Draws dropout from Megatron's generator of this tensor parallel rank: heads on two ranks must not share masks.
+
+    A `softcap` above 0 caps the scores, softcap x tanh(scores / softcap); no kernel of torch's does, so they are whole.
+    """
+
+    softcap = 0.0
+
+    def _attend(
+        self,
+        q_BHSD: torch.Tensor,
+        k_BHTD: torch.Tensor,
+        v_BHTD: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        if not self.softcap:
+            return super()._attend(q_BHSD, k_BHTD, v_BHTD, mask=mask, is_causal=is_causal)
+        groups = q_BHSD.shape[1] // k_BHTD.shape[1]
+        k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BHTD, v_BHTD))
+        scale = self.scale if self.scale is not None else q_BHSD.shape[-1] ** -0.5
+        scores = self.softcap * torch.tanh(q_BHSD @ k_BHTD.transpose(2, 3) * scale / self.softcap)
+        if is_causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+        shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q_BHSD.dtype)
+        if self.training and self.dropout:
+            with self.dropout_generator():
+                shares = torch.nn.functional.dropout(shares, self.dropout)
+        return shares @ v_BHTD
 
     def dropout_generator(self) -> AbstractContextManager[Any]:
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -119,8 +166,14 @@ class WindowAttention(CoreAttention):
         return torch.cat(blocks, dim=2)
 
 
-def gpt_layer(architecture: Architecture, config: Any) -> Any:
-    """Megatron's spec of one layer of a decoder-only model."""
+def gpt_layers(architecture: Architecture, config: Any, layers: range) -> list[Any]:
+    """Megatron's specs of some layers of a decoder-only model, counted from 0."""
+    a = architecture
+    specs = {has_window: _gpt_layer(a, config, has_window) for has_window in {a.has_window(i) for i in layers}}
+    return [specs[a.has_window(i)] for i in layers]
+
+
+def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
 
@@ -136,7 +189,13 @@ def gpt_layer(architecture: Architecture, config: Any) -> Any:
     before = MarkedNorm if a.norm_placement != "post" else IdentityOp
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = before
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = WindowAttention if a.sliding_window else CoreAttention
+    attention.core_attention = WindowAttention if has_window else CoreAttention
+    if a.attention_softcap:
+        attention.core_attention = _capped(attention.core_attention, a.attention_softcap)
+    if has_window and a.local_rope_theta:
+        local = replace(a, rope_theta=a.local_rope_theta, rope_scaling=None)
+        spec = layer.submodules.self_attention
+        spec.module = _turned_by(spec.module, rotary_frequencies(local))
     if a.qk_norm:
         attention.q_layernorm = WholeNorm if a.qk_norm_whole else MarkedNorm
         attention.k_layernorm = WholeKeyNorm if a.qk_norm_whole else MarkedNorm
@@ -166,6 +225,31 @@ def _with_bias(linear: type, bias: bool) -> type:
             super().__init__(*arguments, **(keywords | {"bias": bias}))
 
     return Linear
+
+
+def _capped(attention: type[CoreAttention], cap: float) -> type:
+    """A class of core attention with capped scores, which no kernel of flash-attn is asked for."""
+
+    class Capped(attention):  # type: ignore[misc, valid-type]
+        softcap = cap
+
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            self.backend = "sdpa"
+
+    return Capped
+
+
+def _turned_by(attention: type, frequencies: torch.Tensor) -> type:
+    """A class of Megatron's self attention that turns queries and keys by its own frequencies, not the model's."""
+
+    class Turned(attention):  # type: ignore[misc]
+        def forward(self, *arguments: Any, rotary_pos_emb: torch.Tensor, **keywords: Any) -> Any:
+            positions = torch.arange(rotary_pos_emb.shape[0], dtype=torch.float32, device=rotary_pos_emb.device)
+            angles = torch.outer(positions, frequencies.to(rotary_pos_emb.device)).repeat(1, 2)
+            return super().forward(*arguments, rotary_pos_emb=angles[:, None, None], **keywords)
+
+    return Turned
 
 
 def _before_norm(linear: type) -> type:

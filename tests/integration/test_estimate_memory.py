@@ -77,6 +77,7 @@ def _tiny(family: str) -> Architecture:
         max_seq_len=128,
         num_experts=4 if a.num_experts else 0,
         top_k=min(a.top_k, 2),
+        full_attention_every=2 if a.full_attention_every else 0,
         shared_ffn_hidden_size=80 if a.shared_ffn_hidden_size else 0,
     )
 

@@ -51,8 +51,16 @@ from tests.support.published_models import (
 LIMIT = 1e-5
 # (ranks, sequence parallel) -> cases; mistral-window has 2 query groups for 4 ranks.
 SPREAD = {
-    (Topology(2, 2, 1, (1, 3)), False): ("llama-tied", "gpt2", "qwen2-moe", "qwen3-moe", "olmo2", "mistral-window"),
-    (Topology(1, 4, 1), False): ("llama-tied", "gpt2", "phi3"),
+    (Topology(2, 2, 1, (1, 3)), False): (
+        "llama-tied",
+        "gpt2",
+        "qwen2-moe",
+        "qwen3-moe",
+        "olmo2",
+        "gemma3",
+        "mistral-window",
+    ),
+    (Topology(1, 4, 1), False): ("llama-tied", "gpt2", "phi3", "gemma2"),
     (Topology(2, 1, 2), False): ("t5", "t5-v1.1"),
     (Topology(4, 1, 1), True): (
         "qwen3-tied-bias",
@@ -62,6 +70,8 @@ SPREAD = {
         "qwen3-moe",
         "phi3",
         "olmo2",
+        "gemma2",
+        "gemma3-stretched",
         "gpt2",
         "t5",
     ),
@@ -223,7 +233,7 @@ def test_logits_are_those_of_transformers(
 ) -> None:
     worst = difference(alone[name].logits, models[name].logits)
     record_property("largest_difference", worst)
-    assert worst <= LIMIT
+    assert worst <= limit(models[name].logits)
 
 
 def joined_projections_have_the_bits_of_separate_ones() -> bool:
@@ -255,6 +265,11 @@ def test_padding_of_the_encoder_is_not_attended_to(
     assert difference(wanted, models[name].logits) > 100 * LIMIT
 
 
+def limit(wanted: torch.Tensor) -> float:
+    """Of differences from logits, the largest of which may be above 1."""
+    return LIMIT * max(1.0, float(wanted.abs().max()))
+
+
 def key_id(key: tuple[Topology, bool, str]) -> str:
     return f"{key[2]}-tp{key[0].tp}pp{key[0].pp}{'-sp' * key[1]}"
 
@@ -264,7 +279,7 @@ def test_several_ranks_say_what_transformers_says(
     key: tuple[Topology, bool, str], models: dict[str, Published], together: dict[Any, Any]
 ) -> None:
     found, wanted = together[key], models[key[2]].logits
-    assert difference(found.output, wanted) <= LIMIT
+    assert difference(found.output, wanted) <= limit(wanted)
     expected = torch.nn.functional.cross_entropy(wanted.transpose(1, 2), tokens().roll(-1, 1), reduction="none")
     assert difference(found.losses, expected) <= LIMIT
     assert found.gradient_fault <= LIMIT
@@ -308,7 +323,8 @@ def test_a_rank_with_several_stages_exports_them_and_another_model_is_refused(
 def test_training_goes_on_with_the_losses_of_transformers(
     name: str, models: dict[str, Published], alone: dict[str, Converted]
 ) -> None:
-    assert alone[name].losses == pytest.approx(models[name].losses, abs=1e-5)
+    # Adam's first steps are gradients' signs: where Gemma's are smallest, rounding turns some.
+    assert alone[name].losses == pytest.approx(models[name].losses, abs=1e-4 if name.startswith("gemma") else 1e-5)
     assert alone[name].losses[0] - alone[name].losses[-1] > 1e-2  # it learns
 
 

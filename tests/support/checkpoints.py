@@ -31,6 +31,7 @@ _LLAMA_LIKE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+_EVERY_THIRD = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 _GPT2: dict[str, Any] = {
     "n_embd": HIDDEN,
     "n_head": HEADS,
@@ -82,6 +83,16 @@ _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, _LLAMA_LIKE),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, _LLAMA_LIKE),
+    "gemma2": (
+        transformers.Gemma2Config,
+        transformers.Gemma2ForCausalLM,
+        {**_LLAMA_LIKE, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3_text": (
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
+        {**_LLAMA_LIKE, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24, "layer_types": _EVERY_THIRD},
+    ),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, _GPT2),
     "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration, _T5),
 }
@@ -99,6 +110,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "phi3": ("phi3", {}),
     "olmo2": ("olmo2", {}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3_text", {}),
     "gpt2": ("gpt2", {}),
     "t5": ("t5", {}),
     "t5-v1.1": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),

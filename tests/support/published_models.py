@@ -47,6 +47,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-bias": ("qwen3_moe", {"attention_bias": True, "num_experts_per_tok": 1}),
     "phi3-window": ("phi3", {"sliding_window": 9, "tie_word_embeddings": True}),
     "olmo2-bias": ("olmo2", {"attention_bias": True}),
+    "gemma2-untied": ("gemma2", {"tie_word_embeddings": False, "attention_bias": True, "attn_logit_softcapping": None}),
+    "gemma3-stretched": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {**_ROPE, "rope_type": "linear"},
+                "sliding_attention": {"rope_theta": 50.0, "rope_type": "default"},
+            }
+        },
+    ),
     "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     "t5-few-buckets": (

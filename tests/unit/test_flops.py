@@ -97,6 +97,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _SMALL | _EXPERTS | {"head_dim": 32},
     "phi3": _SMALL | {"pad_token_id": None},
     "olmo2": _SMALL,
+    "gemma2": _SMALL | {"head_dim": 32},
+    "gemma3_text": _SMALL | {"head_dim": 32},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 131},
     "t5": {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 131},
 }

@@ -53,6 +53,15 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("phi3", _SMALL | {"sliding_window": 16, "pad_token_id": None}),
     "olmo2": ("olmo2", _SMALL | {"attention_bias": True}),
+    "gemma2": ("gemma2", _SMALL | {"attn_logit_softcapping": None, "query_pre_attn_scalar": 144}),
+    "gemma3": ("gemma3_text", _SMALL | {"head_dim": 16, "num_hidden_layers": 7, "sliding_window": 512}),
+    "gemma3, windows everywhere": ("gemma3_text", _SMALL | {"tie_word_embeddings": False}),
+    "gemma3, stretched": (
+        "gemma3_text",
+        _SMALL
+        | {"layer_types": ["sliding_attention", "full_attention"]}
+        | {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}},
+    ),
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 131}),
     "t5": ("t5", {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 131}),
     "t5 1.1": (
@@ -172,6 +181,24 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(change: dict[str, Any
         ("phi3", {"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "rope_type is 'longrope'.* of the row"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'"),
         ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor is 0.75"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "only every n-th layer without a window"),
+        ("gemma3_text", {"layer_types": ["sliding_attention"]}, "layer_types is .* must be 2 of sliding_attention"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope of windows: rope_type is 'linear'",
+        ),
+        (
+            "deepseek_v3",
+            {},
+            r"model_type is 'deepseek_v3': multi-head latent attention, .* more than is described here",
+        ),
+        (
+            "gemma3",
+            {},
+            "model_type is 'gemma3': it has a vision tower; give its text_config, of model_type gemma3_text",
+        ),
     ],
 )
 def test_what_a_newer_familys_config_says_in_vain_is_refused(family: str, change: dict[str, Any], said: str) -> None:
@@ -183,7 +210,7 @@ def test_costs_of_older_families_keep_their_bytes() -> None:
     """Checkpoints are resumed by a hash of them: what newer families add is said where it is not the default."""
     old = set(read_config({"model_type": "llama"} | _SMALL).to_json())
     assert not old & {"norm_placement", "qk_norm_whole", "norm_topk_prob", "shared_ffn_hidden_size"}
-    for case in ("qwen2 moe", "olmo2"):
+    for case in ("qwen2 moe", "olmo2", "gemma3"):
         family, values = _CASES[case]
         architecture = read_config({"model_type": family} | values)
         assert Architecture.from_json(architecture.to_json()) == architecture
@@ -223,7 +250,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
         Architecture(family="t5", **sizes)
 
 
-@pytest.mark.parametrize("case", [case for case in _CASES if not case.startswith(("t5", "olmo2"))])
+@pytest.mark.parametrize("case", [case for case in _CASES if not case.startswith(("t5", "olmo2", "gemma"))])
 def test_megatrons_arguments_give_the_architecture_back(case: str) -> None:
     family, values = _CASES[case]
     architecture = read_config({"model_type": family} | values)
@@ -373,6 +400,17 @@ def test_what_megatrons_command_line_cannot_say_is_said(change: dict[str, Any], 
     else:
         assert not unsayable(architecture)
         assert read_arguments(write_arguments(architecture)) == architecture
+
+
+def test_gemma_is_read_as_it_was_published_before_layers_had_types() -> None:
+    old = {"model_type": "gemma3_text", "num_hidden_layers": 26, "sliding_window": 512, "sliding_window_pattern": 6}
+    old |= {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    gemma = read_config(_SMALL | old)
+    assert [layer for layer in range(26) if not gemma.has_window(layer)] == [5, 11, 17, 23]
+    assert (gemma.rope_theta, gemma.local_rope_theta, gemma.rope_scaling) == (2e6, 2e4, RopeScaling("linear", 8.0))
+    assert "capped scores" in "; ".join(unsayable(gemma))
+    gemma = read_config({"model_type": "gemma2"} | _SMALL)
+    assert (gemma.full_attention_every, gemma.attention_softcap, gemma.logit_softcap) == (2, 50.0, 30.0)
 
 
 def test_an_olmo_is_not_said_by_megatrons_arguments() -> None:
