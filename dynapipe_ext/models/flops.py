@@ -48,8 +48,8 @@ class Positions:
         cls, lengths: Iterable[tuple[int, int]], *, window: int = 0, window_layers: tuple[int, int] = (1, 1)
     ) -> Positions:
         """Of (encoder, decoder) lengths, each attending to itself alone."""
-        seen = {"window": window, "window_layers": window_layers}
-        return sum((cls.of_rows(encoder, decoder, **seen) for encoder, decoder in lengths), cls())
+        found = (cls.of_rows(e, d, window=window, window_layers=window_layers) for e, d in lengths)
+        return sum(found, cls())
 
 
 @dataclass(frozen=True, slots=True)

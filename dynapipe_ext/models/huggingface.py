@@ -47,7 +47,7 @@ _LATENT = (
 _REFUSED = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
-    "gemma3": "it has a vision tower; give its text_config, of model_type gemma3_text, and its language model's weights",
+    "gemma3": "it has a vision tower; give its text_config, of model_type gemma3_text, and the weights of that",
     "olmo": "its norms have no weights",
     "qwen2_vl": "it has a vision tower",
     "qwen3_next": "its linear attention has no equal in Megatron",

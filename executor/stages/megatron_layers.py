@@ -22,7 +22,7 @@ class MarkedNorm:
     """torch's norm, marked for the reduction that sequence parallelism needs, which Megatron's wrapper refuses."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        kind: Any = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         if config.layernorm_zero_centered_gamma:
             kind = ZeroCenteredRMSNorm
         norm: torch.nn.Module = kind(hidden_size, eps=eps)
@@ -84,7 +84,7 @@ class WholeNorm(torch.nn.Module):
         x = heads.flatten(-2).float()
         squares = x.pow(2).sum(-1, keepdim=True)
         if self.group.size() > 1:
-            squares = _SumOverRanks.apply(squares, self.group)
+            squares = _SumOverRanks.apply(squares, self.group)  # type: ignore[no-untyped-call] # torch's own
         normed = x * torch.rsqrt(squares / self.size + self.eps)
         return (self.weight * normed).to(heads.dtype).view_as(heads)
 

@@ -233,7 +233,8 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
         rotary.inv_freq = rotary_frequencies(a).to(rotary.inv_freq.device)
     if a.scaled_embedding and stage == 0:
         scale = torch.tensor(a.hidden_size**0.5).to(config.params_dtype)  # rounded, as published
-        model.embedding.register_forward_hook(lambda _module, _inputs, output: output * scale.to(output.device))
+        embedding: Any = model.embedding
+        embedding.register_forward_hook(lambda _module, _inputs, output: output * scale.to(output.device))
     if a.logit_softcap and stage == topology.num_stages - 1:
         _cap_logits(model, a.logit_softcap)
     return model
