@@ -1,19 +1,18 @@
-"""The rank program: `torchrun --nproc-per-node 8 -m dynapipe_ext.launch.train --config FILE --store redis://…`.
+"""What a rank does, forked by `dynapipe train` or started by torchrun (`launch/rank_program.py`).
 
-`dynapipe train` forks its ranks into the same `train_rank`. What ranks must agree on (costs, the key that signs plans,
-the store's address) comes from rank 0 over the job's own process group, so no secret passes through the store.
+What ranks must agree on (costs, the key that signs plans, the store's address) comes from rank 0 over the job's own
+process group, so no secret passes through the store.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import secrets
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -27,15 +26,14 @@ from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.executor.checkpoints.periodic import EndRequest
 from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
-from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS
-from dynapipe_ext.launch.env import RankEnv, limit_threads, rank_env, store_password
+from dynapipe_ext.launch.env import RankEnv, limit_threads, store_password
 from dynapipe_ext.launch.job import (
     Variant,
     check_batches,
@@ -43,19 +41,26 @@ from dynapipe_ext.launch.job import (
     topology_of,
     variants,
 )
-from dynapipe_ext.launch.outcome import begin_run, keeping_what_ran, resume_run, run_facts, write_outcome
+from dynapipe_ext.launch.outcome import begin_run, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.placement import settled_placement, trials_table
-from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
-from dynapipe_ext.launch.run_data import PREPARE_LIMIT_S, RunData, check_data, data_folder, prepare_data, run_data
-from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory, run_to_resume
-from dynapipe_ext.launch.signals import ending_signals_raise
+from dynapipe_ext.launch.run_data import (
+    PREPARE_LIMIT_S,
+    RunData,
+    check_data,
+    data_folder,
+    data_lines,
+    prepare_data,
+    run_data,
+)
+from dynapipe_ext.launch.run_directory import CHECKPOINTS
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
 from dynapipe_ext.tools.account.report import StoreInfo
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile
-from dynapipe_ext.tools.console import show
+from dynapipe_ext.tools.console import say_loading, show
 from dynapipe_ext.tools.progress import StepProgress, WorkProgress
-from dynapipe_ext.tools.tensorboard_file import TensorBoardFile, require_tensorboard
+from dynapipe_ext.tools.tensorboard_file import TensorBoardFile
+from dynapipe_ext.tools.wording import counted
 from dynapipe_ext.topology import Topology
 
 if TYPE_CHECKING:  # it imports torch and Megatron
@@ -82,6 +87,8 @@ class TrainingJob:
 def train_rank(env: RankEnv, job: TrainingJob) -> int:
     """Train as one rank of a job; returns 0. Errors are raised."""
     warnings.filterwarnings("ignore", module="megatron")
+    if env.rank == 0:
+        say_loading("torch", "megatron-core")
     import torch
     import torch.distributed as dist
 
@@ -104,9 +111,13 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
     costs = job.costs
     if costs is None and env.rank == 0:
         print(ranks_line(topology), file=sys.stderr)
-        dataset = prepare_data(config)
+        progress, advance = data_progress(config)
+        with progress:
+            dataset = prepare_data(config, advance)
+        prepared = run_data(config, dataset)
+        print("\n".join(data_lines(config, prepared)), file=sys.stderr)
         costs = settle_costs(config, dataset.vocab_size, resumed_costs(job.resumed))
-        config, costs, trials = settled_placement(config, costs, dataset.lengths)
+        config, costs, trials = settled_placement(config, costs, prepared.train.lengths)
         job = replace(job, config=config)
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
@@ -117,12 +128,11 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
         world_size=env.world_size,
         timeout=timedelta(seconds=max(config.job.timeout_s, PREPARE_LIMIT_S)),
     )
-    try:
-        with ExitStack() as stack:
-            context, spans = _run(env, job, costs, device, stack)
-            dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    # A rank that fails keeps its process groups until it has said why: others fail once they are closed.
+    with ExitStack() as stack:
+        context, spans = _run(env, job, costs, device, stack)
+        dist.barrier()
+    dist.destroy_process_group()
     if env.rank == 0:  # alone, so that what goes wrong here is said once
         write_outcome(
             job.run_dir, context.config, context.costs, context.data, variants(config, compare=False)[0], spans
@@ -150,8 +160,9 @@ def _run(
 
     config, settled = job.config, b""
     if env.rank == 0:
-        address = job.address or _embedded_store(env, config, stack)
+        address = job.address
         assert costs is not None
+        assert address is not None
         settled = json.dumps(
             {
                 "url": address.url,
@@ -242,16 +253,6 @@ def _device_name(device: Any) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def _embedded_store(env: RankEnv, config: TrainConfig, stack: ExitStack) -> StoreAddress:
-    """The store of a torchrun job that was given none: on this machine, so only where all ranks are."""
-    if env.local_world_size != env.world_size:
-        raise ConfigError(
-            f"{env.world_size} ranks on several machines need a store that all can reach:"
-            " pass --store redis://host:port (password in DYNAPIPE_STORE_PASSWORD)"
-        )
-    return stack.enter_context(RedisServer(binary=config.job.redis_server or None)).address
-
-
 def _data(env: RankEnv, config: TrainConfig) -> RunData:
     """Rank 0 prepares the data, then the first rank of every other node (a shared file system finds it done)."""
     import torch.distributed as dist
@@ -266,10 +267,10 @@ def _data(env: RankEnv, config: TrainConfig) -> RunData:
     return run_data(config, TokenDataset.open(folder))
 
 
-def data_progress(config: TrainConfig, *, enabled: bool) -> tuple[WorkProgress, Callable[[int], None]]:
+def data_progress(config: TrainConfig) -> tuple[WorkProgress, Callable[[int], None]]:
     """A progress display for `prepare_data` and the function that feeds it with samples done so far."""
-    total = None if config.data.path else config.data.num_samples
-    progress, done = WorkProgress("tokenizing", total, enabled=enabled), 0
+    total = None if config.data.path or config.data.mixture else config.data.num_samples
+    progress, done = WorkProgress("tokenizing", total), 0
 
     def advance(samples: int) -> None:
         nonlocal done
@@ -279,61 +280,6 @@ def data_progress(config: TrainConfig, *, enabled: bool) -> tuple[WorkProgress, 
     return progress, advance
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dynapipe_ext.launch.train", description=__doc__)
-    parser.add_argument("--config", required=True, metavar="FILE", help="settings in TOML")
-    parser.add_argument("--store", metavar="URL", help="redis://, rediss:// or unix://; default: embedded (one node)")
-    parser.add_argument("--compare", action="store_true", help="run the usual ways beside the configured one")
-    parser.add_argument("--overwrite", action="store_true", help="lose the run that the run directory holds")
-    parser.add_argument(
-        "--resume", metavar="RUN_DIR", help='go on from its newest checkpoint; "latest": the newest run'
-    )
-    args = parser.parse_args(arguments)
-    env: RankEnv | None = None
-    try:
-        with ending_signals_raise():
-            env = rank_env()
-            return _main(env, args)
-    except Exception as error:  # noqa: BLE001 - the last frame of the process
-        cause = (f"rank {env.rank}: " if env else "") + in_one_line(error)
-        print(f"dynapipe: error: {cause}", file=sys.stderr)
-        if env:
-            _tell_torchrun(error, cause)
-        return USER_ERROR_STATUS if isinstance(error, DynaPipeError) else BUG_STATUS
-    except KeyboardInterrupt:
-        return 130
-
-
-def _tell_torchrun(error: Exception, cause: str) -> None:
-    """For its summary, which shows the first failure: its cause, after the calls that led to it if it is a defect."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    try:
-        raise ExecutionError(cause) from (None if isinstance(error, DynaPipeError) else error)
-    except ExecutionError as told:
-        get_error_handler().record_exception(told)
-
-
-def _main(env: RankEnv, args: argparse.Namespace) -> int:
-    address = store_address(args.store) if args.store else None
-    config = TrainConfig.read(args.config)
-    if config.run.tensorboard:
-        require_tensorboard()
-    run_dir, resumed = config.run.run_dir, None
-    if args.resume:
-        run_dir = str(run_to_resume(args.resume))
-        resumed = to_go_on_from(Path(run_dir), config, compare=args.compare, overwrite=args.overwrite)
-    asked = (signal.SIGTERM, signal.SIGUSR1)
-    if env.rank:
-        return train_rank(env, TrainingJob(config, args.compare, Path(), address, resumed=resumed, end_signals=asked))
-    with (
-        RunDirectory(run_dir, overwrite=args.overwrite, resume=bool(args.resume)) as directory,
-        keeping_what_ran(directory),
-    ):
-        job = TrainingJob(config, args.compare, directory.path, address, resumed=resumed, end_signals=asked)
-        return train_rank(env, job)
-
-
 def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrite: bool) -> Path:
     """The newest checkpoint of a run. Errors: ConfigError where the settings leave it nothing to do."""
     if compare or overwrite:
@@ -341,8 +287,29 @@ def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrit
     newest = latest(run_dir / CHECKPOINTS)
     done = read_manifest(newest).run.step
     if done >= config.run.steps:
-        raise ConfigError(f"{newest} has done {done} steps and steps is {config.run.steps}: raise --steps to go on")
+        raise ConfigError(
+            f"{newest} has done {counted(done, 'step')} and steps is {config.run.steps}: raise --steps to go on"
+        )
     return newest
+
+
+def rank_title(env: RankEnv, config: TrainConfig) -> str:
+    """What `ps` shows of a rank: its number, and its place in the job.
+
+    >>> place = RankEnv(rank=3, world_size=8, local_rank=3, local_world_size=8, master_addr="", master_port=0)
+    >>> rank_title(place, TrainConfig())
+    'rank 3 of 8: dynapipe train dp1 pp0 tp1'
+    """
+    topology, title = topology_of(config), f"rank {env.rank} of {env.world_size}: dynapipe train"
+    if env.world_size != topology.world_size:  # refused later
+        return title
+    me = topology.coordinates(env.rank)
+    return f"{title} dp{me.dp_rank} pp{me.pp_rank} tp{me.tp_rank}"
+
+
+def greet_store(address: StoreAddress) -> None:
+    """Errors: StoreError for a store that is not there, or refuses the password."""
+    open_store(address, namespace="greeting").close()
 
 
 def store_address(url: str) -> StoreAddress:
@@ -357,5 +324,6 @@ def store_address(url: str) -> StoreAddress:
 
 
 if __name__ == "__main__":
-    limit_threads()
-    sys.exit(main())
+    from dynapipe_ext.launch.rank_program import run_and_exit
+
+    run_and_exit()

@@ -13,6 +13,7 @@ from dynapipe_ext.costs.abilities import replica_collectives_of
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.plan import RECOMPUTES, Layout, LossNorm
+from dynapipe_ext.suggestion import did_you_mean
 from dynapipe_ext.topology import Topology
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def check_bounds(planner: Planner) -> None:
     for name, choices in _CHOICES.items():
         value = getattr(planner, name)
         if not isinstance(value, str | None) or value not in choices:
-            raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(map(str, choices))}")
+            near = did_you_mean(str(value), map(str, choices))
+            raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(map(str, choices))}{near}")
 
 
 def check_collectives(given: ReplicaCollectives | None, costs: CostModel) -> None:

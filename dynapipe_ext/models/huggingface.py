@@ -9,6 +9,7 @@ from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, RopeScaling
 from dynapipe_ext.models.config_fields import ACTIVATIONS, ConfigFields
 from dynapipe_ext.models.gemma_config import as_llama, gemma_config, gemma_values
+from dynapipe_ext.suggestion import did_you_mean
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -65,7 +66,8 @@ def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architect
     if family not in FAMILIES:
         reason = _REFUSED.get(family) if isinstance(family, str) else None
         known = f"known are {', '.join(FAMILIES)}"
-        raise ConfigError(f"{where}: model_type is {short(family)}: {f'{reason}; ' if reason else ''}{known}")
+        said = f"{reason}; {known}" if reason else f"{known}{did_you_mean(str(family), FAMILIES)}"
+        raise ConfigError(f"{where}: model_type is {short(family)}: {said}")
     fields = ConfigFields(raw, where)
     fields.refuse("quantization_config")
     if family in _GEMMAS:

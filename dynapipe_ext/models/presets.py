@@ -11,6 +11,7 @@ from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.megatron_arguments import read_arguments
+from dynapipe_ext.suggestion import did_you_mean
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
 
@@ -140,7 +141,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def preset(name: str) -> Architecture:
     """The published model of that name. Errors: ConfigError with the names that are known."""
     if name not in PRESETS:
-        raise ConfigError(f"model {short(name)} is no preset: give the path of a config.json, or {', '.join(PRESETS)}")
+        near = did_you_mean(name, PRESETS)
+        raise ConfigError(
+            f"model {short(name)} is no preset: give the path of a config.json, or {', '.join(PRESETS)}{near}"
+        )
     return read_config(PRESETS[name], f"preset {name}")
 
 

@@ -47,6 +47,7 @@ RIM = {
         "launch/commands/profile_model.py",  # the name of the device
         "launch/variant_run.py",
         "launch/train.py",
+        "launch/rank_program.py",  # the store of torchrun's agent, and its record of failures
         "tools/checkpoint/*.py",
     ),
     "redis": ("executor/store/redis.py", "launch/commands/doctor.py"),

@@ -17,6 +17,7 @@ from dynapipe_ext.tools.estimate.memory import EstimatedMemory
 from dynapipe_ext.tools.estimate.options import Question
 from dynapipe_ext.tools.estimate.ranking import Estimate, Option, tokens_bounds
 from dynapipe_ext.tools.estimate.step_time import HOST_UPDATE_BYTES_PER_S
+from dynapipe_ext.tools.wording import counted
 
 FORMAT = "dynapipe-estimate/1"
 _GB = 1e9
@@ -70,8 +71,8 @@ def show_estimate(estimate: Estimate, prices: Prices, console: Console, *, most:
     question, cluster = estimate.question, estimate.question.cluster
     a = question.architecture
     console.print(
-        f"model: {question.name} ({a.family}), {estimate.num_parameters:,} parameters, {a.total_layers} layers of"
-        f" {a.hidden_size:,}"
+        f"model: {question.name} ({a.family}), {estimate.num_parameters:,} parameters,"
+        f" {counted(a.total_layers, 'layer')} of {a.hidden_size:,}"
     )
     console.print(
         f"cluster: {cluster.nodes} x {cluster.gpus_per_node} {cluster.device.name} of {cluster.gpu_memory_gb:g} GB"
@@ -92,7 +93,7 @@ def show_estimate(estimate: Estimate, prices: Prices, console: Console, *, most:
             console.print(f"  {line}")
     planned = len(estimate.options)
     others = "; the others:" if estimate.dropped.counts else ""
-    console.print(f"{estimate.num_fitting:,} options fit, {planned:,} are planned{others}")
+    console.print(f"{counted(estimate.num_fitting, 'option')} fit, {planned:,} planned{others}")
     for line in estimate.dropped.lines():
         console.print(f"  {line}")
 
