@@ -192,7 +192,8 @@ def lower(
     first, so that they have one order with the collectives.
 
     `fill_waits` makes plans for executors that run weight gradients while they wait (see `filling`): the makespan that
-    they promise is that of filling ranks, the peaks are those of the schedule.
+    they promise is that of filling ranks, the peaks are those of the schedule. Where ranks share cores, which a filled
+    wait does not free, the makespan is the schedule's, too.
     """
     batch = step_plan.batch
     counts = tuple(len(replica.micro_batches) for replica in batch.replicas)
@@ -202,9 +203,10 @@ def lower(
     ):
         if fill_waits and schedule.is_split:
             schedule = with_room_to_fill(schedule, replica_costs)
-            filling_ns = filling_makespan_ns(schedule, replica_costs)
-            bubble_ratio = 1 - (1 - prediction.bubble_ratio) * prediction.makespan_ns / filling_ns
-            prediction = replace(prediction, makespan_ns=filling_ns, bubble_ratio=bubble_ratio)
+            if step_plan.cores is None:
+                filling_ns = filling_makespan_ns(schedule, replica_costs)
+                bubble_ratio = 1 - (1 - prediction.bubble_ratio) * prediction.makespan_ns / filling_ns
+                prediction = replace(prediction, makespan_ns=filling_ns, bubble_ratio=bubble_ratio)
         same_order = replicas_meet and counts[0] == len(replica.micro_batches)  # of others the proof says what is wrong
         instructions = lower_schedule(
             schedule,

@@ -120,6 +120,11 @@ def agent_attempt() -> str | None:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """A copy of this process's environment with `extra` in it, for a process it starts."""
     return {**os.environ, **(extra or {})}

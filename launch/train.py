@@ -12,10 +12,11 @@ import secrets
 import signal
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from dynapipe_ext.executor.checkpoints.periodic import EndRequest
 from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
-from dynapipe_ext.launch.env import RankEnv, limit_threads, store_password
+from dynapipe_ext.launch.env import RankEnv, limit_threads, num_cores, store_password
 from dynapipe_ext.launch.job import (
     Variant,
     check_batches,
@@ -117,7 +118,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
         prepared = run_data(config, dataset)
         print("\n".join(data_lines(config, prepared)), file=sys.stderr)
         costs = settle_costs(config, dataset.vocab_size, resumed_costs(job.resumed))
-        config, costs, trials = settled_placement(config, costs, prepared.train.lengths)
+        config, costs, trials = settled_placement(config, costs, prepared.train.lengths, job_cores(env, device))
         job = replace(job, config=config)
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
@@ -147,6 +148,7 @@ def _run(
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
+    from dynapipe_ext.executor.device import device_bytes, device_name
     from dynapipe_ext.executor.stages.megatron_model import initialize_parallel
     from dynapipe_ext.executor.transport.groups import make_pipeline_groups
     from dynapipe_ext.launch.variant_run import (
@@ -154,7 +156,6 @@ def _run(
         RunCheckpoints,
         broadcast_bytes,
         clock_offset_s,
-        num_cores,
         run_variant,
     )
 
@@ -171,6 +172,7 @@ def _run(
                 "namespace": f"run-{secrets.token_hex(8)}",
                 "costs": cost_model_to_json(costs),
                 "topology": config.to_json()["topology"],
+                "num_cores": job_cores(env, device),
                 "checkpoints": str((job.run_dir / CHECKPOINTS).resolve()),
                 "resumed": str(job.resumed.resolve()) if job.resumed else "",
             }
@@ -198,42 +200,71 @@ def _run(
         groups=make_pipeline_groups(topology, env.rank, timeout_s=config.job.timeout_s),
         device=device,
         clock_offset_s=clock_offset_s(env.local_world_size == env.world_size, device),
+        num_cores=shared["num_cores"],
     )
     resumed = Path(shared["resumed"]) if shared["resumed"] else None
     first_step = 0 if resumed is None else read_manifest(resumed).run.step
     chosen, traced = variants(config, compare=job.compare), TracedSpans()
     if env.rank == 0:
-        told, name = store.info(), "cpu" if device.type == "cpu" else _device_name(device)
+        told, name = store.info(), device_name(device)
         info = StoreInfo(told["server"], told["version"])
-        facts = run_facts(config, data.whole, info, device=name, num_cores=num_cores())
+        cores = context.num_cores or num_cores()
+        facts = run_facts(config, data.whole, info, device=name, device_bytes=device_bytes(device), num_cores=cores)
         if job.resumed is None:
             begin_run(job.run_dir, config, agreed, facts, chosen)
         else:
             resume_run(job.run_dir, config, facts, first_step)
     request = EndRequest(config.checkpoint.grace_s)
     checkpoints = RunCheckpoints(Path(shared["checkpoints"]), resumed, request, job.end_signals)
-    for index, variant in enumerate(chosen):
+    for turn in turns(len(chosen), device.type):
         with ExitStack() as listening:
-            listeners: list[Listener] = [] if index else [traced]
-            if env.rank == 0:
-                listeners += _shown_and_written(config, job.run_dir, variant, index, first_step)
-            for listener in listeners:
-                listening.callback(listener.close)
-            run_variant(context, variant, f"{context.namespace}/{index}", listeners, None if index else checkpoints)
+            running = []
+            for index in turn:
+                listeners: list[Listener] = [] if index else [traced]
+                if env.rank == 0:
+                    listeners += _written(config, job.run_dir, chosen[index])
+                    if index == turn[0]:
+                        listeners.append(_shown(config, [chosen[i].name for i in turn if i], first_step))
+                for listener in listeners:
+                    listening.callback(listener.close)
+                steps = run_variant(
+                    context,
+                    chosen[index],
+                    f"{context.namespace}/{index}",
+                    listeners,
+                    None if index else checkpoints,
+                )
+                running.append(listening.enter_context(closing(steps)))
+            for _ in zip_longest(*running):  # a step of each in turn
+                pass
         dist.barrier()
     give_spans(store, env.rank, traced.spans)
     dist.barrier()
     return context, take_spans(store, topology.world_size, config.job.timeout_s) if env.rank == 0 else []
 
 
-def _shown_and_written(
-    config: TrainConfig, run_dir: Path, variant: Variant, index: int, first_step: int
-) -> list[Listener]:
-    """Who else is told of the steps on rank 0."""
+def turns(num_variants: int, device_type: str) -> list[list[int]]:
+    """Which variants run at once, a step of each in turn, so that what else the machine does meets all alike. A device
+    holds the states of one alone: there they follow one another.
+
+    >>> turns(3, "cpu"), turns(3, "cuda")
+    ([[0, 1, 2]], [[0], [1], [2]])
+    """
+    every = range(num_variants)
+    return [list(every)] if device_type == "cpu" else [[index] for index in every]
+
+
+def _shown(config: TrainConfig, compared: Sequence[str], first_step: int) -> StepProgress:
+    """What people see on rank 0 while variants run, of the first of them."""
     progress = StepProgress(config.run.steps - first_step, every=config.run.log_every)
-    if index:
-        progress.log(f"comparing: {variant.name}")
-    listeners: list[Listener] = [EventsFile(run_dir / EVENTS_FILE, variant.name), progress]
+    if compared:
+        progress.log(f"comparing: {'; '.join(compared)}")
+    return progress
+
+
+def _written(config: TrainConfig, run_dir: Path, variant: Variant) -> list[Listener]:
+    """Files of rank 0 that are told of a variant's steps."""
+    listeners: list[Listener] = [EventsFile(run_dir / EVENTS_FILE, variant.name)]
     if config.run.tensorboard:
         listeners.append(TensorBoardFile(run_dir / "tensorboard" / (re.sub(r"\W+", "-", variant.name))))
     return listeners
@@ -247,10 +278,9 @@ def ranks_line(topology: Topology) -> str:
     return f"{ranks}, plans by the {core} core{slower}"
 
 
-def _device_name(device: Any) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device)
+def job_cores(env: RankEnv, device: Any) -> int | None:
+    """The cores of all ranks of a job on machines like this one; None on accelerators, of which each rank has one."""
+    return None if device.type != "cpu" else num_cores() * env.world_size // env.local_world_size
 
 
 def _data(env: RankEnv, config: TrainConfig) -> RunData:

@@ -80,6 +80,11 @@ def check_bounds(planner: Planner) -> None:
             raise ConfigError(
                 f"{name} is {short(value)} but must be an integer of {least} to {most:,}: give one within these bounds"
             )
+    if planner.num_cores is not None and (type(planner.num_cores) is not int or planner.num_cores < 1):
+        raise ConfigError(
+            f"num_cores is {short(planner.num_cores)} but must be a number of at least 1, or None: give the cores that"
+            " all ranks share"
+        )
     for name, choices in _CHOICES.items():
         value = getattr(planner, name)
         if not isinstance(value, str | None) or value not in choices:

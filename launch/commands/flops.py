@@ -134,8 +134,10 @@ def _of_step(args: argparse.Namespace, peak: float) -> Account:
                 f"--padded-tokens is {args.padded_tokens} for {real.total} real tokens of {architecture.family}:"
                 " give as many at least, of a decoder-only model"
             )
-        seen = min(longest, architecture.sliding_window or longest)
-        executed = Positions(args.padded_tokens, 0, max(args.padded_tokens * seen, real.encoder_squares))
+        a = architecture
+        row = Positions.of_rows(longest, window=a.sliding_window, window_layers=(a.num_window_layers, a.num_layers))
+        squares = args.padded_tokens * row.encoder_squares // longest
+        executed = Positions(args.padded_tokens, 0, max(squares, real.encoder_squares))
     return account(
         Path(args.log or args.model).name,
         architecture,
@@ -158,7 +160,8 @@ def _positions(args: argparse.Namespace, architecture: Architecture, shape: _Sha
     """Of the step's samples, with the longest of them."""
     if (args.lengths is None) == (shape.seq_len is None):
         raise ConfigError("give the step's samples as --lengths FILE, or as --seq-len with --batch-size: one of them")
-    t5, window = architecture.family == "t5", architecture.sliding_window
+    t5 = architecture.family == "t5"
+    window, layers = architecture.sliding_window, (architecture.num_window_layers, architecture.num_layers)
     if args.lengths is not None:
         if shape.batch_size is not None or shape.decoder_len is not None:
             raise ConfigError("--lengths has all samples: leave --batch-size and --decoder-len out")
@@ -170,10 +173,12 @@ def _positions(args: argparse.Namespace, architecture: Architecture, shape: _Sha
                 f"--lengths {args.lengths}: samples of a {architecture.family} model have"
                 f" {'a decoder length' if t5 else 'one length'} each"
             )
-        return Positions.of_samples(((e, d) for e, d in pairs), window=window), max(e for e, _ in pairs)
+        return Positions.of_samples(((e, d) for e, d in pairs), window=window, window_layers=layers), max(
+            e for e, _ in pairs
+        )
     batch_size, seq_len, decoder_len = shape.batch_size or 0, shape.seq_len or 0, shape.decoder_len or 0
     if min(batch_size, seq_len) < 1 or decoder_len < 0:
         raise ConfigError(f"--seq-len {seq_len} and --batch-size {batch_size}: give both, at least 1")
     if t5 != bool(decoder_len):
         raise ConfigError(f"--decoder-len is {decoder_len}: above 0 for t5 models, and for them alone")
-    return Positions.of_rows(seq_len, decoder_len, batch_size, window=window), seq_len
+    return Positions.of_rows(seq_len, decoder_len, batch_size, window=window, window_layers=layers), seq_len

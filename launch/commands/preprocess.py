@@ -22,6 +22,7 @@ from dynapipe_ext.data.preprocessing.indexed_import import import_indexed
 from dynapipe_ext.data.preprocessing.inputs import Form, InputFile, TextUnit, find_inputs
 from dynapipe_ext.data.preprocessing.ray_workers import RayWorkers
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, Workers, usable_cores
+from dynapipe_ext.data.reading import COMPRESSED
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
 from dynapipe_ext.launch.env import child_environment
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSONL, Parquet, text (.gz .xz .zst .bz2), globs; .idx",
+        help="JSONL, Parquet, text (.gz .xz .zst .bz2), globs; .idx; a folder, whose tree the output mirrors",
     )
     reading.add_argument("--input-format", choices=get_args(Form), help="where a file's name does not say it")
     reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields or columns with text (default: text)")
@@ -87,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--output", metavar="DIR", help="a dataset folder")
     where.add_argument("--output-prefix", metavar="PREFIX", help="Megatron's PREFIX_KEY_document.bin and .idx")
     where.add_argument("--lengths-only", action="store_true", help="lengths of an existing .idx, beside it")
+    writing.add_argument("--dataset-impl", choices=["mmap"], help="Megatron's: the one kind of .bin/.idx there is")
     writing.add_argument("--max-seq-len", type=int, metavar="N", help="longest sample in tokens (default: no bound)")
     add_truncate(writing, "--max-seq-len; without --truncate longer ones are refused")
     writing.add_argument("--overwrite", action="store_true", help="replace an output that exists")
@@ -104,36 +106,39 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     if args.lengths_only or any(map(is_indexed, args.input)):
         return _from_index(args, console)
-    files = find_inputs(args.input, args.input_format)
+    output = args.output_prefix if args.output is None else args.output
+    parts = _parts(args, output)
+    files = tuple(file for inputs, _ in parts for file in inputs)
     settings = _settings(args)
     encoder = _encoder(args, files, settings, console)
     if lost := lost_characters(encoder):
         console.print(f"warning: the tokenizer has no token for {', '.join(lost)} and drops such characters unsaid")
-    workers = _workers(args, settings, encoder)
-    output = args.output_prefix if args.output is None else args.output
-    with _progress(console) as show, _told_when_stopped(console):
-        started_s = time.monotonic()
-        outcome = work.preprocess(
-            files,
-            output,
-            settings=settings,
-            encoder=encoder,
-            workers=workers,
-            overwrite=args.overwrite,
-            progress=show,
-        )
-        seconds = time.monotonic() - started_s
+    started_s, outcomes = time.monotonic(), []
+    for inputs, target in parts:
+        with _progress(console) as show, _told_when_stopped(console):
+            outcomes.append(
+                work.preprocess(
+                    inputs,
+                    target,
+                    settings=settings,
+                    encoder=encoder,
+                    workers=_workers(args, settings, encoder),
+                    overwrite=args.overwrite,
+                    progress=show,
+                )
+            )
+    seconds = time.monotonic() - started_s
     _report(
         args,
         {
-            "outputs": [str(path) for path in outcome.outputs],
+            "outputs": [str(path) for outcome in outcomes for path in outcome.outputs],
             "files": len(files),
-            "samples": outcome.num_samples,
-            "tokens": outcome.num_tokens,
-            "truncated": outcome.num_truncated,
-            "skipped": outcome.num_skipped,
-            "kept_samples": outcome.num_kept_samples,
-            "already_there": outcome.reused,
+            "samples": sum(outcome.num_samples for outcome in outcomes),
+            "tokens": sum(outcome.num_tokens for outcome in outcomes),
+            "truncated": sum(outcome.num_truncated for outcome in outcomes),
+            "skipped": sum(outcome.num_skipped for outcome in outcomes),
+            "kept_samples": sum(outcome.num_kept_samples for outcome in outcomes),
+            "already_there": all(outcome.reused for outcome in outcomes),
             "vocab_size": encoder.vocab_size,
             "dtype": settings.dtype(encoder).name,
             "end_of_text": encoder.eos if settings.append_eod else None,
@@ -143,9 +148,34 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _parts(args: argparse.Namespace, output: str) -> list[tuple[tuple[InputFile, ...], str]]:
+    """What is written where: all files in one, or of a folder every file by itself, in the folder's own tree."""
+    root = Path(args.input[0])
+    if len(args.input) > 1 or not root.is_dir():
+        return [(find_inputs(args.input, args.input_format), output)]
+    if Path(output).resolve().is_relative_to(root.resolve()):
+        raise ConfigError(f"the output {output} lies in the folder {root} that is read: choose another place")
+    parts: dict[str, tuple[InputFile, ...]] = {}
+    for path in sorted(root.rglob("*")):
+        place = path.relative_to(root)
+        if not path.is_file() or any(part.startswith(".") for part in place.parts):
+            continue
+        stem = place.with_suffix("").with_suffix("") if place.suffix in COMPRESSED else place.with_suffix("")
+        if (target := str(Path(output) / stem)) in parts:
+            raise ConfigError(f"{path} and {parts[target][0].path} would both be written to {target}: rename one")
+        parts[target] = find_inputs([path], args.input_format)
+    if not parts:
+        raise ConfigError(f"the folder {root} holds no file: name one with data")
+    for target in parts:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+    return [(files, target) for target, files in parts.items()]
+
+
 def _settings(args: argparse.Namespace) -> EncodeSettings:
     if args.output_prefix is not None and args.pair_keys:
         raise ConfigError(".bin/.idx has no place for pairs of input and target: use --json-keys, or --output DIR")
+    if args.output is not None and args.dataset_impl:
+        raise ConfigError(f"--dataset-impl {args.dataset_impl} is for --output-prefix: a dataset folder has one form")
     if args.output is not None and args.add_special_tokens:
         raise ConfigError(
             "--add-special-tokens is for --output-prefix: a dataset folder has its own borders of samples"

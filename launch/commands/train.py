@@ -19,7 +19,7 @@ from dynapipe_ext.data.mixture import data_settings
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at, degrees, ending, numbers
-from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads
+from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads, num_cores
 from dynapipe_ext.launch.job import check_batches, check_fits, topology_of, variants
 from dynapipe_ext.launch.outcome import keeping_what_ran
 from dynapipe_ext.launch.placement import settled_placement, trials_table
@@ -216,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
                 address = server.address
                 console.print(f"store: embedded {server.name} {server.version} on a unix socket")
             costs = given or _measure(config, dataset.vocab_size)
-            config, costs, trials = settled_placement(config, costs, data.train.lengths)
+            config, costs, trials = settled_placement(config, costs, data.train.lengths, _num_cores())
             if trials:
                 console.print(trials_table(trials))
             check_data(data, lambda lengths: check_fits(config, costs, lengths))
@@ -238,6 +238,13 @@ def _import_once() -> None:
     from dynapipe_ext.launch import variant_run  # noqa: F401  (the ranks find it loaded)
 
     megatron_cpu.install()
+
+
+def _num_cores() -> int | None:
+    """The cores of the ranks to fork; None on accelerators."""
+    from dynapipe_ext.executor.device import rank_device
+
+    return num_cores() if rank_device(0).type == "cpu" else None
 
 
 def _measure(config: TrainConfig, vocab_size: int) -> CostModel:

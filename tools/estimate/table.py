@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +14,7 @@ from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
 from dynapipe_ext.tools.estimate.advice import advice
 from dynapipe_ext.tools.estimate.config import train_fault
 from dynapipe_ext.tools.estimate.memory import EstimatedMemory
+from dynapipe_ext.tools.estimate.modules import ModuleEstimate, modules_of, positions_of
 from dynapipe_ext.tools.estimate.options import Question
 from dynapipe_ext.tools.estimate.ranking import Estimate, Option, tokens_bounds
 from dynapipe_ext.tools.estimate.step_time import HOST_UPDATE_BYTES_PER_S
@@ -80,6 +81,7 @@ def show_estimate(estimate: Estimate, prices: Prices, console: Console, *, most:
     console.print(f"data: {question.data.description}, {question.data.mean_tokens:,.0f} tokens a sample on average")
     for line in assumptions(question):
         console.print(line)
+    console.print(modules_table(question))
     states = ", ".join(f"ZeRO {z}: {_gb(n)}" for z, n in enumerate(estimate.states_if_replicated))
     console.print(f"states of a device, if each held a replica, in GB: {states}")
     if not estimate.options:
@@ -185,6 +187,24 @@ def _show_best(estimate: Estimate, console: Console) -> None:
     console.print(f"padding efficiency: {100 * best.padding_efficiency:.1f} %")
 
 
+def modules_table(question: Question) -> Table:
+    """Parameters, bytes and work of each kind of module."""
+    table = Table(title="by module, on one rank and of a mean sample", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("module", "parameters", "GB in inference", "GB in training", "TFLOPs forward", "TFLOPs in training"):
+        table.add_column(name, justify="left" if name == "module" else "right", no_wrap=True)
+    for one in modules(question):
+        work = (f"{flops / 1e12:.4g}" for flops in (one.forward_flops, one.training_flops))
+        bytes_held = (f"{num_bytes / _GB:.3f}" for num_bytes in (one.inference_bytes, one.training_bytes))
+        table.add_row(one.name, f"{one.parameters:,}", *bytes_held, *work)
+    return table
+
+
+def modules(question: Question) -> tuple[ModuleEstimate, ...]:
+    """Of the question's model, with its data."""
+    table = question.data.table
+    return modules_of(question.architecture, question.states_recipe, positions_of(table), len(table))
+
+
 def memory_table(option: Option) -> Table:
     """GB of one rank of every stage at its fullest moment."""
     table = Table(title="memory of option 1, GB a rank", title_justify="left", box=SIMPLE_HEAD)
@@ -228,6 +248,7 @@ def estimate_json(estimate: Estimate, prices: Prices) -> dict[str, Any]:
         "states": question.states_recipe,
         "assumptions": assumptions(question),
         "states_if_replicated_bytes": list(estimate.states_if_replicated),
+        "modules": [asdict(one) | {"training_flops": one.training_flops} for one in modules(question)],
         "num_fitting": estimate.num_fitting,
         "options": [_option_json(option, prices, question) for option in estimate.options],
         "dropped": [
