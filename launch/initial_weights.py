@@ -42,6 +42,5 @@ def load_initial_weights(model: Any, path: str, architecture: Architecture, topo
     from dynapipe_ext.tools.checkpoint.megatron.names import megatron_weights
 
     reader = open_initial_weights(path, architecture if architecture.family != "gpt" else None)
-    first_layer = sum(topology.with_layers(architecture.num_layers).layers_per_stage[:stage])
-    wanted = {name for name, _ in held_weights(model, first_layer)}
-    fill_weights(model, first_layer, megatron_weights(reader, wanted))
+    wanted = {name for name, _ in held_weights(model)}
+    fill_weights(model, megatron_weights(reader, wanted))

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from dynapipe_ext.costs.layers import layers_of_stages
+from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, state_bytes
 from dynapipe_ext.errors import ConfigError
@@ -74,7 +74,7 @@ def stage_parameters(
     """
     a, tp = architecture, topology.tp
     layers = stage_layers(a, topology)
-    last, first_decoder = len(layers) - 1, next((s for s, (_, n) in enumerate(layers) if n), 0)
+    last, first_decoder = len(layers) - 1, first_decoder_stage(layers)
     sides = ("encoder", "decoder") if a.family == "t5" else ("", "")
     common, experts = np.zeros(len(layers), np.int64), np.zeros(len(layers), np.int64)
     unit = np.zeros(len(layers), np.int64)
