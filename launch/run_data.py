@@ -20,7 +20,8 @@ from dynapipe_ext.data.dataset import (
 )
 from dynapipe_ext.data.generation import generate_examples, generator_settings
 from dynapipe_ext.data.held_out import SampleSubset, hold_out
-from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, load_encoder
+from dynapipe_ext.data.pairs import PairDataset, pair_lengths
+from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, load_encoder, with_separator
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess
@@ -78,13 +79,18 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
 class RunData:
     """What a run trains on, and what it evaluates on, if anything."""
 
-    train: TokenDataset | SampleSubset
-    held_out: TokenDataset | SampleSubset | None
+    train: TokenDataset | SampleSubset | PairDataset
+    held_out: TokenDataset | SampleSubset | PairDataset | None
 
     @property
     def whole(self) -> TokenDataset:
         """The training data as they were prepared, held-out samples included."""
-        return self.train.whole if isinstance(self.train, SampleSubset) else self.train
+        return self.train if isinstance(self.train, TokenDataset) else self.train.whole
+
+
+def training_lengths(config: TrainConfig, whole: TokenDataset) -> LengthArray:
+    """Lengths of all samples as the configured model reads them."""
+    return pair_lengths(whole.lengths) if config.model.num_decoder_layers else whole.lengths
 
 
 def run_data(config: TrainConfig, whole: TokenDataset) -> RunData:
@@ -93,20 +99,29 @@ def run_data(config: TrainConfig, whole: TokenDataset) -> RunData:
     Held-out text is tokenized with the training data's tokenizer, once. Errors: ConfigError and DataError for data that
     cannot be evaluated on beside these.
     """
+    train, held_out = _parts(config, whole)
+    if not config.model.num_decoder_layers:
+        return RunData(train, held_out)
+    return RunData(PairDataset.of(train), None if held_out is None else PairDataset.of(held_out))
+
+
+def _parts(
+    config: TrainConfig, whole: TokenDataset
+) -> tuple[TokenDataset | SampleSubset, TokenDataset | SampleSubset | None]:
     settings = config.eval
     if settings.fraction:
-        return RunData(*hold_out(whole, settings.fraction, seed=config.run.seed))
+        return hold_out(whole, settings.fraction, seed=config.run.seed)
     if not settings.path:
-        return RunData(whole, None)
+        return whole, None
     if is_prepared(settings.path):
-        return RunData(whole, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole))
+        return whole, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole)
     encoder = whole.tokenizer()
     made_by = [digest_of(encoder), config.model.max_seq_len, config.data.truncate]
     folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
     if is_prepared(folder):
-        return RunData(whole, TokenDataset.open(folder))
+        return whole, TokenDataset.open(folder)
     with FileLock(folder.with_name(f".{folder.name}.lock"), f"the tokenized data in {folder}", wait_s=PREPARE_LIMIT_S):
-        return RunData(whole, _preprocessed(config, settings.path, folder, encoder, None))
+        return whole, _preprocessed(config, settings.path, folder, encoder, None)
 
 
 def check_data(data: RunData, check: Callable[[LengthArray], None]) -> None:
@@ -155,6 +170,8 @@ def _source(config: TrainConfig) -> _Source:
                     " bpe or bytes; name your own data"
                 )
             tokenizer = load_encoder(data.tokenizer)
+            if config.model.num_decoder_layers:
+                tokenizer = with_separator(tokenizer)
             made_by = [digest_of(tokenizer)]
     if data.path:
         path = Path(data.path)

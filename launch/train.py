@@ -38,6 +38,7 @@ from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS
 from dynapipe_ext.launch.env import RankEnv, limit_threads, rank_env, store_password
 from dynapipe_ext.launch.job import (
     Variant,
+    architecture_of,
     check_batches,
     check_fits,
     topology_of,
@@ -47,7 +48,15 @@ from dynapipe_ext.launch.outcome import begin_run, keeping_what_ran, resume_run,
 from dynapipe_ext.launch.placement import settled_placement, trials_table
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
-from dynapipe_ext.launch.run_data import PREPARE_LIMIT_S, RunData, check_data, data_folder, prepare_data, run_data
+from dynapipe_ext.launch.run_data import (
+    PREPARE_LIMIT_S,
+    RunData,
+    check_data,
+    data_folder,
+    prepare_data,
+    run_data,
+    training_lengths,
+)
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory, run_to_resume
 from dynapipe_ext.launch.signals import ending_signals_raise
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
@@ -106,7 +115,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
         print(ranks_line(topology), file=sys.stderr)
         dataset = prepare_data(config)
         costs = settle_costs(config, dataset.vocab_size, resumed_costs(job.resumed))
-        config, costs, trials = settled_placement(config, costs, dataset.lengths)
+        config, costs, trials = settled_placement(config, costs, training_lengths(config, dataset))
         job = replace(job, config=config)
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
@@ -175,7 +184,8 @@ def _run(
     _set_pg_timeout(timedelta(seconds=config.job.timeout_s))  # from here on nobody may be silent for longer
     store = open_store(StoreAddress(shared["url"], shared["password"]), namespace=shared["namespace"])
     stack.callback(store.close)
-    initialize_parallel(topology, config.run.seed, timeout_s=config.job.timeout_s)
+    architecture = architecture_of(config, data.whole.vocab_size)
+    initialize_parallel(topology, config.run.seed, timeout_s=config.job.timeout_s, architecture=architecture)
     context = RankContext(
         rank=env.rank,
         config=config,

@@ -103,7 +103,7 @@ class EncoderDecoderCosts:
         dec_whole = dec_whole + cross_rest + cross_scores
         dec_kept = dec_kept + np.where(full, 0, cross_rest + np.where(selective, 0, cross_scores))
         stored = num_enc * enc_kept + num_dec * dec_kept + (num_dec > 0) * self._split(values * h * enc)
-        head_bytes = self._head_bytes(dec)
+        head_bytes = self.head_bytes_of(dec)
         working = np.maximum(
             (num_enc > 0) * (enc_whole - enc_kept + values * max(fc1 // tp, h) * enc),
             (num_dec > 0) * (dec_whole - dec_kept + values * max(fc1 // tp, h) * dec),
@@ -123,14 +123,15 @@ class EncoderDecoderCosts:
             static_bytes=np.zeros(self.num_stages, np.int64),
         )
 
-    def _head_bytes(self, dec: IntArray) -> IntArray:
+    def head_bytes_of(self, dec: IntArray) -> IntArray:
+        """Stored bytes of the last stage's norm, head and logits, for so many decoder positions."""
         a, values = self.architecture, self.activation_bytes_per_value
         kept: IntArray = 2 * self._split(values * a.hidden_size * dec) + 4 * (a.vocab_size // self.topology.tp) * dec
         return kept
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, shape (M,)."""
-        return self._head_bytes(np.array([m.rows * m.decoder_len for m in micro_batches], np.int64))
+        return self.head_bytes_of(np.array([m.rows * m.decoder_len for m in micro_batches], np.int64))
 
     def _kept(
         self,

@@ -13,7 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.data.collate import PAD_TOKEN
+from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.data.held_out import SampleSubset
 from dynapipe_ext.errors import DataError
+from dynapipe_ext.lengths import LengthArray
 from dynapipe_ext.plan import LossNorm, MicroBatch
 
 START_TOKEN = 0  # of every published T5: that of its padding
@@ -28,6 +31,56 @@ class PairSample:
     labels: npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PairDataset:
+    """Prepared samples as an encoder-decoder reads them: an input with the separator behind it, and a target.
+
+    `lengths` are (positions of the encoder, of the decoder, target tokens).
+    """
+
+    data: TokenDataset | SampleSubset
+    lengths: LengthArray
+
+    @classmethod
+    def of(cls, data: TokenDataset | SampleSubset) -> PairDataset:
+        """Errors: DataError for data without separators, by which alone an input's end is known, and for plain text,
+        which has no inputs."""
+        whole = data.whole if isinstance(data, SampleSubset) else data
+        if whole.tokenizer().separator is None:
+            raise DataError(
+                f"{whole.directory} was prepared without a separator, so an encoder cannot know where inputs end:"
+                " prepare it again with --separator, naming the end of text (</s>) for a published T5"
+            )
+        lengths = pair_lengths(data.lengths)
+        if not (lengths[:, 0] > 1).any():
+            raise DataError(
+                f"{whole.directory} holds plain text, without inputs, but an encoder-decoder trains on pairs: give"
+                ' {"input", "target"} a line'
+            )
+        return cls(data, lengths)
+
+    @property
+    def whole(self) -> TokenDataset:
+        return self.data.whole if isinstance(self.data, SampleSubset) else self.data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> PairSample:
+        sample = self.data[index]
+        return PairSample(sample.index, sample.tokens[: sample.first_target], sample.tokens[sample.first_target :])
+
+
+def pair_lengths(lengths: LengthArray) -> LengthArray:
+    """Of samples that are prepared as one sequence, (positions, 0, target tokens): both sides' and the targets.
+
+    >>> pair_lengths(np.array([[7, 0, 3]]))  # five of input and separator, three of target and end
+    array([[5, 3, 3]])
+    """
+    labels = lengths[:, 2]
+    return np.stack([lengths[:, 0] + 1 - labels, labels, labels], axis=1)
+
+
 def collate_pairs(
     micro_batch: MicroBatch, samples: Sequence[PairSample], *, loss_norm: LossNorm = "tokens"
 ) -> dict[str, Any]:
@@ -37,6 +90,11 @@ def collate_pairs(
     loss_weights: 1 on labels, or 1 / labels of the sample under loss_norm "samples"; 0 on padding.
     Errors: DataError where samples and micro-batch do not belong together.
     """
+    if strange := [type(sample).__name__ for sample in samples if not isinstance(sample, PairSample)]:
+        raise DataError(
+            f"the plan has samples with a decoder side, but the dataset gives {strange[0]}: give PairSamples, or"
+            " lengths with 0 decoder positions for a decoder-only model"
+        )
     if [s.index for s in micro_batch.samples] != [s.index for s in samples]:
         raise DataError(
             f"the plan has samples {[s.index for s in micro_batch.samples][:9]} where {[s.index for s in samples][:9]}"
@@ -73,6 +131,7 @@ def pair_borders(micro_batch: MicroBatch) -> dict[str, Any]:
     padded: `encoder_padding` (rows, E), True behind a row's input, where any row has some. packed: `documents`, the
     positions of each sample among encoder and among decoder positions, with the padding of either as one more.
 
+    >>> from dynapipe_ext.lengths import SampleLength
     >>> samples = SampleLength(0, 5, 2, 2), SampleLength(1, 9, 4, 4)
     >>> pair_borders(MicroBatch(samples, "packed", pad_multiple=8))["documents"]
     ((5, 9, 2), (2, 4, 2))

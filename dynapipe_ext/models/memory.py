@@ -64,6 +64,12 @@ def stage_layers(architecture: Architecture, topology: Topology) -> list[tuple[i
     )
 
 
+def reading_stages(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
+    """The stages that read tokens: the first and the last one, and that where a decoder begins."""
+    layers = stage_layers(architecture, topology)
+    return 0, first_decoder_stage(layers) or 0, len(layers) - 1
+
+
 def stage_parameters(
     architecture: Architecture, topology: Topology, vocab_size: int = 0, ep: int = 1
 ) -> StageParameters:

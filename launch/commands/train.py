@@ -25,7 +25,7 @@ from dynapipe_ext.launch.outcome import keeping_what_ran
 from dynapipe_ext.launch.placement import settled_placement, trials_table
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
-from dynapipe_ext.launch.run_data import check_data, prepare_data, run_data
+from dynapipe_ext.launch.run_data import check_data, prepare_data, run_data, training_lengths
 from dynapipe_ext.launch.run_directory import RunDirectory, run_to_resume
 from dynapipe_ext.launch.train import (
     TrainingJob,
@@ -170,7 +170,8 @@ def run(args: argparse.Namespace) -> int:
         with progress:
             dataset = prepare_data(config, advance)
         truncated = f", {dataset.num_truncated:,} truncated" if dataset.num_truncated else ""
-        console.print(f"data: {len(dataset):,} samples, {int(dataset.lengths[:, :2].sum()):,} tokens{truncated}")
+        num_tokens = int(training_lengths(config, dataset)[:, :2].sum())
+        console.print(f"data: {len(dataset):,} samples, {num_tokens:,} tokens{truncated}")
         data = run_data(config, dataset)
         if data.held_out is not None:
             tokens = int(data.held_out.lengths[:, :2].sum())
@@ -187,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
                 address = server.address
                 console.print(f"store: embedded {server.name} {server.version} on a unix socket")
             costs = given or _measure(config, dataset.vocab_size)
-            config, costs, trials = settled_placement(config, costs, dataset.lengths)
+            config, costs, trials = settled_placement(config, costs, training_lengths(config, dataset))
             if trials:
                 console.print(trials_table(trials))
             check_data(data, lambda lengths: check_fits(config, costs, lengths))
