@@ -62,6 +62,7 @@ class EncoderDecoderRunCosts:
             layer_overhead_ns=self.layer_overhead_ns,
             activation_bytes_per_value=self.activation_bytes_per_value,
             sequence_parallel=self.sequence_parallel,
+            dropout=self.dropout,
         )
 
     @property
@@ -151,8 +152,6 @@ class EncoderDecoderRunCosts:
         layers = costs.stored_bytes - head
         num_enc, num_dec = self.stage_layers[:, :1], self.stage_layers[:, 1:]
         values, h, tp = self.activation_bytes_per_value, self.architecture.hidden_size, self.topology.tp
-        if self.dropout:  # a mask of a byte a value behind either half of a layer, and behind cross-attention
-            layers = layers + np.where(recompute == "full", 0, h * (2 * num_enc * enc + 3 * num_dec * dec))
         if self.split_backward and self.sequence_parallel:
             gathered = values * h * (num_enc * 4 * enc + num_dec * (6 * dec + enc))
             layers = layers + np.where(recompute == "full", 0, gathered - gathered // tp)

@@ -7,7 +7,8 @@ its gradient comes back as the sum of all that used it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -104,26 +105,24 @@ class EncoderDecoderPart(LanguageModule):  # type: ignore[misc] # megatron has n
             if a.tied_embeddings:
                 self.output_layer.bias.requires_grad_(False)
         self._copy_number = {name: stages.index(stage) for name, stages in holders.items() if stage in stages}
-        for name, weight in self.copies().items():
-            weight.shared = self._copy_number[name] > 0  # of which the gradient's norm counts one
-            weight.shared_embedding = len(holders[name]) > 1  # a bucket of its own: replicas cut every copy alike
+        for name, module in self.copies().items():
+            module.weight.shared = self._copy_number[name] > 0  # of which the gradient's norm counts one
+            module.weight.shared_embedding = len(holders[name]) > 1  # in a bucket alone replicas cut all copies alike
 
     def _block(self, layer: Any, count: int, config: Any, *, is_end: bool) -> TransformerBlock:
         spec = TransformerBlockSubmodules([layer] * count, layer_norm=MarkedNorm)
         return TransformerBlock(config=config, spec=spec, post_process=is_end, vp_stage=self.vp_stage)
 
-    def copies(self) -> dict[str, torch.nn.Parameter]:
-        """What this stage holds of the weights that others may hold too, by their names in the whole model."""
-        found: dict[str, torch.nn.Parameter] = {}
+    def copies(self) -> dict[str, Any]:
+        """The modules of this stage whose `weight` other stages may hold too, by its name in the whole model."""
+        found: dict[str, Any] = {}
         if hasattr(self, "embedding"):
-            found[EMBEDDING] = self.embedding.word_embeddings.weight
+            found[EMBEDDING] = self.embedding.word_embeddings
         elif self.post_process and self.share_embeddings_and_output_weights:
-            found[EMBEDDING] = self.output_layer.weight
+            found[EMBEDDING] = self.output_layer
         for side in ("encoder", "decoder"):
             if getattr(self, side) is not None:
-                found[f"{side}_{_POSITIONS}"] = self.get_submodule(
-                    f"{side}_relative_pos_emb"
-                ).relative_attention_bias.weight
+                found[f"{side}_{_POSITIONS}"] = self.get_submodule(f"{side}_relative_pos_emb").relative_attention_bias
         return found
 
     def forward(
@@ -161,7 +160,7 @@ class EncoderDecoderPart(LanguageModule):  # type: ignore[misc] # megatron has n
         )
         if not self.post_process:
             return context, x
-        tied = self.copies().get(EMBEDDING) if self.share_embeddings_and_output_weights else None
+        tied = self.copies()[EMBEDDING].weight if self.share_embeddings_and_output_weights else None
         logits = self.lm_head(x if self._head_scale is None else x * self._head_scale, word_embeddings_weight=tied)
         if lm_labels is None:
             return logits.transpose(0, 1).contiguous()
@@ -178,21 +177,55 @@ class EncoderDecoderPart(LanguageModule):  # type: ignore[misc] # megatron has n
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Megatron's description of the weights, where of several copies the first stage's is the one that is saved."""
-        state = super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
+        """Megatron's description of the weights that are this stage's own: of several copies the first stage's is the
+        one that is saved."""
+        with _owning_lent_weights(self) as lent:
+            state = super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
         head = f"{prefix}lm_head.output_layer.weight"
         if head in state and self.share_embeddings_and_output_weights:
             del state[f"{prefix}output_layer.weight"]
             state[head].key = prefix + EMBEDDING
         for name, number in self._copy_number.items():
-            shard = state[prefix + name] if prefix + name in state else state[head]
-            shard.replica_id = (number, *shard.replica_id[1:])
+            place = prefix + name if prefix + name in state else head
+            state[place].replica_id = (number, *state[place].replica_id[1:])
+            if name in lent:
+                del state[place]
         return state
+
+
+def lend_copies(parts: Sequence[EncoderDecoderPart]) -> None:
+    """Make the copies of a weight that stages of one rank hold one: the first stage's, which the others use.
+
+    One parameter, one gradient, one optimizer state, saved once.
+    """
+    owned: dict[str, Any] = {}
+    for part in parts:
+        for name, module in part.copies().items():
+            if name in owned:
+                del module.weight
+                module.__dict__["weight"] = owned[name].weight  # used, not owned: parameters() leaves it out
+            else:
+                owned[name] = module
+
+
+@contextmanager
+def _owning_lent_weights(part: EncoderDecoderPart) -> Iterator[set[str]]:
+    """Within, the part owns what another stage of its rank lends it: Megatron describes owned weights alone."""
+    lent = {name: module for name, module in part.copies().items() if "weight" in module.__dict__}
+    for module in lent.values():
+        module.weight = module.__dict__.pop("weight")
+    try:
+        yield set(lent)
+    finally:
+        for module in lent.values():
+            weight = module.weight
+            del module.weight
+            module.__dict__["weight"] = weight
 
 
 def sum_copies(chunks: Sequence[Any]) -> None:
     """Add up the gradients of the weights that several stages hold, so that all of them take the same step."""
-    weights = {name: weight for chunk in chunks for name, weight in unwrapped(chunk).copies().items()}
+    weights = {name: module.weight for chunk in chunks for name, module in unwrapped(chunk).copies().items()}
     grads = {name: weight.main_grad for name, weight in weights.items() if weight.requires_grad}
     group = parallel_state.get_embedding_group(check_initialized=False)
     if EMBEDDING in grads and group is not None and group.size() > 1:

@@ -46,6 +46,8 @@ CASES = [
     PairCase(Topology(dp=2), variant=V11, loss_norm="samples"),
     PairCase(ALL, "packed", recompute="selective", weights_lag=2),
     PairCase(ALL, recompute="full", schedule="adaptive"),
+    PairCase(Topology(pp=2, placement=(0, 1, 1, 0)), schedule="zb-v"),
+    PairCase(Topology(tp=2, pp=2, placement=(0, 1, 0, 1)), "packed", V11, schedule="interleaved-1f1b"),
 ]
 
 
