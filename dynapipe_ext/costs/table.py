@@ -15,15 +15,7 @@ import numpy.typing as npt
 from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
 from dynapipe_ext.costs.a100 import hidden_size_of, read_grids, read_parameter_bytes
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
-from dynapipe_ext.costs.layers import (
-    KINDS,
-    WEIGHT,
-    LayerKind,
-    first_decoder_stage,
-    layers_of_stages,
-    stage_values,
-    weight_as_backward,
-)
+from dynapipe_ext.costs.layers import KINDS, WEIGHT, LayerKind, layers_of_stages, stage_values, weight_as_backward
 from dynapipe_ext.costs.links import Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
@@ -117,7 +109,7 @@ class CostTable:
 
     @property
     def activation_format(self) -> ActivationFormat:
-        first = first_decoder_stage(self.stage_layers())
+        first = next((s for s, (_, num_decoder) in enumerate(self.stage_layers()) if num_decoder), None)
         return ActivationFormat(self.hidden_size, DTYPE_OF_WIDTH[self.value_bytes], first_decoder_stage=first)
 
     @property
@@ -278,7 +270,7 @@ class CostTable:
         One embedding is on stage 0 and one on the first decoder stage.
         """
         layout, parameters = self.stage_layers(), self.parameter_bytes
-        first_decoder = first_decoder_stage(layout)
+        first_decoder = next((s for s, (_, num_decoder) in enumerate(layout) if num_decoder), None)
         (here, sharded), last = self.state_parts, len(layout) - 1
         total = [
             num_encoder * parameters["encoder"]
