@@ -26,7 +26,7 @@ class RelativePositions(RelativePositionEmbedding):  # type: ignore[misc] # mega
             num_buckets=self.relative_attention_num_buckets,
             max_distance=self.relative_attention_max_distance,
         )
-        values_DH = scatter_to_tensor_model_parallel_region(self.relative_attention_bias(buckets))
+        values_DH: torch.Tensor = scatter_to_tensor_model_parallel_region(self.relative_attention_bias(buckets))
         return values_DH.t()
 
 
@@ -61,7 +61,7 @@ class PairAttention(CoreAttention):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: Any = None,
-        attention_bias: RelativePositions | None = None,
+        attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
         q_BHSD, k_BHTD, v_BHTD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -85,7 +85,7 @@ class PairAttention(CoreAttention):
         if (sum(queries), sum(keys)) != (q_BHSD.shape[2], k_BHTD.shape[2]):
             raise ValueError(f"documents of {sum(queries)} and {sum(keys)} positions do not fill a packed row's sides")
         biases = None if positions is None else positions.by_distance(max(queries))
-        pieces = (x.split(own, dim=2) for x, own in ((q_BHSD, queries), (k_BHTD, keys), (v_BHTD, keys)))
+        pieces = (torch.split(x, own, dim=2) for x, own in ((q_BHSD, queries), (k_BHTD, keys), (v_BHTD, keys)))
         outputs = [
             self._rows(q, k, v, None, biases) if k.shape[2] else torch.zeros_like(q)
             for q, k, v in zip(*pieces, strict=True)
