@@ -108,9 +108,11 @@ def run_variant(
             load_initial_weights(model, config.model.init_from, architecture, topology, number)
     chunks = [wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed) for model in models]
     optimizer = MegatronOptimizer(chunks, settings, config.optimizer, num_steps=config.run.steps)
-    make_stage = MegatronStage
+    make_stage: Callable[..., MegatronStage] = MegatronStage
     if architecture.num_decoder_layers:
-        from dynapipe_ext.executor.stages.megatron_t5 import t5_stage as make_stage
+        from dynapipe_ext.executor.stages.megatron_t5 import t5_stage
+
+        make_stage = t5_stage
     stage = make_stage(chunks, dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
     recorder = SpanRecorder(context.clock_offset_s)
     with ExitStack() as stack:

@@ -108,9 +108,10 @@ class EncoderDecoderRunCosts:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         counted = self._counted
-        tokens = np.array([(m.rows * m.encoder_len, m.rows * m.decoder_len) for m in micro_batches], np.int64)
+        enc = np.array([m.rows * m.encoder_len for m in micro_batches], np.int64)
+        dec = np.array([m.rows * m.decoder_len for m in micro_batches], np.int64)
         recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        return self._in_run(counted.evaluate(micro_batches), *tokens.reshape(-1, 2).T, recompute)
+        return self._in_run(counted.evaluate(micro_batches), enc, dec, recompute)
 
     def evaluate_shapes(
         self,

@@ -80,7 +80,7 @@ def stage_parameters(
     """
     a, tp = architecture, topology.tp
     layers = stage_layers(a, topology)
-    last, first_decoder = len(layers) - 1, first_decoder_stage(layers)
+    last, first_decoder = len(layers) - 1, first_decoder_stage(layers) or 0
     sides = ("encoder", "decoder") if a.family == "t5" else ("", "")
     common, experts = np.zeros(len(layers), np.int64), np.zeros(len(layers), np.int64)
     unit = np.zeros(len(layers), np.int64)

@@ -160,7 +160,7 @@ def _forward_backward_s(model: torch.nn.Module, rows: int, length: int, device: 
     measured = []
     for _ in range(1 + _REPEATS):  # the first is a warm-up
         start_s = _seconds(device)
-        _losses(model, rows, length, "padded", device).sum().backward()
+        torch.autograd.backward(_losses(model, rows, length, "padded", device).sum())
         measured.append(_seconds(device) - start_s)
         for parameter in model.parameters():
             parameter.grad = None

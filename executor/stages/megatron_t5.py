@@ -23,6 +23,7 @@ from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encod
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 from dynapipe_ext.costs.layers import first_decoder_stage
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.megatron import Chunks, MegatronGradients, MegatronStage, finalize_grads, unwrapped
 from dynapipe_ext.executor.stages.megatron_layers import MarkedNorm
@@ -45,7 +46,7 @@ def copy_holders(architecture: Architecture, topology: Topology) -> dict[str, tu
     """
     layers = stage_layers(architecture, topology)
     last = len(layers) - 1
-    embedding = {0, first_decoder_stage(layers)} | ({last} if architecture.tied_embeddings else set())
+    embedding = {0, first_decoder_stage(layers) or 0} | ({last} if architecture.tied_embeddings else set())
     sides = {
         "encoder": {0} | {stage for stage, (count, _) in enumerate(layers) if count},
         "decoder": {last} | {stage for stage, (_, count) in enumerate(layers) if count},
@@ -76,6 +77,7 @@ class EncoderDecoderPart(LanguageModule):  # type: ignore[misc] # megatron has n
         self.pre_process, self.post_process = stage == 0, stage == last
         self.starts_decoder = stage == first_decoder_stage(layers)
         self.share_embeddings_and_output_weights = a.tied_embeddings
+        self.num_embedding_ranks = len(embedding_ranks(a, topology))
         self.vp_stage = virtual_stage(topology, stage, config)
         self._head_scale = a.hidden_size**-0.5 if a.scaled_output else None
         if self.pre_process or self.starts_decoder:
@@ -224,11 +226,20 @@ def _owning_lent_weights(part: EncoderDecoderPart) -> Iterator[set[str]]:
 
 
 def sum_copies(chunks: Sequence[Any]) -> None:
-    """Add up the gradients of the weights that several stages hold, so that all of them take the same step."""
+    """Add up the gradients of the weights that several stages hold, so that all of them take the same step.
+
+    Errors: ConfigError where Megatron's groups were made for another model.
+    """
     weights = {name: module.weight for chunk in chunks for name, module in unwrapped(chunk).copies().items()}
     grads = {name: weight.main_grad for name, weight in weights.items() if weight.requires_grad}
     group = parallel_state.get_embedding_group(check_initialized=False)
-    if EMBEDDING in grads and group is not None and group.size() > 1:
+    num_grouped, num_wanted = (1 if group is None else group.size()), unwrapped(chunks[0]).num_embedding_ranks
+    if EMBEDDING in weights and num_grouped != num_wanted:
+        raise ConfigError(
+            f"Megatron's embedding group has {num_grouped} ranks but this encoder-decoder's embedding lies on"
+            f" {num_wanted}: give initialize_parallel its architecture"
+        )
+    if EMBEDDING in grads and num_grouped > 1:
         dist.all_reduce(grads[EMBEDDING], group=group)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     if pipeline.size() > 1:
@@ -253,12 +264,10 @@ def t5_stage(chunks: Chunks, **options: Any) -> MegatronStage:
     return MegatronStage(chunks, call=t5_call, gradients=gradients, **options)
 
 
-def t5_call(
-    chunk: Any, batch: Batch, context: torch.Tensor | None = None, x: torch.Tensor | None = None
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def t5_call(chunk: Any, batch: Batch, context: torch.Tensor | None = None, x: torch.Tensor | None = None) -> Any:
     """Runs a chunk of an encoder-decoder: what crosses to the next stage, or, at the head, the weighted loss sum."""
     model = unwrapped(chunk)
-    output = chunk(
+    output: Any = chunk(
         batch.get("encoder_tokens"),
         batch.get("decoder_tokens"),
         *_masks(batch),
