@@ -231,7 +231,6 @@ def sum_copies(chunks: Sequence[Any]) -> None:
     Errors: ConfigError where Megatron's groups were made for another model.
     """
     weights = {name: module.weight for chunk in chunks for name, module in unwrapped(chunk).copies().items()}
-    grads = {name: weight.main_grad for name, weight in weights.items() if weight.requires_grad}
     group = parallel_state.get_embedding_group(check_initialized=False)
     num_grouped, num_wanted = (1 if group is None else group.size()), unwrapped(chunks[0]).num_embedding_ranks
     if EMBEDDING in weights and num_grouped != num_wanted:
@@ -239,6 +238,7 @@ def sum_copies(chunks: Sequence[Any]) -> None:
             f"Megatron's embedding group has {num_grouped} ranks but this encoder-decoder's embedding lies on"
             f" {num_wanted}: give initialize_parallel its architecture"
         )
+    grads = {name: weight.main_grad for name, weight in weights.items() if weight.requires_grad}
     if EMBEDDING in grads and num_grouped > 1:
         dist.all_reduce(grads[EMBEDDING], group=group)
     pipeline = parallel_state.get_pipeline_model_parallel_group()

@@ -15,12 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.executor.protocols import Batch
-from dynapipe_ext.executor.stages.megatron_t5 import t5_stage
+from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
+from dynapipe_ext.executor.stages.megatron_t5 import sum_copies, t5_stage
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.update import ExecutedStep
@@ -29,7 +31,7 @@ from dynapipe_ext.plan import LossNorm
 from dynapipe_ext.topology import Topology
 from tests.support.checkpoints import tiny_variant
 from tests.support.lowered import forwards_of
-from tests.support.megatron_ranks import join
+from tests.support.megatron_ranks import CPU, join
 from tests.support.t5_ranks import (
     PairCase,
     build_pair_ddps,
@@ -133,6 +135,24 @@ def test_steps_leave_nothing_over_and_keep_copies_alike(run_ranks: RunRanks) -> 
     spread = PairCase(Topology(pp=3, dp=2, layers_per_stage=(3, 3, 2)), distributed_optimizer=True)
     for rank, found in enumerate(run_ranks(6, partial(main, spread))):
         assert found == pytest.approx(alone, rel=1e-4), f"rank {rank}"
+
+
+def test_groups_that_were_made_without_the_model_are_refused(run_ranks: RunRanks) -> None:
+    """Megatron sums an embedding over the first and the last rank; of these three the second holds it, too."""
+    one, topology = published("t5", "tokens"), Topology(pp=3)
+
+    def main(env: Any) -> str:
+        join(env)
+        initialize_parallel(topology, 0)
+        config = transformer_config(one.architecture, topology, dtype="float32")
+        part = build_model(one.architecture, topology, env.rank, config, seed=0, device=CPU)
+        with pytest.raises(ConfigError) as caught:
+            sum_copies([part])
+        dist.destroy_process_group()
+        return str(caught.value)
+
+    for said, size in zip(run_ranks(3, main), (2, 1, 2), strict=True):
+        assert said.startswith(f"Megatron's embedding group has {size} ranks but this encoder-decoder's embedding lies")
 
 
 def test_dropout_masks_depend_neither_on_the_pipeline_nor_on_recomputation(run_ranks: RunRanks) -> None:
