@@ -55,11 +55,15 @@ class ModelSettings:
     """`architecture` names a published model (a config.json or its folder, Megatron's arguments as JSON, a preset) and
     gives all sizes; then `max_seq_len` alone may be said, to keep rows shorter. `init_from` is the folder of a
     checkpoint whose weights the run starts with. `described` is read, not given: the model that `architecture` names.
+
+    With `num_decoder_layers` the model is T5 in sizes of one's own, `num_layers` those of its encoder; `max_seq_len`
+    bounds input and target together, and may be above what a published T5 was trained on: its positions are relative.
     """
 
     architecture: str = ""
     init_from: str = ""
     num_layers: int = 4
+    num_decoder_layers: int = 0
     hidden_size: int = 128
     num_heads: int = 4
     num_query_groups: int = 4
@@ -67,12 +71,17 @@ class ModelSettings:
     gated_mlp: bool = False
     max_seq_len: int = 1024
     tied_embeddings: bool = True
-    position: Literal["learned", "rope"] = "rope"
+    position: Literal["learned", "rope", "relative"] = "rope"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     bias: bool = True
     dropout: float = 0.0
     dtype: Literal["float32", "bfloat16"] = "float32"
     described: Architecture | None = None
+
+    @property
+    def total_layers(self) -> int:
+        """Of encoder and decoder, or of a decoder alone: what stages are made of."""
+        return self.num_layers + self.num_decoder_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +263,11 @@ class TrainConfig:
                 f"{where}: [optimizer] min_lr is {optimizer.min_lr:g} but must be at most lr, which is"
                 f" {optimizer.lr:g}: lower min_lr too"
             )
+        if self.model.num_decoder_layers and self.plan.rule == "fixed-rows":
+            raise ConfigError(
+                f"{where}: [plan] rule 'fixed-rows' packs rows that attend as a whole, which would mix the inputs of an"
+                " encoder-decoder: take rule dynapipe-ext, or packed-balanced"
+            )
         check_fill_waits(self.plan.fill_waits, self.plan.schedule, self.plan.split_backward, f"{where}: [plan] ")
         self._check_placement(where)
         _check_evaluation(self.eval, where)
@@ -289,6 +303,11 @@ class TrainConfig:
                     " sequence_parallel = true, or tp 1"
                 )
             return
+        if (model.position == "relative") != (model.num_decoder_layers > 0):
+            raise ConfigError(
+                f"{where}: [model] position is {model.position!r} and num_decoder_layers is {model.num_decoder_layers}:"
+                " relative positions are those of an encoder-decoder, which has a decoder's layers, and no others"
+            )
         if model.hidden_size % model.num_heads:
             raise ConfigError(
                 f"{where}: [model] hidden_size is {model.hidden_size} but must be a multiple of num_heads, which is"
@@ -340,15 +359,18 @@ def _check_evaluation(settings: EvalSettings, where: str) -> None:
 
 def _described(model: ModelSettings, said: Mapping[str, Any], where: str) -> ModelSettings:
     """The settings with the sizes of the model that `architecture` names. Errors: ConfigError for a size in `said` that
-    contradicts them, and for a model that the pipeline does not train."""
+    contradicts them."""
     if not model.architecture:
-        return replace(model, described=None)
+        own: dict[str, Any] = {}
+        if model.num_decoder_layers:
+            own = {"position": "relative", "norm": "rmsnorm", "bias": False, "num_query_groups": model.num_heads}
+        _refuse_contradiction(model, own, said, f"{where}: [model] num_decoder_layers makes a T5, which")
+        return replace(model, described=None, **own)
     a, _ = read_model(model.architecture)
     place = f"{where}: [model] architecture {model.architecture}"
-    if a.num_decoder_layers:
-        raise ConfigError(f"{place} has an encoder and a decoder, but training runs decoders only: give such a model")
-    own: dict[str, Any] = {
+    own = {
         "num_layers": a.num_layers,
+        "num_decoder_layers": a.num_decoder_layers,
         "hidden_size": a.hidden_size,
         "num_heads": a.num_heads,
         "num_query_groups": a.num_query_groups,
@@ -360,9 +382,13 @@ def _described(model: ModelSettings, said: Mapping[str, Any], where: str) -> Mod
         "norm": a.norm,
         "bias": a.mlp_bias,
     }
-    if "max_seq_len" in said and model.max_seq_len <= a.max_seq_len:
+    if "max_seq_len" in said and (model.max_seq_len <= a.max_seq_len or a.position == "relative"):
         own["max_seq_len"] = model.max_seq_len
+    _refuse_contradiction(model, own, said, place)
+    return replace(model, described=a, **own)
+
+
+def _refuse_contradiction(model: ModelSettings, own: Mapping[str, Any], said: Mapping[str, Any], place: str) -> None:
     for name in said:
         if name in own and getattr(model, name) != own[name]:
             raise ConfigError(f"{place} has {name} {own[name]}, but {name} is {getattr(model, name)}: leave it out")
-    return replace(model, described=a, **own)

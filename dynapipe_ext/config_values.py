@@ -14,6 +14,7 @@ _AT_LEAST = {
     "topology": {"tp": 1, "pp": 1, "dp": 1, "stages_per_rank": 0},
     "model": {
         "num_layers": 1,
+        "num_decoder_layers": 0,
         "hidden_size": 1,
         "num_heads": 1,
         "num_query_groups": 1,

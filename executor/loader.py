@@ -20,6 +20,7 @@ import numpy.typing as npt
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.collate import collate, document_lengths
 from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.data.pairs import collate_pairs, pair_borders
 from dynapipe_ext.errors import ConfigError, DataError, check_timeout
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.plans.channel import PlanChannel
@@ -60,8 +61,8 @@ class DynaPipeDataLoader:
     """Iterating yields `(micro_batches, plan)` for each step of one epoch; the next iteration is the next epoch.
 
     `micro_batches` has one dictionary of torch tensors for each micro-batch of this replica, in the plan's order, made
-    by `collate_fn(micro_batch, samples)` (default: `data.collate.collate`). Arguments that torch's DataLoader has mean
-    the same; these are new or differ:
+    by `collate_fn(micro_batch, samples)` (default: `data.collate.collate`, of pairs `data.pairs.collate_pairs`).
+    Arguments that torch's DataLoader has mean the same; these are new or differ:
 
     planner: plans a global batch; equal on all ranks. batch_size | tokens_per_batch: size of a global batch over all
     replicas. sampler: indices of the whole epoch, the same on all ranks (`set_epoch` is called if it has it).
@@ -317,6 +318,8 @@ class DynaPipeDataLoader:
             samples = [self.dataset[sample.index] for sample in micro_batch.samples]
             if self._collate_fn is not None:
                 arrays = self._collate_fn(micro_batch, samples)
+            elif micro_batch.decoder_len:
+                arrays = collate_pairs(micro_batch, samples, loss_norm=plan.loss_norm)
             else:
                 self._check_whole(micro_batch, samples)
                 arrays = collate(micro_batch, samples, loss_norm=plan.loss_norm)
@@ -361,6 +364,8 @@ def _read_ahead(
 
 def _borders(micro_batch: MicroBatch) -> Mapping[str, Any]:
     """What a stage without embedding and loss needs, from the plan alone."""
+    if micro_batch.decoder_len:
+        return pair_borders(micro_batch)
     if micro_batch.layout == "padded":
         return {}
     return {"cu_seqlens": np.cumsum((0, *document_lengths(micro_batch))).astype(np.int32)}

@@ -28,9 +28,12 @@ def open_initial_weights(path: str, architecture: Architecture | None) -> Checkp
     reader = kind.open(Path(path))
     held, wanted = (asdict(replace(a, dtype="float32")) for a in (reader.architecture, architecture))
     if other := [f"{name} {held[name]!r}, not {wanted[name]!r}" for name in held if held[name] != wanted[name]]:
+        move = "name its own config.json"
+        if architecture.family == "t5" and held["tied_embeddings"] != wanted["tied_embeddings"]:
+            move += ", which must say of tie_word_embeddings what its files do (transformers 5 writes true of every T5)"
         raise ConfigError(
             f"init_from {path} is a checkpoint of another model than [model] architecture: it has {'; '.join(other)}:"
-            " name its own config.json"
+            f" {move}"
         )
     reader.check()
     return reader
@@ -42,6 +45,5 @@ def load_initial_weights(model: Any, path: str, architecture: Architecture, topo
     from dynapipe_ext.tools.checkpoint.megatron.names import megatron_weights
 
     reader = open_initial_weights(path, architecture if architecture.family != "gpt" else None)
-    first_layer = sum(topology.with_layers(architecture.num_layers).layers_per_stage[:stage])
-    wanted = {name for name, _ in held_weights(model, first_layer)}
-    fill_weights(model, first_layer, megatron_weights(reader, wanted))
+    wanted = {name for name, _ in held_weights(model)}
+    fill_weights(model, megatron_weights(reader, wanted))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import SPLIT_SCHEDULES, ScheduleName, SplitRule, TrainConfig
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json
+from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
@@ -23,6 +26,7 @@ from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, round_up
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology, placement_of
 
+CountedCosts = AnalyticCosts | EncoderDecoderRunCosts
 _OURS = "dynapipe-ext"
 # Of Megatron's data parallelism, with its distributed optimizer or without: gradients are reduced once, at the end.
 TRAIN_COLLECTIVES = ReplicaCollectives()
@@ -49,6 +53,11 @@ def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
     ours = Variant(_OURS, plan.layout, plan.schedule, plan.rule, plan.max_tokens, plan.fill_waits)
     if not compare:
         return [ours]
+    if config.model.num_decoder_layers:
+        raise ConfigError(
+            "--compare packs rows that attend as a whole, which would mix the inputs of an encoder-decoder: leave"
+            " --compare out"
+        )
     if config.topology.placement != "linear":
         raise ConfigError(
             f"--compare runs 1F1B, one stage a rank, but placement is {config.topology.placement!r}: leave --compare"
@@ -77,7 +86,7 @@ def placed_stages(config: TrainConfig) -> Topology:
 def topology_of(config: TrainConfig) -> Topology:
     """The topology with layers on its stages. Raises ConfigError for what does not divide, naming both numbers."""
     t, m = config.topology, config.model
-    topology = placed_stages(config).with_layers(m.num_layers)
+    topology = placed_stages(config).with_layers(m.total_layers)
     for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
         if getattr(m, name) % t.tp:
             raise ConfigError(f"tp is {t.tp} but does not divide {name} {getattr(m, name)}: choose another tp or size")
@@ -112,45 +121,50 @@ def architecture_of(config: TrainConfig, vocab_size: int) -> Architecture:
                 f" {m.described.vocab_size}: prepare the data with the model's own tokenizer ([data] tokenizer)"
             )
         return m.described
-    return Architecture.gpt(
-        num_layers=m.num_layers,
-        hidden_size=m.hidden_size,
-        num_heads=m.num_heads,
-        num_query_groups=m.num_query_groups,
-        ffn_hidden_size=m.ffn_hidden_size,
-        gated_mlp=m.gated_mlp,
-        vocab_size=round_up(vocab_size, VOCAB_MULTIPLE),
-        max_seq_len=m.max_seq_len,
-        tied_embeddings=m.tied_embeddings,
-        position=m.position,
-        norm=m.norm,
-        bias=m.bias,
-    )
+    sizes: dict[str, Any] = {
+        "num_layers": m.num_layers,
+        "hidden_size": m.hidden_size,
+        "num_heads": m.num_heads,
+        "ffn_hidden_size": m.ffn_hidden_size,
+        "gated_mlp": m.gated_mlp,
+        "vocab_size": round_up(vocab_size, VOCAB_MULTIPLE),
+        "max_seq_len": m.max_seq_len,
+        "tied_embeddings": m.tied_embeddings,
+    }
+    if m.num_decoder_layers:
+        return Architecture.t5(num_decoder_layers=m.num_decoder_layers, **sizes)
+    assert m.position != "relative"
+    return Architecture.gpt(num_query_groups=m.num_query_groups, position=m.position, norm=m.norm, bias=m.bias, **sizes)
 
 
 def analytic_costs(
     config: TrainConfig, architecture: Architecture, *, flops_per_s: float, overhead_ns: int
-) -> AnalyticCosts:
-    """Counted FLOPs at a given rate, counted bytes."""
-    costs = AnalyticCosts(architecture.padded(), Topology(), flops_per_s=flops_per_s, overhead_ns=overhead_ns)
-    return configured_costs(config, costs)
+) -> CountedCosts:
+    """Counted FLOPs at a given rate, counted bytes; `overhead_ns` of an action, or of a layer of an encoder-decoder."""
+    padded = architecture.padded()
+    if architecture.num_decoder_layers:
+        pairs = EncoderDecoderRunCosts(
+            architecture=padded, topology=Topology(), flops_per_s=flops_per_s, layer_overhead_ns=overhead_ns
+        )
+        return configured_costs(config, pairs)
+    return configured_costs(config, AnalyticCosts(padded, Topology(), flops_per_s=flops_per_s, overhead_ns=overhead_ns))
 
 
-def configured_costs(config: TrainConfig, costs: AnalyticCosts) -> AnalyticCosts:
+def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
     """Rates and factors as they were measured; what follows from the settings (topology, dtype, sharding) from them."""
-    wide, plan = config.model.dtype == "float32", config.plan
-    return replace(
-        costs,
-        topology=topology_of(config),
-        activation_bytes_per_value=4 if wide else 2,
-        param_bytes=4 if wide else 2,
-        sequence_parallel=config.topology.sequence_parallel and config.topology.tp > 1,
-        dropout=config.model.dropout > 0,
-        distributed_optimizer=config.optimizer.distributed,
-        split_backward=plan.split_backward or plan.schedule in SPLIT_SCHEDULES,
-        zero_stage=0,
-        ep=1,
-    )
+    plan, width = config.plan, 4 if config.model.dtype == "float32" else 2
+    settled: dict[str, Any] = {
+        "topology": topology_of(config),
+        "activation_bytes_per_value": width,
+        "param_bytes": width,
+        "sequence_parallel": config.topology.sequence_parallel and config.topology.tp > 1,
+        "dropout": config.model.dropout > 0,
+        "distributed_optimizer": config.optimizer.distributed,
+        "split_backward": plan.split_backward or plan.schedule in SPLIT_SCHEDULES,
+    }
+    if not costs.has_decoder:
+        settled |= {"zero_stage": 0, "ep": 1}
+    return replace(costs, **settled)
 
 
 def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, Topology]:
@@ -259,5 +273,9 @@ def make_planner(config: TrainConfig, costs: CostModel, variant: Variant, num_co
 
 def configured_format(config: TrainConfig) -> ActivationFormat:
     """What ranks of the configured model send to one another."""
-    shards = config.topology.tp if config.topology.sequence_parallel else 1
-    return ActivationFormat(config.model.hidden_size, config.model.dtype, sequence_shards=shards)
+    m, topology = config.model, topology_of(config)
+    shards = topology.tp if config.topology.sequence_parallel else 1
+    layers = layers_of_stages(m.num_layers, m.total_layers, topology.num_stages, topology.layers_per_stage)
+    return ActivationFormat(
+        m.hidden_size, m.dtype, sequence_shards=shards, first_decoder_stage=first_decoder_stage(layers)
+    )

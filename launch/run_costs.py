@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.abilities import over_topology, recounted
-from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
-from dynapipe_ext.launch.job import architecture_of, configured_costs, read_costs, topology_of
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.launch.job import (
+    CountedCosts,
+    analytic_costs,
+    architecture_of,
+    configured_costs,
+    read_costs,
+    topology_of,
+)
 
 
 def resumed_costs(checkpoint: Path | None) -> CostModel | None:
@@ -27,7 +33,7 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
     if config.plan.costs or saved is not None:
         where = config.plan.costs or "the checkpoint"
 
-        def configured(counted: AnalyticCosts) -> AnalyticCosts:
+        def configured(counted: CountedCosts) -> CountedCosts:
             if counted.architecture != architecture.padded():
                 raise ConfigError(
                     f"the costs in {where} are those of another model ({counted.architecture}), not of the configured"
@@ -44,13 +50,10 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
     from dynapipe_ext.executor.measuring.rate import measure_rate
 
     rate = measure_rate(architecture, dtype=config.model.dtype, device=rank_device(0), layout=config.plan.layout)
-    measured = AnalyticCosts(
-        architecture.padded(),
-        Topology(),
-        flops_per_s=rate.flops_per_s,
-        overhead_ns=0,
+    counted = analytic_costs(config, architecture, flops_per_s=rate.flops_per_s, overhead_ns=0)
+    return replace(
+        counted,
         layer_overhead_ns=rate.layer_overhead_ns,
         layer_bytes_factor=rate.layer_bytes_factor,
         head_bytes_factor=rate.head_bytes_factor,
     )
-    return configured_costs(config, measured)

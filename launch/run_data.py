@@ -23,7 +23,8 @@ from dynapipe_ext.data.dataset import (
 from dynapipe_ext.data.generation import generate_examples, generator_settings
 from dynapipe_ext.data.held_out import SampleSubset, hold_out
 from dynapipe_ext.data.mixture import samples_of_epoch, weighted_files
-from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, load_encoder
+from dynapipe_ext.data.pairs import PairDataset, pair_lengths
+from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, load_encoder, with_separator
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess
@@ -82,13 +83,13 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
 class RunData:
     """What a run trains on, and what it evaluates on, if anything."""
 
-    train: TokenDataset | SampleSubset
-    held_out: TokenDataset | SampleSubset | None
+    train: TokenDataset | SampleSubset | PairDataset
+    held_out: TokenDataset | SampleSubset | PairDataset | None
 
     @property
     def whole(self) -> TokenDataset:
         """The training data as they were prepared, held-out samples included."""
-        return self.train.whole if isinstance(self.train, SampleSubset) else self.train
+        return self.train if isinstance(self.train, TokenDataset) else self.train.whole
 
 
 def run_data(config: TrainConfig, whole: TokenDataset) -> RunData:
@@ -97,22 +98,31 @@ def run_data(config: TrainConfig, whole: TokenDataset) -> RunData:
     Held-out text is tokenized with the training data's tokenizer, once. Errors: ConfigError and DataError for data that
     cannot be evaluated on beside these.
     """
+    train, held_out = _parts(config, whole)
+    if not config.model.num_decoder_layers:
+        return RunData(train, held_out)
+    return RunData(PairDataset.of(train), None if held_out is None else PairDataset.of(held_out))
+
+
+def _parts(
+    config: TrainConfig, whole: TokenDataset
+) -> tuple[TokenDataset | SampleSubset, TokenDataset | SampleSubset | None]:
     settings = config.eval
     if settings.fraction:
         trained, held_out = hold_out(whole, settings.fraction, seed=config.run.seed)
-        return RunData(_mixed(config, trained), held_out)
+        return _mixed(config, trained), held_out
     train = _mixed(config, whole)
     if not settings.path:
-        return RunData(train, None)
+        return train, None
     if is_prepared(settings.path):
-        return RunData(train, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole))
+        return train, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole)
     encoder = whole.tokenizer()
     made_by = [digest_of(encoder), config.model.max_seq_len, config.data.truncate]
     folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
     if is_prepared(folder):
-        return RunData(train, TokenDataset.open(folder))
+        return train, TokenDataset.open(folder)
     with FileLock(folder.with_name(f".{folder.name}.lock"), f"the tokenized data in {folder}", wait_s=PREPARE_LIMIT_S):
-        return RunData(train, _preprocessed(config, [settings.path], folder, encoder, None))
+        return train, _preprocessed(config, [settings.path], folder, encoder, None)
 
 
 def _mixed(config: TrainConfig, part: TokenDataset | SampleSubset) -> TokenDataset | SampleSubset:
@@ -133,11 +143,13 @@ def data_lines(config: TrainConfig, data: RunData) -> list[str]:
     """What a run trains and is evaluated on, for its log."""
     whole = data.whole
     truncated = f", {whole.num_truncated:,} truncated" if whole.num_truncated else ""
-    tokens = counted(int(whole.lengths[:, :2].sum()), "token")
+    read = pair_lengths(whole.lengths) if isinstance(data.train, PairDataset) else whole.lengths
+    tokens = counted(int(read[:, :2].sum()), "token")
     lines = [f"data: {counted(len(whole), 'sample')}, {tokens}{truncated}"]
     files = weighted_files(config.data.mixture)
-    if isinstance(data.train, SampleSubset) and len(files) > 1 and files[0].weight:
-        ends = np.searchsorted(data.train.indices, np.cumsum(whole.file_sizes))
+    part = data.train.data if isinstance(data.train, PairDataset) else data.train
+    if isinstance(part, SampleSubset) and len(files) > 1 and files[0].weight:
+        ends = np.searchsorted(part.indices, np.cumsum(whole.file_sizes))
         drawn = np.diff(ends, prepend=0)
         for file, size, number in zip(files, whole.file_sizes, drawn.tolist(), strict=True):
             share = percent(number / len(data.train))
@@ -194,6 +206,8 @@ def _source(config: TrainConfig) -> _Source:
                     " bpe or bytes; name your own data"
                 )
             tokenizer = load_encoder(data.tokenizer)
+            if config.model.num_decoder_layers:
+                tokenizer = with_separator(tokenizer)
             made_by = [digest_of(tokenizer)]
     if paths:
         examples = partial(_examples_of, paths)

@@ -37,6 +37,7 @@ from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.env import RankEnv, limit_threads, num_cores, store_password
 from dynapipe_ext.launch.job import (
     Variant,
+    architecture_of,
     check_batches,
     check_fits,
     topology_of,
@@ -188,7 +189,8 @@ def _run(
     _set_pg_timeout(timedelta(seconds=config.job.timeout_s))  # from here on nobody may be silent for longer
     store = open_store(StoreAddress(shared["url"], shared["password"]), namespace=shared["namespace"])
     stack.callback(store.close)
-    initialize_parallel(topology, config.run.seed, timeout_s=config.job.timeout_s)
+    architecture = architecture_of(config, data.whole.vocab_size)
+    initialize_parallel(topology, config.run.seed, timeout_s=config.job.timeout_s, architecture=architecture)
     context = RankContext(
         rank=env.rank,
         config=config,

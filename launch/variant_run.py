@@ -39,6 +39,7 @@ from dynapipe_ext.launch.job import Variant, architecture_of, make_planner, topo
 from dynapipe_ext.launch.run_data import RunData
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.megatron_arguments import run_arguments
+from dynapipe_ext.models.memory import reading_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,12 @@ def run_variant(
             load_initial_weights(model, config.model.init_from, architecture, topology, number)
     chunks = [wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed) for model in models]
     optimizer = MegatronOptimizer(chunks, settings, config.optimizer, num_steps=config.run.steps)
-    stage = MegatronStage(chunks, dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
+    make_stage: Callable[..., MegatronStage] = MegatronStage
+    if architecture.num_decoder_layers:
+        from dynapipe_ext.executor.stages.megatron_t5 import t5_stage
+
+        make_stage = t5_stage
+    stage = make_stage(chunks, dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
     recorder = SpanRecorder(context.clock_offset_s)
     with ExitStack() as stack:
         transport = _transport(context, variant)
@@ -127,7 +133,7 @@ def run_variant(
             seed=config.run.seed,
             coordinates=me,
             pin_memory=device.type == "cuda",
-            needs_data=me.pp_rank in (topology.stage_ranks[0], topology.stage_ranks[-1]),
+            needs_data=not set(topology.stages_of(me.pp_rank)).isdisjoint(reading_stages(architecture, topology)),
             timeout_s=config.job.timeout_s,
         )
         loader = stack.enter_context(

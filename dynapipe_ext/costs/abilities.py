@@ -23,7 +23,6 @@ from dynapipe_ext.topology import Topology
 if TYPE_CHECKING:
     from dynapipe_ext.activations import ActivationFormat
     from dynapipe_ext.collectives import ReplicaCollectives
-    from dynapipe_ext.costs.analytic import AnalyticCosts
     from dynapipe_ext.costs.floor import GrowingTimes
     from dynapipe_ext.costs.table_points import TablePoints
 
@@ -69,7 +68,7 @@ def floor_of(costs: CostModel, stage_ranks: Sequence[int], *, split: bool) -> Ta
     return None if floor is None else cast("TablePoints | GrowingTimes", floor(tuple(stage_ranks), split=split))
 
 
-def recounted(costs: CostModel, change: Callable[[AnalyticCosts], AnalyticCosts]) -> CostModel:
+def recounted(costs: CostModel, change: Callable[[Any], Any]) -> CostModel:
     """`recounted`: the costs with what is counted in them changed. Without it nothing is counted: as they are."""
     again = getattr(costs, "recounted", None)
     return costs if again is None else cast(CostModel, again(change))

@@ -32,8 +32,10 @@ class EncoderDecoderCosts:
 
     Stored bytes as for decoder-only models without flash kernels (Korthikanti et al. 2022, sec. 4): inputs of norms and
     of matrix products, q, k, v, scores, the MLP's inner values; decoder stages hold the encoder's output once. Under
-    full recomputation a layer's inputs. The last stage adds norm and head inputs and fp32 logits. Messages carry the
-    encoder's hidden states, after the first decoder layer both sides'. `static_bytes` are for the caller to add.
+    full recomputation a layer's inputs. Under `dropout` masks, of scores and behind each block, are as wide as values
+    (a CPU's operators keep them so), and the scores are kept with and without it. The last stage adds norm and head
+    inputs and fp32 logits. Messages carry the encoder's hidden states, after the first decoder layer both sides'.
+    `static_bytes` are for the caller to add.
     """
 
     architecture: Architecture
@@ -43,6 +45,7 @@ class EncoderDecoderCosts:
     layer_overhead_ns: int = 0
     activation_bytes_per_value: Literal[2, 4] = 2
     sequence_parallel: bool = False
+    dropout: bool = False
 
     def __post_init__(self) -> None:
         a = self.architecture
@@ -97,13 +100,13 @@ class EncoderDecoderCosts:
 
         logits = a.vocab_size // tp * dec
         enc_whole, enc_kept = self._kept(enc, enc2, full, selective, values * h * enc)
-        cross_scores = values * a.num_heads // tp * cross2
-        cross_rest = self._split(2 * values * h * dec) + values * q // tp * (2 * dec + 2 * enc)
+        cross_scores = self._bytes_per_score * a.num_heads // tp * cross2
+        cross_rest = self._split((2 + self.dropout) * values * h * dec) + values * q // tp * (2 * dec + 2 * enc)
         dec_whole, dec_kept = self._kept(dec, dec2, full, selective, values * h * dec)
         dec_whole = dec_whole + cross_rest + cross_scores
         dec_kept = dec_kept + np.where(full, 0, cross_rest + np.where(selective, 0, cross_scores))
         stored = num_enc * enc_kept + num_dec * dec_kept + (num_dec > 0) * self._split(values * h * enc)
-        head_bytes = self._head_bytes(dec)
+        head_bytes = self.head_bytes_of(dec)
         working = np.maximum(
             (num_enc > 0) * (enc_whole - enc_kept + values * max(fc1 // tp, h) * enc),
             (num_dec > 0) * (dec_whole - dec_kept + values * max(fc1 // tp, h) * dec),
@@ -123,14 +126,15 @@ class EncoderDecoderCosts:
             static_bytes=np.zeros(self.num_stages, np.int64),
         )
 
-    def _head_bytes(self, dec: IntArray) -> IntArray:
+    def head_bytes_of(self, dec: IntArray) -> IntArray:
+        """Stored bytes of the last stage's norm, head and logits, for so many decoder positions."""
         a, values = self.architecture, self.activation_bytes_per_value
         kept: IntArray = 2 * self._split(values * a.hidden_size * dec) + 4 * (a.vocab_size // self.topology.tp) * dec
         return kept
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, shape (M,)."""
-        return self._head_bytes(np.array([m.rows * m.decoder_len for m in micro_batches], np.int64))
+        return self.head_bytes_of(np.array([m.rows * m.decoder_len for m in micro_batches], np.int64))
 
     def _kept(
         self,
@@ -143,11 +147,16 @@ class EncoderDecoderCosts:
         """Of a layer with self-attention and MLP: everything, and what is left under each kind of recomputation."""
         a, tp, values = self.architecture, self.topology.tp, self.activation_bytes_per_value
         fc1 = a.fc1_size
-        scores = values * a.num_heads // tp * squares
-        rest = self._split(4 * values * a.hidden_size * tokens)
+        scores = self._bytes_per_score * a.num_heads // tp * squares
+        rest = self._split((4 + 2 * self.dropout) * values * a.hidden_size * tokens)
         rest = rest + values * (4 * a.query_size + fc1 + a.ffn_hidden_size) // tp * tokens
         kept = np.where(full, self._split(inputs), rest + np.where(selective, 0, scores))
         return rest + scores, kept
+
+    @property
+    def _bytes_per_score(self) -> int:
+        """The softmax, and with dropout its mask and its output."""
+        return self.activation_bytes_per_value * (3 if self.dropout else 1)
 
     def _ns(self, flops: IntArray) -> IntArray:
         time_ns: IntArray = np.rint(flops * (1e9 / self.flops_per_s)).astype(np.int64)

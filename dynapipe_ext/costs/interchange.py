@@ -1,4 +1,4 @@
-"""Cost models as JSON, whichever of the three they are, for training or forwards alone: how planners receive them."""
+"""Cost models as JSON, whichever of the four they are, for training or forwards alone: how planners receive them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from dynapipe_ext.costs.abilities import costs_as_json
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.table import CostTable
@@ -15,7 +16,7 @@ from dynapipe_ext.errors import ConfigError, DataError, short
 
 
 def cost_model_to_json(model: CostModel) -> dict[str, Any]:
-    """A cost model as JSON; its "kind" says which of the three it is, or that it is one of forwards alone. Errors:
+    """A cost model as JSON; its "kind" says which of the four it is, or that it is one of forwards alone. Errors:
     ConfigError for one of another kind."""
     return costs_as_json(model)
 
@@ -34,9 +35,11 @@ def _base_from_json(raw: Mapping[str, Any]) -> CostModel:
     match raw.get("kind"):
         case "analytic":
             return AnalyticCosts.from_json(raw)
+        case "encoder-decoder":
+            return EncoderDecoderRunCosts.from_json(raw)
         case "table":
             return CostTable.from_json(raw)
         case "tokens":
             return TokenCosts.from_json(raw)
         case other:
-            raise ConfigError(f"cost model has kind {other!r}: expected analytic, table or tokens")
+            raise ConfigError(f"cost model has kind {other!r}: expected analytic, encoder-decoder, table or tokens")

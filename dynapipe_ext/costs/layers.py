@@ -84,6 +84,15 @@ def layers_of_stages(
     return [(encoder, decoder) for encoder, decoder in counts]
 
 
+def first_decoder_stage(layers: Sequence[tuple[int, int]]) -> int | None:
+    """Where the decoder begins, by the (encoder, decoder) layers of every stage; None for a model without one.
+
+    >>> first_decoder_stage([(2, 0), (1, 1), (0, 2)])
+    1
+    """
+    return next((stage for stage, (_, num_decoder) in enumerate(layers) if num_decoder), None)
+
+
 @lru_cache(32)
 def weight_as_backward(grid: Grid) -> Grid:
     """The grid's W where `stage_values` looks for the backward; zero where it has none."""

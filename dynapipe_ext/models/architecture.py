@@ -168,6 +168,43 @@ class Architecture:
         )
 
     @classmethod
+    def t5(
+        cls,
+        *,
+        num_layers: int,
+        num_decoder_layers: int,
+        hidden_size: int,
+        num_heads: int,
+        ffn_hidden_size: int,
+        gated_mlp: bool,
+        vocab_size: int,
+        max_seq_len: int,
+        tied_embeddings: bool,
+    ) -> Architecture:
+        """T5 in sizes of one's own: 1.1's gated tanh GELU, else 1.0's ReLU; a tied head's inputs are scaled, as 1.0's.
+
+        Errors: ConfigError.
+        """
+        return cls(
+            family="t5",
+            num_layers=num_layers,
+            num_decoder_layers=num_decoder_layers,
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            num_query_groups=num_heads,
+            head_dim=hidden_size // num_heads,
+            ffn_hidden_size=ffn_hidden_size,
+            vocab_size=vocab_size,
+            max_seq_len=max_seq_len,
+            tied_embeddings=tied_embeddings,
+            gated_mlp=gated_mlp,
+            activation="gelu_tanh" if gated_mlp else "relu",
+            position="relative",
+            norm_eps=1e-6,
+            scaled_output=tied_embeddings,
+        )
+
+    @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Architecture:
         """What `to_json` made of one. Errors: ConfigError."""
         try:

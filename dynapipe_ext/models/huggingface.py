@@ -220,6 +220,8 @@ def _read_t5(fields: ConfigFields, _: str) -> dict[str, Any]:
     if gated not in ("", "gated") or name not in ACTIVATIONS:
         raise ConfigError(f"{fields.where}: feed_forward_proj is {short(kind)}: give relu, gated-gelu or gated-silu")
     tied = fields.flag("tie_word_embeddings", True)
+    if start := fields.raw.get("decoder_start_token_id"):
+        raise ConfigError(f"{fields.where}: decoder_start_token_id is {short(start)} but every T5 starts with 0")
     layers, heads = fields.integer("num_layers", 6), fields.integer("num_heads", 8)
     return {
         "num_layers": layers,

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from dynapipe_ext.costs.layers import layers_of_stages
+from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, state_bytes
 from dynapipe_ext.errors import ConfigError
@@ -64,6 +64,12 @@ def stage_layers(architecture: Architecture, topology: Topology) -> list[tuple[i
     )
 
 
+def reading_stages(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
+    """The stages that read tokens: the first and the last one, and that where a decoder begins."""
+    layers = stage_layers(architecture, topology)
+    return 0, first_decoder_stage(layers) or 0, len(layers) - 1
+
+
 def stage_parameters(
     architecture: Architecture, topology: Topology, vocab_size: int = 0, ep: int = 1
 ) -> StageParameters:
@@ -74,7 +80,7 @@ def stage_parameters(
     """
     a, tp = architecture, topology.tp
     layers = stage_layers(a, topology)
-    last, first_decoder = len(layers) - 1, next((s for s, (_, n) in enumerate(layers) if n), 0)
+    last, first_decoder = len(layers) - 1, first_decoder_stage(layers) or 0
     sides = ("encoder", "decoder") if a.family == "t5" else ("", "")
     common, experts = np.zeros(len(layers), np.int64), np.zeros(len(layers), np.int64)
     unit = np.zeros(len(layers), np.int64)

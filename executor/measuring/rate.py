@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.stages.megatron import packed_parameters
@@ -61,7 +62,7 @@ def measure_rate(
 
     torch.distributed must not be initialised; it is not afterwards either.
     """
-    small = replace(architecture, num_layers=_NUM_LAYERS)
+    small = _of_layers(architecture, _NUM_LAYERS)
     longest = min(architecture.max_seq_len, max(length for _, length in _SHAPES))
     shapes = sorted({(rows, min(length, longest)) for rows, length in _SHAPES})
     with tempfile.TemporaryDirectory() as scratch:
@@ -70,8 +71,9 @@ def measure_rate(
         )
         try:
             initialize_parallel(Topology(), seed=0)
-            models = [_model(replace(small, num_layers=n), dtype, device) for n in (1, _NUM_LAYERS)]
-            seconds = np.array([_forward_backward_s(models[1], *one, layout, device) for one in shapes])
+            timed = _model(small, dtype, device)
+            seconds = np.array([_forward_backward_s(timed, *one, layout, device) for one in shapes])
+            models = [_model(one, dtype, device) for one in _one_more(small)]
             cases = [(*one, layout) for one in shapes for layout in LAYOUTS]
             stored = np.array([[_stored_bytes(model, *case, device) for case in cases] for model in models])
         finally:
@@ -81,11 +83,23 @@ def measure_rate(
     layer_factor, head_factor = _byte_factors(small, dtype, shapes, stored)
     return MeasuredRate(
         flops_per_s=float(1.0 / slope),
-        layer_overhead_ns=round(overhead_s * 1e9 / _NUM_LAYERS),
+        layer_overhead_ns=round(overhead_s * 1e9 / small.total_layers),
         layer_bytes_factor=layer_factor,
         head_bytes_factor=head_factor,
         error=error,
     )
+
+
+def _of_layers(architecture: Architecture, count: int) -> Architecture:
+    """The model with so many layers, on either side of an encoder-decoder."""
+    return replace(architecture, num_layers=count, num_decoder_layers=count * bool(architecture.num_decoder_layers))
+
+
+def _one_more(architecture: Architecture) -> list[Architecture]:
+    """The model of one layer (on either side), then with one more of them, of each side in turn."""
+    one = _of_layers(architecture, 1)
+    more = [replace(one, num_layers=2)]
+    return [one, *more, *([replace(one, num_decoder_layers=2)] if one.num_decoder_layers else [])]
 
 
 def _model(architecture: Architecture, dtype: str, device: torch.device) -> torch.nn.Module:
@@ -96,20 +110,26 @@ def _model(architecture: Architecture, dtype: str, device: torch.device) -> torc
 def _costs(architecture: Architecture, dtype: str, micro_batches: list[MicroBatch]) -> MicroBatchCosts:
     """Counted costs; at 1 GFLOP/s and without overhead, nanoseconds are FLOPs."""
     width: Literal[2, 4] = 4 if dtype == "float32" else 2
-    unit = AnalyticCosts(
-        architecture.padded(), Topology(), flops_per_s=1e9, overhead_ns=0, activation_bytes_per_value=width
-    )
+    padded, topology = architecture.padded(), Topology()
+    if architecture.num_decoder_layers:
+        pairs = EncoderDecoderRunCosts(
+            architecture=padded, topology=topology, flops_per_s=1e9, activation_bytes_per_value=width
+        )
+        return pairs.evaluate(micro_batches)
+    unit = AnalyticCosts(padded, topology, flops_per_s=1e9, overhead_ns=0, activation_bytes_per_value=width)
     return unit.evaluate(micro_batches)
 
 
-def _micro_batch(rows: int, length: int, layout: Layout) -> MicroBatch:
-    return MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), layout)
+def _micro_batch(architecture: Architecture, rows: int, length: int, layout: Layout) -> MicroBatch:
+    """Of equal samples; the two sides of a pair are equal, too."""
+    decoder = length * bool(architecture.num_decoder_layers)
+    return MicroBatch(tuple(SampleLength(i, length, decoder, length) for i in range(rows)), layout)
 
 
 def _counted(
     architecture: Architecture, dtype: str, shapes: list[tuple[int, int]], layout: Layout
 ) -> npt.NDArray[np.float64]:
-    costs = _costs(architecture, dtype, [_micro_batch(*one, layout) for one in shapes])
+    costs = _costs(architecture, dtype, [_micro_batch(architecture, *one, layout) for one in shapes])
     flops: npt.NDArray[np.float64] = (costs.forward_ns + costs.backward_ns)[0].astype(np.float64)
     return flops
 
@@ -125,50 +145,49 @@ def _fit(flops: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tu
 def _byte_factors(
     architecture: Architecture, dtype: str, shapes: list[tuple[int, int]], stored: npt.NDArray[np.int64]
 ) -> tuple[float, float]:
-    """Stored over counted bytes: of a layer (what one more layer adds), and of everything else."""
-    micro_batches = [_micro_batch(*one, layout) for one in shapes for layout in LAYOUTS]
-    counted = np.array(
-        [_costs(replace(architecture, num_layers=n), dtype, micro_batches).stored_bytes[0] for n in (1, _NUM_LAYERS)]
-    )
-    layer, counted_layer = stored[1] - stored[0], counted[1] - counted[0]
-    rest, counted_rest = stored[0] - layer, counted[0] - counted_layer
-    return float((layer / counted_layer).max()), max(1.0, float((rest / counted_rest).max()))
+    """Stored over counted bytes: of a layer (what one more layer adds, of either side), and of everything else."""
+    micro_batches = [_micro_batch(architecture, *one, layout) for one in shapes for layout in LAYOUTS]
+    counted = np.array([_costs(one, dtype, micro_batches).stored_bytes[0] for one in _one_more(architecture)])
+    layers, counted_layers = stored[1:] - stored[0], counted[1:] - counted[0]
+    rest, counted_rest = stored[0] - layers.sum(axis=0), counted[0] - counted_layers.sum(axis=0)
+    return float((layers / counted_layers).max()), max(1.0, float((rest / counted_rest).max()))
 
 
 def _stored_bytes(model: torch.nn.Module, rows: int, length: int, layout: Layout, device: torch.device) -> int:
     """What autograd keeps after one forward."""
     stored = StoredBytes({p.untyped_storage().data_ptr() for p in model.parameters()})
-    inputs = _inputs(rows, length, layout, device)
     with stored.counting():
-        losses = model(**inputs)
+        losses = _losses(model, rows, length, layout, device)
         (losses * torch.ones_like(losses)).sum()
     return stored.num_bytes
 
 
-def _inputs(rows: int, length: int, layout: Layout, device: torch.device) -> dict[str, Any]:
-    """Of a model: so many samples of one length."""
-    shape = (1, rows * length) if layout == "packed" else (rows, length)
-    tokens = torch.zeros(shape, dtype=torch.long, device=device)
-    return {
-        "input_ids": tokens,
-        "position_ids": torch.arange(length, device=device).repeat(rows).reshape(shape),
-        "attention_mask": None,
-        "labels": tokens,
-        "packed_seq_params": packed_parameters([length] * rows, device) if layout == "packed" else None,
-    }
-
-
 def _forward_backward_s(model: torch.nn.Module, rows: int, length: int, layout: Layout, device: torch.device) -> float:
     """Median seconds of one forward and backward; CPU seconds on a CPU."""
-    inputs = _inputs(rows, length, layout, device)
     measured = []
     for _ in range(1 + _REPEATS):  # the first is a warm-up
         start_s = _seconds(device)
-        model(**inputs).sum().backward()
+        torch.autograd.backward(_losses(model, rows, length, layout, device).sum())
         measured.append(_seconds(device) - start_s)
         for parameter in model.parameters():
             parameter.grad = None
     return float(np.median(measured[1:]))
+
+
+def _losses(model: Any, rows: int, length: int, layout: Layout, device: torch.device) -> torch.Tensor:
+    """Of samples of equal lengths, one by position; an encoder-decoder reads as many on both sides."""
+    shape = (1, rows * length) if layout == "packed" else (rows, length)
+    tokens = torch.zeros(shape, dtype=torch.long, device=device)
+    if hasattr(model, "encoder"):
+        documents = torch.tensor([[length] * rows] * 2) if layout == "packed" else None
+        losses: torch.Tensor = model(tokens, tokens, documents, documents, documents, lm_labels=tokens)
+        return losses
+    packed = packed_parameters([length] * rows, device) if layout == "packed" else None
+    positions = torch.arange(length, device=device).repeat(rows).reshape(shape)
+    losses = model(
+        input_ids=tokens, position_ids=positions, attention_mask=None, labels=tokens, packed_seq_params=packed
+    )
+    return losses  # noqa: RET504 (megatron has no types)
 
 
 def _seconds(device: torch.device) -> float:

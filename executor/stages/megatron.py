@@ -95,6 +95,8 @@ class MegatronStage:
         measure_bytes: bool = True,
     ) -> None:
         from megatron.core import parallel_state
+        from megatron.core.transformer.attention import Attention
+        from megatron.core.transformer.transformer_block import TransformerBlock
         from megatron.core.transformer.transformer_layer import TransformerLayer
 
         self._chunks, self._call = _checked(chunks), call
@@ -111,7 +113,10 @@ class MegatronStage:
         )
         self._counts_loss = parallel_state.get_tensor_model_parallel_rank() == 0
         self._num_weight_bytes: int = sum(p.numel() * (p.element_size() + 4) for p in parameters)
-        self._layers = [[m for m in chunk.modules() if isinstance(m, TransformerLayer)] for chunk in self._chunks]
+        self._blocks, self._layers, self._attentions = (
+            [[m for m in chunk.modules() if isinstance(m, kind)] for chunk in self._chunks]
+            for kind in (TransformerBlock, TransformerLayer, Attention)
+        )
         if dropout:
             self._key_dropout()
 
@@ -171,22 +176,26 @@ class MegatronStage:
     def _set_recompute(self, number: int, micro_batch: int) -> None:
         """Megatron reads these at run time: "full" in its block's forward, "selective" in each attention layer's."""
         recompute = "none" if self._plan.forward_only else self._plan.micro_batches[micro_batch].recompute
-        config, full = self._chunks[number].config, recompute == "full"
-        config.recompute_granularity = "full" if full else None
-        config.recompute_method = "uniform" if full else None
-        config.recompute_num_layers = 1 if full else None
-        for layer in self._layers[number]:
-            layer.self_attention.checkpoint_core_attention = recompute == "selective"
+        full = recompute == "full"
+        for block in self._blocks[number]:
+            block.config.recompute_granularity = "full" if full else None
+            block.config.recompute_method = "uniform" if full else None
+            block.config.recompute_num_layers = 1 if full else None
+        for attention in self._attentions[number]:
+            attention.checkpoint_core_attention = recompute == "selective"
 
     def _key_dropout(self) -> None:
         """Before each layer, seed by what it works on: masks depend neither on schedule, placement nor replica."""
-        keyed = [(f"layer {layer.layer_number - 1}", layer) for layers in self._layers for layer in layers]
-        for chunk in self._chunks:
+        for chunk, layers in zip(self._chunks, self._layers, strict=True):
             model = unwrapped(chunk)
-            if hasattr(model, "embedding"):
-                keyed.append(("embedding", model.embedding))
-        for name, module in keyed:
-            module.register_forward_pre_hook(lambda _module, _inputs, name=name: self._seed(name))
+            encoder = set(getattr(getattr(model, "encoder", None), "layers", ()))
+            keyed = [("encoder " * (x in encoder) + f"layer {x.layer_number - 1}", x) for x in layers]
+            for name, module in keyed:
+                module.register_forward_pre_hook(lambda _module, _inputs, name=name: self._seed(name))
+            if hasattr(model, "embedding"):  # of an encoder-decoder it says which side it reads just now
+                model.embedding.register_forward_pre_hook(
+                    lambda module, _inputs: self._seed(f"{getattr(module, 'side', '')} embedding".strip())
+                )
 
     def _seed(self, layer: str) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

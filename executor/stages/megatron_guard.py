@@ -16,7 +16,7 @@ from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 from dynapipe_ext.executor.stages.megatron import Chunks
-from dynapipe_ext.executor.stages.megatron_weights import global_name
+from dynapipe_ext.executor.stages.megatron_weights import global_names
 from dynapipe_ext.executor.update import ExecutedStep, Refused
 
 NanPolicy = Literal["stop", "skip"]
@@ -95,11 +95,9 @@ class StepGuard:
     def _named_parameters(self, stages: Sequence[int]) -> Iterator[tuple[int, str, torch.nn.Parameter]]:
         """With their stages and their names in the whole model, in forward order."""
         for stage, chunk in zip(stages, self._chunks, strict=True):
-            layers = getattr(getattr(chunk.module, "decoder", None), "layers", ())
-            first_layer = layers[0].layer_number - 1 if layers else 0
-            for name, parameter in chunk.module.named_parameters():
+            for name, parameter in global_names(chunk.module):
                 if parameter.requires_grad:
-                    yield stage, global_name(name, first_layer), parameter
+                    yield stage, name, parameter
 
 
 def _targets(plan: ExecutionPlan) -> int:

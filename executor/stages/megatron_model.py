@@ -29,10 +29,13 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def initialize_parallel(topology: Topology, seed: int, *, timeout_s: float = 120.0) -> None:
+def initialize_parallel(
+    topology: Topology, seed: int, *, timeout_s: float = 120.0, architecture: Architecture | None = None
+) -> None:
     """Create Megatron's process groups (tp-dp-pp order) over an initialised torch.distributed.
 
-    A collective that waits longer than `timeout_s`, rounded up to minutes, ends its rank.
+    A collective that waits longer than `timeout_s`, rounded up to minutes, ends its rank. An encoder-decoder must be
+    named by its `architecture`: its embedding is on other ranks than the first and the last.
     """
     megatron_cpu.install()
     from megatron.core import parallel_state
@@ -42,8 +45,19 @@ def initialize_parallel(topology: Topology, seed: int, *, timeout_s: float = 120
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
+        get_embedding_ranks=_embedding_ranks(architecture, topology),
     )
     model_parallel_cuda_manual_seed(1 + seed % 2**31)
+
+
+def _embedding_ranks(architecture: Architecture | None, topology: Topology) -> Callable[..., list[int]] | None:
+    """Of the ranks of a pipeline those that hold an encoder-decoder's embedding; None: as Megatron has it."""
+    if architecture is None or not architecture.num_decoder_layers:
+        return None
+    from dynapipe_ext.executor.stages.megatron_t5 import embedding_ranks
+
+    held = embedding_ranks(architecture, topology)
+    return lambda ranks, *_: [ranks[pp_rank] for pp_rank in held]
 
 
 def destroy_parallel() -> None:
@@ -61,13 +75,17 @@ def transformer_config(
     sequence_parallel: bool = False,
     dropout: float = 0.0,
 ) -> Any:
-    """Megatron's TransformerConfig of a model (T5: of its decoder, and of its encoder but for layers); losses and
-    gradients are sums, to be divided by global counts.
+    """Megatron's TransformerConfig of a model (of an encoder-decoder's decoder); losses and gradients are sums, to be
+    divided by global counts.
     """
     from megatron.core.transformer import TransformerConfig
 
     a = architecture
     num_layers = a.num_decoder_layers or a.num_layers
+    if a.num_decoder_layers:
+        from dynapipe_ext.executor.stages.megatron_t5 import decoder_layers
+
+        topology = decoder_layers(a, topology)
     arguments = _parallel_arguments(
         num_layers, topology, dtype=dtype, sequence_parallel=sequence_parallel, dropout=dropout
     )
@@ -155,8 +173,7 @@ def build_model(
     seed: int | None,
     device: torch.device,
 ) -> torch.nn.Module:
-    """A stage of a GPTModel, or a whole T5Model, over the groups of `initialize_parallel`; `config` as
-    `transformer_config` makes it.
+    """A stage of a model over the groups of `initialize_parallel`; `config` as `transformer_config` makes it.
 
     The vocabulary is padded to a multiple of VOCAB_MULTIPLE, whatever tp is. With `seed`, weights are initialised by
     name (`initialize_weights`); with None they are NaN, to be loaded: one that was forgotten shows. Errors: ConfigError
@@ -164,16 +181,16 @@ def build_model(
     """
     a = architecture
     _check(a, topology)
-    if a.family == "t5":
-        from dynapipe_ext.executor.stages.megatron_t5 import build_t5
+    model: torch.nn.Module
+    if a.num_decoder_layers:
+        from dynapipe_ext.executor.stages.megatron_t5 import EncoderDecoderPart
 
-        model, first_layer = build_t5(a, config, a.padded_vocab_size()), 0
+        model = EncoderDecoderPart(a, topology, stage, config)
     else:
-        layers = topology.with_layers(a.num_layers).layers_per_stage
-        model, first_layer = _build_gpt(a, topology, stage, config), sum(layers[:stage])
+        model = _build_gpt(a, topology, stage, config)
     model.to(device=device, dtype=config.params_dtype)
     if seed is not None:
-        initialize_weights(model, config, first_layer=first_layer, seed=seed)
+        initialize_weights(model, config, seed=seed)
     else:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -183,10 +200,10 @@ def build_model(
 
 
 def _check(a: Architecture, topology: Topology) -> None:
-    if a.family == "t5" and topology.pp > 1:
-        raise ConfigError(f"pp is {topology.pp} but Megatron's T5Model runs on one pipeline rank: give pp 1")
-    if topology.layers_per_stage and sum(topology.layers_per_stage) != a.num_layers:
-        raise ConfigError(f"layers_per_stage {topology.layers_per_stage} must sum to the model's {a.num_layers} layers")
+    if topology.layers_per_stage and sum(topology.layers_per_stage) != a.total_layers:
+        raise ConfigError(
+            f"layers_per_stage {topology.layers_per_stage} must sum to the model's {a.total_layers} layers"
+        )
     if VOCAB_MULTIPLE % topology.tp:
         raise ConfigError(f"tp is {topology.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
     for name in ("num_heads", "ffn_hidden_size", "shared_ffn_hidden_size"):

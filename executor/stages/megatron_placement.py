@@ -75,10 +75,15 @@ def build_chunks(
     """What `build(stage)` gives for each stage of a pipeline rank, in their order.
 
     Where a rank holds both ends of a tied model (a V), the head uses the embedding's weight and has none of its own:
-    one parameter, one gradient, one optimizer state, saved once.
+    one parameter, one gradient, one optimizer state, saved once. Stages of an encoder-decoder likewise (`lend_copies`).
     """
     stages = topology.stages_of(pp_rank)
     chunks = [build(stage) for stage in stages]
+    if hasattr(chunks[0], "copies"):
+        from dynapipe_ext.executor.stages.megatron_t5 import EncoderDecoderPart, lend_copies
+
+        lend_copies([chunk for chunk in chunks if isinstance(chunk, EncoderDecoderPart)])
+        return chunks
     if tied_embeddings and not is_tied_by_megatron(topology) and stages[0] == 0:
         head: Any = chunks[-1].output_layer
         embedding: Any = chunks[0].embedding

@@ -13,28 +13,34 @@ import torch
 from dynapipe_ext.errors import DataError
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_HEADS = (_HEAD, f"lm_head.{_HEAD}")  # of GPTModel and of T5Model
+_VOCABULARY = (_EMBEDDING, *_HEADS, "lm_head.output_layer.bias")  # rows of them are ids
+_LAYER = re.compile(r"(encoder|decoder)\.layers\.(\d+)")
 
 
-def global_name(name: str, first_layer: int) -> str:
+def global_name(name: str, first_layer: int, first_encoder_layer: int = 0) -> str:
     """
     >>> global_name("decoder.layers.1.mlp.linear_fc1.weight", 4)
     'decoder.layers.5.mlp.linear_fc1.weight'
     """
-    return _LAYER.sub(lambda match: str(int(match[0]) + first_layer), name)
+    before = {"decoder": first_layer, "encoder": first_encoder_layer}
+    return _LAYER.sub(lambda match: f"{match[1]}.layers.{int(match[2]) + before[match[1]]}", name)
 
 
-def held_weights(model: Any, first_layer: int) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """A part's parameters by their names in the whole model; the last stage's copy of a tied embedding by the
-    embedding's."""
-    for local_name, parameter in model.named_parameters():
-        name = global_name(local_name, first_layer)
-        if name == _HEAD and model.share_embeddings_and_output_weights:
-            name = _EMBEDDING
-        yield name, parameter
+def global_names(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """A part's parameters by their names in the whole model, layers as they number themselves."""
+    sides = (getattr(getattr(model, side, None), "layers", ()) for side in ("decoder", "encoder"))
+    first = [layers[0].layer_number - 1 if layers else 0 for layers in sides]
+    return ((global_name(name, *first), parameter) for name, parameter in model.named_parameters())
 
 
-def initialize_weights(model: Any, config: Any, *, first_layer: int, seed: int) -> None:
+def held_weights(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The same, with the last stage's copy of a tied embedding by the embedding's name."""
+    for name, parameter in global_names(model):
+        yield _EMBEDDING if name in _HEADS and model.share_embeddings_and_output_weights else name, parameter
+
+
+def initialize_weights(model: Any, config: Any, *, seed: int) -> None:
     """Fill every weight from a generator keyed by (seed, its name in the whole model), then take this rank's slice.
 
     The same seed gives the same model on every topology. Normal with deviation 0.02, divided by sqrt(2 x layers) for
@@ -43,7 +49,7 @@ def initialize_weights(model: Any, config: Any, *, first_layer: int, seed: int) 
     from megatron.core import parallel_state
 
     tp_rank, tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    for name, parameter in held_weights(model, first_layer):
+    for name, parameter in held_weights(model):
         with torch.no_grad():
             if name.endswith("bias"):
                 parameter.zero_()
@@ -60,7 +66,7 @@ def initialize_weights(model: Any, config: Any, *, first_layer: int, seed: int) 
                 parameter.copy_(tensor_slice(whole, parameter, tp_rank, tp))
 
 
-def fill_weights(model: Any, first_layer: int, whole: Iterable[tuple[str, torch.Tensor]]) -> None:
+def fill_weights(model: Any, whole: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fill a part's weights, every one, from whole tensors by name; rows of a padded vocabulary are zero.
 
     Errors: DataError for a tensor that is missing, misshapen, or not the same in the weights' precision.
@@ -68,12 +74,12 @@ def fill_weights(model: Any, first_layer: int, whole: Iterable[tuple[str, torch.
     from megatron.core import parallel_state
 
     tp_rank, tp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    held = dict(held_weights(model, first_layer))
+    held = dict(held_weights(model))
     for name, tensor in whole:
         if (parameter := held.pop(name, None)) is None:
             continue
         shape = full_shape(parameter, tp)
-        if name in (_EMBEDDING, _HEAD) and tensor.shape[0] < shape[0]:
+        if name in _VOCABULARY and tensor.shape[0] < shape[0]:
             tensor = torch.cat([tensor, tensor.new_zeros(shape[0] - tensor.shape[0], *tensor.shape[1:])])
         if list(tensor.shape) != shape:
             raise DataError(f"{name} is {list(tensor.shape)} but the model's is {shape}: give the model's own weights")

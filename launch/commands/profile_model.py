@@ -42,6 +42,10 @@ from dynapipe_ext.tools.wording import counted
 from dynapipe_ext.topology import Topology
 
 _FORMAT = "dynapipe-profile-part/1"
+_DECODERS_ONLY = (
+    "the model has an encoder and a decoder, and shapes of decoders alone are measured here: leave [plan] costs out,"
+    " and dynapipe train measures its rate and bytes before the first step"
+)
 _MOST_LEN = 4096  # unless asked for more: longer rows take minutes each on a CPU
 _EPILOG = """examples:
   dynapipe profile --config mine.toml --out costs.json
@@ -216,12 +220,14 @@ def _job(args: argparse.Namespace) -> _Job:
     if args.config:
         config = TrainConfig.read(args.config)
         model = architecture_of(config, config.data.vocab_size)
+        if model.num_decoder_layers:
+            raise ConfigError(_DECODERS_ONLY)
         dtype: str = config.model.dtype
         tp, sequence_parallel = args.tp or config.topology.tp, config.topology.sequence_parallel
     else:
         model, _ = read_model(args.model)
         if model.family == "t5":
-            raise ConfigError("the model has an encoder and a decoder: training runs, and this measures, decoders only")
+            raise ConfigError(_DECODERS_ONLY)
         tp, dtype = args.tp or 1, model.dtype
     dtype = args.dtype or dtype
     if dtype not in ("float32", "bfloat16"):

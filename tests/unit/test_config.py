@@ -272,7 +272,19 @@ def test_a_model_named_by_a_flag_takes_the_place_of_the_files_sizes(tmp_path: Pa
     [
         ('architecture = "gpt2"\nnum_layers = 4', "gpt2 has num_layers 12, but num_layers is 4: leave it out"),
         ('architecture = "gpt2"\nmax_seq_len = 1032', "gpt2 has max_seq_len 1024, but max_seq_len is 1032"),
-        ('architecture = "t5-small"', "t5-small has an encoder and a decoder, but training runs decoders only"),
+        (
+            'architecture = "t5-small"\nnum_decoder_layers = 4',
+            "t5-small has num_decoder_layers 6, but num_decoder_layers is 4: leave it out",
+        ),
+        (
+            'num_decoder_layers = 4\nposition = "rope"',
+            "num_decoder_layers makes a T5, which has position relative, but position is rope: leave it out",
+        ),
+        ('position = "relative"', "position is 'relative' and num_decoder_layers is 0: relative positions are those"),
+        (
+            'num_decoder_layers = 4\n[plan]\nrule = "fixed-rows"',
+            "rule 'fixed-rows' packs rows that attend as a whole, which would mix the inputs",
+        ),
         (
             'architecture = "mixtral-8x7b"',
             "mixtral-8x7b has 8 experts, which Megatron trains with tp 2 under sequence parallelism alone",

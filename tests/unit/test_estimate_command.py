@@ -115,10 +115,18 @@ def test_the_settings_are_those_of_the_option_and_train_takes_them(small, tmp_pa
     assert shape == read_model(small)[0]
 
 
+def test_an_encoder_decoder_is_written_with_room_for_input_and_target_together(tmp_path):
+    path = tmp_path / "t5.toml"
+    words = ["--model", "t5-small", "--gpus-per-node", "2", *QUICK[:4], "--tokens-per-batch", "4096:8192"]
+    assert run(*words, "--write", str(path)) == 0
+    config = TrainConfig.read(path)
+    assert config.model.described == read_model("t5-small")[0]
+    assert config.model.max_seq_len > config.model.described.max_seq_len
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model", "t5-small"], r"can run none of the .* options \(t5 has an encoder and a decoder"),
         (["--model", "gpt2", "--precision", "fp16"], r"can run none .* options \(precision fp16 needs loss scaling"),
         (["--model", "gpt2", "--zero", "2"], r"can run none of the .* options \(ZeRO stage 2 with offload"),
         (["--model", "llama-2-70b", "--offload", "none"], "nothing fits, so there is nothing to write"),

@@ -63,7 +63,7 @@ def test_documents_of_a_packed_row_have_windows_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("architecture", "topology", "says"),
     [
-        (T5, Topology(pp=2), "pp is 2 but Megatron's T5Model runs on one pipeline rank: give pp 1"),
+        (T5, Topology(pp=2, layers_per_stage=(1, 2)), r"\(1, 2\) must sum to the model's 8 layers"),
         (LLAMA, Topology(tp=8), "num_heads 12 must be a multiple of tp 8"),
         (LLAMA, Topology(tp=3), "tp is 3 but must divide 128"),
         (replace(LLAMA, ffn_hidden_size=50), Topology(tp=4), "ffn_hidden_size 50 must be a multiple of tp 4"),

@@ -21,8 +21,6 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 def train_fault(question: Question, option: Option) -> str:
     """Why `dynapipe train` cannot run it; empty where it can."""
     a, s = question.architecture, option.strategy
-    if a.num_decoder_layers:
-        return f"{a.family} has an encoder and a decoder"
     if s.ep > 1:
         return f"experts are spread over {s.ep} ranks: it keeps all of them on each replica"
     if a.num_experts and s.topology.tp > 1 and not s.sequence_parallel:
@@ -44,7 +42,8 @@ def settings(
     """Tables of `TrainConfig` with what the option decides; the rest keeps its defaults."""
     a, s, t = question.architecture, option.strategy, option.strategy.topology
     multiple = pad_multiple(t.tp)
-    named = Path(question.name)
+    named, longest = Path(question.name), question.data.longest
+    most = longest.tokens if a.num_decoder_layers else min(a.max_seq_len, round_up(longest.encoder, multiple))
     tables: dict[str, Any] = {
         "run": {"steps": max(1, ceil(total_tokens / option.real_tokens))} if total_tokens else {},
         "topology": {
@@ -56,7 +55,7 @@ def settings(
         },
         "model": {
             "architecture": str(named.resolve()) if named.is_file() else question.name,
-            "max_seq_len": min(a.max_seq_len, round_up(question.data.longest.encoder, multiple)),
+            "max_seq_len": most,
             "dtype": _DTYPES[question.precision],
         },
         "data": {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -182,6 +183,15 @@ def load_encoder(
     if add_special_tokens:
         raise ConfigError(f"--add-special-tokens needs a tokenizer file or folder, and {str(given)!r} is none")
     return _tiktoken(str(given), eos, separator, specials)
+
+
+def with_separator(encoder: Encoder) -> Encoder:
+    """The encoder with a token behind inputs: its own, or else the end of text, as T5's inputs have it."""
+    if encoder.separator is not None:
+        return encoder
+    own: Any = copy(encoder)
+    own.separator = encoder.eos
+    return own  # type: ignore[no-any-return]
 
 
 def gpt2_encoder(vocab_file: str | Path, merge_file: str | Path, **choices: Any) -> LibraryEncoder:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.executor.checkpoints.manifest import MANIFEST, read_manifest
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.megatron_arguments import read_arguments, refuse_another_model, unsayable
@@ -90,6 +91,8 @@ def read_architecture(
                 raise DataError(f"{config} cannot be read ({error}): put the model's configuration there") from error
             found = read_config(raw, str(config))
             notices += _contradictions(found, arguments, config)
+        elif "lost" in arguments and (folder / MANIFEST).is_file():  # a run's own, which says what arguments cannot
+            found = Architecture.from_json(read_manifest(folder).run.model)
         elif arguments:
             found = read_arguments(arguments, f"{folder}: arguments")
             if not isinstance(arguments.get("vocab_size"), int):

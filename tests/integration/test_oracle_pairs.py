@@ -1,0 +1,170 @@
+"""An encoder-decoder on every topology has the loss and the gradients of transformers, one pair at a time.
+
+Real megatron-core ranks over gloo, with the strict transport (NCCL's ordering rules).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
+from dynapipe_ext.executor.stages.megatron_t5 import sum_copies, t5_stage
+from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.transport.strict import StrictTransport
+from dynapipe_ext.executor.update import ExecutedStep
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.plan import LossNorm
+from dynapipe_ext.topology import Topology
+from tests.support.checkpoints import tiny_variant
+from tests.support.lowered import forwards_of
+from tests.support.megatron_ranks import CPU, join
+from tests.support.t5_ranks import (
+    PairCase,
+    build_pair_ddps,
+    described,
+    in_megatrons_names,
+    oracle_of,
+    pair_format,
+    pair_optimizer,
+    pair_step_plan,
+    pair_tensors,
+    worst_pair_error,
+)
+
+RunRanks = Callable[..., list[Any]]
+V11, ALL = "t5-v1.1", Topology(tp=2, pp=2, dp=2)
+CASES = [
+    PairCase(Topology(), "packed", weights_lag=1),
+    PairCase(Topology(pp=2), variant=V11, loss_norm="samples", schedule="adaptive"),
+    PairCase(Topology(pp=3, layers_per_stage=(3, 2, 3)), "packed", V11),
+    PairCase(Topology(pp=4), weights_lag=1),
+    PairCase(Topology(pp=4, layers_per_stage=(1, 4, 2, 1)), variant=V11, recompute="full"),
+    PairCase(Topology(tp=2, pp=2), variant=V11, sequence_parallel=True, weights_lag=0),
+    PairCase(Topology(tp=2), "packed", sequence_parallel=True, recompute="full"),
+    PairCase(Topology(dp=2), recompute="selective"),
+    PairCase(ALL, "packed", recompute="selective", weights_lag=2),
+    PairCase(Topology(pp=2, placement=(0, 1, 1, 0)), schedule="zb-v"),
+    PairCase(Topology(tp=2, pp=2, placement=(0, 1, 0, 1)), variant=V11, schedule="interleaved-1f1b"),
+]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model of transformers as Megatron names and lays out its weights, and what a step of it is."""
+
+    architecture: Architecture
+    weights: dict[str, torch.Tensor]
+    loss: float
+    grads: dict[str, torch.Tensor]
+
+
+@cache
+def published(variant: str, loss_norm: LossNorm) -> Published:
+    model = tiny_variant(variant)
+    architecture = described(model)
+    weights = in_megatrons_names(architecture, model.state_dict())
+    loss, grads = oracle_of(model, loss_norm)
+    return Published(architecture, weights, loss, in_megatrons_names(architecture, grads))
+
+
+@contextmanager
+def in_job(case: PairCase, env: Any) -> Iterator[tuple[list[Any], PipelineExecutor, ExecutionPlan, list[Batch]]]:
+    """This rank's chunks, its executor over the strict transport, its plan and batches; leaves the job afterwards."""
+    join(env)
+    one = published(case.variant, case.loss_norm)
+    ddps = build_pair_ddps(case, one.architecture, one.weights, env.rank)
+    topology, me = case.topology, case.topology.coordinates(env.rank)
+    groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
+    transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
+    plans = lower(pair_step_plan(case), pair_format(case, one.architecture))
+    for replica in plans:
+        verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
+    plan = plans[me.dp_rank][me.pp_rank]
+    batches = [pair_tensors(m, case.loss_norm) for m in plan.micro_batches]
+    yield ddps, PipelineExecutor(t5_stage(ddps, dropout=case.dropout > 0), transport), plan, batches
+    transport.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_and_losses_equal_transformers_one_pair_at_a_time(case: PairCase, run_ranks: RunRanks) -> None:
+    one = published(case.variant, case.loss_norm)
+
+    def main(env: Any) -> tuple[float, float]:
+        with in_job(case, env) as (ddps, executor, plan, batches):
+            loss = executor.execute(plan, batches)
+            return loss, worst_pair_error(case.topology, env.rank, [ddp.module for ddp in ddps], one.grads)
+
+    for rank, (loss, error) in enumerate(run_ranks(case.topology.world_size, main)):
+        assert loss == pytest.approx(one.loss, rel=1e-5), f"rank {rank}"
+        assert error <= 1e-5, f"rank {rank}"
+
+
+def test_steps_leave_nothing_over_and_keep_copies_alike(run_ranks: RunRanks) -> None:
+    """Under the distributed optimizer, whose replicas must cut what stages share alike: losses, norms and the loss of
+    forwards alone after two updates are those of one process."""
+
+    def main(case: PairCase, env: Any) -> list[float]:
+        with in_job(case, env) as (ddps, executor, plan, batches):
+            optimizer = pair_optimizer(case, ddps)
+            found = []
+            for _ in range(2):
+                loss = executor.execute(plan, batches)
+                norm = optimizer.step(ExecutedStep(plan, loss))
+                assert isinstance(norm, float)
+                found += [loss, norm]
+            return [*found, executor.execute(forwards_of(plan), batches)]
+
+    published("t5", "tokens")
+    alone = run_ranks(1, partial(main, PairCase(Topology())))[0]
+    spread = PairCase(Topology(pp=3, dp=2, layers_per_stage=(3, 3, 2)), distributed_optimizer=True)
+    for rank, found in enumerate(run_ranks(6, partial(main, spread))):
+        assert found == pytest.approx(alone, rel=1e-4), f"rank {rank}"
+
+
+def test_groups_that_were_made_without_the_model_are_refused(run_ranks: RunRanks) -> None:
+    """Megatron sums an embedding over the first and the last rank; of these three the second holds it, too."""
+    one, topology = published("t5", "tokens"), Topology(pp=3)
+
+    def main(env: Any) -> str:
+        join(env)
+        initialize_parallel(topology, 0)
+        config = transformer_config(one.architecture, topology, dtype="float32")
+        part = build_model(one.architecture, topology, env.rank, config, seed=0, device=CPU)
+        with pytest.raises(ConfigError) as caught:
+            sum_copies([part])
+        dist.destroy_process_group()
+        return str(caught.value)
+
+    for said, size in zip(run_ranks(3, main), (2, 1, 2), strict=True):
+        assert said.startswith(f"Megatron's embedding group has {size} ranks but this encoder-decoder's embedding lies")
+
+
+def test_dropout_masks_depend_neither_on_the_pipeline_nor_on_recomputation(run_ranks: RunRanks) -> None:
+    def main(case: PairCase, env: Any) -> float:
+        with in_job(case, env) as (_, executor, plan, batches):
+            return executor.execute(plan, batches)
+
+    undropped = published("t5", "tokens").loss
+    cases = [
+        PairCase(Topology(), dropout=0.2),
+        PairCase(Topology(pp=2, placement=(0, 1, 0, 1)), dropout=0.2, recompute="full", schedule="interleaved-1f1b"),
+    ]
+    losses = [run_ranks(case.topology.world_size, partial(main, case))[0] for case in cases]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert abs(losses[0] - undropped) > 1e-4  # it does drop
