@@ -114,7 +114,7 @@ def make_linears_splittable(module: torch.nn.Module) -> list[torch.Tensor]:
     """
     weights: list[torch.Tensor] = []
     for layer in module.modules():
-        transposed = type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
+        transposed = _is_conv1d(layer)
         if transposed or type(layer) is torch.nn.Linear:
 
             def forward(x: torch.Tensor, layer: Any = layer, transposed: bool = transposed) -> torch.Tensor:
@@ -124,3 +124,20 @@ def make_linears_splittable(module: torch.nn.Module) -> list[torch.Tensor]:
             layer.forward = forward
             weights.append(layer.weight)  # type: ignore[arg-type]
     return weights
+
+
+def trained_share(module: torch.nn.Module) -> float:
+    """Of the weights of linear layers, counted in values, those that are not frozen: W's share of its work.
+
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2).requires_grad_(False))
+    >>> trained_share(layers)
+    0.5
+    """
+    weights = [layer.weight for layer in module.modules() if isinstance(layer, torch.nn.Linear) or _is_conv1d(layer)]
+    total = sum(weight.numel() for weight in weights)  # type: ignore[operator, union-attr]
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)  # type: ignore[operator, union-attr]
+    return trained / total if total else 0.0
+
+
+def _is_conv1d(layer: torch.nn.Module) -> bool:
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")

@@ -69,7 +69,7 @@ LAYER_PATTERNS: dict[str, LayerPattern] = {  # by transformers' model_type
 
 
 @dataclass(frozen=True, slots=True)
-class StagePlace:
+class PartPlace:
     """A stage of a cut model: its number, that of all stages, and the layers that it has."""
 
     stage: int
@@ -85,7 +85,7 @@ class StagePlace:
         return self.stage == self.num_stages - 1
 
 
-def places_of(topology: Topology, num_layers: int, pp_rank: int) -> list[StagePlace]:
+def places_of(topology: Topology, num_layers: int, pp_rank: int) -> list[PartPlace]:
     """The stages of a pipeline rank. Errors: ConfigError for tensor parallelism and for stages without layers."""
     if topology.tp > 1:
         raise ConfigError(
@@ -96,7 +96,7 @@ def places_of(topology: Topology, num_layers: int, pp_rank: int) -> list[StagePl
         raise ConfigError(f"layers_per_stage is {counts} but each stage of a transformers model needs a layer or more")
     firsts = [sum(counts[:stage]) for stage in range(len(counts))]
     return [
-        StagePlace(stage, len(counts), range(firsts[stage], firsts[stage] + counts[stage]))
+        PartPlace(stage, len(counts), range(firsts[stage], firsts[stage] + counts[stage]))
         for stage in topology.stages_of(pp_rank)
     ]
 
@@ -140,7 +140,7 @@ def has_tied_ends(model: Any) -> bool:
     return bool(model._tied_weights_keys and model.config.get_text_config().tie_word_embeddings)
 
 
-def cut_in_place(model: Any, pattern: LayerPattern, place: StagePlace) -> None:
+def cut_in_place(model: Any, pattern: LayerPattern, place: PartPlace) -> None:
     """Leave a model what its stage needs. The last stage keeps a tied embedding for its head."""
     layers = model.get_submodule(pattern.layers)
     tied = has_tied_ends(model)
@@ -149,15 +149,15 @@ def cut_in_place(model: Any, pattern: LayerPattern, place: StagePlace) -> None:
         if number not in place.layers:
             layers[number] = AbsentModule(layer, pattern.returns_tuple)
     if not place.is_first:
-        layers[0] = Entry(layers[0], pattern.returns_tuple)
+        layers[0] = StageEntry(layers[0], pattern.returns_tuple)
         _remove(model, [path for path in pattern.first if not (tied and place.is_last and path == embedding)])
     if not place.is_last:
-        layers[len(layers) - 1] = Exit(layers[len(layers) - 1], pattern.returns_tuple)
+        layers[len(layers) - 1] = StageExit(layers[len(layers) - 1], pattern.returns_tuple)
         _remove(model, pattern.last)
         model.all_tied_weights_keys = {}
 
 
-def cut_out(model: Any, pattern: LayerPattern, place: StagePlace) -> Any:
+def cut_out(model: Any, pattern: LayerPattern, place: PartPlace) -> Any:
     """A stage's share as a model of its own, with the very layers and weights of `model`, which stays whole."""
     own = _with_own_modules(model)
     for path in {*pattern.first, *pattern.last, pattern.layers + "."}:
@@ -190,8 +190,8 @@ class AbsentModule(torch.nn.Module):
         return x if x.is_floating_point() else x.new_zeros((), dtype=torch.float32)
 
 
-class Entry(AbsentModule):
-    """In the place of the first layer: whatever the model did before, here are the hidden states of the stage before."""
+class StageEntry(AbsentModule):
+    """In the place of the first layer: whatever was done before it, on come the hidden states of the stage before."""
 
     received: torch.Tensor | None = None
 
@@ -201,7 +201,7 @@ class Entry(AbsentModule):
         return received
 
 
-class Exit(AbsentModule):
+class StageExit(AbsentModule):
     """In the place of the last layer: keeps the hidden states for the stage behind, whatever the model does next."""
 
     kept: torch.Tensor | None = None

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 import transformers
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.keyed_random import seed_of
 from dynapipe_ext.executor.stages.transformers_layers import (
-    Entry,
-    Exit,
     LayerPattern,
-    StagePlace,
+    PartPlace,
+    StageEntry,
+    StageExit,
     check_pattern,
     cut_in_place,
     cut_out,
@@ -31,8 +33,10 @@ from dynapipe_ext.executor.stages.transformers_layers import (
 )
 from dynapipe_ext.topology import Topology
 
+_checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 
-class ModelPart(torch.nn.Module):
+
+class TransformersPart(torch.nn.Module):
     """One stage of a causal model: (ids or hidden states, batch) -> hidden states or logits, (rows, length, width).
 
     `model` is a PreTrainedModel whose layers keep their numbers and names; adapters go into it
@@ -40,7 +44,7 @@ class ModelPart(torch.nn.Module):
     draw random numbers "random_key", of which those of each layer are made. Training is the model's own mode.
     """
 
-    def __init__(self, model: Any, place: StagePlace, pattern: LayerPattern) -> None:
+    def __init__(self, model: Any, place: PartPlace, pattern: LayerPattern) -> None:
         super().__init__()
         self.model, self.place, self.pattern = model, place, pattern
         self.training = model.training
@@ -59,7 +63,7 @@ class ModelPart(torch.nn.Module):
         if place.is_first:
             inputs["input_ids"] = x
         else:
-            assert isinstance(self._entry, Entry)
+            assert isinstance(self._entry, StageEntry)
             inputs["inputs_embeds"] = self._entry.received = x
         devices = [x.device] if x.is_cuda else []
         with torch.random.fork_rng(devices=devices, enabled=draws):
@@ -70,22 +74,21 @@ class ModelPart(torch.nn.Module):
         if place.is_last:
             logits: torch.Tensor = output.logits
             return logits
-        assert isinstance(self._exit, Exit)
+        assert isinstance(self._exit, StageExit)
         return self._exit.take()
 
     def recompute_layers(self, enabled: bool) -> None:
         """Whether layers keep their inputs alone from the next forward on. Errors: ConfigError where they cannot."""
-        layers = [self.model.get_submodule(self.pattern.layers)[number] for number in self.place.layers]
-        if enabled and not hasattr(layers[0], "_gradient_checkpointing_func"):
-            if not getattr(self.model, "supports_gradient_checkpointing", False):
-                raise ConfigError(
-                    f'{type(self.model).__name__} cannot recompute its layers: plan with recompute="none"'
-                )
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if enabled and not self.model.training:
             raise ConfigError("transformers recomputes layers in training mode alone: call train(), or plan without")
-        for layer in layers:
+        places = self.model.get_submodule(self.pattern.layers)
+        for layer in (places[number] for number in self.place.layers):
+            if not hasattr(layer, "gradient_checkpointing"):
+                if enabled:
+                    raise ConfigError(f'{type(layer).__name__} cannot be recomputed: plan with recompute="none"')
+                return
             layer.gradient_checkpointing = enabled
+            layer._gradient_checkpointing_func = _checkpoint
 
     def _seed(self, layer: str) -> None:
         if self._key:
@@ -100,28 +103,28 @@ class ModelPart(torch.nn.Module):
 
 
 def parts_of_model(
-    model: Any, topology: Topology = Topology(), pp_rank: int = 0, *, pattern: LayerPattern | None = None
-) -> list[ModelPart]:
+    model: Any, topology: Topology | None = None, pp_rank: int = 0, *, pattern: LayerPattern | None = None
+) -> list[TransformersPart]:
     """This rank's parts of a whole PreTrainedModel, one a stage: its own layers and weights, not copies.
+
+    Without a topology, the model in one part.
 
     Errors: ConfigError for a model that is no causal one of a known pattern, or that cannot be cut so.
     """
     pattern = pattern or pattern_of(model.config)
     check_pattern(model, pattern)
-    num_layers = len(model.get_submodule(pattern.layers))
-    return [
-        ModelPart(cut_out(model, pattern, place), place, pattern) for place in places_of(topology, num_layers, pp_rank)
-    ]
+    places = places_of(topology or Topology(), len(model.get_submodule(pattern.layers)), pp_rank)
+    return [TransformersPart(cut_out(model, pattern, place), place, pattern) for place in places]
 
 
 def parts_of_folder(
     folder: str | Path,
-    topology: Topology = Topology(),
+    topology: Topology | None = None,
     pp_rank: int = 0,
     *,
     pattern: LayerPattern | None = None,
     **options: Any,
-) -> list[ModelPart]:
+) -> list[TransformersPart]:
     """This rank's parts of a model that `save_pretrained` wrote, in training mode; only their weights are read.
 
     `options` are those of from_pretrained: dtype, attn_implementation. Errors as `parts_of_model`; DataError for a
@@ -145,13 +148,13 @@ def parts_of_folder(
 
 def parts_of_config(
     config: Any,
-    topology: Topology = Topology(),
+    topology: Topology | None = None,
     pp_rank: int = 0,
     *,
     seed: int,
     pattern: LayerPattern | None = None,
     **options: Any,
-) -> list[ModelPart]:
+) -> list[TransformersPart]:
     """This rank's parts of a fresh model, in training mode, its weights as the family draws them.
 
     They are keyed by seed and module, so every topology starts from the same model. `options` and errors as
@@ -160,22 +163,20 @@ def parts_of_config(
 
     def draw(part_class: Any) -> Any:
         with torch.random.fork_rng(devices=[]):
-            model = part_class.from_pretrained(None, config=config, state_dict={}, **options)
-        model.tie_weights()
-        return model
+            return part_class.from_pretrained(None, config=config, state_dict={}, **options)
 
     return _built(config, topology, pp_rank, pattern, draw, seed=seed)
 
 
 def _built(
     config: Any,
-    topology: Topology,
+    topology: Topology | None,
     pp_rank: int,
     pattern: LayerPattern | None,
     build: Callable[[Any], Any],
     *,
-    seed: int = 0,
-) -> list[ModelPart]:
+    seed: int | None = None,
+) -> list[TransformersPart]:
     """Parts that `build` makes, each of a class that cuts itself before it has memory."""
     mapping: Mapping[Any, Any] = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in mapping:
@@ -183,9 +184,11 @@ def _built(
     pattern = pattern or pattern_of(config)
     parts = []
     with _quiet():
-        for place in places_of(topology, config.get_text_config().num_hidden_layers, pp_rank):
+        for place in places_of(topology or Topology(), config.get_text_config().num_hidden_layers, pp_rank):
             model = build(_part_class(mapping[type(config)], pattern, place, seed))
-            parts.append(ModelPart(model.train(), place, pattern))
+            for module in model.modules():
+                vars(module).pop("_init_weights", None)  # drawn
+            parts.append(TransformersPart(model.train(), place, pattern))
     first, last = parts[0], parts[-1]
     if first.place.is_first and last.place.is_last and first is not last and has_tied_ends(last.model):
         last.model.set_input_embeddings(first.model.get_input_embeddings())
@@ -193,8 +196,11 @@ def _built(
     return parts
 
 
-def _part_class(whole: Any, pattern: LayerPattern, place: StagePlace, seed: int) -> Any:
-    """`whole`, cut to a stage as soon as it is made: from_pretrained then gives memory to that alone."""
+def _part_class(whole: Any, pattern: LayerPattern, place: PartPlace, seed: int | None) -> Any:
+    """`whole`, cut to a stage as soon as it is made: from_pretrained then gives memory to that alone.
+
+    With a seed, what each module draws is keyed by its name.
+    """
 
     class Part(whole):  # type: ignore[misc]
         _keys_to_ignore_on_load_unexpected = (r".*",)
@@ -203,15 +209,32 @@ def _part_class(whole: Any, pattern: LayerPattern, place: StagePlace, seed: int)
             super().__init__(config, *inputs, **kwargs)
             check_pattern(self, pattern)
             cut_in_place(self, pattern, place)
+            if seed is not None:
+                _key_draws(self, seed)
 
-        def _init_weights(self, module: torch.nn.Module) -> None:
-            name = next(name for name, own in self.named_modules() if own is module)
-            torch.manual_seed(seed_of(str(seed), name))
-            super()._init_weights(module)
+        def tie_weights(self, *arguments: Any, **kwargs: Any) -> Any:
+            """The head, where it is here, is tied to the embedding beside it."""
+            return super().tie_weights(*arguments, **kwargs) if place.is_last else None
 
     Part.__name__ = Part.__qualname__ = whole.__name__
     Part.__module__ = whole.__module__
     return Part
+
+
+def _key_draws(model: Any, seed: int) -> None:
+    """Before a module's first weights are drawn, seed by its name."""
+    names = {module: name for name, module in model.named_modules()}
+
+    def keyed(draw: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
+        def seeded(module: torch.nn.Module) -> None:
+            torch.manual_seed(seed_of(str(seed), names[module]))
+            draw(module)
+
+        return seeded
+
+    for module in names:  # a model within the model draws for itself
+        if isinstance(module, transformers.PreTrainedModel):
+            module._init_weights = keyed(module._init_weights)  # type: ignore[method-assign]
 
 
 @contextmanager

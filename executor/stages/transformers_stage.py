@@ -18,8 +18,9 @@ from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, PlainA
 from dynapipe_ext.executor.stages.keyed_random import random_key
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage
 from dynapipe_ext.executor.stages.transformers_layers import has_tied_ends
-from dynapipe_ext.executor.stages.transformers_parts import ModelPart
+from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
 from dynapipe_ext.packing.attention import DOCUMENT_ATTENTION
+from dynapipe_ext.packing.check import rotary_settings
 from dynapipe_ext.plan import MicroBatch
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
@@ -45,14 +46,14 @@ class TransformersStage(TorchStage):
 
     def __init__(
         self,
-        parts: Sequence[ModelPart],
+        parts: Sequence[TransformersPart],
         *,
         loss: LossFunction = token_loss_sum,
         accumulator: MakeAccumulator = PlainAccumulator,
         parallel: Reductions | None = None,
     ) -> None:
         self._parts = list(parts)
-        if not self._parts or not all(isinstance(part, ModelPart) for part in self._parts):
+        if not self._parts or not all(isinstance(part, TransformersPart) for part in self._parts):
             raise ConfigError("TransformersStage takes a list of parts: give parts_of_model(model, topology, pp_rank)")
         weight = _copied_weight(self._parts)
         if weight is not None and parallel is not None:
@@ -80,7 +81,8 @@ class TransformersStage(TorchStage):
         for name in ("tokens", "labels", "loss_weights", "position_ids"):
             if name in batch and batch[name].shape != shape:
                 raise DataError(
-                    f"{name} of micro-batch {micro_batch} has shape {tuple(batch[name].shape)}, not {tuple(shape)} as planned"
+                    f"{name} of micro-batch {micro_batch} has shape {tuple(batch[name].shape)}, not {tuple(shape)} as"
+                    " planned: give collate functions that keep to the plan"
                 )
         if "position_ids" in batch and not torch.equal(batch["position_ids"].to(self._device), inputs["position_ids"]):
             raise DataError(
@@ -120,19 +122,25 @@ class TransformersStage(TorchStage):
                     f"{name} is not known to keep packed documents apart under {self._attention}: build it with"
                     f' attn_implementation={" or ".join(_KEEPS_DOCUMENTS_APART)}, or plan with layout="padded"'
                 )
-        rope = getattr(config, "rope_parameters", None) or {}
-        trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if rope.get("rope_type") in ("dynamic", "longrope") and max(documents) > trained:
+        return _too_long(config, name, max(documents))
+
+
+def _too_long(config: Any, name: str, longest: int) -> str:
+    """Why rows of so many positions cannot be trained exactly; nothing if they can."""
+    ropes, learned = rotary_settings(config), getattr(config, "max_position_embeddings", None)
+    for rope in ropes:
+        trained = rope.get("original_max_position_embeddings") or learned
+        if rope.get("rope_type") in ("dynamic", "longrope") and longest > trained:
             return (
-                f"rows of {max(documents)} positions change the rotary frequencies of {name} ({rope['rope_type']} above"
+                f"rows of {longest} positions change the rotary frequencies of {name} ({rope['rope_type']} above"
                 f" {trained}) for all their samples: keep samples, rounded up to pad_multiple, within that"
             )
-        if not rope and max(documents) > config.max_position_embeddings:
-            return (
-                f"rows of {max(documents)} positions exceed the {config.max_position_embeddings} that {name} has learned:"
-                " truncate samples to that, a multiple of pad_multiple"
-            )
-        return ""
+    if not ropes and learned is not None and longest > learned:
+        return (
+            f"rows of {longest} positions exceed the {learned} that {name} has learned: truncate samples to that, a"
+            " multiple of pad_multiple"
+        )
+    return ""
 
 
 def model_inputs(micro_batch: MicroBatch, attention: str, device: torch.device) -> dict[str, Any]:
@@ -175,7 +183,7 @@ def _tied(
     return TiedGradients(accumulator(parameters, sum_over_replicas), weight, sum_over_ends)
 
 
-def _copied_weight(parts: Sequence[ModelPart]) -> Any:
+def _copied_weight(parts: Sequence[TransformersPart]) -> Any:
     """This rank's copy of a tied weight that another rank has, too; None where there is none."""
     first, last = parts[0], parts[-1]
     if first.place.is_first and last.place.is_last:

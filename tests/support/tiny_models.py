@@ -40,9 +40,9 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def tiny_model(family: str) -> Any:
-    """A model in evaluation mode, with weights well away from zero: attention then shows in the loss."""
-    config = CONFIGS[family]() if family in CONFIGS else family
+def tiny_model(family: Any) -> Any:
+    """A model of a family, or of a config, that evaluates; weights are far from zero: attention shows in the loss."""
+    config = CONFIGS[family]() if isinstance(family, str) else family
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = transformers.AutoModelForCausalLM.from_config(config)
