@@ -167,13 +167,35 @@ def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, 
     return over_topology(cost_model_from_json(raw), topology)
 
 
+def settled_steps(config: TrainConfig, lengths: LengthArray) -> TrainConfig:
+    """The settings with the steps that their epochs come to on data of these lengths, and no epochs.
+
+    Errors: DataError for a sample over the token budget.
+    """
+    if not config.run.epochs:
+        return config
+    whole, part = int(config.run.epochs), config.run.epochs % 1
+    drop_last = config.data.drop_last
+    epochs = range(whole + (part > 0))
+    num_batches = [len(_global_batches(config, lengths, epoch, drop_last=drop_last)) for epoch in epochs]
+    steps = sum(num_batches[:whole]) + (round(part * num_batches[whole]) if part else 0)
+    return replace(config, run=replace(config.run, steps=max(1, steps), epochs=0.0))
+
+
 def check_batches(config: TrainConfig, lengths: LengthArray) -> None:
     """Refuse a sample over the token budget before anything is started. Errors: DataError naming it."""
-    GlobalBatches(
+    _global_batches(config, lengths, 0, drop_last=False)
+
+
+def _global_batches(config: TrainConfig, lengths: LengthArray, epoch: int, *, drop_last: bool) -> GlobalBatches:
+    data = config.data
+    return GlobalBatches(
         lengths,
-        batch_size=config.data.batch_size or None,
-        tokens_per_batch=config.data.tokens_per_batch or None,
+        batch_size=data.batch_size or None,
+        tokens_per_batch=data.tokens_per_batch or None,
         seed=config.run.seed,
+        epoch=epoch,
+        drop_last=drop_last,
     )
 
 
