@@ -19,20 +19,25 @@ ScheduleName = Literal["adaptive", "1f1b", "gpipe", "zb-h1", "zb-h2"]
 SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2")  # every backward as I and W, asked for or not
 PlacementChoice = Literal[PlacementName, "auto"]
 _READ = "described"  # of [model]: no setting, but what one of them names
+SaveFormat = Literal["hf", "megatron", "deepspeed"]
+LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """`run_dir` empty means a new directory under runs/, named by the time. Figures of all ranks are gathered every
-    `log_every` steps, and at the last `traced_steps`, whose timelines go into trace.html."""
+    `log_every` steps, and at the last `traced_steps`, whose timelines go into trace.html. `epochs` above 0 is how often
+    the data are gone through, and takes the place of `steps`. `wandb` names a project of Weights & Biases to log to."""
 
     steps: int = 40
+    epochs: float = 0.0
     seed: int = 0
     run_dir: str = ""
     log_every: int = 1
     traced_steps: int = 3
     tensorboard: bool = False
+    wandb: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +82,19 @@ class ModelSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
     """`path` empty means the built-in generator. `tokenizer`: "bpe" (trained on the data, `vocab_size` ids), "bytes",
-    or what `dynapipe preprocess --tokenizer` takes. Exactly one of `tokens_per_batch` and `batch_size` is above 0."""
+    or what `dynapipe preprocess --tokenizer` takes. Of a model's folder of transformers the tokenizer does what that
+    model was trained with: `template` says of what the records are ("auto": what the first one has), the keys name
+    their fields where these are not input and target, prompt and response, or text. Exactly one of `tokens_per_batch`
+    and `batch_size` is above 0."""
 
     path: str = ""
     num_samples: int = 4000
     tokenizer: str = "bpe"
     vocab_size: int = 1024
+    template: Literal["auto", "chat", "prompt", "text"] = "auto"
+    input_key: str = ""
+    target_key: str = ""
+    text_key: str = ""
     truncate: bool = False
     tokens_per_batch: int = 8192
     batch_size: int = 0
@@ -118,14 +130,19 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """Adam with linear warm-up and cosine decay over the run; `clip_grad` is the global norm (0: off).
+    """AdamW with linear warm-up, then `lr_schedule` down to `min_lr` over the run ("wsd" is constant, and linear over
+    its last tenth). Warm-up takes `warmup_steps`, or where it is above 0 `warmup_fraction` of all steps. Weights decay
+    but for norms and biases; `clip_grad` is the global norm (0: off).
 
     A step whose loss or gradients are not finite changes no weight: `nan_policy` "stop" ends the run there, "skip"
     leaves out up to `max_skips` such steps in a row."""
 
     lr: float = 2e-3
     min_lr: float = 2e-4
+    lr_schedule: LrSchedule = "cosine"
     warmup_steps: int = 5
+    warmup_fraction: float = 0.0
+    betas: tuple[float, ...] = (0.9, 0.999)
     weight_decay: float = 0.01
     clip_grad: float = 1.0
     distributed: bool = False
@@ -138,8 +155,11 @@ class CheckpointSettings:
     """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and always at its end. The
     `keep_last` newest stay (0: all), with `keep_best` also that of the least loss, by validation where there is one.
     `background`: training goes on while a copy is written. A run that is asked to end by a signal saves and has ended
-    within `grace_s`."""
+    within `grace_s`. One that ends well leaves its model in the folder `output`, if named, as `save_format`: that of
+    the checkpoint `keep_best` has kept, else the last one's."""
 
+    output: str = ""
+    save_format: SaveFormat = "hf"
     save_every: int = 0
     save_minutes: float = 0.0
     keep_last: int = 2
@@ -235,6 +255,17 @@ class TrainConfig:
             raise ConfigError(
                 f"{where}: [data] prefetch_steps is {data.prefetch_steps} but must be at least 2 with planner processes"
                 f" (num_workers is {data.num_workers})"
+            )
+        if bool(data.input_key) != bool(data.target_key):
+            raise ConfigError(
+                f"{where}: [data] input_key is {data.input_key!r} and target_key {data.target_key!r}: give both"
+            )
+        if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+            raise ConfigError(f"{where}: [optimizer] betas is {optimizer.betas} but must be two numbers in 0..1")
+        if not 0 <= optimizer.warmup_fraction < 1:
+            raise ConfigError(
+                f"{where}: [optimizer] warmup_fraction is {optimizer.warmup_fraction} but must lie in 0..1:"
+                " warmup_steps counts steps"
             )
         if not 0 <= self.model.dropout < 1:
             raise ConfigError(f"{where}: [model] dropout is {self.model.dropout} but must lie in 0..1")

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from dynapipe_ext.errors import ConfigError
 
 _AT_LEAST = {
-    "run": {"steps": 1, "seed": 0, "log_every": 1, "traced_steps": 0},
+    "run": {"steps": 1, "epochs": 0, "seed": 0, "log_every": 1, "traced_steps": 0},
     "topology": {"tp": 1, "pp": 1, "dp": 1, "stages_per_rank": 0},
     "model": {
         "num_layers": 1,
@@ -66,9 +66,11 @@ def checked_value(value: Any, hint: Any, where: str) -> Any:
             raise ConfigError(f"{where} is {value!r}: choose from {list(get_args(hint))}")
         return value
     if get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple) or any(not isinstance(v, int) or isinstance(v, bool) for v in value):
-            raise ConfigError(f"{where} is {value!r} but must be a list of integers")
-        return tuple(value)
+        kind = get_args(hint)[0]
+        listed = value if isinstance(value, list | tuple) else [None]
+        if any(not isinstance(v, int | kind) or isinstance(v, bool) for v in listed):
+            raise ConfigError(f"{where} is {value!r} but must be a list of {'integers' if kind is int else 'numbers'}")
+        return tuple(kind(v) for v in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):

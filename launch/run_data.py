@@ -20,12 +20,16 @@ from dynapipe_ext.data.dataset import (
 )
 from dynapipe_ext.data.generation import generate_examples, generator_settings
 from dynapipe_ext.data.held_out import SampleSubset, hold_out
-from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, load_encoder
+from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, is_own, load_encoder
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess
+from dynapipe_ext.data.preprocessing.rendering import RecordFields
+from dynapipe_ext.data.preprocessing.transformers_encoder import load_model_tokenizer
 from dynapipe_ext.data.reading import Example, read_examples
+from dynapipe_ext.data.tokenizer import FILE_NAME
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
+from dynapipe_ext.launch.data_form import DataForm, form_of
 from dynapipe_ext.launch.file_lock import FileLock
 from dynapipe_ext.launch.run_directory import runs_folder
 from dynapipe_ext.lengths import LengthArray
@@ -41,6 +45,7 @@ class _Source:
     examples: Callable[[], Iterator[Example]]
     fingerprint: str
     tokenizer: TokenizerKind | Encoder
+    form: DataForm
     folder: Path
 
 
@@ -61,7 +66,7 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
     lock = source.folder.with_name(f".{source.folder.name}.lock")
     with FileLock(lock, f"the tokenized data in {source.folder}", wait_s=PREPARE_LIMIT_S):
         if not isinstance(source.tokenizer, str):
-            return _preprocessed(config, config.data.path, source.folder, source.tokenizer, progress)
+            return _preprocessed(config, config.data.path, source.folder, source.tokenizer, source.form, progress)
         return prepare(
             source.examples,
             source.folder,
@@ -101,12 +106,13 @@ def run_data(config: TrainConfig, whole: TokenDataset) -> RunData:
     if is_prepared(settings.path):
         return RunData(whole, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole))
     encoder = whole.tokenizer()
-    made_by = [digest_of(encoder), config.model.max_seq_len, config.data.truncate]
+    form = form_of(config.data, Path(settings.path), encoder)
+    made_by = [digest_of(encoder), *form.described(), config.model.max_seq_len, config.data.truncate]
     folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
     if is_prepared(folder):
         return RunData(whole, TokenDataset.open(folder))
     with FileLock(folder.with_name(f".{folder.name}.lock"), f"the tokenized data in {folder}", wait_s=PREPARE_LIMIT_S):
-        return RunData(whole, _preprocessed(config, settings.path, folder, encoder, None))
+        return RunData(whole, _preprocessed(config, settings.path, folder, encoder, form, None))
 
 
 def check_data(data: RunData, check: Callable[[LengthArray], None]) -> None:
@@ -118,6 +124,15 @@ def check_data(data: RunData, check: Callable[[LengthArray], None]) -> None:
         check(data.held_out.lengths)
     except DynaPipeError as error:
         raise type(error)(f"[eval] of the held-out data, {error}") from error
+
+
+def refuse_pieces(config: TrainConfig, data: RunData, *, compare: bool) -> None:
+    """Errors: ConfigError for plans that cut samples whose targets are not all at the end: lengths do not say where."""
+    if data.whole.targets is not None and (compare or config.plan.rule == "fixed-rows"):
+        raise ConfigError(
+            "--compare, and [plan] rule fixed-rows, cut long samples, of which only those with all targets at their end"
+            " can be cut: leave it out for chats"
+        )
 
 
 def _same_tokens(held_out: TokenDataset, whole: TokenDataset) -> TokenDataset:
@@ -154,20 +169,35 @@ def _source(config: TrainConfig) -> _Source:
                     f"[data] tokenizer is {data.tokenizer!r} but no path is given: the built-in generator's text takes"
                     " bpe or bytes; name your own data"
                 )
-            tokenizer = load_encoder(data.tokenizer)
+            tokenizer = _own_tokenizer(Path(data.tokenizer)) or load_encoder(data.tokenizer)
             made_by = [digest_of(tokenizer)]
     if data.path:
         path = Path(data.path)
-        examples, fingerprint = partial(read_examples, path), fingerprint_of_source(path)
+        fingerprint = fingerprint_of_source(path)
+        form = form_of(data, path, tokenizer)
+        examples = partial(read_examples, path, pair=form.fields.pair, text=form.fields.text)
     else:
+        form = DataForm(None, RecordFields())
         examples = partial(generate_examples, num_samples=data.num_samples, seed=seed)
         fingerprint = fingerprint_of_source(generator_settings(num_samples=data.num_samples, seed=seed))
-    made_from = [fingerprint, *made_by, config.model.max_seq_len, data.truncate]
-    return _Source(examples, fingerprint, tokenizer, _tokenized(config, made_from))
+    made_from = [fingerprint, *made_by, *form.described(), config.model.max_seq_len, data.truncate]
+    return _Source(examples, fingerprint, tokenizer, form, _tokenized(config, made_from))
+
+
+def _own_tokenizer(path: Path) -> Encoder | None:
+    """That of a model's folder, with all that it does; None where `path` is no such folder."""
+    if not path.is_dir() or is_own(path / FILE_NAME):
+        return None
+    return load_model_tokenizer(path)
 
 
 def _preprocessed(
-    config: TrainConfig, path: str, folder: Path, encoder: Encoder, progress: Callable[[int], None] | None
+    config: TrainConfig,
+    path: str,
+    folder: Path,
+    encoder: Encoder,
+    form: DataForm,
+    progress: Callable[[int], None] | None,
 ) -> TokenDataset:
     """A file of the user's by a tokenizer of any make, as `dynapipe preprocess` does it."""
     if not is_prepared(folder):
@@ -175,7 +205,14 @@ def _preprocessed(
         preprocess(
             find_inputs([path]),
             folder,
-            settings=EncodeSettings(target="dataset", max_seq_len=longest, truncate=truncate),
+            settings=EncodeSettings(
+                target="dataset",
+                keys=(form.fields.text,),
+                pair=form.fields.pair,
+                template=form.template,
+                max_seq_len=longest,
+                truncate=truncate,
+            ),
             encoder=encoder,
             overwrite=True,
             progress=None if progress is None else lambda done: progress(done.num_samples),

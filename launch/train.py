@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import secrets
 import signal
 import sys
@@ -37,25 +36,33 @@ from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS
 from dynapipe_ext.launch.env import RankEnv, limit_threads, rank_env, store_password
 from dynapipe_ext.launch.job import (
-    Variant,
     check_batches,
     check_fits,
+    settled_steps,
     topology_of,
     variants,
 )
+from dynapipe_ext.launch.listeners import listeners_of, require_loggers
 from dynapipe_ext.launch.outcome import begin_run, keeping_what_ran, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.placement import settled_placement, trials_table
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
-from dynapipe_ext.launch.run_data import PREPARE_LIMIT_S, RunData, check_data, data_folder, prepare_data, run_data
+from dynapipe_ext.launch.run_data import (
+    PREPARE_LIMIT_S,
+    RunData,
+    check_data,
+    data_folder,
+    prepare_data,
+    refuse_pieces,
+    run_data,
+)
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory, run_to_resume
 from dynapipe_ext.launch.signals import ending_signals_raise
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
+from dynapipe_ext.launch.trained_model import refuse_output, write_trained_model
 from dynapipe_ext.tools.account.report import StoreInfo
-from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile
 from dynapipe_ext.tools.console import show
-from dynapipe_ext.tools.progress import StepProgress, WorkProgress
-from dynapipe_ext.tools.tensorboard_file import TensorBoardFile, require_tensorboard
+from dynapipe_ext.tools.progress import WorkProgress
 from dynapipe_ext.topology import Topology
 
 if TYPE_CHECKING:  # it imports torch and Megatron
@@ -67,7 +74,8 @@ class TrainingJob:
     """What `dynapipe train` has settled before it forks ranks; under torchrun rank 0 settles it.
 
     `run_dir` is the directory that rank 0 fills; its owner has claimed it, and holds it for as long as the ranks run.
-    `resumed` is the checkpoint to go on from. `end_signals` ask a rank to save and end.
+    `resumed` is the checkpoint to go on from. `end_signals` ask a rank to save and end. `overwrite`: the trained model
+    may take the place of what its folder holds.
     """
 
     config: TrainConfig
@@ -77,6 +85,7 @@ class TrainingJob:
     costs: CostModel | None = None
     resumed: Path | None = None
     end_signals: tuple[signal.Signals, ...] = (signal.SIGUSR1,)
+    overwrite: bool = False
 
 
 def train_rank(env: RankEnv, job: TrainingJob) -> int:
@@ -127,6 +136,9 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
         write_outcome(
             job.run_dir, context.config, context.costs, context.data, variants(config, compare=False)[0], spans
         )
+        if output := context.config.checkpoint.output:
+            step = write_trained_model(context.config, job.run_dir, overwrite=job.overwrite)
+            print(f"the model after step {step} is in {output} ({config.checkpoint.save_format})")
     return 0
 
 
@@ -168,6 +180,10 @@ def _run(
     config = replace(config, topology=TrainConfig.from_json({"topology": shared["topology"]}).topology)
     topology = topology_of(config)
     data = _data(env, config)
+    refuse_pieces(config, data, compare=job.compare)
+    config = settled_steps(config, data.train.lengths)
+    if job.resumed is not None:
+        refuse_done(job.resumed, config)
     agreed = cost_model_from_json(shared["costs"])
     if job.costs is None:  # dynapipe train has checked this before it forked the ranks
         check_data(data, lambda lengths: check_batches(config, lengths))
@@ -205,7 +221,7 @@ def _run(
         with ExitStack() as listening:
             listeners: list[Listener] = [] if index else [traced]
             if env.rank == 0:
-                listeners += _shown_and_written(config, job.run_dir, variant, index, first_step)
+                listeners += listeners_of(config, job.run_dir, variant, index, first_step)
             for listener in listeners:
                 listening.callback(listener.close)
             run_variant(context, variant, f"{context.namespace}/{index}", listeners, None if index else checkpoints)
@@ -213,19 +229,6 @@ def _run(
     give_spans(store, env.rank, traced.spans)
     dist.barrier()
     return context, take_spans(store, topology.world_size, config.job.timeout_s) if env.rank == 0 else []
-
-
-def _shown_and_written(
-    config: TrainConfig, run_dir: Path, variant: Variant, index: int, first_step: int
-) -> list[Listener]:
-    """Who else is told of the steps on rank 0."""
-    progress = StepProgress(config.run.steps - first_step, every=config.run.log_every)
-    if index:
-        progress.log(f"comparing: {variant.name}")
-    listeners: list[Listener] = [EventsFile(run_dir / EVENTS_FILE, variant.name), progress]
-    if config.run.tensorboard:
-        listeners.append(TensorBoardFile(run_dir / "tensorboard" / (re.sub(r"\W+", "-", variant.name))))
-    return listeners
 
 
 def ranks_line(topology: Topology) -> str:
@@ -284,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, metavar="FILE", help="settings in TOML")
     parser.add_argument("--store", metavar="URL", help="redis://, rediss:// or unix://; default: embedded (one node)")
     parser.add_argument("--compare", action="store_true", help="run the usual ways beside the configured one")
-    parser.add_argument("--overwrite", action="store_true", help="lose the run that the run directory holds")
+    parser.add_argument("--overwrite", action="store_true", help="lose the run and the model that are there")
     parser.add_argument(
         "--resume", metavar="RUN_DIR", help='go on from its newest checkpoint; "latest": the newest run'
     )
@@ -317,8 +320,8 @@ def _tell_torchrun(error: Exception, cause: str) -> None:
 def _main(env: RankEnv, args: argparse.Namespace) -> int:
     address = store_address(args.store) if args.store else None
     config = TrainConfig.read(args.config)
-    if config.run.tensorboard:
-        require_tensorboard()
+    require_loggers(config)
+    refuse_output(config, overwrite=args.overwrite)
     run_dir, resumed = config.run.run_dir, None
     if args.resume:
         run_dir = str(run_to_resume(args.resume))
@@ -330,7 +333,9 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
         RunDirectory(run_dir, overwrite=args.overwrite, resume=bool(args.resume)) as directory,
         keeping_what_ran(directory),
     ):
-        job = TrainingJob(config, args.compare, directory.path, address, resumed=resumed, end_signals=asked)
+        job = TrainingJob(
+            config, args.compare, directory.path, address, resumed=resumed, end_signals=asked, overwrite=args.overwrite
+        )
         return train_rank(env, job)
 
 
@@ -339,10 +344,16 @@ def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrit
     if compare or overwrite:
         raise ConfigError(f"--resume goes on with {run_dir}: leave out {'--compare' if compare else '--overwrite'}")
     newest = latest(run_dir / CHECKPOINTS)
+    if not config.run.epochs:
+        refuse_done(newest, config)
+    return newest
+
+
+def refuse_done(newest: Path, config: TrainConfig) -> None:
+    """Errors: ConfigError where a checkpoint has done all the steps of the settings."""
     done = read_manifest(newest).run.step
     if done >= config.run.steps:
         raise ConfigError(f"{newest} has done {done} steps and steps is {config.run.steps}: raise --steps to go on")
-    return newest
 
 
 def store_address(url: str) -> StoreAddress:

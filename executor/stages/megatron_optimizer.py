@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.config import LrSchedule, OptimizerSettings
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
 from dynapipe_ext.executor.stages.megatron import Chunks
@@ -20,6 +20,8 @@ SHARDING = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+_LR_STYLES: dict[LrSchedule, str] = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
+_WSD_DECAY = 0.1  # of all steps
 
 
 class MegatronOptimizer:
@@ -36,6 +38,8 @@ class MegatronOptimizer:
                 min_lr=settings.min_lr,
                 weight_decay=settings.weight_decay,
                 clip_grad=settings.clip_grad,
+                adam_beta1=settings.betas[0],
+                adam_beta2=settings.betas[1],
                 bf16=config.bf16,
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=settings.distributed,
@@ -46,14 +50,18 @@ class MegatronOptimizer:
         self._is_distributed = settings.distributed
         self._guard = StepGuard(chunks, settings.nan_policy, settings.max_skips)
         self._num_updates = 0
+        fraction = settings.warmup_fraction
+        warmup_steps = round(fraction * num_steps) if fraction else settings.warmup_steps
         self._scheduler = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,
             max_lr=settings.lr,
             min_lr=settings.min_lr,
-            lr_warmup_steps=min(settings.warmup_steps, num_steps - 1),
+            lr_warmup_steps=min(warmup_steps, num_steps - 1),
             lr_decay_steps=num_steps,
-            lr_decay_style="cosine",
+            lr_decay_style=_LR_STYLES[settings.lr_schedule],
+            wsd_decay_steps=max(1, round(_WSD_DECAY * num_steps)),
+            lr_wsd_decay_style="linear",
             start_wd=settings.weight_decay,
             end_wd=settings.weight_decay,
             wd_incr_steps=num_steps,

@@ -1,0 +1,168 @@
+"""`dynapipe train --model DIR --data FILE --output DIR` beside a plain loop of transformers, one sample at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.data.batches import GlobalBatches
+from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.launch.job import analytic_costs, architecture_of
+from dynapipe_ext.models.tensors import tensor_groups
+from dynapipe_ext.tools.checkpoint.recognise import recognise
+from tests.integration.test_train_command import report_of
+from tests.support.checkpoints import differences, tensors_in
+from tests.support.model_folders import VOCABULARY, model_folder, write_chats, write_pairs, write_texts
+
+STEPS, BATCH, SAMPLES, LR, DECAY = 20, 6, 30, 1e-3, 0.1
+LIMIT_S = 240
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, the ranks it is trained on, and the kind of its data."""
+
+    family: str
+    ranks: tuple[int, int, int]
+    write: Callable[..., Path]
+    flags: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-tp{self.ranks[0]}-pp{self.ranks[1]}-dp{self.ranks[2]}"
+
+
+# Every family once, every kind of data twice; ranks alone, along each axis, and along all.
+CASES = [
+    Case("llama", (1, 2, 1), write_chats, ("--placement", "v")),
+    Case("mistral", (2, 1, 1), write_pairs),
+    Case("mixtral", (1, 1, 1), write_texts),
+    Case("qwen2", (2, 1, 1), write_texts),
+    Case("qwen3", (2, 2, 2), write_chats),
+    Case("gpt2", (1, 2, 1), write_pairs, ("--split-backward",)),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model, data, run and trained model of each case, by its name."""
+    root = tmp_path_factory.mktemp("fine-tuning")
+    commands = []
+    for case in CASES:
+        folder = root / case.name
+        model, data = model_folder(case.family, folder / "model"), case.write(folder / "data.jsonl", SAMPLES)
+        config = TrainConfig().with_values(model={"architecture": str(model)}, topology={"tp": 1, "pp": 1, "dp": 1})
+        costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+        (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+        ranks = [word for flag, n in zip(("--tp", "--pp", "--dp"), case.ranks, strict=True) for word in (flag, str(n))]
+        given = ["--model", str(model), "--data", str(data), "--output", str(folder / "trained"), *ranks, *case.flags]
+        given += ["--run-dir", str(folder / "run"), "--costs", str(folder / "costs.json"), "--strict"]
+        given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--num-workers", "0", "--memory-limit-gb", "1"]
+        given += ["--lr", str(LR), "--lr-schedule", "constant", "--warmup", "0", "--weight-decay", str(DECAY)]
+        commands.append([*given, "--betas", "0.9,0.95", "--eval-fraction", "0.2", "--eval-every", str(STEPS)])
+    command = [sys.executable, "-m", "tests.support.trainings"]
+    done = subprocess.run(
+        command, input=json.dumps(commands), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return root
+
+
+@dataclass(frozen=True)
+class Sample:
+    tokens: torch.Tensor
+    is_target: torch.Tensor
+
+
+def samples_of(run: Path) -> tuple[list[Sample], list[Sample]]:
+    """What the run trained on and what it held out, as its own split says."""
+    from dynapipe_ext.launch.run_data import run_data
+
+    config = TrainConfig.read(run / "config.toml")
+    data = run_data(config, TokenDataset.open(run / "data"))
+    assert data.held_out is not None
+
+    def samples(part: Any) -> list[Sample]:
+        found = [part[i] for i in range(len(part))]
+        return [Sample(torch.from_numpy(one.tokens), torch.from_numpy(np.array(one.is_target))) for one in found]
+
+    return samples(data.train), samples(data.held_out)
+
+
+def loss_sum(model: Any, sample: Sample) -> torch.Tensor:
+    logits = model(input_ids=sample.tokens[None, :-1], use_cache=False).logits[0].float()
+    losses = torch.nn.functional.cross_entropy(logits, sample.tokens[1:], reduction="none")
+    return losses[sample.is_target[1:]].sum()
+
+
+def num_targets(samples: list[Sample]) -> int:
+    return int(sum(sample.is_target[1:].sum() for sample in samples))
+
+
+def plain_losses(model: Any, samples: list[Sample], batches: Iterator[list[int]]) -> list[float]:
+    """The losses of a training loop without anything of this project."""
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for batch in batches:
+        divisor, total = num_targets([samples[i] for i in batch]), 0.0
+        for index in batch:
+            loss = loss_sum(model, samples[index]) / divisor
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def global_batches(num_samples: int) -> Iterator[list[int]]:
+    epoch, left = 0, STEPS
+    while left:
+        batches = GlobalBatches(np.ones(num_samples, np.int64), batch_size=BATCH, seed=0, epoch=epoch)
+        for step in range(min(left, len(batches))):
+            yield list(batches[step])
+        left -= min(left, len(batches))
+        epoch += 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_losses_and_the_saved_model_are_those_of_a_plain_loop(case: Case, trained: Path) -> None:
+    """20 steps, then the validation loss of the weights, then the folder: loaded by transformers, and bit for bit."""
+    folder = trained / case.name
+    report, (train, held_out) = report_of(folder / "run"), samples_of(folder / "run")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
+    assert report["losses"] == pytest.approx(plain_losses(model, train, global_batches(len(train))), rel=1e-5)
+    assert report["losses"][-1] < 0.9 * report["losses"][0]
+
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "trained", attn_implementation="eager")
+    with torch.no_grad():
+        total = sum(float(loss_sum(saved, sample)) for sample in held_out)
+        tokens = held_out[0].tokens[None]
+        torch.testing.assert_close(saved(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-4)
+    assert report["evaluations"][-1]["loss"] == pytest.approx(total / num_targets(held_out), rel=1e-6)
+
+    checkpoint = folder / "run" / "checkpoints" / f"iter_{STEPS:07d}"
+    reader = recognise(checkpoint)[0].open(checkpoint)
+    held = {name: t for group in tensor_groups(reader.architecture) for name, t in reader.read(group, "weight").items()}
+    assert not differences(tensors_in(folder / "trained"), held)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "trained")
+    assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(folder / "model").chat_template
+    assert math.isfinite(total)
+    assert (folder / "trained" / "generation_config.json").is_file()
