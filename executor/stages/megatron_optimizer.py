@@ -29,7 +29,6 @@ class MegatronOptimizer:
 
     def __init__(self, chunks: Chunks, config: Any, settings: OptimizerSettings, *, num_steps: int) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -50,24 +49,7 @@ class MegatronOptimizer:
         self._is_distributed = settings.distributed
         self._guard = StepGuard(chunks, settings.nan_policy, settings.max_skips)
         self._num_updates = 0
-        fraction = settings.warmup_fraction
-        warmup_steps = round(fraction * num_steps) if fraction else settings.warmup_steps
-        self._scheduler = OptimizerParamScheduler(
-            self._optimizer,
-            init_lr=0.0,
-            max_lr=settings.lr,
-            min_lr=settings.min_lr,
-            lr_warmup_steps=min(warmup_steps, num_steps - 1),
-            lr_decay_steps=num_steps,
-            lr_decay_style=_LR_STYLES[settings.lr_schedule],
-            wsd_decay_steps=max(1, round(_WSD_DECAY * num_steps)),
-            lr_wsd_decay_style="linear",
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
-            wd_incr_steps=num_steps,
-            wd_incr_style="constant",
-        )
-        self._scheduler.step(1)  # at step 0 Megatron's warm-up has a learning rate of zero
+        self._scheduler = learning_rates(self._optimizer, settings, num_steps=num_steps)
 
     def step(self, executed: ExecutedStep) -> float | Refused:
         """Update, if the step may be taken; the gradient norm before clipping, or why nothing was changed.
@@ -136,3 +118,28 @@ class MegatronOptimizer:
     @property
     def lr(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
+
+
+def learning_rates(optimizer: Any, settings: OptimizerSettings, *, num_steps: int) -> Any:
+    """Megatron's schedule of an optimizer's learning rates over a run, at its first step."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    fraction = settings.warmup_fraction
+    warmup_steps = round(fraction * num_steps) if fraction else settings.warmup_steps
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=min(warmup_steps, num_steps - 1),
+        lr_decay_steps=num_steps,
+        lr_decay_style=_LR_STYLES[settings.lr_schedule],
+        wsd_decay_steps=max(1, round(_WSD_DECAY * num_steps)),
+        lr_wsd_decay_style="linear",
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=num_steps,
+        wd_incr_style="constant",
+    )
+    schedule.step(1)  # at step 0 Megatron's warm-up has a learning rate of zero
+    return schedule

@@ -157,9 +157,11 @@ def parts_of_config(
 ) -> list[TransformersPart]:
     """This rank's parts of a fresh model, in training mode, its weights as the family draws them.
 
-    They are keyed by seed and module, so every topology starts from the same model. `options` and errors as
-    `parts_of_folder`.
+    They are keyed by seed and module, so every topology starts from the same model. `config` may be the path of one.
+    `options` and errors as `parts_of_folder`.
     """
+    if isinstance(config, str | Path):
+        config = transformers.AutoConfig.from_pretrained(config, local_files_only=True)
 
     def draw(part_class: Any) -> Any:
         with torch.random.fork_rng(devices=[]):

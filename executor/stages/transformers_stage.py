@@ -14,7 +14,7 @@ from dynapipe_ext.data.collate import document_lengths
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
-from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, PlainAccumulator, Sum
+from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, PlainAccumulator, Sum, gradient_of
 from dynapipe_ext.executor.stages.keyed_random import random_key
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage
 from dynapipe_ext.executor.stages.transformers_layers import has_tied_ends
@@ -169,8 +169,8 @@ class TiedGradients:
 
     def reduce(self) -> None:
         self._own.reduce()
-        if self._weight.grad is not None:  # frozen on both ranks, or on none
-            self._sum_over_ends(self._weight.grad)
+        if self._weight.requires_grad:  # on both ranks, or on none
+            self._sum_over_ends(gradient_of(self._weight))
 
 
 def _tied(
