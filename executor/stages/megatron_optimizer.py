@@ -12,6 +12,7 @@ from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
 from dynapipe_ext.executor.stages.megatron import Chunks
 from dynapipe_ext.executor.stages.megatron_guard import StepGuard
+from dynapipe_ext.executor.stages.megatron_weights import take_unrounded
 from dynapipe_ext.executor.update import ExecutedStep, Refused
 
 # How Megatron cuts and names what it saves: the same for any number of replicas, and for any order of its groups.
@@ -47,9 +48,22 @@ class MegatronOptimizer:
         )
         self._has_masters = bool(config.bf16)
         self._is_distributed = settings.distributed
+        self._fill_masters(chunks)
         self._guard = StepGuard(chunks, settings.nan_policy, settings.max_skips)
         self._num_updates = 0
         self._scheduler = learning_rates(self._optimizer, settings, num_steps=num_steps)
+
+    def _fill_masters(self, chunks: Chunks) -> None:
+        """Masters begin as the checkpoint's own weights, where those are wider than the model's."""
+        for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+            if (unrounded := take_unrounded(parameter)) is None or (master := parameter.main_param) is None:
+                continue  # another replica's rank has the master
+            if self._is_distributed:
+                own = (o for o in self._optimizer.chained_optimizers if parameter in o.model_param_gbuf_map)
+                part = next(own)._get_model_param_range_map(parameter)["param"]
+                unrounded = unrounded.view(-1)[part.start : part.end]
+            with torch.no_grad():
+                master.copy_(unrounded)
 
     def step(self, executed: ExecutedStep) -> float | Refused:
         """Update, if the step may be taken; the gradient norm before clipping, or why nothing was changed.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,24 @@ import pytest
 import torch
 import transformers
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.config import OptimizerSettings, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.executor.stages import megatron_cpu
+from dynapipe_ext.launch.cli import main
+from dynapipe_ext.launch.env import RankEnv
+from dynapipe_ext.launch.initial_weights import load_initial_weights
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
+from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.recognise import recognise
+from dynapipe_ext.topology import Topology
 from tests.integration.test_train_command import report_of
-from tests.support.checkpoints import differences, tensors_in
+from tests.support.checkpoints import differences, saved, tensors_in, tiny
 from tests.support.model_folders import VOCABULARY, model_folder, write_chats, write_pairs, write_texts
 
 STEPS, BATCH, SAMPLES, LR, DECAY = 20, 6, 30, 1e-3, 0.1
-LIMIT_S = 240
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,30 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--num-workers", "0", "--memory-limit-gb", "1"]
         given += ["--lr", str(LR), "--lr-schedule", "constant", "--warmup", "0", "--weight-decay", str(DECAY)]
         commands.append([*given, "--betas", "0.9,0.95", "--eval-fraction", "0.2", "--eval-every", str(STEPS)])
-    command = [sys.executable, "-m", "tests.support.trainings"]
-    done = subprocess.run(
-        command, input=json.dumps(commands), capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert trainings(commands) == 0
     return root
+
+
+def trainings(commands: Sequence[Sequence[str]]) -> int:
+    """Run `dynapipe train` with each of these arguments, in forks of one process that has imported all they need; the
+    first exit status that is not 0."""
+    first = os.fork()
+    if first == 0:
+        status = 1
+        try:
+            megatron_cpu.install()
+            for name in ("launch.variant_run", "tools.checkpoint.converter", "tools.show.loss_curve"):
+                importlib.import_module(f"dynapipe_ext.{name}")
+            importlib.import_module("matplotlib.backends.backend_agg")
+            for arguments in commands:
+                child = os.fork()
+                if child == 0:
+                    os._exit(main(["train", *arguments]))
+                if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+                    break
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
 
 
 @dataclass(frozen=True)
@@ -166,3 +189,39 @@ def test_losses_and_the_saved_model_are_those_of_a_plain_loop(case: Case, traine
     assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(folder / "model").chat_template
     assert math.isfinite(total)
     assert (folder / "trained" / "generation_config.json").is_file()
+
+
+def test_a_wider_checkpoint_is_rounded_to_the_weights_and_whole_in_their_masters(
+    tmp_path: Path, run_ranks: Callable[..., list[Any]]
+) -> None:
+    folder = saved(tiny("llama"), tmp_path / "model")
+    architecture, _ = read_model(str(folder))
+
+    def loads(env: RankEnv) -> bool:
+        megatron_cpu.install()
+        from dynapipe_ext.executor.stages.megatron import wrap_ddp
+        from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
+        from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
+
+        torch.distributed.init_process_group("gloo", init_method=env.init_method, rank=0, world_size=1)
+        initialize_parallel(Topology(), 0)
+        cpu = torch.device("cpu")
+
+        def loaded(dtype: Any) -> tuple[Any, Any]:
+            config = transformer_config(architecture, Topology(), dtype=dtype)
+            model = build_model(architecture, Topology(), 0, config, seed=None, device=cpu)
+            load_initial_weights(model, str(folder), architecture, Topology(), 0)
+            return model, config
+
+        given = list(loaded("float32")[0].parameters())
+        same = [not torch.equal(given[0], given[0].bfloat16().float())]
+        for distributed in (False, True):
+            model, config = loaded("bfloat16")
+            chunks = [wrap_ddp(model, config, distributed_optimizer=distributed)]
+            MegatronOptimizer(chunks, config, OptimizerSettings(distributed=distributed), num_steps=1)
+            for weight, whole in zip(model.parameters(), given, strict=True):
+                same += [torch.equal(weight, whole.bfloat16()), torch.equal(weight.main_param.view(-1), whole.view(-1))]
+        torch.distributed.destroy_process_group()
+        return all(same)
+
+    assert run_ranks(1, loads) == [True]
