@@ -11,7 +11,7 @@ from typing import Any, Literal, get_type_hints
 from dynapipe_ext.config_values import checked_value, refuse_out_of_bounds, refuse_unknown
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.models.transformers_sizes import Backend, read_trainable
 from dynapipe_ext.plan import Layout, LossNorm
 from dynapipe_ext.topology import PlacementName, placement_of
 
@@ -58,10 +58,12 @@ class TopologySettings:
 class ModelSettings:
     """`architecture` names a published model (a config.json or its folder, Megatron's arguments as JSON, a preset) and
     gives all sizes; then `max_seq_len` alone may be said, to keep rows shorter. `init_from` is the folder of a
-    checkpoint whose weights the run starts with. `described` is read, not given: the model that `architecture` names.
+    checkpoint whose weights the run starts with. `backend`: what computes the model ("auto": megatron-core where it
+    can, else transformers). `described` is read, not given: the model that `architecture` names.
     """
 
     architecture: str = ""
+    backend: Backend = "auto"
     init_from: str = ""
     num_layers: int = 4
     hidden_size: int = 128
@@ -77,6 +79,10 @@ class ModelSettings:
     dropout: float = 0.0
     dtype: Literal["float32", "bfloat16"] = "float32"
     described: Architecture | None = None
+
+    @property
+    def uses_transformers(self) -> bool:
+        return self.described is not None and self.described.family == "transformers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,7 +369,7 @@ def _described(model: ModelSettings, said: Mapping[str, Any], where: str) -> Mod
     contradicts them, and for a model that the pipeline does not train."""
     if not model.architecture:
         return replace(model, described=None)
-    a, _ = read_model(model.architecture)
+    a = read_trainable(model.architecture, model.backend)
     place = f"{where}: [model] architecture {model.architecture}"
     if a.num_decoder_layers:
         raise ConfigError(f"{place} has an encoder and a decoder, but training runs decoders only: give such a model")

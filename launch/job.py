@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -308,4 +309,5 @@ def make_planner(config: TrainConfig, costs: CostModel, variant: Variant) -> Pla
 def configured_format(config: TrainConfig) -> ActivationFormat:
     """What ranks of the configured model send to one another."""
     shards = config.topology.tp if config.topology.sequence_parallel else 1
-    return ActivationFormat(config.model.hidden_size, config.model.dtype, sequence_shards=shards)
+    order: Literal["sbh", "bsh"] = "bsh" if config.model.uses_transformers else "sbh"
+    return ActivationFormat(config.model.hidden_size, config.model.dtype, order=order, sequence_shards=shards)

@@ -60,6 +60,7 @@ from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory, run_to_
 from dynapipe_ext.launch.signals import ending_signals_raise
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
 from dynapipe_ext.launch.trained_model import refuse_output, write_trained_model
+from dynapipe_ext.launch.transformers_settings import refuse_unsupported
 from dynapipe_ext.tools.account.report import StoreInfo
 from dynapipe_ext.tools.console import show
 from dynapipe_ext.tools.progress import WorkProgress
@@ -97,6 +98,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
     from dynapipe_ext.executor.device import process_group_backend, rank_device
 
     config = job.config
+    refuse_unsupported(config, resumes=job.resumed is not None)
     topology = topology_of(config)
     variants(config, compare=job.compare)  # refused on all ranks before they meet
     if env.world_size != topology.world_size:

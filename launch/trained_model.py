@@ -12,6 +12,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints import folder as checkpoints
 from dynapipe_ext.launch.run_directory import CHECKPOINTS
 
+MODEL_FOLDER = "model"  # of a run: where one of transformers' own models is saved
 _CONFIG = "config.json"
 _OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that comes from elsewhere
 
@@ -43,20 +44,13 @@ def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) 
     The folder appears whole or not at all: it is written beside its place and renamed, over what is there where
     `overwrite` allows it. Errors: DataError; the run and its checkpoints stay.
     """
-    from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
-    from dynapipe_ext.tools.checkpoint.formats import WriterOptions
-
-    settings, root = config.checkpoint, run_dir / CHECKPOINTS
-    source = checkpoints.best(root) if settings.keep_best else checkpoints.latest(root)
-    options = WriterOptions()
-    if settings.save_format == "megatron":
-        options = WriterOptions(tp=config.topology.tp, pp=config.topology.pp)
+    settings = config.checkpoint
     place = Path(os.path.abspath(settings.output))
     place.parent.mkdir(parents=True, exist_ok=True)
     written = place.with_name(f".{place.name}.written")
     for left in (written, written.with_name(f"{written.name}.partial")):  # by a run that was killed
         shutil.rmtree(left, ignore_errors=True)
-    convert(prepare_conversion(source, written, settings.save_format, options, carry=_carried(config)))
+    step = _write(config, run_dir, written)
     old = place.with_name(f".{place.name}.old")
     try:
         if place.is_dir() and (overwrite or not any(place.iterdir())):
@@ -68,6 +62,26 @@ def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) 
             f"{settings.output} cannot be put in place ({error.strerror}): the model is whole in {written}, move it"
         ) from None
     shutil.rmtree(old, ignore_errors=True)
+    return step
+
+
+def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
+    """The model as a new folder; the step that it is of."""
+    settings, root = config.checkpoint, run_dir / CHECKPOINTS
+    if config.model.uses_transformers:
+        shutil.copytree(run_dir / MODEL_FOLDER, written)
+        for file in _carried(config):
+            if not (written / file.name).exists():
+                shutil.copy(file, written)
+        return config.run.steps
+    from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
+    from dynapipe_ext.tools.checkpoint.formats import WriterOptions
+
+    source = checkpoints.best(root) if settings.keep_best else checkpoints.latest(root)
+    options = WriterOptions()
+    if settings.save_format == "megatron":
+        options = WriterOptions(tp=config.topology.tp, pp=config.topology.pp)
+    convert(prepare_conversion(source, written, settings.save_format, options, carry=_carried(config)))
     return checkpoints.read_manifest(source).run.step
 
 

@@ -49,10 +49,12 @@ def build_transformers(config: TrainConfig, architecture: Architecture, device: 
 
 
 class PartsSaver:
-    """Saves the model alone, as the folder that `from_pretrained` reads: at the run's last step, and when it is asked to
-    end. All ranks call it alike."""
+    """Saves the model alone, as the folder that `from_pretrained` reads: at the run's last step, and when it is asked
+    to end. All ranks call it alike."""
 
-    def __init__(self, parts: list[TransformersPart], parallel: ParallelContext, folder: Path, *, num_steps: int) -> None:
+    def __init__(
+        self, parts: list[TransformersPart], parallel: ParallelContext, folder: Path, *, num_steps: int
+    ) -> None:
         self._parts, self._parallel, self._folder, self._num_steps = parts, parallel, folder, num_steps
 
     def save(self, run: RunState) -> None:

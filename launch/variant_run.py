@@ -146,7 +146,7 @@ def _built(context: RankContext) -> BuiltModel:
     """This rank's part of the model, of the framework that the settings name."""
     config, device = context.config, context.device
     architecture = architecture_of(config, context.data.whole.vocab_size)
-    if config.model.backend == "transformers":
+    if config.model.uses_transformers:
         from dynapipe_ext.launch.transformers_run import build_transformers
 
         return build_transformers(config, architecture, device)

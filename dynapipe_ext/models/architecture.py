@@ -10,7 +10,9 @@ from typing import Any, Literal, get_args
 from dynapipe_ext.errors import ConfigError, short
 
 PublishedFamily = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2", "t5"]
-Family = PublishedFamily | Literal["gpt"]  # "gpt": Megatron's GPT in sizes of one's own, which no published name has
+# "gpt": Megatron's GPT in sizes of one's own, which no published name has; "transformers": what that package computes,
+# of which the sizes alone are known.
+Family = PublishedFamily | Literal["gpt", "transformers"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "relative"]
 Norm = Literal["rmsnorm", "layernorm"]
@@ -146,7 +148,7 @@ class Architecture:
             raise ConfigError(f"a model's description cannot be read ({error}): it is of another version") from error
 
     def __post_init__(self) -> None:
-        if self.family not in (*FAMILIES, "gpt"):
+        if self.family not in (*FAMILIES, "gpt", "transformers"):
             raise ConfigError(f"family {self.family!r} is not known: give one of {', '.join(FAMILIES)}")
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)

@@ -54,7 +54,12 @@ def _save_part(part: TransformersPart, folder: Path) -> None:
     if place.is_last and not place.is_first and has_tied_ends(model):
         copied = model.get_input_embeddings().weight  # which the first stage saves
     state = {name: weight for name, weight in model.state_dict(keep_vars=True).items() if weight is not copied}
-    model.save_pretrained(folder, state_dict={name: weight.detach() for name, weight in state.items()})
+    # In a job of several ranks transformers writes on the first alone, for there all would have the whole model.
+    model.should_save_on_this_rank = lambda *_, **__: True
+    try:
+        model.save_pretrained(folder, state_dict={name: weight.detach() for name, weight in state.items()})
+    finally:
+        del model.should_save_on_this_rank
 
 
 def _join(scratch: Path, num_stages: int) -> None:

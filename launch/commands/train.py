@@ -39,6 +39,8 @@ from dynapipe_ext.launch.train import (
     train_rank,
 )
 from dynapipe_ext.launch.trained_model import refuse_output
+from dynapipe_ext.launch.transformers_settings import refuse_unsupported
+from dynapipe_ext.models.transformers_sizes import Backend
 from dynapipe_ext.plan import Layout, LossNorm
 from dynapipe_ext.tools.show.samples import sample_text
 
@@ -106,6 +108,7 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "architecture",
         {"metavar": "MODEL", "help": "config.json or its folder, or a preset: a published model instead of own sizes"},
     ),
+    "--backend": ("model", "backend", {"choices": get_args(Backend), "help": "what computes the model"}),
     "--init-from": ("model", "init_from", {"metavar": "DIR", "help": "start from the weights of a checkpoint"}),
     "--tokenizer": ("data", "tokenizer", {"metavar": "NAME", "help": "bpe, bytes, or as dynapipe preprocess takes it"}),
     "--max-seq-len": ("model", "max_seq_len", {"type": int, "metavar": "N", "help": "longest sample in tokens"}),
@@ -237,9 +240,10 @@ def run(args: argparse.Namespace) -> int:
     limit_threads()
     keep_cuda_forkable()
     console = Console(stderr=True, highlight=False)
+    refuse_unsupported(config, resumes=bool(args.resume))
     topology = topology_of(config)  # refuses what does not divide before anything is prepared
     variants(config, compare=args.compare)
-    if config.model.init_from:
+    if config.model.init_from and not config.model.uses_transformers:
         open_initial_weights(config.model.init_from, config.model.described)
     refuse_output(config, overwrite=args.overwrite)
     address = store_address(args.store) if args.store else None
