@@ -10,6 +10,7 @@ from pathlib import Path
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints import folder as checkpoints
+from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.launch.run_directory import CHECKPOINTS
 
 MODEL_FOLDER = "model"  # of a run: where one of transformers' own models is saved
@@ -82,7 +83,7 @@ def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
     if settings.save_format == "megatron":
         options = WriterOptions(tp=config.topology.tp, pp=config.topology.pp)
     convert(prepare_conversion(source, written, settings.save_format, options, carry=_carried(config)))
-    return checkpoints.read_manifest(source).run.step
+    return read_manifest(source).run.step
 
 
 def _carried(config: TrainConfig) -> Sequence[Path]:

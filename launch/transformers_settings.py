@@ -15,7 +15,6 @@ def refuse_unsupported(config: TrainConfig, *, resumes: bool) -> None:
         "tp": config.topology.tp > 1,
         "dropout": model.dropout > 0,
         "the distributed optimizer": config.optimizer.distributed,
-        "recompute selective": config.plan.recompute == "selective",
         "save_every": checkpoint.save_every > 0,
         "save_minutes": checkpoint.save_minutes > 0,
         "keep_best": checkpoint.keep_best,

@@ -72,7 +72,7 @@ class Float32Accumulator:
         sizes = [parameter.numel() for parameter in self._parameters]
         device = self._parameters[0].device if sizes else None
         self._sums = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        for parameter, own in zip(self._parameters, self._sums.split(sizes), strict=True):
+        for parameter, own in zip(self._parameters, torch.split(self._sums, sizes), strict=True):
             parameter.main_grad = own.view_as(parameter)  # type: ignore[attr-defined]
 
     def begin(self) -> None:

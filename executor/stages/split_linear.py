@@ -133,10 +133,11 @@ def trained_share(module: torch.nn.Module) -> float:
     >>> trained_share(layers)
     0.5
     """
-    weights = [layer.weight for layer in module.modules() if isinstance(layer, torch.nn.Linear) or _is_conv1d(layer)]
-    total = sum(weight.numel() for weight in weights)  # type: ignore[operator, union-attr]
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad)  # type: ignore[operator, union-attr]
-    return trained / total if total else 0.0
+    linear = (layer for layer in module.modules() if isinstance(layer, torch.nn.Linear) or _is_conv1d(layer))
+    weights: list[Any] = [layer.weight for layer in linear]
+    num_values: int = sum(weight.numel() for weight in weights)
+    num_trained: int = sum(weight.numel() for weight in weights if weight.requires_grad)
+    return num_trained / max(1, num_values)
 
 
 def _is_conv1d(layer: torch.nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -47,8 +48,9 @@ class TransformersOptimizer:
         self._masters = {p: p if p.dtype == torch.float32 else _master(p) for p in named}
         decaying = [master for p, master in self._masters.items() if p.dim() > 1]
         others = [master for p, master in self._masters.items() if p.dim() <= 1]
+        groups: list[dict[str, Any]] = [{"params": decaying}, {"params": others, "wd_mult": 0.0}]
         self._adam = torch.optim.AdamW(
-            [{"params": decaying}, {"params": others, "wd_mult": 0.0}],
+            groups,
             lr=settings.lr,
             betas=(settings.betas[0], settings.betas[1]),
         )

@@ -242,7 +242,7 @@ def _key_draws(model: Any, seed: int) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without what transformers says of weights that other stages have."""
-    logging = transformers.logging
+    logging: Any = transformers.logging
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -73,7 +73,8 @@ def _join(scratch: Path, num_stages: int) -> None:
         )
         (stages[0] / _ADAPTER).unlink()
     files = [file for stage in stages for file in sorted(stage.glob("model*.safetensors"))]
-    weight_map, total_bytes = {}, 0
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
     for number, file in enumerate(files):
         name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         with safe_open(file, framework="pt") as tensors:

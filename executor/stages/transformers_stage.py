@@ -32,16 +32,20 @@ def token_loss_sum(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     losses = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="none"
     )
-    return (losses * batch["loss_weights"].flatten()).sum()
+    total: torch.Tensor = (losses * batch["loss_weights"].flatten()).sum()
+    return total
 
 
 class TransformersStage(TorchStage):
     """The parts of one pipeline rank, one a stage in their order, as `parts_of_model` and its neighbours give them.
 
     Rows are padded behind their samples, or packed with attention within each document; positions, borders, random
-    numbers and recomputation follow from the plan. Where head and embedding are one weight on two ranks, each has a
-    copy, and both get the sum of its gradients. Frozen weights get none, and a split backward puts none off for them.
-    Errors: ConfigError and DataError for what would be trained wrongly, such as rows longer than the model's positions.
+    numbers and recomputation follow from the plan: where it recomputes, be it core attention alone ("selective"), whole
+    layers are recomputed, which keeps less than promised. Where head and embedding are one weight on two ranks, each
+    has a copy, and both get the sum of its gradients. Frozen weights get none, and a split backward puts none off.
+
+    Errors: ConfigError and DataError for what would be trained wrongly, such as rows longer than the positions that
+    the model has learned.
     """
 
     def __init__(
@@ -95,8 +99,8 @@ class TransformersStage(TorchStage):
         super().load(micro_batch, {**moved, "model_inputs": inputs, "random_key": random_key(self._plan, micro_batch)})
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
-        full = self._plan.micro_batches[micro_batch].recompute == "full" and not self._plan.forward_only
-        self._parts[self._plan.stages.index(stage)].recompute_layers(full)
+        recomputes = self._plan.micro_batches[micro_batch].recompute != "none" and not self._plan.forward_only
+        self._parts[self._plan.stages.index(stage)].recompute_layers(recomputes)
         return super().forward(stage, micro_batch, inputs)
 
     @property
@@ -107,10 +111,6 @@ class TransformersStage(TorchStage):
         """Why a micro-batch cannot be trained exactly; nothing if it can."""
         part, documents = self._parts[0], document_lengths(micro_batch)
         config, name = part.model.config.get_text_config(), type(part.model).__name__
-        if micro_batch.recompute == "selective":
-            return (
-                f"{name} recomputes whole layers or none, but its plan says selective: plan with recompute none or full"
-            )
         if micro_batch.layout == "packed" and len(documents) > 1:
             if not part.pattern.packs:
                 return (
@@ -130,7 +130,7 @@ def _too_long(config: Any, name: str, longest: int) -> str:
     ropes, learned = rotary_settings(config), getattr(config, "max_position_embeddings", None)
     for rope in ropes:
         trained = rope.get("original_max_position_embeddings") or learned
-        if rope.get("rope_type") in ("dynamic", "longrope") and longest > trained:
+        if rope.get("rope_type") in ("dynamic", "longrope") and trained is not None and longest > trained:
             return (
                 f"rows of {longest} positions change the rotary frequencies of {name} ({rope['rope_type']} above"
                 f" {trained}) for all their samples: keep samples, rounded up to pad_multiple, within that"

@@ -15,9 +15,10 @@ from dynapipe_ext import ParallelContext, PipelineExecutor, Planner, TokenCosts,
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.data.collate import collate
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, parts_of_config, parts_of_folder
+from dynapipe_ext.executor.stages.transformers_saving import save_parts
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.topology import placement_of
@@ -131,3 +132,54 @@ def test_a_folder_that_lacks_weights_is_refused_by_their_names(folder, tmp_path)
     with pytest.raises(DataError, match=r"lacks weights of GPT2LMHeadModel.*transformer\.h\.4\.attn"):
         parts_of_folder(tmp_path, Topology(pp=2), 1)
     parts_of_folder(tmp_path, Topology(pp=2), 0)
+
+
+def test_a_saved_model_is_one_that_transformers_loads_and_never_takes_the_place_of_another(folder, tmp_path):
+    whole = tiny_model("gpt2").state_dict()
+    for topology in (Topology(), V):  # in one file, and in one a stage
+        place = tmp_path / topology.placement_name
+        parts = [part for pp_rank in range(topology.pp) for part in parts_of_folder(folder, topology, pp_rank)]
+        parts.sort(key=lambda part: part.place.stage)
+        save_parts(parts, place)
+        saved = transformers.AutoModelForCausalLM.from_pretrained(place).state_dict()
+        assert set(saved) == set(whole)
+        assert all(torch.equal(saved[name], whole[name]) for name in whole)
+        assert len(list(place.glob("*.safetensors"))) == topology.num_stages
+        assert not list(tmp_path.glob(".*"))
+        with pytest.raises(ConfigError, match="exists: name a new folder"):
+            save_parts(parts, place)
+
+
+def test_adapters_of_peft_train_over_stages_and_are_saved_as_one_adapter(run_ranks, folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    topology = Topology(pp=2)
+
+    def with_adapters(parts: list[TransformersPart]) -> list[TransformersPart]:
+        for part in parts:
+            part.model.add_adapter(peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+            with torch.no_grad():
+                for name, weight in part.model.named_parameters():
+                    if "lora" in name:
+                        weight.copy_(torch.linspace(-0.1, 0.1, weight.numel()).view_as(weight))
+        return parts
+
+    def main(env):
+        found = steps(env, topology, lambda pp_rank: with_adapters(parts_of_folder(folder, topology, pp_rank)))
+        return found[0], {name: w for name, w in found[1].items() if "lora" in name}
+
+    (losses, first), (_, last) = run_ranks(2, main)
+    assert losses[1] < losses[0]
+    parts = [part for pp_rank in range(2) for part in with_adapters(parts_of_folder(folder, topology, pp_rank))]
+    for part in parts:
+        part.model.load_state_dict({**first, **last}, strict=False)
+    save_parts(parts, tmp_path / "adapter")
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    loaded = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter"
+    )
+    weights = {n.removeprefix("base_model.model."): w for n, w in loaded.named_parameters() if "lora" in n}
+    assert set(weights) == {*first, *last}
+    assert all(torch.equal(weights[name], weight) for name, weight in {**first, **last}.items())

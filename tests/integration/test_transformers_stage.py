@@ -94,9 +94,9 @@ def test_layers_that_are_recomputed_draw_and_learn_the_same_and_keep_less():
     for layer in model.model.layers:
         layer.resid_dropout.p = 0.2
     found, kept = [], []
-    for recompute in ("none", "full"):
+    for recompute, split in (("none", False), ("full", False), ("selective", True)):
         own = copy.deepcopy(model)
-        (plan,) = plans_of(Topology(), "padded", split=False, recompute=recompute)
+        (plan,) = plans_of(Topology(), "padded", split=split, recompute=recompute)
         saved = Counted()
         with torch.autograd.graph.saved_tensors_hooks(saved, lambda x: x):
             loss = PipelineExecutor(TransformersStage(parts_of_model(own)), InlineHub().transport(0)).execute(
@@ -104,8 +104,9 @@ def test_layers_that_are_recomputed_draw_and_learn_the_same_and_keep_less():
             )
         found.append((loss, {name: weight.grad for name, weight in own.named_parameters()}))
         kept.append(saved.num_bytes)
-    assert found[0][0] == found[1][0] != pytest.approx(one_by_one(model.eval(), SAMPLES)[0], rel=1e-4)
-    assert_same(found[1][1], found[0][1])
+    assert found[0][0] == found[1][0] == found[2][0] != pytest.approx(one_by_one(model.eval(), SAMPLES)[0], rel=1e-4)
+    for _, gradients in found[1:]:
+        assert_same(gradients, found[0][1])
     assert kept[1] < kept[0] / 1.5
 
 

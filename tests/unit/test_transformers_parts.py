@@ -123,7 +123,6 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
             ),
             r"runs stages \(0,\) of 1 but has parts of stages \(0,\) of 2",
         ),
-        (ConfigError, lambda: start(tiny_model("llama"), recompute="selective"), "layers or none"),
         (
             ConfigError,
             lambda: start(tiny_model("llama"), "packed", pattern=UNPROVEN),
