@@ -92,19 +92,8 @@ def test_what_model_cannot_mean_is_refused(folder: Path) -> None:
 
 
 def test_flags_of_the_optimizer_say_what_their_settings_do() -> None:
-    flags = [
-        "--warmup",
-        "0.1",
-        "--betas",
-        "0.9,0.95",
-        "--lr-schedule",
-        "wsd",
-        "--weight-decay",
-        "0",
-        "--clip-grad",
-        "2",
-    ]
-    config = settings([*flags, "--dtype", "bf16", "--min-lr", "1e-5"])
+    flags = ["--warmup", "0.1", "--betas", "0.9,0.95", "--lr-schedule", "wsd", "--weight-decay", "0"]
+    config = settings([*flags, "--clip-grad", "2", "--dtype", "bf16", "--min-lr", "1e-5"])
     o = config.optimizer
     assert (o.warmup_fraction, o.betas, o.lr_schedule, o.weight_decay) == (0.1, (0.9, 0.95), "wsd", 0.0)
     assert (o.clip_grad, o.min_lr, config.model.dtype) == (2.0, 1e-5, "bfloat16")
@@ -138,9 +127,7 @@ def test_what_does_not_fit_is_told_with_the_ranks_that_it_fits_on(folder: Path) 
     lengths = as_length_array([9, 60, 30])
     check_fits(config, costs, lengths)
     small = config.with_values(plan={"memory_limit_gb": 0.0015})
-    with pytest.raises(
-        PlanError, match=r"sample 1 with 60 tokens needs .* even alone, .*: tp (\d) x pp (\d) fits"
-    ) as told:
+    with pytest.raises(PlanError, match=r"sample 1 with 60 tokens needs .* alone, .*: tp \d x pp \d fits") as told:
         check_fits(small, costs, lengths)
     words = str(told.value).split()
     tp, pp = (int(words[words.index(name) + 1]) for name in ("tp", "pp"))
