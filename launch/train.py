@@ -332,7 +332,7 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
     if env.rank:
         return train_rank(env, TrainingJob(config, args.compare, Path(), address, resumed=resumed, end_signals=asked))
     with (
-        RunDirectory(run_dir, overwrite=args.overwrite, resume=bool(args.resume)) as directory,
+        RunDirectory(run_dir, overwrite=args.overwrite and not args.resume, resume=bool(args.resume)) as directory,
         keeping_what_ran(directory),
     ):
         job = TrainingJob(
@@ -343,6 +343,7 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
 
 def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrite: bool) -> Path:
     """The newest checkpoint of a run. Errors: ConfigError where the settings leave it nothing to do."""
+    overwrite = overwrite and not config.checkpoint.output  # what that holds may be lost
     if compare or overwrite:
         raise ConfigError(f"--resume goes on with {run_dir}: leave out {'--compare' if compare else '--overwrite'}")
     newest = latest(run_dir / CHECKPOINTS)

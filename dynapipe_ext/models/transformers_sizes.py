@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, pattern_of
 from dynapipe_ext.models.presets import read_model
 
 Backend = Literal["auto", "megatron", "transformers"]
@@ -26,7 +27,8 @@ _GATED = ("silu", "gelu_pytorch_tanh")
 def read_trainable(model: str, backend: Backend) -> Architecture:
     """A model to train: as megatron-core computes it, or of the family "transformers", by its sizes.
 
-    "auto" takes transformers for a config.json that has no twin in megatron-core. Errors: ConfigError, DataError.
+    "auto" takes transformers for a config.json that has no twin in megatron-core, if its family can be cut. Errors:
+    ConfigError, DataError.
     """
     folder = Path(model)
     path = folder / "config.json" if folder.is_dir() else folder
@@ -34,12 +36,13 @@ def read_trainable(model: str, backend: Backend) -> Architecture:
         try:
             return read_model(model)[0]
         except ConfigError:
-            if backend == "megatron" or not path.is_file() or "model_type" not in (raw := _raw(path)):
+            if backend == "megatron" or not path.is_file() or _raw(path).get("model_type") not in LAYER_PATTERNS:
                 raise
-            return read_sizes(raw, str(path))
     if not path.is_file():
         raise ConfigError(f"{model} has no config.json, of which transformers could build a model: give its folder")
-    return read_sizes(_raw(path), str(path))
+    raw = _raw(path)
+    pattern_of(raw.get("model_type"))
+    return read_sizes(raw, str(path))
 
 
 def _raw(path: Path) -> Mapping[str, Any]:

@@ -109,7 +109,8 @@ class PeriodicCheckpoints:
         every, minutes = self._settings.save_every, self._settings.save_minutes
         by_steps = bool(every) and done.number % every == 0
         loss = done.evaluation.loss if self._settings.keep_best and done.evaluation else math.inf
-        is_best, self._least_loss = loss < self._least_loss, min(loss, self._least_loss)
+        if is_best := loss < self._least_loss:
+            self._least_loss = loss
         return by_steps or is_best or (minutes > 0 and self._clock() - self._saved_s >= 60 * minutes)
 
     def close(self) -> None:

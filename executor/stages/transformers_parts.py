@@ -20,7 +20,6 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.keyed_random import seed_of
 from dynapipe_ext.executor.stages.transformers_layers import (
-    LayerPattern,
     PartPlace,
     StageEntry,
     StageExit,
@@ -28,9 +27,9 @@ from dynapipe_ext.executor.stages.transformers_layers import (
     cut_in_place,
     cut_out,
     has_tied_ends,
-    pattern_of,
     places_of,
 )
+from dynapipe_ext.models.layer_patterns import LayerPattern, pattern_of
 from dynapipe_ext.topology import Topology
 
 _checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
@@ -111,7 +110,7 @@ def parts_of_model(
 
     Errors: ConfigError for a model that is no causal one of a known pattern, or that cannot be cut so.
     """
-    pattern = pattern or pattern_of(model.config)
+    pattern = pattern or pattern_of(model.config.model_type)
     check_pattern(model, pattern)
     places = places_of(topology or Topology(), len(model.get_submodule(pattern.layers)), pp_rank)
     return [TransformersPart(cut_out(model, pattern, place), place, pattern) for place in places]
@@ -183,7 +182,7 @@ def _built(
     mapping: Mapping[Any, Any] = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in mapping:
         raise ConfigError(f"transformers has no causal model for a {type(config).__name__}: give the config of one")
-    pattern = pattern or pattern_of(config)
+    pattern = pattern or pattern_of(config.model_type)
     parts = []
     with _quiet():
         for place in places_of(topology or Topology(), config.get_text_config().num_hidden_layers, pp_rank):

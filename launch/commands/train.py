@@ -256,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
             )
         run_dir = str(run_to_resume(args.resume))
         resumed = to_go_on_from(Path(run_dir), config, compare=args.compare, overwrite=args.overwrite)
-    with RunDirectory(run_dir, overwrite=args.overwrite, resume=resumed is not None) as directory:
+    with RunDirectory(run_dir, overwrite=args.overwrite and not args.resume, resume=resumed is not None) as directory:
         if address is not None:
             open_store(address, namespace="greeting").close()  # refused here, once, rather than by every rank
         progress, advance = data_progress(config, enabled=True)

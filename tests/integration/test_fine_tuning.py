@@ -20,11 +20,13 @@ from dynapipe_ext.config import OptimizerSettings, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.initial_weights import load_initial_weights
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
+from dynapipe_ext.launch.trained_model import write_trained_model
 from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.recognise import recognise
@@ -33,7 +35,8 @@ from tests.integration.test_train_command import report_of
 from tests.support.checkpoints import differences, saved, tensors_in, tiny
 from tests.support.model_folders import VOCABULARY, model_folder, write_chats, write_pairs, write_texts
 
-STEPS, BATCH, SAMPLES, LR, DECAY = 20, 6, 30, 1e-3, 0.1
+STEPS, BATCH, SAMPLES, DECAY = 20, 4, 20, 0.1
+LR, LEAST, WARMUP = 2e-3, 2e-4, 4
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class Case:
     family: str
     ranks: tuple[int, int, int]
     write: Callable[..., Path]
+    schedule: str
     flags: tuple[str, ...] = ()
 
     @property
@@ -52,12 +56,12 @@ class Case:
 
 # Every family once, every kind of data twice; ranks alone, along each axis, and along all.
 CASES = [
-    Case("llama", (1, 2, 1), write_chats, ("--placement", "v")),
-    Case("mistral", (2, 1, 1), write_pairs),
-    Case("mixtral", (1, 1, 1), write_texts),
-    Case("qwen2", (2, 1, 1), write_texts),
-    Case("qwen3", (2, 2, 2), write_chats),
-    Case("gpt2", (1, 2, 1), write_pairs, ("--split-backward",)),
+    Case("llama", (1, 2, 1), write_chats, "cosine", ("--placement", "v")),
+    Case("mistral", (2, 1, 1), write_pairs, "linear"),
+    Case("mixtral", (1, 1, 1), write_texts, "wsd"),
+    Case("qwen2", (2, 1, 1), write_texts, "constant"),
+    Case("qwen3", (2, 2, 2), write_chats, "cosine"),
+    Case("gpt2", (1, 2, 1), write_pairs, "linear", ("--split-backward",)),
 ]
 
 
@@ -68,7 +72,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     commands = []
     for case in CASES:
         folder = root / case.name
-        model, data = model_folder(case.family, folder / "model"), case.write(folder / "data.jsonl", SAMPLES)
+        names = ("n_layer", "layer_norm_epsilon") if case.family == "gpt2" else ("num_hidden_layers", "rms_norm_eps")
+        sizes = dict(zip(names, (4 if "v" in case.flags else 2, 0.03), strict=True))  # a default would show
+        model = model_folder(case.family, folder / "model", **sizes)
+        data = case.write(folder / "data.jsonl", SAMPLES)
         config = TrainConfig().with_values(model={"architecture": str(model)}, topology={"tp": 1, "pp": 1, "dp": 1})
         costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
         (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
@@ -76,8 +83,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         given = ["--model", str(model), "--data", str(data), "--output", str(folder / "trained"), *ranks, *case.flags]
         given += ["--run-dir", str(folder / "run"), "--costs", str(folder / "costs.json"), "--strict"]
         given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--num-workers", "0", "--memory-limit-gb", "1"]
-        given += ["--lr", str(LR), "--lr-schedule", "constant", "--warmup", "0", "--weight-decay", str(DECAY)]
-        commands.append([*given, "--betas", "0.9,0.95", "--eval-fraction", "0.2", "--eval-every", str(STEPS)])
+        given += ["--lr", str(LR), "--min-lr", str(LEAST), "--weight-decay", str(DECAY)]
+        given += ["--lr-schedule", case.schedule, "--warmup", "0.2", "--betas", "0.9,0.95"]
+        commands.append([*given, "--eval-fraction", "0.2", "--eval-every", str(STEPS)])
     assert trainings(commands) == 0
     return root
 
@@ -135,14 +143,25 @@ def num_targets(samples: list[Sample]) -> int:
     return int(sum(sample.is_target[1:].sum() for sample in samples))
 
 
-def plain_losses(model: Any, samples: list[Sample], batches: Iterator[list[int]]) -> list[float]:
+def rate(schedule: str, step: int) -> float:
+    """The learning rate of a step, from 1, as the field has these schedules."""
+    if step <= WARMUP:
+        return LR * step / WARMUP
+    done, last_tenth = (step - WARMUP) / (STEPS - WARMUP), max(0, step - 0.9 * STEPS) / (0.1 * STEPS)
+    parts = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "wsd": 1 - last_tenth, "constant": 1}
+    return LEAST + (LR - LEAST) * parts[schedule]
+
+
+def plain_losses(model: Any, samples: list[Sample], batches: Iterator[list[int]], schedule: str) -> list[float]:
     """The losses of a training loop without anything of this project."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     losses = []
-    for batch in batches:
+    for step, batch in enumerate(batches, 1):
+        for group in optimizer.param_groups:
+            group["lr"] = rate(schedule, step)
         divisor, total = num_targets([samples[i] for i in batch]), 0.0
         for index in batch:
             loss = loss_sum(model, samples[index]) / divisor
@@ -171,7 +190,8 @@ def test_losses_and_the_saved_model_are_those_of_a_plain_loop(case: Case, traine
     folder = trained / case.name
     report, (train, held_out) = report_of(folder / "run"), samples_of(folder / "run")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
-    assert report["losses"] == pytest.approx(plain_losses(model, train, global_batches(len(train))), rel=1e-5)
+    losses = plain_losses(model, train, global_batches(len(train)), case.schedule)
+    assert report["losses"] == pytest.approx(losses, rel=1e-5)
     assert report["losses"][-1] < 0.9 * report["losses"][0]
 
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "trained", attn_implementation="eager")
@@ -189,6 +209,37 @@ def test_losses_and_the_saved_model_are_those_of_a_plain_loop(case: Case, traine
     assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(folder / "model").chat_template
     assert math.isfinite(total)
     assert (folder / "trained" / "generation_config.json").is_file()
+
+
+@pytest.mark.parametrize("form", ["megatron", "deepspeed"])
+def test_the_model_may_be_left_in_another_form_in_the_place_of_an_old_one(
+    form: Any, trained: Path, tmp_path: Path
+) -> None:
+    run = trained / CASES[4].name / "run"
+    config = TrainConfig.read(run / "config.toml")
+    config = config.with_values(checkpoint={"output": str(tmp_path / "out"), "save_format": form})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").write_text("old")
+    assert write_trained_model(config, run, overwrite=True) == STEPS
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out" / "notes").exists()
+    reader, wanted = (
+        recognise(place)[0].open(place) for place in (tmp_path / "out", run / "checkpoints" / f"iter_{STEPS:07d}")
+    )
+    for group in tensor_groups(wanted.architecture):
+        assert not differences(reader.read(group, "weight"), wanted.read(group, "weight"))
+    assert {"tokenizer.json", "config.json"} <= {path.name for path in (tmp_path / "out").rglob("*")}
+
+
+def test_a_model_whose_place_was_taken_meanwhile_is_whole_beside_it(trained: Path, tmp_path: Path) -> None:
+    run = trained / CASES[1].name / "run"
+    config = TrainConfig.read(run / "config.toml").with_values(checkpoint={"output": str(tmp_path / "out")})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").touch()
+    with pytest.raises(DataError, match=r"out cannot be put in place .*: the model is whole in .*\.out\.written"):
+        write_trained_model(config, run, overwrite=False)
+    assert (tmp_path / "out" / "notes").exists()
+    assert tensors_in(tmp_path / ".out.written")
 
 
 def test_a_wider_checkpoint_is_rounded_to_the_weights_and_whole_in_their_masters(

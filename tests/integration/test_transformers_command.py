@@ -104,3 +104,11 @@ def test_what_runs_of_transformers_do_not_have_is_refused_before_anything_is_pre
     given = ["train", "--model", str(model), "--data", str(write_pairs(tmp_path / "data.jsonl", 3))]
     assert main([*given, "--tp", "2", "--save-every", "2"]) == 2
     assert "whose runs have no tp, save_every: leave it out" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_family_that_nobody_can_cut_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    transformers.GPTNeoXConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="model_type is 'gpt_neox': known are llama"):
+        read_trainable(str(tmp_path), "auto")
+    with pytest.raises(ConfigError, match=r"no layer pattern is known for model_type 'gpt_neox' \(known: gemma"):
+        read_trainable(str(tmp_path), "transformers")

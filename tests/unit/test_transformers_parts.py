@@ -10,10 +10,10 @@ import transformers
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.stages.split_linear import DeferredGradients, make_linears_splittable
-from dynapipe_ext.executor.stages.transformers_layers import LAYER_PATTERNS, LayerPattern
 from dynapipe_ext.executor.stages.transformers_parts import parts_of_config, parts_of_model
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineReductions
+from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, LayerPattern
 from dynapipe_ext.packing import PackingCollator, check_packing
 from dynapipe_ext.topology import Topology
 from tests.support.tiny_models import SIZES, one_by_one, tiny_model
