@@ -63,7 +63,7 @@ def pattern_of(kind: object) -> LayerPattern:
     """The pattern of a family, by transformers' model_type. Errors: ConfigError for one that is not known."""
     if not isinstance(kind, str) or kind not in LAYER_PATTERNS:
         raise ConfigError(
-            f"no layer pattern is known for model_type {short(kind)} (known: {', '.join(sorted(LAYER_PATTERNS))}): name its"
-            " modules with pattern=LayerPattern(layers=…, first=…, last=…)"
+            f"no layer pattern is known for model_type {short(kind)} (known: {', '.join(sorted(LAYER_PATTERNS))}): name"
+            " its modules with pattern=LayerPattern(layers=…, first=…, last=…)"
         )
     return LAYER_PATTERNS[kind]

@@ -19,6 +19,7 @@ from dynapipe_ext.models.transformers_sizes import read_trainable
 from tests.integration.test_fine_tuning import (
     BATCH,
     DECAY,
+    LEAST,
     LR,
     SAMPLES,
     STEPS,
@@ -63,7 +64,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         given = ["--model", str(model), "--data", str(data), "--output", str(folder / "trained"), *ranks, "--strict"]
         given += ["--run-dir", str(folder / "run"), "--costs", str(folder / "costs.json"), "--memory-limit-gb", "1"]
         given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--num-workers", "0", "--weight-decay", str(DECAY)]
-        given += ["--lr", str(LR), "--lr-schedule", "constant", "--warmup", "0", "--betas", "0.9,0.95"]
+        given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
+        given += ["--betas", "0.9,0.95"]
         commands.append([*given, "--eval-fraction", "0.2", "--eval-every", str(STEPS)])
     assert trainings(commands) == 0
     return root
@@ -74,7 +76,7 @@ def test_losses_and_the_saved_model_are_those_of_a_plain_loop(family: str, train
     folder = trained / family
     report, (train, held_out) = report_of(folder / "run"), samples_of(folder / "run")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert report["losses"] == pytest.approx(plain_losses(model, train, global_batches(len(train))), rel=1e-5)
+    assert report["losses"] == pytest.approx(plain_losses(model, train, global_batches(len(train)), "cosine"), rel=1e-5)
     assert report["losses"][-1] < report["losses"][0]
     saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "trained")
     with torch.no_grad():
