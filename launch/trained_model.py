@@ -10,6 +10,7 @@ from pathlib import Path
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints import folder as checkpoints
+from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.launch.run_directory import CHECKPOINTS
 
 _CONFIG = "config.json"
@@ -68,7 +69,7 @@ def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) 
             f"{settings.output} cannot be put in place ({error.strerror}): the model is whole in {written}, move it"
         ) from None
     shutil.rmtree(old, ignore_errors=True)
-    return checkpoints.read_manifest(source).run.step
+    return read_manifest(source).run.step
 
 
 def _carried(config: TrainConfig) -> Sequence[Path]:
