@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_told_with_the_ranks_that_it_fits_on(folder: Path) 
     check_fits(config, costs, lengths)
     small = config.with_values(plan={"memory_limit_gb": 0.0015})
     with pytest.raises(
-        PlanError, match=r"sample 1 with 60 tokens needs .* alone, .* take tp \d x pp \d, where it"
+        PlanError, match=r"sample 1 with 60 tokens needs .* take tp \d x pp \d, where it"
     ) as told:
         check_fits(small, costs, lengths)
     words = str(told.value).split()
