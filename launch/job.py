@@ -216,8 +216,8 @@ def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> N
     if num_bytes > limit:
         raise PlanError(
             f"sample {longest} with {sample.tokens} tokens needs {num_bytes} B on pipeline rank {rank} even alone, but"
-            f" memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: {_what_fits(config, costs, sample)}, raise"
-            " it, or lower max_seq_len with --truncate"
+            f" memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: raise it,"
+            f" {_what_fits(config, costs, sample)}, or lower max_seq_len with --truncate"
         )
 
 
@@ -257,7 +257,7 @@ def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength) -> s
             except (ConfigError, PlanError):  # sizes that this topology does not divide, costs of another one
                 continue
             if num_bytes <= config.plan.memory_limit_bytes:
-                return f"tp {tp} x pp {num_ranks // tp} fits, with {num_bytes / 1e9:.3g} GB a rank; take that"
+                return f"take tp {tp} x pp {num_ranks // tp}, where it needs {num_bytes / 1e9:.3g} GB a rank"
     return "raise tp or pp"
 
 
