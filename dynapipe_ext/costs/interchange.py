@@ -1,4 +1,4 @@
-"""Cost models as JSON, whichever of the four they are, for training or forwards alone: how planners receive them."""
+"""Cost models as JSON, whichever of the four they are, and views of them: how planners receive them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dynapipe_ext.costs.abilities import costs_as_json
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.forwards import ForwardCosts
+from dynapipe_ext.costs.frozen import FrozenCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -16,8 +17,10 @@ from dynapipe_ext.errors import ConfigError, DataError, short
 
 
 def cost_model_to_json(model: CostModel) -> dict[str, Any]:
-    """A cost model as JSON; its "kind" says which of the four it is, or that it is one of forwards alone. Errors:
-    ConfigError for one of another kind."""
+    """A cost model as JSON; its "kind" says which of the four it is, or what view of one (forwards, frozen).
+
+    Errors: ConfigError for one of another kind.
+    """
     return costs_as_json(model)
 
 
@@ -28,6 +31,11 @@ def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
         if not isinstance(base, Mapping) or base.get("kind") == "forwards":
             raise DataError(f"costs of forwards alone have the base {short(base)}, not a cost model: write them again")
         return ForwardCosts(cost_model_from_json(base))
+    if raw.get("kind") == "frozen":
+        base = raw.get("base")
+        if not isinstance(base, Mapping):
+            raise DataError(f"costs of frozen weights have the base {short(base)}, not a cost model: write them again")
+        return FrozenCosts.from_json(raw, _base_from_json(base))
     return _base_from_json(raw)
 
 

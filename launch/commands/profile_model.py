@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.analytic import parameters_per_stage
+from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError

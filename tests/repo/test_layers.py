@@ -45,6 +45,8 @@ RIM = {
         "executor/transport/torch_p2p.py",
         "launch/commands/doctor.py",
         "launch/commands/profile_model.py",  # the name of the device
+        "launch/megatron_run.py",
+        "launch/transformers_run.py",
         "launch/variant_run.py",
         "launch/train.py",
         "launch/rank_program.py",  # the store of torchrun's agent, and its record of failures

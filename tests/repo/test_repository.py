@@ -56,6 +56,9 @@ TESTED_COMMANDS = {
     "dynapipe train --architecture DIR --init-from DIR --tokenizer DIR --data my.jsonl": (
         "tests/integration/test_train_published.py::test_the_first_loss_is_that_of_transformers"
     ),
+    "dynapipe train --model DIR --data chats.jsonl --output tuned --epochs 2 --lr 1e-5 --dtype bf16 --show-samples 3": (
+        "tests/integration/test_fine_tuning.py::test_losses_and_the_saved_model_are_those_of_a_plain_loop"
+    ),
     "dynapipe flops runs/latest": AS_IT_STANDS,
     "dynapipe preprocess --input corpus.jsonl --tokenizer bytes --output prepared": AS_IT_STANDS,
     "dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --gpu-memory-gb 80": AS_IT_STANDS,
