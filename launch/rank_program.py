@@ -152,7 +152,7 @@ def _first_cause(env: RankEnv, mine: str) -> str:
     attempt = agent_attempt()
     if attempt is None:
         return mine
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     try:
         limit = timedelta(seconds=_ASK_S)

@@ -16,7 +16,7 @@ from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.costs.parameters import checked_topology, layer_parameters, stage_parameters
+from dynapipe_ext.costs.parameters import checked_topology, layer_parameters, replica_and_expert_parameters
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, ZeroStage, check_states, state_bytes
 from dynapipe_ext.costs.tokens import fingerprint, sum_of_squares, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -298,7 +298,7 @@ class AnalyticCosts:
 
     def static_parts(self) -> StateBytes:
         """Weights, gradients and Adam states of one rank of every stage."""
-        common, experts = stage_parameters(self.architecture, self.topology, self.ep)
+        common, experts = replica_and_expert_parameters(self.architecture, self.topology, self.ep)
         zero, dp = self._zero_stage, self.topology.dp
         parts = state_bytes(common, self._recipe, zero_stage=zero, dp=dp)
         return parts + state_bytes(experts, self._recipe, zero_stage=zero, dp=dp // self.ep)

@@ -39,7 +39,7 @@ def layer_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
     return norms + attention + h * a.num_experts + shared, a.num_experts // ep * mlp
 
 
-def stage_parameters(a: Architecture, topology: Topology, ep: int) -> IntArray:
+def replica_and_expert_parameters(a: Architecture, topology: Topology, ep: int) -> IntArray:
     """Shape (2, stages): parameters of one rank that every replica has, and those of experts."""
     topology = checked_topology(a, topology, ep)
     h, embedding = a.hidden_size, a.vocab_size * a.hidden_size // topology.tp
@@ -65,4 +65,4 @@ def parameters_per_stage(architecture: Architecture, topology: Topology, ep: int
     >>> parameters_per_stage(gpt2, Topology())
     (124439808,)
     """
-    return tuple(int(n) for n in stage_parameters(architecture, topology, ep).sum(axis=0))
+    return tuple(int(n) for n in replica_and_expert_parameters(architecture, topology, ep).sum(axis=0))
