@@ -28,6 +28,7 @@ RIM = {
         "executor/device.py",
         "executor/stages/chunk_runner.py",
         "executor/loader.py",
+        "executor/megatron/*.py",  # inside Megatron's own loops
         "executor/measuring/rate.py",  # it times the user's model
         "executor/measuring/profiling.py",  # so does this one
         "executor/measuring/profiler_ranges.py",
@@ -53,6 +54,7 @@ RIM = {
     "megatron": (
         "dynapipe_ext/megatron.py",
         "executor/checkpoints/megatron*.py",
+        "executor/megatron/*.py",
         "executor/stages/megatron*.py",
     ),
     "deepspeed": ("executor/stages/deepspeed*.py",),

@@ -1,0 +1,159 @@
+"""The drop-in: what `megatron.core.pipeline_parallel.get_forward_backward_func()` returns, by proven plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.megatron.forward_step import ForwardStepStage, LoopStep
+from dynapipe_ext.executor.megatron.gradient_sync import StepGradients, check_sync
+from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline, megatron_pipeline
+from dynapipe_ext.executor.megatron.refusals import check_call, check_config
+from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, uniform_plan
+from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.executor.stages.megatron_split import split_megatron_linears
+
+_TIMEOUT_S = 600.0  # torch's own for process groups: first steps and saves may keep a neighbour waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropInSettings:
+    """How steps are planned: `costs` (counted from the model without), the limit of a rank's memory, split backwards.
+
+    Without `memory_limit_gb` (1e9 bytes) steps of equal micro-batches hold no more than under Megatron's schedules.
+    """
+
+    costs: CostModel | None = None
+    memory_limit_gb: float | None = None
+    split_backward: bool = False
+    timeout_s: float = _TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        limit = self.memory_limit_gb
+        if limit is not None and not 0 < limit < math.inf:
+            raise ConfigError(f"memory_limit_gb is {limit} but must be above 0: give the gigabytes of a rank's device")
+
+    @property
+    def limit_bytes(self) -> int | None:
+        return None if self.memory_limit_gb is None else int(self.memory_limit_gb * 1e9)
+
+
+@dataclass(slots=True)
+class _PlannedModel:
+    """A model's pipeline and the plans that were made for it."""
+
+    pipeline: MegatronPipeline
+    plans: dict[UniformShape, ExecutionPlan] = field(default_factory=dict)
+
+
+class ForwardBackward:
+    """A forward-backward function with Megatron's keywords and return value; all ranks call it alike.
+
+    It keeps, for each model it has seen, its process groups and plans.
+    """
+
+    def __init__(self, settings: DropInSettings | None = None) -> None:
+        self.settings = settings or DropInSettings()
+        self._models: WeakKeyDictionary[Any, _PlannedModel] = WeakKeyDictionary()
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run the forwards and backwards of one step: on ranks of the last stage, what the loss functions reported.
+
+        Errors: ConfigError for what is not supported, PlanError where micro-batches do not fit the memory limit,
+        ExecutionError for a neighbour that is late.
+        """
+        from megatron.core.utils import get_model_config
+
+        chunks = list(model) if isinstance(model, Sequence) else [model]
+        config = get_model_config(chunks[0])
+        check_call(
+            num_microbatches=num_microbatches,
+            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+            p2p_communicator=p2p_communicator,
+            pg_collection=pg_collection,
+        )
+        planned = self._planned(chunks, config)
+        if not forward_only:
+            check_sync(chunks, config)
+        shape = UniformShape(
+            num_micro_batches=num_microbatches, rows=micro_batch_size, seq_len=seq_length, forward_only=forward_only
+        )
+        plan = self._plan(planned, shape)
+        step = LoopStep(
+            forward_step_func=forward_step_func,
+            chunks=chunks,
+            iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks),
+            config=config,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            force_all_reduce=bool(force_all_reduce),
+        )
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        reports = _run(step, planned.pipeline, plan)
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return reports
+
+    def _planned(self, chunks: list[Any], config: Any) -> _PlannedModel:
+        found = self._models.get(chunks[0])
+        if found is None:
+            check_config(config, chunks)
+            if self.settings.split_backward:
+                split_megatron_linears()
+            pipeline = megatron_pipeline(chunks, config, costs=self.settings.costs, timeout_s=self.settings.timeout_s)
+            found = self._models[chunks[0]] = _PlannedModel(pipeline)
+        return found
+
+    def _plan(self, planned: _PlannedModel, shape: UniformShape) -> ExecutionPlan:
+        if shape not in planned.plans:
+            planned.plans[shape] = uniform_plan(
+                UniformPlanner(
+                    pipeline=planned.pipeline,
+                    shape=shape,
+                    split_backward=self.settings.split_backward,
+                    limit_bytes=self.settings.limit_bytes,
+                )
+            )
+        return planned.plans[shape]
+
+
+def _run(step: LoopStep, pipeline: MegatronPipeline, plan: ExecutionPlan) -> list[Any]:
+    def own_iterator(number: int, _micro_batch: int, _batch: Batch) -> Any:
+        return step.iterators[number]
+
+    with StepGradients(step.chunks, step.config, force_all_reduce=step.force_all_reduce) as gradients:
+        stage = ForwardStepStage(step, gradients, own_iterator)
+        executor = PipelineExecutor(stage, pipeline.transport)
+        executor.execute(plan, [{} for _ in plan.micro_batches])
+    return stage.reports
+
+
+# Megatron's own is a function of the module, which scripts name where they please. What this one keeps is keyed by
+# model, weakly: two models, or two trainings in one process, do not meet.
+forward_backward_func = ForwardBackward()
