@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
+
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -102,7 +104,7 @@ class ForwardBackward:
         shape = UniformShape(
             num_micro_batches=num_microbatches, rows=micro_batch_size, seq_len=seq_length, forward_only=forward_only
         )
-        plan = self._plan(planned, shape)
+        plan = self._plan(planned, shape, compare=not collect_non_loss_data)
         step = LoopStep(
             forward_step_func=forward_step_func,
             chunks=chunks,
@@ -130,7 +132,8 @@ class ForwardBackward:
             found = self._models[chunks[0]] = _PlannedModel(pipeline)
         return found
 
-    def _plan(self, planned: _PlannedModel, shape: UniformShape) -> ExecutionPlan:
+    def _plan(self, planned: _PlannedModel, shape: UniformShape, *, compare: bool) -> ExecutionPlan:
+        """`compare` unless one rank may call alone, as Megatron-LM's evaluation does to collect what is no loss."""
         if shape not in planned.plans:
             planned.plans[shape] = uniform_plan(
                 UniformPlanner(
@@ -138,9 +141,22 @@ class ForwardBackward:
                     shape=shape,
                     split_backward=self.settings.split_backward,
                     limit_bytes=self.settings.limit_bytes,
-                )
+                ),
+                compare=compare,
             )
+            _say(planned.plans[shape], shape)
         return planned.plans[shape]
+
+
+def _say(plan: ExecutionPlan, shape: UniformShape) -> None:
+    """On the first rank, once a shape: nobody should have to guess whose schedule runs."""
+    if dist.get_rank() == 0:
+        what = "forwards" if shape.forward_only else "forwards and backwards"
+        print(
+            f"dynapipe: {what} of {shape.num_micro_batches} micro-batches of {shape.rows} x {shape.seq_len} tokens on"
+            f" {plan.num_stages} stages by a proven plan, predicted bubble {plan.prediction.bubble_ratio:.1%}",
+            flush=True,
+        )
 
 
 def _run(step: LoopStep, pipeline: MegatronPipeline, plan: ExecutionPlan) -> list[Any]:

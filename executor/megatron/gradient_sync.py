@@ -105,7 +105,8 @@ def check_sync(chunks: Sequence[Any], config: Any) -> None:
         if config.no_sync_func is not None and config.grad_sync_func is None and not hasattr(chunk, "start_grad_sync"):
             raise ConfigError(
                 f"config.no_sync_func is set but a {type(chunk).__name__} starts its reduction in backwards alone,"
-                " which a plan orders: wrap chunks in megatron-core's DistributedDataParallel, or set config.grad_sync_func"
+                " which a plan orders: wrap chunks in megatron-core's DistributedDataParallel, or set"
+                " config.grad_sync_func"
             )
 
 

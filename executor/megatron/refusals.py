@@ -7,6 +7,10 @@ from typing import Any
 
 from dynapipe_ext.errors import ConfigError
 
+_NO_FSDP = (
+    "use Megatron's DistributedDataParallel with the distributed optimizer; FSDP gathers in the order of micro-batches"
+)
+
 # Settings of a TransformerConfig that another schedule than Megatron's own cannot follow, and what to do instead.
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "context_parallel_size": ((1,), "give 1: sequences that are cut over ranks are not supported"),
@@ -26,18 +30,26 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+# Arguments of Megatron-LM that no TransformerConfig holds.
+_UNSUPPORTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_megatron_fsdp": ((False,), _NO_FSDP),
+    "use_torch_fsdp2": ((False,), _NO_FSDP),
+    "use_tp_pp_dp_mapping": ((False,), "leave it out: ranks are taken in the order tp-cp-ep-dp-pp"),
+    "perform_rl_step": ((False,), "leave it out: reinforcement learning makes its micro-batches itself"),
+}
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse, at start-up, what `check_config` and `rank_topology` would refuse later. Errors: ConfigError."""
+    _check(args, _UNSUPPORTED | _UNSUPPORTED_ARGUMENTS)
+
+
 def check_config(config: Any, chunks: Sequence[Any]) -> None:
     """Errors: ConfigError, naming the setting, its value and the next move."""
-    for name, (fine, move) in _UNSUPPORTED.items():
-        value = getattr(config, name, None)
-        if value is not None and value not in fine:
-            raise ConfigError(f"{name} is {value!r}, which planned schedules do not support: {move}")
+    _check(config, _UNSUPPORTED)
     for chunk in chunks:
         if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) or "FSDP" in type(chunk).__name__:
-            raise ConfigError(
-                "the model is sharded by FSDP, whose gathers follow the order of micro-batches: use Megatron's"
-                " DistributedDataParallel with the distributed optimizer"
-            )
+            raise ConfigError(f"the model is a {type(chunk).__name__}, sharded by FSDP: {_NO_FSDP}")
 
 
 def check_call(
@@ -58,3 +70,10 @@ def check_call(
     for name, (value, reason) in given.items():
         if value is not None:
             raise ConfigError(f"{name} was given, but {reason}: leave it out")
+
+
+def _check(settings: Any, unsupported: dict[str, tuple[tuple[Any, ...], str]]) -> None:
+    for name, (fine, move) in unsupported.items():
+        value = getattr(settings, name, None)
+        if value is not None and value not in fine:
+            raise ConfigError(f"{name} is {value!r}, which planned schedules do not support: {move}")

@@ -1,0 +1,95 @@
+"""Puts the drop-in where Megatron looks for its schedules, and takes it away again."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.megatron.arguments import Wishes, add_arguments
+from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
+from dynapipe_ext.executor.megatron.refusals import check_arguments
+
+_BINDERS = (
+    "megatron.core.pipeline_parallel",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.training.training",
+)
+
+
+@contextmanager
+def installed(
+    *,
+    costs: CostModel | str | Path | None = None,
+    memory_limit_gb: float | None = None,
+    split_backward: bool | None = None,
+) -> Iterator[None]:
+    """Within: Megatron's training loops run planned schedules; on exit all is as before.
+
+    What is given here comes before what the command line says (--dynapipe-*, which Megatron-LM's parser then knows).
+    Settings that cannot go with plans are refused when Megatron-LM has parsed its arguments, others at the first step.
+    """
+    wishes = Wishes(costs=costs, memory_limit_gb=memory_limit_gb, split_backward=split_backward)
+    with ExitStack() as patches:
+        install_schedules(patches, lambda: ForwardBackward(wishes.settings(_megatron_arguments())))
+        if has_training_loop():
+            _install_arguments(patches, wishes)
+        yield
+
+
+def has_training_loop() -> bool:
+    """Whether Megatron-LM is here, not megatron-core alone."""
+    return importlib.util.find_spec("megatron.training") is not None
+
+
+def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -> None:
+    """`get_forward_backward_func` returns what `make` makes when it is first asked."""
+    made: list[ForwardBackward] = []
+
+    def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
+        if pp_size is not None or vp_size is not None:
+            raise ConfigError(
+                f"get_forward_backward_func was asked for pp_size {pp_size} and vp_size {vp_size}, but planned"
+                " schedules run on the ranks of megatron.core.parallel_state: leave both out"
+            )
+        if not made:
+            made.append(make())
+        return made[0]
+
+    for name in _BINDERS:
+        if name.startswith("megatron.core") or has_training_loop():
+            _replace(patches, importlib.import_module(name), "get_forward_backward_func", get_forward_backward_func)
+
+
+def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
+    initialize: Any = importlib.import_module("megatron.training.initialize")
+    original = initialize.parse_args
+
+    def parse_args(extra_args_provider: Any = None, *others: Any, **keywords: Any) -> Any:
+        def provide(parser: Any) -> Any:
+            return add_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
+
+        args = original(provide, *others, **keywords)
+        check_arguments(args)
+        wishes.settings(args)  # what is wrong with them is said now, not at the first step
+        return args
+
+    _replace(patches, initialize, "parse_args", parse_args)
+
+
+def _replace(patches: ExitStack, module: Any, name: str, value: Any) -> None:
+    patches.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)
+
+
+def _megatron_arguments() -> Any:
+    """Those of Megatron-LM; None where a script has none."""
+    if not has_training_loop():
+        return None
+    variables: Any = importlib.import_module("megatron.training.global_vars")
+    return variables._GLOBAL_ARGS
