@@ -16,6 +16,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+from dynapipe_ext.executor.stages.megatron_weights import global_name, initialize_weights
+
 VOCAB, LENGTH, ROWS = 128, 16, 2
 
 
@@ -28,6 +30,7 @@ class Loop:
     chunks: int = 1
     tied: bool = False
     overlap: bool = False
+    distributed: bool = False  # the distributed optimizer's buffers
     per_token: bool = True
     num_micro_batches: int = 4
 
@@ -37,7 +40,7 @@ class Stepped:
     """What one step left on a rank."""
 
     reports: list[list[float]]
-    gradients: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]  # by names in the whole model
 
 
 def start(loop: Loop) -> tuple[list[Any], Any]:
@@ -49,7 +52,6 @@ def start(loop: Loop) -> tuple[list[Any], Any]:
         virtual_pipeline_model_parallel_size=loop.chunks if loop.chunks > 1 else None,
     )
     model_parallel_cuda_manual_seed(7)
-    torch.manual_seed(7 + parallel_state.get_pipeline_model_parallel_rank())
     config = TransformerConfig(
         num_layers=4,
         hidden_size=32,
@@ -67,8 +69,6 @@ def start(loop: Loop) -> tuple[list[Any], Any]:
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
-        overlap_p2p_comm=loop.chunks > 1,  # in batches, gloo may swap what goes both ways between two ranks
-        batch_p2p_comm=loop.chunks == 1,
     )
     chunks = []
     for number in range(loop.chunks):
@@ -86,11 +86,12 @@ def start(loop: Loop) -> tuple[list[Any], Any]:
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
+        initialize_weights(model, config, first_layer=first_layer(model), seed=7)
         model.model_type = ModelType.encoder_or_decoder
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=loop.overlap,
-            use_distributed_optimizer=loop.overlap,
+            use_distributed_optimizer=loop.distributed,
             bucket_size=5000,
         )
         chunks.append(DistributedDataParallel(config, ddp_config, model))
@@ -99,6 +100,10 @@ def start(loop: Loop) -> tuple[list[Any], Any]:
         if loop.chunks == 1:
             config.no_sync_func = config.no_sync_func[0]
     return chunks, config
+
+
+def first_layer(model: Any) -> int:
+    return int(model.decoder.layers[0].layer_number) - 1
 
 
 def batches(seed: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -142,8 +147,8 @@ def run_step(function: Callable[..., Any], loop: Loop, chunks: list[Any], *, see
         **keywords,
     )
     gradients = {
-        f"{number}.{name}": parameter.main_grad.clone()
-        for number, chunk in enumerate(chunks)
+        global_name(name, first_layer(chunk.module)): parameter.main_grad.clone()
+        for chunk in chunks
         for name, parameter in chunk.module.named_parameters()
     }
     return Stepped([[] if collects else report["lm loss"].tolist() for report in reports], gradients)
