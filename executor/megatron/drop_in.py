@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -14,13 +15,17 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.megatron.forward_step import ForwardStepStage, LoopStep
+from dynapipe_ext.executor.megatron.forward_step import Around, BatchIterator, ForwardStepStage, LoopStep
 from dynapipe_ext.executor.megatron.gradient_sync import StepGradients, check_sync
+from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline, megatron_pipeline
+from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, planned_steps_in
 from dynapipe_ext.executor.megatron.refusals import check_call, check_config
+from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
 from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, uniform_plan
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.megatron_split import split_megatron_linears
+from dynapipe_ext.plan import Layout
 
 _TIMEOUT_S = 600.0  # torch's own for process groups: first steps and saves may keep a neighbour waiting
 
@@ -29,12 +34,14 @@ _TIMEOUT_S = 600.0  # torch's own for process groups: first steps and saves may 
 class DropInSettings:
     """How steps are planned: `costs` (counted from the model without), the limit of a rank's memory, split backwards.
 
-    Without `memory_limit_gb` (1e9 bytes) steps of equal micro-batches hold no more than under Megatron's schedules.
+    Without `memory_limit_gb` (1e9 bytes) steps of equal micro-batches hold no more than under Megatron's schedules, and
+    planned data fill the device. `layout` is that of planned data.
     """
 
     costs: CostModel | None = None
     memory_limit_gb: float | None = None
     split_backward: bool = False
+    layout: Layout = "padded"
     timeout_s: float = _TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -42,9 +49,13 @@ class DropInSettings:
         if limit is not None and not 0 < limit < math.inf:
             raise ConfigError(f"memory_limit_gb is {limit} but must be above 0: give the gigabytes of a rank's device")
 
+        if self.layout not in get_args(Layout):
+            raise ConfigError(f"layout is {self.layout!r}: choose from {', '.join(get_args(Layout))}")
+
     @property
-    def limit_bytes(self) -> int | None:
-        return None if self.memory_limit_gb is None else int(self.memory_limit_gb * 1e9)
+    def choices(self) -> PlanChoices:
+        limit_bytes = None if self.memory_limit_gb is None else int(self.memory_limit_gb * 1e9)
+        return PlanChoices(layout=self.layout, split_backward=self.split_backward, limit_bytes=limit_bytes)
 
 
 @dataclass(slots=True)
@@ -53,6 +64,7 @@ class _PlannedModel:
 
     pipeline: MegatronPipeline
     plans: dict[UniformShape, ExecutionPlan] = field(default_factory=dict)
+    shapes: MicroBatchShapes | None = None  # of planned data
 
 
 class ForwardBackward:
@@ -98,13 +110,9 @@ class ForwardBackward:
             p2p_communicator=p2p_communicator,
             pg_collection=pg_collection,
         )
-        planned = self._planned(chunks, config)
+        found = self._planned(chunks, config)
         if not forward_only:
             check_sync(chunks, config)
-        shape = UniformShape(
-            num_micro_batches=num_microbatches, rows=micro_batch_size, seq_len=seq_length, forward_only=forward_only
-        )
-        plan = self._plan(planned, shape, compare=not collect_non_loss_data)
         step = LoopStep(
             forward_step_func=forward_step_func,
             chunks=chunks,
@@ -117,10 +125,33 @@ class ForwardBackward:
         )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        reports = _run(step, planned.pipeline, plan)
+        if (planned := planned_steps_in(data_iterator)) is not None:
+            reports = self._run_planned(step, found, *planned)
+        else:
+            shape = UniformShape(
+                num_micro_batches=num_microbatches, rows=micro_batch_size, seq_len=seq_length, forward_only=forward_only
+            )
+            plan = self._uniform_plan(found, shape, compare=not collect_non_loss_data)
+            empty: list[Batch] = [{} for _ in plan.micro_batches]
+            reports = _run(step, found.pipeline, plan, empty, lambda number, _: step.iterators[number])
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return reports
+
+    def _run_planned(self, step: LoopStep, model: _PlannedModel, steps: PlannedSteps, iterator: Any) -> list[Any]:
+        """Errors: ConfigError for data that were planned for training where none is, or the other way round."""
+        if steps.forward_only != step.forward_only:
+            raise ConfigError(
+                f"forward_only is {step.forward_only} but these data are planned with {steps.forward_only}:"
+                " evaluate on validation data, train on training data"
+            )
+        choices = self.settings.choices
+        if model.shapes is None:
+            model.shapes = MicroBatchShapes(step.chunks, parsed_arguments(), model.pipeline.device, choices.layout)
+            _say_weights(step.config)
+        steps.bind(model.pipeline, choices)
+        micro_batches, plan = next(iterator)
+        return _run(step, model.pipeline, plan, micro_batches, lambda _, batch: iter([batch]), around=model.shapes.of)
 
     def _planned(self, chunks: list[Any], config: Any) -> _PlannedModel:
         found = self._models.get(chunks[0])
@@ -132,7 +163,7 @@ class ForwardBackward:
             found = self._models[chunks[0]] = _PlannedModel(pipeline)
         return found
 
-    def _plan(self, planned: _PlannedModel, shape: UniformShape, *, compare: bool) -> ExecutionPlan:
+    def _uniform_plan(self, planned: _PlannedModel, shape: UniformShape, *, compare: bool) -> ExecutionPlan:
         """`compare` unless one rank may call alone, as Megatron-LM's evaluation does to collect what is no loss."""
         if shape not in planned.plans:
             planned.plans[shape] = uniform_plan(
@@ -140,7 +171,7 @@ class ForwardBackward:
                     pipeline=planned.pipeline,
                     shape=shape,
                     split_backward=self.settings.split_backward,
-                    limit_bytes=self.settings.limit_bytes,
+                    limit_bytes=self.settings.choices.limit_bytes,
                 ),
                 compare=compare,
             )
@@ -159,14 +190,28 @@ def _say(plan: ExecutionPlan, shape: UniformShape) -> None:
         )
 
 
-def _run(step: LoopStep, pipeline: MegatronPipeline, plan: ExecutionPlan) -> list[Any]:
-    def own_iterator(number: int, _micro_batch: int, _batch: Batch) -> Any:
-        return step.iterators[number]
+def _say_weights(config: Any) -> None:
+    """What a loss of the older kinds comes to where micro-batches differ in size."""
+    if dist.get_rank() == 0 and not config.calculate_per_token_loss:
+        print(
+            "dynapipe: without --calculate-per-token-loss every micro-batch weighs the same, however few tokens it has,"
+            " so the loss depends on the plan: give it, and a loss function that returns (sum, tokens, report)",
+            flush=True,
+        )
 
+
+def _run(
+    step: LoopStep,
+    pipeline: MegatronPipeline,
+    plan: ExecutionPlan,
+    micro_batches: Sequence[Batch],
+    data: BatchIterator,
+    *,
+    around: Around = nullcontext,
+) -> list[Any]:
     with StepGradients(step.chunks, step.config, force_all_reduce=step.force_all_reduce) as gradients:
-        stage = ForwardStepStage(step, gradients, own_iterator)
-        executor = PipelineExecutor(stage, pipeline.transport)
-        executor.execute(plan, [{} for _ in plan.micro_batches])
+        stage = ForwardStepStage(step, gradients, data, around)
+        PipelineExecutor(stage, pipeline.transport).execute(plan, micro_batches)
     return stage.reports
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.megatron.gradient_sync import StepGradients
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
+from dynapipe_ext.plan import MicroBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +41,21 @@ class LoopStep:
         return number == 0
 
 
-BatchIterator = Callable[[int, int, Batch], Any]  # (chunk number, micro-batch, its tensors) -> what is given to `next`
+BatchIterator = Callable[[int, Batch], Any]  # (chunk number, a micro-batch's tensors) -> what is given to `next`
+Around = Callable[[MicroBatch], AbstractContextManager[None]]
 
 
 class ForwardStepStage:
     """Stage of a rank's model chunks; each micro-batch is one call of the loop's `forward_step_func` a chunk.
 
-    `data(chunk, micro_batch, batch)` gives the iterator that the call reads. Losses are not divided: what Megatron
-    divides by (token counts, numbers of micro-batches) is divided by Megatron. After the step `reports` has what its
-    loss functions reported, in the order of the plan's micro-batches, on the rank of the last stage.
+    `data(chunk, batch)` gives the iterator that the call reads; it runs within `around(micro-batch)`.
+    Losses are not divided: what Megatron divides by (token counts, numbers of micro-batches) is divided by Megatron.
+    After the step `reports` has what its loss functions reported, in the order of the plan's micro-batches, on the rank
+    of the last stage.
     """
 
-    def __init__(self, step: LoopStep, gradients: StepGradients, data: BatchIterator) -> None:
-        self._step, self._gradients, self._data = step, gradients, data
+    def __init__(self, step: LoopStep, gradients: StepGradients, data: BatchIterator, around: Around) -> None:
+        self._step, self._gradients, self._data, self._around = step, gradients, data, around
         self._timers = step.config.timers
         parameters = [parameter for chunk in step.chunks for parameter in chunk.parameters()]
         device = parameters[0].device if parameters else torch.device("cpu")
@@ -79,7 +82,8 @@ class ForwardStepStage:
         self._runner.load(micro_batch, batch)
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
-        return self._runner.forward(stage, micro_batch, inputs, partial(self._call, stage, micro_batch))
+        with self._around(self._plan.micro_batches[micro_batch]):
+            return self._runner.forward(stage, micro_batch, inputs, partial(self._call, stage, micro_batch))
 
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
         with self._timed("backward-compute"):
@@ -108,7 +112,7 @@ class ForwardStepStage:
         reports: list[Any] = []
         output, num_tokens = forward_step(
             step.forward_step_func,
-            self._data(number, micro_batch, batch),
+            self._data(number, batch),
             step.chunks[number],
             len(self._plan.micro_batches),
             x,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,8 +11,12 @@ from typing import Any
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.megatron.arguments import Wishes, add_arguments
+from dynapipe_ext.executor.megatron.datasets import planned_iterators, real_flops
 from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
+from dynapipe_ext.executor.megatron.megatron_lm import has_training_loop, parsed_arguments
+from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
 from dynapipe_ext.executor.megatron.refusals import check_arguments
+from dynapipe_ext.plan import Layout
 
 _BINDERS = (
     "megatron.core.pipeline_parallel",
@@ -28,23 +31,23 @@ def installed(
     costs: CostModel | str | Path | None = None,
     memory_limit_gb: float | None = None,
     split_backward: bool | None = None,
+    data: str | Path | None = None,
+    layout: Layout | None = None,
 ) -> Iterator[None]:
     """Within: Megatron's training loops run planned schedules; on exit all is as before.
 
     What is given here comes before what the command line says (--dynapipe-*, which Megatron-LM's parser then knows).
     Settings that cannot go with plans are refused when Megatron-LM has parsed its arguments, others at the first step.
     """
-    wishes = Wishes(costs=costs, memory_limit_gb=memory_limit_gb, split_backward=split_backward)
+    wishes = Wishes(
+        costs=costs, memory_limit_gb=memory_limit_gb, split_backward=split_backward, data=data, layout=layout
+    )
     with ExitStack() as patches:
-        install_schedules(patches, lambda: ForwardBackward(wishes.settings(_megatron_arguments())))
+        install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments())))
         if has_training_loop():
             _install_arguments(patches, wishes)
+            _install_data(patches, wishes)
         yield
-
-
-def has_training_loop() -> bool:
-    """Whether Megatron-LM is here, not megatron-core alone."""
-    return importlib.util.find_spec("megatron.training") is not None
 
 
 def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -> None:
@@ -82,14 +85,27 @@ def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
     _replace(patches, initialize, "parse_args", parse_args)
 
 
+def _install_data(patches: ExitStack, wishes: Wishes) -> None:
+    training: Any = importlib.import_module("megatron.training.training")
+    build, count = training.build_train_valid_test_data_iterators, training.num_floating_point_operations
+    trained: list[PlannedSteps] = []
+
+    def build_train_valid_test_data_iterators(provider: Any) -> Any:
+        args = parsed_arguments()
+        path = wishes.wish(args, "data")
+        found = planned_iterators(provider, args, None if path is None else str(path))
+        if found is None:
+            return build(provider)
+        trained[:] = [steps for steps in found[:1] if steps is not None]
+        return tuple(None if steps is None else training.RerunDataIterator(steps) for steps in found)
+
+    def num_floating_point_operations(args: Any, batch_size: int) -> float:
+        return real_flops(count, trained[0], args, batch_size) if trained else count(args, batch_size)
+
+    _replace(patches, training, "build_train_valid_test_data_iterators", build_train_valid_test_data_iterators)
+    _replace(patches, training, "num_floating_point_operations", num_floating_point_operations)
+
+
 def _replace(patches: ExitStack, module: Any, name: str, value: Any) -> None:
     patches.callback(setattr, module, name, getattr(module, name))
     setattr(module, name, value)
-
-
-def _megatron_arguments() -> Any:
-    """Those of Megatron-LM; None where a script has none."""
-    if not has_training_loop():
-        return None
-    variables: Any = importlib.import_module("megatron.training.global_vars")
-    return variables._GLOBAL_ARGS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +33,8 @@ class MegatronPipeline:
     """What planning and transfers need to know of a model and its ranks; made on all ranks at the same point.
 
     `counts_memory`: whether the costs say bytes. `recompute` is what the model's configuration fixes for all
-    micro-batches, `pad_multiple` what lengths of its hidden states must be multiples of.
+    micro-batches, `pad_multiple` what lengths of its hidden states must be multiples of. `device_bytes` are those of
+    the smallest device of all ranks; on a CPU, the machine's memory divided by all ranks.
     """
 
     topology: Topology
@@ -44,6 +46,7 @@ class MegatronPipeline:
     recompute: Recompute
     pad_multiple: int
     device: torch.device
+    device_bytes: int
 
 
 def megatron_pipeline(
@@ -58,6 +61,7 @@ def megatron_pipeline(
     shards = topology.tp if config.sequence_parallel else 1
     dtype = str(config.pipeline_dtype or config.params_dtype).removeprefix("torch.")
     topology, num_parameters = _with_found_layers(topology, chunks, config, device)
+    device_bytes = min(gather_json(_device_bytes(device), device))
     counted = costs if costs is not None else _counted(chunks[0], config, topology)
     if counted is not None:
         counted, topology = over_topology(counted, topology)
@@ -73,6 +77,7 @@ def megatron_pipeline(
         recompute=fixed_recompute(config),
         pad_multiple=shards,
         device=device,
+        device_bytes=device_bytes,
     )
 
 
@@ -190,3 +195,10 @@ def _by_size(num_parameters: Sequence[int]) -> TokenCosts:
     largest = max(1, *num_parameters)
     scale = tuple(max(n / largest, 0.01) for n in num_parameters)
     return TokenCosts(len(num_parameters), ns_per_token=_SPECULATIVE_NS, bytes_per_token=1, stage_scale=scale)
+
+
+def _device_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return machine // int(dist.get_world_size())

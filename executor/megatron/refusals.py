@@ -39,6 +39,29 @@ _UNSUPPORTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+# Arguments of Megatron-LM that planned data cannot follow: their steps are not made of batches of one shape.
+_UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
+    "rampup_batch_size": ((), "leave it out: every global batch of planned data has --global-batch-size samples"),
+    "full_validation": ((False,), "give --eval-iters instead"),
+    "multiple_validation_sets": ((False,), "leave it out: planned data have one validation set"),
+    "phase_transition_iterations": ((), "leave it out: planned data have one phase"),
+    "iterations_to_skip": (([],), "leave it out: it reads batches of one shape"),
+    "mtp_num_layers": ((0,), "leave it out: its labels roll over the ends of samples"),
+    "reset_position_ids": ((False,), "leave it out: positions begin anew with every sample"),
+    "reset_attention_mask": ((False,), "leave it out: attention begins anew with every sample"),
+}
+
+
+def check_planned_arguments(args: Any) -> None:
+    """Refuse what would take other batches out of planned data, or be ignored by them. Errors: ConfigError."""
+    _check(args, _UNSUPPORTED_DATA)
+    if getattr(args, "expert_model_parallel_size", 1) > 1:
+        raise ConfigError(
+            f"expert_model_parallel_size is {args.expert_model_parallel_size}, but replicas that share experts would"
+            " have to run planned micro-batches in one order: give 1, or Megatron's own data"
+        )
+
+
 def check_arguments(args: Any) -> None:
     """Refuse, at start-up, what `check_config` and `rank_topology` would refuse later. Errors: ConfigError."""
     _check(args, _UNSUPPORTED | _UNSUPPORTED_ARGUMENTS)

@@ -115,6 +115,12 @@ def megatron_lm_runs(runs: Sequence[Run], folder: Path, *, timeout_s: float) -> 
     return ran
 
 
+def _place(megatron_lm: Path, script: str) -> str:
+    """Of a script of Megatron-LM's, or of one beside this file."""
+    own = Path(__file__).with_name(script)
+    return str(own if own.is_file() else megatron_lm / script)
+
+
 def main() -> None:
     megatron_lm, folder = map(Path, sys.argv[1:])
     spec = importlib.util.spec_from_file_location("megatron_on_cpu", SHARED / "megatron_on_cpu.py")
@@ -128,7 +134,7 @@ def main() -> None:
     on_cpu.prepare(megatron_lm)
     runs = [Run(**run) for run in json.loads((folder / "runs.json").read_text())]
     for script in {run.script for run in runs}:
-        runpy.run_path(str(megatron_lm / script), run_name="imported")  # once, for all ranks
+        runpy.run_path(_place(megatron_lm, script), run_name="imported")  # once, for all ranks
     from dynapipe_ext.executor.megatron import script as planned
     from dynapipe_ext.launch.cluster import run_local
     from dynapipe_ext.launch.env import RankEnv
@@ -143,7 +149,7 @@ def main() -> None:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
                 try:
-                    path = str(megatron_lm / run.script)
+                    path = _place(megatron_lm, run.script)
                     if run.planned:
                         status = planned.main([path, *run.arguments])
                     else:
