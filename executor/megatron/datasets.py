@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,8 +45,11 @@ def datasets_provider(provider: Callable[..., Sources]) -> PlannedDatasets:
     return PlannedDatasets(provider)
 
 
-def planned_iterators(provider: Any, args: Any, path: str | None) -> tuple[PlannedSteps | None, ...] | None:
-    """For training, validation and test; None where the script's data are Megatron's own.
+def planned_iterators(
+    provider: Any, args: Any, path: str | None, training: Any
+) -> tuple[PlannedSteps | None, ...] | None:
+    """For training, validation and test; None where the script's data are Megatron's own. `training` is Megatron-LM's
+    module of that name.
 
     `args` are Megatron-LM's: of the samples that they say were consumed, none comes again. Their do_train, do_valid
     and do_test are set. Errors: ConfigError, DataError.
@@ -57,11 +59,11 @@ def planned_iterators(provider: Any, args: Any, path: str | None) -> tuple[Plann
     if not isinstance(provider, PlannedDatasets):
         if path is None:
             return None
-        sources: Sources = split_source(_opened(path, args), args.split)
+        sources: Sources = split_source(_opened(path, args, training), args.split)
     elif path is not None:
         raise ConfigError("--dynapipe-data was given, but the script has a datasets_provider: leave one of them out")
     else:
-        sources = provider(importlib.import_module("megatron.training.training").get_train_valid_test_num_samples())
+        sources = provider(training.get_train_valid_test_num_samples())
     check_planned_arguments(args)
     train, valid, test = sources
     args.do_train = int(train is not None and not args.skip_train and args.train_iters > 0)
@@ -85,10 +87,8 @@ def real_flops(original: Callable[[Any, int], float], steps: PlannedSteps, args:
     return total * batch_size / lengths.total()
 
 
-def _opened(path: str, args: Any) -> SampleSource:
-    tokenizer = None
-    if args.sft:
-        tokenizer = importlib.import_module("megatron.training.global_vars").get_tokenizer()
+def _opened(path: str, args: Any, training: Any) -> SampleSource:
+    tokenizer = training.get_tokenizer() if args.sft else None
     return open_samples(path, tokenizer=tokenizer, max_positions=args.seq_length, sft=args.sft)
 
 

@@ -148,7 +148,7 @@ class ForwardBackward:
         choices = self.settings.choices
         if model.shapes is None:
             model.shapes = MicroBatchShapes(step.chunks, parsed_arguments(), model.pipeline.device, choices.layout)
-            _say_weights(step.config)
+            _say_planned(step.config, choices)
         steps.bind(model.pipeline, choices)
         micro_batches, plan = next(iterator)
         return _run(step, model.pipeline, plan, micro_batches, lambda _, batch: iter([batch]), around=model.shapes.of)
@@ -190,9 +190,12 @@ def _say(plan: ExecutionPlan, shape: UniformShape) -> None:
         )
 
 
-def _say_weights(config: Any) -> None:
-    """What a loss of the older kinds comes to where micro-batches differ in size."""
-    if dist.get_rank() == 0 and not config.calculate_per_token_loss:
+def _say_planned(config: Any, choices: PlanChoices) -> None:
+    """On the first rank: that data are planned, and what a loss of the older kinds then comes to."""
+    if dist.get_rank() != 0:
+        return
+    print(f"dynapipe: samples are cut into planned micro-batches, rows {choices.layout}", flush=True)
+    if not config.calculate_per_token_loss:
         print(
             "dynapipe: without --calculate-per-token-loss every micro-batch weighs the same, however few tokens it has,"
             " so the loss depends on the plan: give it, and a loss function that returns (sum, tokens, report)",

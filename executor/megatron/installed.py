@@ -93,7 +93,7 @@ def _install_data(patches: ExitStack, wishes: Wishes) -> None:
     def build_train_valid_test_data_iterators(provider: Any) -> Any:
         args = parsed_arguments()
         path = wishes.wish(args, "data")
-        found = planned_iterators(provider, args, None if path is None else str(path))
+        found = planned_iterators(provider, args, None if path is None else str(path), training)
         if found is None:
             return build(provider)
         trained[:] = [steps for steps in found[:1] if steps is not None]

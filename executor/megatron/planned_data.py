@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.loader import DynaPipeDataLoader, LoadedStep
@@ -116,6 +117,7 @@ def make_planner(pipeline: MegatronPipeline, choices: PlanChoices, *, forward_on
         split_backward=choices.split_backward,
         recompute=pipeline.recompute,
         format=pipeline.activation_format,
+        collectives=ReplicaCollectives(),  # `StepGradients` reduces once, after the last backward
     )
     return replace(planner.for_forwards(), layout=choices.layout) if forward_only else planner
 

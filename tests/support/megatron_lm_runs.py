@@ -165,7 +165,7 @@ def main() -> None:
             Path(f"{place}.status").write_text(str(status))
             return 0
 
-        run_local(rank_main, run.num_ranks, timeout_s=120)
+        run_local(rank_main, run.num_ranks, timeout_s=240)
 
 
 if __name__ == "__main__":
