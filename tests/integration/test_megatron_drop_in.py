@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,15 @@ import torch.distributed as dist
 from dynapipe_ext.executor.stages import megatron_cpu
 
 megatron_cpu.install()
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
 import dynapipe_ext.megatron as dynapipe  # noqa: E402
+from dynapipe_ext.data.dataset import prepare  # noqa: E402
+from dynapipe_ext.data.generation import generate_examples  # noqa: E402
 from dynapipe_ext.errors import ConfigError, DynaPipeError  # noqa: E402
+from dynapipe_ext.launch import megatron_core  # noqa: E402
 from tests.support.megatron_loops import Loop, Stepped, run_step, start  # noqa: E402
 
 LOOPS = {
@@ -136,3 +141,25 @@ def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(r
 def test_a_limit_is_a_number_of_gigabytes() -> None:
     with pytest.raises(ConfigError, match="memory_limit_gb is -1"):
         dynapipe.DropInSettings(memory_limit_gb=-1)
+
+
+@pytest.mark.timeout(200)
+def test_the_script_on_megatron_core_alone_trains_alike_on_padded_and_packed_rows(
+    run_ranks: Any, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    prepare(lambda: generate_examples(num_samples=64, seed=0), data, tokenizer="bytes", max_seq_len=64, truncate=True)
+    arguments = ["--data", str(data), "--tp", "2", "--pp", "2", "--steps", "3", "--hidden-size", "32"]
+
+    def train(env: Any) -> list[list[float]]:
+        env.export()
+        packed = megatron_core.main([*arguments, "--layout", "packed", "--split-backward"])
+        parallel_state.destroy_model_parallel()
+        return [megatron_core.main(arguments), packed]
+
+    *_, padded_and_packed, same = run_ranks(4, train, timeout_s=180)
+    padded, packed = padded_and_packed
+    assert [padded, packed] == same  # the other tensor parallel rank
+    assert packed == pytest.approx(padded, abs=2e-5)
+    assert len(padded) == 3
+    assert padded[-1] < padded[0]

@@ -46,6 +46,7 @@ RIM = {
         "executor/transport/torch_p2p.py",
         "launch/commands/doctor.py",
         "launch/commands/profile_model.py",  # the name of the device
+        "launch/megatron_core.py",  # a training script to copy from
         "launch/variant_run.py",
         "launch/train.py",
         "tools/checkpoint/*.py",
@@ -56,6 +57,7 @@ RIM = {
         "executor/checkpoints/megatron*.py",
         "executor/megatron/*.py",
         "executor/stages/megatron*.py",
+        "launch/megatron_core.py",
     ),
     "deepspeed": ("executor/stages/deepspeed*.py",),
     "transformers": (
