@@ -20,7 +20,7 @@ from dynapipe_ext.executor.megatron.gradient_sync import StepGradients, check_sy
 from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline, megatron_pipeline
 from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, planned_steps_in
-from dynapipe_ext.executor.megatron.refusals import check_call, check_config
+from dynapipe_ext.executor.megatron.refusals import check_call, check_config, check_shapes
 from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
 from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, uniform_plan
 from dynapipe_ext.executor.protocols import Batch
@@ -97,6 +97,10 @@ class ForwardBackward:
     ) -> list[Any]:
         """Run the forwards and backwards of one step: on ranks of the last stage, what the loss functions reported.
 
+        With `PlannedSteps` as data iterator each call runs the next of its steps, and numbers and lengths of
+        micro-batches are the plan's; else they are those given, for rows of one length.
+
+
         Errors: ConfigError for what is not supported, PlanError where micro-batches do not fit the memory limit,
         ExecutionError for a neighbour that is late.
         """
@@ -128,6 +132,7 @@ class ForwardBackward:
         if (planned := planned_steps_in(data_iterator)) is not None:
             reports = self._run_planned(step, found, *planned)
         else:
+            check_shapes(config)
             shape = UniformShape(
                 num_micro_batches=num_microbatches, rows=micro_batch_size, seq_len=seq_length, forward_only=forward_only
             )

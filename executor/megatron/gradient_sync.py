@@ -65,7 +65,9 @@ class StepGradients:
     def reduce(self) -> None:
         self._unsynchronised.close()
         starts = functions_of_chunks(self._config.grad_sync_func, self._chunks)
-        if not starts and self._config.no_sync_func is not None:
+        if self._force_all_reduce:
+            starts = []  # only `finish_grad_sync`, which then starts them itself, can be told
+        elif not starts and self._config.no_sync_func is not None:
             starts = [chunk.start_grad_sync for chunk in self._chunks]
         for chunk, start in zip(self._chunks, starts, strict=False):
             start(chunk.parameters())

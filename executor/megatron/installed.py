@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,12 +18,6 @@ from dynapipe_ext.executor.megatron.megatron_lm import has_training_loop, parsed
 from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
 from dynapipe_ext.executor.megatron.refusals import check_arguments
 from dynapipe_ext.plan import Layout
-
-_BINDERS = (
-    "megatron.core.pipeline_parallel",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron.training.training",
-)
 
 
 @contextmanager
@@ -64,9 +59,13 @@ def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -
             made.append(make())
         return made[0]
 
-    for name in _BINDERS:
-        if name.startswith("megatron.core") or has_training_loop():
-            _replace(patches, importlib.import_module(name), "get_forward_backward_func", get_forward_backward_func)
+    name = get_forward_backward_func.__name__
+    original = getattr(importlib.import_module("megatron.core.pipeline_parallel.schedules"), name)
+    if has_training_loop():
+        importlib.import_module("megatron.training.training")
+    for module in list(sys.modules.values()):  # whoever has imported it by name, the running script too
+        if getattr(module, "__dict__", {}).get(name) is original:
+            _replace(patches, module, name, get_forward_backward_func)
 
 
 def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
@@ -96,7 +95,8 @@ def _install_data(patches: ExitStack, wishes: Wishes) -> None:
         found = planned_iterators(provider, args, None if path is None else str(path), training)
         if found is None:
             return build(provider)
-        trained[:] = [steps for steps in found[:1] if steps is not None]
+        if not trained and found[0] is not None:  # with virtual stages the first chunk's iterator is the one that moves
+            trained.append(found[0])
         return tuple(None if steps is None else training.RerunDataIterator(steps) for steps in found)
 
     def num_floating_point_operations(args: Any, batch_size: int) -> float:

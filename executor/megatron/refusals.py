@@ -46,6 +46,7 @@ _UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
     "multiple_validation_sets": ((False,), "leave it out: planned data have one validation set"),
     "phase_transition_iterations": ((), "leave it out: planned data have one phase"),
     "iterations_to_skip": (([],), "leave it out: it reads batches of one shape"),
+    "dataloader_save": ((), "leave it out: the number of consumed samples says where a run goes on"),
     "mtp_num_layers": ((0,), "leave it out: its labels roll over the ends of samples"),
     "reset_position_ids": ((False,), "leave it out: positions begin anew with every sample"),
     "reset_attention_mask": ((False,), "leave it out: attention begins anew with every sample"),
@@ -100,3 +101,12 @@ def _check(settings: Any, unsupported: dict[str, tuple[tuple[Any, ...], str]]) -
         value = getattr(settings, name, None)
         if value is not None and value not in fine:
             raise ConfigError(f"{name} is {value!r}, which planned schedules do not support: {move}")
+
+
+def check_shapes(config: Any) -> None:
+    """Errors: ConfigError for data whose shapes no plan can know. Planned data are asked nothing."""
+    if getattr(config, "variable_seq_lengths", False):
+        raise ConfigError(
+            "variable_seq_lengths is True, but a plan must know the shapes of micro-batches beforehand: give planned data"
+            " (PlannedSteps, datasets_provider or --dynapipe-data), or leave it out for rows of one length"
+        )

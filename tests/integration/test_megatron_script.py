@@ -14,24 +14,24 @@ from tests.support.megatron_lm_runs import ARGUMENTS, Ran, Run, megatron_lm_runs
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 MOCK = [*ARGUMENTS, "--mock-data", "--train-iters", "5"]
-# Vocabularies are padded to a multiple of so many times TP: both topologies have the same model.
-_TP_PP = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 64"
-TP_PP = _TP_PP.split()
-OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
-PP_DP = ["--pipeline-model-parallel-size", "2", *OVERLAP]
 _UNEVEN = "--seq-length 96 --max-position-embeddings 96 --vocab-size 257 --train-iters 5 --split 80,10,10"
-UNEVEN = _UNEVEN.split()
+UNEVEN = [*ARGUMENTS, *_UNEVEN.split()]
+PP = ["--pipeline-model-parallel-size", "2"]
+TP_PP = [*PP, "--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "64"]  # times TP
+OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 SPLIT = ["--dynapipe-split-backward", "--dynapipe-memory-limit-gb", "1"]
+STOCK = {"mock": "mock, stock", "virtual stages": "mock, stock", "packed": "uneven, stock", "padded": "uneven, stock"}
 
 
 def runs(data: str) -> tuple[Run, ...]:
-    uneven = [*ARGUMENTS, *UNEVEN]
+    planned = [*UNEVEN, "--dynapipe-data", data]
     return (
-        Run("mock, stock", 4, [*MOCK, *PP_DP], planned=False),
-        Run("mock", 4, [*MOCK, *PP_DP, *SPLIT]),
-        Run("uneven, stock", 4, [*uneven, *TP_PP, "--padded-data", data], planned=False, script="pretrain_padded.py"),
-        Run("packed", 4, [*uneven, *TP_PP, "--dynapipe-data", data, "--dynapipe-layout", "packed"]),
-        Run("padded", 4, [*uneven, *PP_DP, *SPLIT, "--dynapipe-data", data, "--log-throughput"]),
+        Run("mock, stock", 2, [*MOCK, *PP], planned=False),
+        Run("mock", 4, [*MOCK, *TP_PP]),
+        Run("virtual stages", 4, [*MOCK, *PP, *OVERLAP, *SPLIT, "--num-layers-per-virtual-pipeline-stage", "1"]),
+        Run("uneven, stock", 2, [*UNEVEN, *PP, "--padded-data", data], planned=False, script="pretrain_padded.py"),
+        Run("packed", 4, [*planned, *TP_PP, "--dynapipe-layout", "packed"]),
+        Run("padded", 4, [*planned, *PP, *OVERLAP, *SPLIT]),
         Run("cp2", 2, [*MOCK, "--context-parallel-size", "2"]),
         Run("help", 1, ["--help"]),
     )
@@ -46,23 +46,17 @@ def ran(tmp_path_factory: Any) -> dict[str, Ran]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("name", "stock"), [("mock", "mock, stock"), ("packed", "uneven, stock"), ("padded", "uneven, stock")]
-)
-def test_each_line_of_the_log_agrees_with_megatrons_own_schedule(ran: dict[str, Ran], name: str, stock: str) -> None:
-    ours, theirs = ran[name], ran[stock]
+@pytest.mark.parametrize("name", STOCK)
+def test_each_line_of_the_log_agrees_with_megatrons_own_schedule(ran: dict[str, Ran], name: str) -> None:
+    ours, theirs = ran[name], ran[STOCK[name]]
     assert ours.status == theirs.status == 0, ours.log[-3000:] + theirs.log[-3000:]
     assert len(ours.losses) == 5
-    for column, width in {"lm loss": 4e-6, "grad norm": 2e-3, "learning rate": 0, "consumed samples": 0}.items():
+    for column, width in {"lm loss": 1e-5, "grad norm": 2e-3, "learning rate": 0, "consumed samples": 0}.items():
         assert ours.column(column) == pytest.approx(theirs.column(column), abs=width)
-    assert ours.validated == pytest.approx(theirs.validated, abs=4e-6)
+    assert ours.validated == pytest.approx(theirs.validated, abs=1e-5)
     assert len(ours.validated) == 2
     assert "dynapipe: " in ours.log
     assert "dynapipe: " not in theirs.log
-
-
-def test_throughput_counts_the_tokens_of_samples_not_of_rows(ran: dict[str, Ran]) -> None:
-    assert ran["padded"].column("throughput per GPU (TFLOP/s/GPU)")
 
 
 def test_what_cannot_go_together_ends_the_start_with_one_line(ran: dict[str, Ran]) -> None:

@@ -19,6 +19,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 _BESIDE = [folder / "shared" for folder in Path(__file__).resolve().parents[3:5]]
 SHARED = next((folder for folder in _BESIDE if (folder / "megatron_on_cpu.py").is_file()), _BESIDE[0])
@@ -121,6 +122,24 @@ def _place(megatron_lm: Path, script: str) -> str:
     return str(own if own.is_file() else megatron_lm / script)
 
 
+def _name_weights() -> None:
+    """Weights depend on their names, not on ranks: a run on few ranks is then the measure of runs on any."""
+    import megatron.training.training as training
+
+    from dynapipe_ext.executor.stages.megatron import unwrapped
+    from dynapipe_ext.executor.stages.megatron_weights import initialize_weights
+
+    original = training.get_model
+
+    def get_model(*arguments: Any, **keywords: Any) -> Any:
+        chunks = original(*arguments, **keywords)
+        for model in map(unwrapped, chunks):
+            initialize_weights(model, model.config, first_layer=model.decoder.layers[0].layer_number - 1, seed=1)
+        return chunks
+
+    training.get_model = get_model
+
+
 def main() -> None:
     megatron_lm, folder = map(Path, sys.argv[1:])
     spec = importlib.util.spec_from_file_location("megatron_on_cpu", SHARED / "megatron_on_cpu.py")
@@ -139,6 +158,7 @@ def main() -> None:
     from dynapipe_ext.launch.cluster import run_local
     from dynapipe_ext.launch.env import RankEnv
 
+    _name_weights()
     for run in runs:
 
         def rank_main(env: RankEnv, run: Run = run) -> int:
