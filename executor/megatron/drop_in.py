@@ -132,7 +132,8 @@ class ForwardBackward:
         if (planned := planned_steps_in(data_iterator)) is not None:
             reports = self._run_planned(step, found, *planned)
         else:
-            check_shapes(config)
+            if found.pipeline.topology.pp > 1:
+                check_shapes(config)
             shape = UniformShape(
                 num_micro_batches=num_microbatches, rows=micro_batch_size, seq_len=seq_length, forward_only=forward_only
             )

@@ -104,9 +104,9 @@ def _check(settings: Any, unsupported: dict[str, tuple[tuple[Any, ...], str]]) -
 
 
 def check_shapes(config: Any) -> None:
-    """Errors: ConfigError for data whose shapes no plan can know. Planned data are asked nothing."""
+    """Of data that are not planned and cross stages. Errors: ConfigError where no plan can know their shapes."""
     if getattr(config, "variable_seq_lengths", False):
         raise ConfigError(
-            "variable_seq_lengths is True, but a plan must know the shapes of micro-batches beforehand: give planned data"
-            " (PlannedSteps, datasets_provider or --dynapipe-data), or leave it out for rows of one length"
+            "variable_seq_lengths is True, but a plan must know the shapes of micro-batches beforehand: give planned"
+            " data (PlannedSteps, datasets_provider or --dynapipe-data), or leave it out for rows of one length"
         )
