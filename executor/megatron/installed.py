@@ -59,18 +59,16 @@ def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -
             made.append(make())
         return made[0]
 
-    name = get_forward_backward_func.__name__
-    original = getattr(importlib.import_module("megatron.core.pipeline_parallel.schedules"), name)
     if has_training_loop():
         importlib.import_module("megatron.training.training")
-    for module in list(sys.modules.values()):  # whoever has imported it by name, the running script too
-        if getattr(module, "__dict__", {}).get(name) is original:
-            _replace(patches, module, name, get_forward_backward_func)
+    schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    _replace_everywhere(patches, schedules.get_forward_backward_func, get_forward_backward_func)
 
 
 def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
-    initialize: Any = importlib.import_module("megatron.training.initialize")
-    original = initialize.parse_args
+    importlib.import_module("megatron.training.initialize")
+    module: Any = importlib.import_module("megatron.training.arguments")
+    original = module.parse_args
 
     def parse_args(extra_args_provider: Any = None, *others: Any, **keywords: Any) -> Any:
         def provide(parser: Any) -> Any:
@@ -81,7 +79,7 @@ def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
         wishes.settings(args)  # what is wrong with them is said now, not at the first step
         return args
 
-    _replace(patches, initialize, "parse_args", parse_args)
+    _replace_everywhere(patches, original, parse_args)
 
 
 def _install_data(patches: ExitStack, wishes: Wishes) -> None:
@@ -104,6 +102,14 @@ def _install_data(patches: ExitStack, wishes: Wishes) -> None:
 
     _replace(patches, training, "build_train_valid_test_data_iterators", build_train_valid_test_data_iterators)
     _replace(patches, training, "num_floating_point_operations", num_floating_point_operations)
+
+
+def _replace_everywhere(patches: ExitStack, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """In every module that has it by its name, the running script too."""
+    name = original.__name__
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            _replace(patches, module, name, replacement)
 
 
 def _replace(patches: ExitStack, module: Any, name: str, value: Any) -> None:

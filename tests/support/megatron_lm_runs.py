@@ -96,7 +96,10 @@ def megatron_lm_runs(runs: Sequence[Run], folder: Path, *, timeout_s: float) -> 
     """By name; runs that fail have their status."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
-    places = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    from tests.support.megatron_lm import SITE
+
+    (folder / "sitecustomize.py").write_text(SITE)  # for runs that save
+    places = os.pathsep.join([str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
     done = subprocess.run(
         [sys.executable, __file__, str(tree(folder / "megatron-lm")), str(folder)],
