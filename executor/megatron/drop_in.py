@@ -216,7 +216,7 @@ def _run(
     micro_batches: Sequence[Batch],
     data: BatchIterator,
     *,
-    around: Around = nullcontext,
+    around: Around = lambda _: nullcontext(),
 ) -> list[Any]:
     with StepGradients(step.chunks, step.config, force_all_reduce=step.force_all_reduce) as gradients:
         stage = ForwardStepStage(step, gradients, data, around)
@@ -224,6 +224,10 @@ def _run(
     return stage.reports
 
 
-# Megatron's own is a function of the module, which scripts name where they please. What this one keeps is keyed by
-# model, weakly: two models, or two trainings in one process, do not meet.
-forward_backward_func = ForwardBackward()
+# What it keeps is keyed by model, weakly: two models, or two trainings in one process, do not meet.
+_UNCONFIGURED = ForwardBackward()
+
+
+def forward_backward_func(**keywords: Any) -> list[Any]:
+    """What `get_forward_backward_func()` returns, by plans under default settings: see `ForwardBackward.__call__`."""
+    return _UNCONFIGURED(**keywords)

@@ -58,7 +58,7 @@ class PlannedSteps:
     def bind(self, pipeline: MegatronPipeline, choices: PlanChoices) -> None:
         """Plan for this model; once. Errors: ConfigError where it cannot be planned for."""
         if self._steps is None:
-            self._steps = self._loaded(make_planner(pipeline, choices, forward_only=self.forward_only), pipeline)
+            self._steps = self._loaded(data_planner(pipeline, choices, forward_only=self.forward_only), pipeline)
 
     def __iter__(self) -> PlannedSteps:
         return self
@@ -101,7 +101,7 @@ class PlannedSteps:
                 yield loaded
 
 
-def make_planner(pipeline: MegatronPipeline, choices: PlanChoices, *, forward_only: bool) -> Planner:
+def data_planner(pipeline: MegatronPipeline, choices: PlanChoices, *, forward_only: bool) -> Planner:
     """The same on every rank. Errors: ConfigError for a model whose bytes nobody has said."""
     if not pipeline.counts_memory:
         raise ConfigError(

@@ -14,7 +14,10 @@ from dynapipe_ext.executor.stages import megatron_cpu
 
 megatron_cpu.install()
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.pipeline_parallel import (
+    get_forward_backward_func,
+    schedules,
+)
 
 import dynapipe_ext.megatron as dynapipe  # noqa: E402
 from dynapipe_ext.data.dataset import prepare  # noqa: E402
@@ -137,6 +140,20 @@ def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(r
             "adjust_tensor_shapes_fn", "p2p_communicator", "overlap_moe_expert_parallel_comm", "cuda_graph_impl",
             "variable_seq_lengths", "overlap_grad_reduce",
         ]  # fmt: skip
+
+
+def test_what_is_installed_stands_wherever_the_name_was_imported_and_is_undone() -> None:
+    before = schedules.get_forward_backward_func
+    assert get_forward_backward_func is before
+    with dynapipe.installed(memory_limit_gb=3):
+        assert get_forward_backward_func is schedules.get_forward_backward_func
+        made = get_forward_backward_func()
+        assert isinstance(made, dynapipe.ForwardBackward)
+        assert made.settings.memory_limit_gb == 3
+        assert get_forward_backward_func() is made
+        with pytest.raises(ConfigError, match="pp_size 2"):
+            get_forward_backward_func(pp_size=2)
+    assert get_forward_backward_func is schedules.get_forward_backward_func is before
 
 
 def test_a_limit_is_a_number_of_gigabytes() -> None:
