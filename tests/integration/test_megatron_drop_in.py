@@ -14,10 +14,7 @@ from dynapipe_ext.executor.stages import megatron_cpu
 
 megatron_cpu.install()
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
-from megatron.core.pipeline_parallel import (
-    get_forward_backward_func,
-    schedules,
-)
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
 
 import dynapipe_ext.megatron as dynapipe  # noqa: E402
 from dynapipe_ext.data.dataset import prepare  # noqa: E402
