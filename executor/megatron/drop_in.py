@@ -22,7 +22,7 @@ from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline, megatron_p
 from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, planned_steps_in
 from dynapipe_ext.executor.megatron.refusals import check_call, check_config, check_shapes
 from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
-from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, uniform_plan
+from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, check_same_on_all_ranks, uniform_plan
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.megatron_split import split_megatron_linears
 from dynapipe_ext.plan import Layout
@@ -155,7 +155,8 @@ class ForwardBackward:
         if model.shapes is None:
             model.shapes = MicroBatchShapes(step.chunks, parsed_arguments(), model.pipeline.device, choices.layout)
             _say_planned(step.config, choices)
-        steps.bind(model.pipeline, choices)
+        if (told := steps.bind(model.pipeline, choices)) is not None:
+            check_same_on_all_ranks(told, model.pipeline.device, what="steps of these data")
         micro_batches, plan = next(iterator)
         return _run(step, model.pipeline, plan, micro_batches, lambda _, batch: iter([batch]), around=model.shapes.of)
 

@@ -15,6 +15,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.loader import DynaPipeDataLoader, LoadedStep
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
 from dynapipe_ext.executor.megatron.samples import SampleSource, megatron_arrays
+from dynapipe_ext.executor.plans.step_positions import array_digest
 from dynapipe_ext.lengths import as_length_array
 from dynapipe_ext.plan import Layout
 from dynapipe_ext.schedules.planner import Planner
@@ -55,10 +56,18 @@ class PlannedSteps:
         self.forward_only = forward_only
         self._steps: Iterator[LoadedStep] | None = None
 
-    def bind(self, pipeline: MegatronPipeline, choices: PlanChoices) -> None:
-        """Plan for this model; once. Errors: ConfigError where it cannot be planned for."""
-        if self._steps is None:
-            self._steps = self._loaded(data_planner(pipeline, choices, forward_only=self.forward_only), pipeline)
+    def bind(self, pipeline: MegatronPipeline, choices: PlanChoices) -> str | None:
+        """Plan for this model; once. The first time, what must be the same on all ranks for their plans to be.
+
+        Errors: ConfigError where the model cannot be planned for.
+        """
+        if self._steps is not None:
+            return None
+        planner = data_planner(pipeline, choices, forward_only=self.forward_only)
+        self._steps = self._loaded(planner, pipeline)
+        data = (array_digest(self._lengths), self._batch_size, self._seed, self._next_step)
+        limit = (planner.memory_limit_bytes, planner.pad_multiple, planner.recompute)
+        return repr((data, planner.topology, planner.costs.fingerprint(), limit, choices))
 
     def __iter__(self) -> PlannedSteps:
         return self
