@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from dynapipe_ext.config_values import checked_value, refuse_out_of_bounds, refuse_unknown
+from dynapipe_ext.data.mixture import weighted_files
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.presets import read_model
@@ -76,10 +77,13 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """`path` empty means the built-in generator. `tokenizer`: "bpe" (trained on the data, `vocab_size` ids), "bytes",
-    or what `dynapipe preprocess --tokenizer` takes. Exactly one of `tokens_per_batch` and `batch_size` is above 0."""
+    """`path` empty means the built-in generator. `mixture` names several files instead, all with weights, as
+    "a.jsonl=0.7", or none: the shares of the samples that training sees. `tokenizer`: "bpe" (trained on the data,
+    `vocab_size` ids), "bytes", or what `dynapipe preprocess --tokenizer` takes. Exactly one of `tokens_per_batch` and
+    `batch_size` is above 0."""
 
     path: str = ""
+    mixture: tuple[str, ...] = ()
     num_samples: int = 4000
     tokenizer: str = "bpe"
     vocab_size: int = 1024
@@ -196,13 +200,14 @@ class TrainConfig:
     def from_json(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:
         tables = get_type_hints(cls)
         refuse_unknown(raw, tables, where)
+        names = {table: get_type_hints(settings).keys() - {_READ} for table, settings in tables.items()}
         built = {}
         for name, table in tables.items():
             values = raw.get(name, {})
             if not isinstance(values, Mapping):
                 raise ConfigError(f"{where}: {name} must be a table like [{name}]")
             hints = {key: hint for key, hint in get_type_hints(table).items() if key != _READ}
-            refuse_unknown(values, hints, f"{where}: [{name}]")
+            refuse_unknown(values, hints, f"{where}: [{name}]", names)
             checked = {key: checked_value(v, hints[key], f"{where}: [{name}] {key}") for key, v in values.items()}
             built[name] = table(**checked)
         built["model"] = _described(built["model"], raw.get("model", {}), where)
@@ -231,6 +236,12 @@ class TrainConfig:
                 f"{where}: [data] tokens_per_batch is {data.tokens_per_batch} and batch_size is"
                 f" {data.batch_size}: set exactly one of them above 0"
             )
+        if data.mixture and data.path:
+            raise ConfigError(
+                f"{where}: [data] path is {data.path} and mixture is {list(data.mixture)}: leave one out, or name all"
+                " files in mixture"
+            )
+        weighted_files(data.mixture)
         if data.num_workers and data.prefetch_steps < 2:
             raise ConfigError(
                 f"{where}: [data] prefetch_steps is {data.prefetch_steps} but must be at least 2 with planner processes"

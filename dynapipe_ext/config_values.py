@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.suggestion import did_you_mean
 
 _AT_LEAST = {
     "run": {"steps": 1, "seed": 0, "log_every": 1, "traced_steps": 0},
@@ -54,20 +55,28 @@ def refuse_out_of_bounds(tables: Mapping[str, Mapping[str, Any]], where: str) ->
                 raise ConfigError(f"{said} but must be at least {least}")
 
 
-def refuse_unknown(values: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
-    if unknown := sorted(values.keys() - known.keys()):
-        raise ConfigError(f"{where}: unknown {unknown}; known are {sorted(known)}")
+def refuse_unknown(
+    values: Mapping[str, Any], known: Iterable[str], where: str, elsewhere: Mapping[str, Iterable[str]] | None = None
+) -> None:
+    """Errors: ConfigError naming what is not `known`, and what may be meant: a name like it, or a table `elsewhere` (by
+    its name, what it has) that has it."""
+    if unknown := sorted(values.keys() - set(known)):
+        tables = [table for table, names in (elsewhere or {}).items() if unknown[0] in names]
+        near = f"; {unknown[0]} belongs in [{tables[0]}]" if tables else did_you_mean(unknown[0], known)
+        raise ConfigError(f"{where}: unknown {unknown}; known are {sorted(known)}{near}")
 
 
 def checked_value(value: Any, hint: Any, where: str) -> Any:
     """A TOML value as the type of its field: integers pass for floats, lists for tuples, choices must match."""
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
-            raise ConfigError(f"{where} is {value!r}: choose from {list(get_args(hint))}")
+            near = did_you_mean(str(value), map(str, get_args(hint)))
+            raise ConfigError(f"{where} is {value!r}: choose from {list(get_args(hint))}{near}")
         return value
     if get_origin(hint) is tuple:
-        if not isinstance(value, list | tuple) or any(not isinstance(v, int) or isinstance(v, bool) for v in value):
-            raise ConfigError(f"{where} is {value!r} but must be a list of integers")
+        kind, kinds = (str, "strings") if get_args(hint)[0] is str else (int, "integers")
+        if not isinstance(value, list | tuple) or any(not isinstance(v, kind) or isinstance(v, bool) for v in value):
+            raise ConfigError(f"{where} is {value!r} but must be a list of {kinds}")
         return tuple(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from dynapipe_ext.errors import ConfigError
@@ -21,3 +23,14 @@ def rank_device(local_rank: int) -> torch.device:
 
 def process_group_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_name(device))
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory of an accelerator, or of the machine."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -56,7 +56,7 @@ class AllRanks:
     """A step over all ranks. `cpu_s` and `work` are sums over the last `num_steps` steps, this one included.
 
     `makespan_s` is from the first start to the last end; `bubble_ratio` is None where some rank recorded no spans. The
-    predictions are those of the plan, for ranks with a core or device each. Per rank, in rank order, the most so far:
+    predictions are those of the plan. Per rank, in rank order, the most so far:
     `predicted_peak_bytes` and `peak_bytes`. `exposed_planning_s` is that of the rank that has waited longest.
     """
 

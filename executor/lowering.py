@@ -1,23 +1,22 @@
 """From pipeline schedules to instructions: where each transfer starts and where it is waited for.
 
-Rules (DESIGN: proven under NCCL's rules). Each direction between two ranks has a communicator of its own, and the
-receiver posts its receives in the order in which the sender sends, whatever order it consumes them in: the sender
-places its peer's receive. A receive is posted when the sender is predicted to send; a send is waited for only before
-an action that is predicted to start strictly after its arrival. All waits then point backwards in predicted time, so
-no schedule that simulates can deadlock; `verify` proves it again for every plan. Where a rank's peak of bytes in flight
-stays the same, a send may also last until the second message after it on its communicator (`sends_in_flight`): a
-receiver that is later than predicted then delays nobody who has other work.
+All transfers of a replica have one order, that in which they are predicted to be sent, and each rank posts its own in
+that order, sends and receives over all its communicators (one for each direction between two ranks). So they end even
+on devices that run what was posted one at a time. A receive is posted before the first action that is predicted to end
+after the send; a send is waited for before the first that is predicted to start strictly after its arrival. `verify`
+proves the order again for every plan.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from dynapipe_ext.activations import ActivationFormat, TensorSpec
+from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.executor.instructions import (
     Backward,
     BackwardInput,
@@ -38,8 +37,6 @@ from dynapipe_ext.schedules.judge.filling import filling_makespan_ns, with_room_
 from dynapipe_ext.schedules.judge.simulate import simulate_ns
 from dynapipe_ext.schedules.step_plan import StepPlan
 
-SENDS_IN_FLIGHT = 2
-
 Times = Sequence[Sequence[tuple[int, int]]]  # per rank, per action: (start_ns, end_ns)
 
 
@@ -54,16 +51,6 @@ class _Message:
     used_by: int
 
 
-@dataclass(slots=True)
-class _Sent:
-    """A send of a rank: waited for before action `wait`, which may be moved up to each of `ends` in turn."""
-
-    buffer: Buffer
-    num_bytes: int
-    wait: int
-    ends: tuple[int, ...]
-
-
 def channel_of(sender: int, receiver: int) -> int:
     """Communicator of a direction within the pair of ranks: 0 upwards, 1 downwards."""
     return 0 if sender < receiver else 1
@@ -76,81 +63,64 @@ def lower_schedule(
     activation_format: ActivationFormat,
     transfer_ns: Sequence[Sequence[int]] | None = None,
     *,
-    sends_in_flight: int = 0,
+    order_times: Times | None = None,
 ) -> tuple[tuple[Instruction, ...], ...]:
     """Instructions of each pipeline rank. `transfer_ns[boundary][micro_batch]` defaults to 0.
 
-    A send is waited for once it is predicted to have arrived, but where memory allows not before `sends_in_flight`
-    others followed it on its communicator.
+    `order_times` are those by which transfers are ordered (default: `times`).
     """
     starts = [[start for start, _ in rank] for rank in times]
     before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
     after: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
-    channels: dict[tuple[int, int], list[_Message]] = defaultdict(list)
-    sends: list[list[_Sent]] = [[] for _ in schedule.ranks]
-    for message in _messages(schedule):
-        channels[message.sender, message.receiver].append(message)
-    for (sender, receiver), messages in channels.items():
-        messages.sort(key=lambda message: message.sent_after)
-        channel, posts = channel_of(sender, receiver), []
-        for message in messages:
-            sent_ns = times[sender][message.sent_after][1]
-            posts.append(max(0, min(message.used_by, bisect_right(starts[receiver], sent_ns) - 1)))
-        for i in reversed(range(len(posts) - 1)):
-            posts[i] = min(posts[i], posts[i + 1])
-        last = [len(schedule.ranks[sender])] * sends_in_flight
-        after_it = [message.sent_after for message in messages[1:]] + last
-        for i, (message, post) in enumerate(zip(messages, posts, strict=True)):
-            boundary = message.buffer.stage - (message.buffer.payload == "gradient")
-            specs = activation_format.specs(micro_batches[message.buffer.micro_batch], boundary)
-            after[sender][message.sent_after].append(Send(message.buffer, receiver, channel, specs))
-            before[receiver][post].append(Recv(message.buffer, sender, channel, specs))
-            arrival_ns = times[sender][message.sent_after][1]
-            if transfer_ns is not None:
-                arrival_ns += transfer_ns[boundary][message.buffer.micro_batch]
-            wait = max(bisect_right(starts[sender], arrival_ns), message.sent_after + 1)
-            sends[sender].append(_Sent(message.buffer, _num_bytes(specs), wait, (*after_it[i : i + sends_in_flight],)))
-            before[receiver][message.used_by].append(WaitRecv(message.buffer))
-    for rank, actions in enumerate(schedule.ranks):
-        _wait_later(len(actions), sends[rank], before[rank], after[rank])
-        for sent in sends[rank]:
-            before[rank][sent.wait].append(WaitSend(sent.buffer))
+    for message, post in _in_one_order(order_times or times, _messages(schedule)):
+        sender, receiver = message.sender, message.receiver
+        channel = channel_of(sender, receiver)
+        boundary = message.buffer.stage - (message.buffer.payload == "gradient")
+        specs = activation_format.specs(micro_batches[message.buffer.micro_batch], boundary)
+        after[sender][message.sent_after].append(Send(message.buffer, receiver, channel, specs))
+        before[receiver][post].append(Recv(message.buffer, sender, channel, specs))
+        arrival_ns = times[sender][message.sent_after][1]
+        if transfer_ns is not None:
+            arrival_ns += transfer_ns[boundary][message.buffer.micro_batch]
+        wait = max(bisect_right(starts[sender], arrival_ns), message.sent_after + 1)
+        before[sender][wait].append(WaitSend(message.buffer))
+        before[receiver][message.used_by].append(WaitRecv(message.buffer))
     return tuple(
         tuple(_rank_instructions(actions, before[rank], after[rank])) for rank, actions in enumerate(schedule.ranks)
     )
 
 
-def _wait_later(
-    num_actions: int, sends: list[_Sent], before: dict[int, list[Instruction]], after: dict[int, list[Instruction]]
-) -> None:
-    """Put off the waits for a rank's sends where that holds no more bytes at once than the rank needs anyway.
+def _in_one_order(times: Times, messages: Sequence[_Message]) -> list[tuple[_Message, int]]:
+    """The messages by when they are predicted to be sent, each with the action of its receiver that follows.
 
-    All are granted their first end before any is granted its second. `posted[i]` are the bytes in flight once the
-    receives before action i are posted, `started[i]` once the sends after it are.
+    Of actions that end at one time, what another needs comes first.
     """
-    sends.sort(key=lambda sent: sent.wait)
-    change = [0] * (num_actions + 1)  # by waits before an action and by what the action takes
-    sizes: dict[Buffer, int] = {}
-    for row in before.values():
-        sizes.update((x.buffer, _num_bytes(x.specs)) for x in row if isinstance(x, Recv))
-    for i, row in before.items():
-        change[i] -= sum(sizes[x.buffer] for x in row if isinstance(x, WaitRecv))
-    for sent in sends:
-        change[sent.wait] -= sent.num_bytes
-    posted, started, held = [0] * (num_actions + 1), [0] * (num_actions + 1), 0
-    for i in range(num_actions + 1):
-        held += sum(sizes[x.buffer] for x in before.get(i, ()) if isinstance(x, Recv))
-        posted[i] = held
-        held += change[i] + sum(_num_bytes(x.specs) for x in after.get(i, ()) if isinstance(x, Send))
-        started[i] = held
-    most = max(*posted, *started)
-    for place in range(max((len(sent.ends) for sent in sends), default=0)):
-        for sent in sends:
-            size = sent.num_bytes
-            while sent.wait < sent.ends[place] and max(started[sent.wait], posted[sent.wait + 1]) + size <= most:
-                started[sent.wait] += size
-                sent.wait += 1
-                posted[sent.wait] += size
+    sent = {(message.sender, message.sent_after): message for message in messages}
+    sources = {(message.receiver, message.used_by): message for message in messages}
+    num_done = [0] * len(times)
+
+    def is_ready(rank: int) -> bool:
+        if num_done[rank] == len(times[rank]):
+            return False
+        needed = sources.get((rank, num_done[rank]))
+        return needed is None or num_done[needed.sender] > needed.sent_after
+
+    ordered = []
+    ready = [(spans[0][1], rank) for rank, spans in enumerate(times) if is_ready(rank)]
+    heapq.heapify(ready)
+    while ready:
+        _, rank = heapq.heappop(ready)
+        message = sent.get((rank, num_done[rank]))
+        num_done[rank] += 1
+        following = [rank]
+        if message is not None:
+            ordered.append((message, num_done[message.receiver]))
+            if num_done[message.receiver] == message.used_by:
+                following.append(message.receiver)
+        for one in following:
+            if is_ready(one):
+                heapq.heappush(ready, (times[one][num_done[one]][1], one))
+    return ordered
 
 
 def _messages(schedule: PipelineSchedule) -> list[_Message]:
@@ -195,10 +165,6 @@ def _rank_instructions(
     return instructions
 
 
-def _num_bytes(specs: Sequence[TensorSpec]) -> int:
-    return sum(spec.num_bytes for spec in specs)
-
-
 def _compute(action: Action) -> Instruction:
     match action.kind:
         case Kind.FORWARD:
@@ -214,12 +180,20 @@ def _compute(action: Action) -> Instruction:
 
 
 def lower(
-    step_plan: StepPlan, activation_format: ActivationFormat, *, fill_waits: bool = False
+    step_plan: StepPlan,
+    activation_format: ActivationFormat,
+    *,
+    fill_waits: bool = False,
+    replicas_meet: bool = False,
 ) -> tuple[tuple[ExecutionPlan, ...], ...]:
     """Execution plans indexed [dp_rank][pp_rank].
 
+    `replicas_meet` inside micro-batches, in collectives: transfers of all replicas are then ordered by the times of the
+    first, so that they have one order with the collectives.
+
     `fill_waits` makes plans for executors that run weight gradients while they wait (see `filling`): the makespan that
-    they promise is that of filling ranks, the peaks are those of the schedule.
+    they promise is that of filling ranks, the peaks are those of the schedule. Where ranks share cores, which a filled
+    wait does not free, the makespan is the schedule's, too.
     """
     batch = step_plan.batch
     counts = tuple(len(replica.micro_batches) for replica in batch.replicas)
@@ -229,16 +203,18 @@ def lower(
     ):
         if fill_waits and schedule.is_split:
             schedule = with_room_to_fill(schedule, replica_costs)
-            filling_ns = filling_makespan_ns(schedule, replica_costs)
-            bubble_ratio = 1 - (1 - prediction.bubble_ratio) * prediction.makespan_ns / filling_ns
-            prediction = replace(prediction, makespan_ns=filling_ns, bubble_ratio=bubble_ratio)
+            if step_plan.cores is None:
+                filling_ns = filling_makespan_ns(schedule, replica_costs)
+                bubble_ratio = 1 - (1 - prediction.bubble_ratio) * prediction.makespan_ns / filling_ns
+                prediction = replace(prediction, makespan_ns=filling_ns, bubble_ratio=bubble_ratio)
+        same_order = replicas_meet and counts[0] == len(replica.micro_batches)  # of others the proof says what is wrong
         instructions = lower_schedule(
             schedule,
             simulate_ns(schedule, replica_costs),
             replica.micro_batches,
             activation_format,
             replica_costs.transfer_ns.tolist(),
-            sends_in_flight=SENDS_IN_FLIGHT,
+            order_times=simulate_ns(schedule, step_plan.costs[0]) if same_order else None,
         )
         plans.append(
             tuple(

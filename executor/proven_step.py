@@ -128,7 +128,9 @@ def prove(
             f"fill_waits moves weight gradients at run time, but each joins a {collectives.with_gradients[0]} over"
             " replicas (ZeRO stage 2 or 3), which needs one order on all: leave fill_waits out, or take ZeRO stage 1"
         )
-    lowered = lower(step_plan, activation_format, fill_waits=fill_waits)
+    lowered = lower(
+        step_plan, activation_format, fill_waits=fill_waits, replicas_meet=any(collectives.of_micro_batches)
+    )
     programs = [[plan.instructions for plan in replica] for replica in lowered]
     counts = [len(replica.micro_batches) for replica in step_plan.batch.replicas]
     if step_plan.forward_only:

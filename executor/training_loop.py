@@ -86,8 +86,10 @@ def train_steps(
     counts_work: bool = True,
     micro_batch_losses: Callable[[], Mapping[int, float]] = dict,
     evaluate: Callable[[int], EvalDone | None] | None = None,
-) -> None:
-    """Run the steps from the loader's place on; every rank calls this alike, with its own place.
+) -> Iterator[StepDone]:
+    """Run the steps from the loader's place on, one each time the caller asks for the next.
+
+    Every rank calls this alike, with its own place. What the caller does between two steps is in no figure.
 
     `gather(mine, name)` returns the figures of all ranks in rank order (default: one process). `own_bytes` makes what
     this rank held at most of the most that its activations took. `counts_work`: on one rank of each replica.
@@ -144,7 +146,12 @@ def train_steps(
         for listener in listeners:
             listener.step_done(done)
         if done.number >= settings.num_steps:
+            yield done
             return
+        paused_s, paused_cpu_s = time.perf_counter(), time.process_time()
+        yield done
+        step_start_s += time.perf_counter() - paused_s
+        cpu_start_s += time.process_time() - paused_cpu_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import os
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 
 from dynapipe_ext.errors import ConfigError, DynaPipeError, in_one_line
 from dynapipe_ext.launch.cluster import USER_ERROR_STATUS, JobError
+from dynapipe_ext.launch.command_parser import CommandParser, ending
 from dynapipe_ext.launch.signals import ending_signals_raise
 
 _INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
@@ -87,8 +87,6 @@ _EPILOG = """examples:
   dynapipe train --steps 20
   dynapipe train --data my.jsonl --tp 2 --pp 2 --dp 2 --layout packed
   dynapipe COMMAND --help
-
-A user's mistake ends with one line and exit status 2, Ctrl-C with 130, a defect of dynapipe with a traceback and 1.
 """
 
 
@@ -112,11 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="dynapipe",
         description="Training on samples of very different lengths: micro-batch plans, pipeline schedules, execution.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=ending(_EPILOG),
     )
     parser.add_argument("--version", action="version", version=f"dynapipe {importlib.metadata.version('dynapipe-ext')}")
     words = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

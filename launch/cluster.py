@@ -21,12 +21,13 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
 from dynapipe_ext.executor.parent_death import before_exec, end_with_parent, supervising_pid
-from dynapipe_ext.launch.env import RankEnv, child_environment, use_loopback
+from dynapipe_ext.launch.env import RankEnv, child_environment, use_interface
 from dynapipe_ext.launch.scratch import ScratchDirectory
 from dynapipe_ext.launch.signals import ENDING, ending_signals_blocked, ending_signals_raise
 
@@ -35,6 +36,7 @@ _SAVED_STATUS = 128 + signal.SIGUSR1
 _GRACE_S = 2.0
 _KILL_S = 2.0  # a killed process is gone in milliseconds unless it hangs in the kernel
 _STACKS_S = 1.0
+_FAILED = "failed"  # in a job's scratch directory: the name of the process that failed first
 _POLL_S = 0.5  # a signal that arrives just before a wait is noticed at the latest after this
 
 
@@ -62,11 +64,12 @@ class Supervised:
         self._owner_pid = os.getpid()
 
     @classmethod
-    def fork(cls, name: str, main: Callable[[], int]) -> Supervised:
+    def fork(cls, name: str, main: Callable[[], int], is_first: Callable[[], bool] = lambda: True) -> Supervised:
         """Run `main` in a copy of this process; its result is the exit status.
 
-        A DynaPipeError prints `name: message` and gives status 2, another exception its traceback and status 1. The
-        child ignores SIGINT (this process decides what Ctrl-C means) and never returns into the caller's stack.
+        A DynaPipeError prints `name: message` and gives status 2, another exception its traceback and status 1; they
+        are printed where `is_first`, asked then, says that no other process of the job failed before. The child ignores
+        SIGINT (this process decides what Ctrl-C means) and never returns into the caller's stack.
         """
         parent_pid = supervising_pid()
         sys.stdout.flush()
@@ -75,7 +78,7 @@ class Supervised:
         with ending_signals_blocked():
             pid = os.fork()
             if pid == 0:
-                _run_child(name, main, parent_pid, stacks, words)
+                _run_child(name, main, is_first, parent_pid, stacks, words)
             return cls(name, pid, stacks=stacks, words=words)
 
     @classmethod
@@ -201,8 +204,10 @@ def run_local(
                         master_port=port,
                         init_method=init_method,
                     )
-                    ranks.append(Supervised.fork(f"rank {rank}", partial(_rank, rank_main, env)))
-            _watch(ranks, companions, timeout_s)
+                    name = f"rank {rank}"
+                    is_first = partial(_is_first_failure, scratch.path / _FAILED, name)
+                    ranks.append(Supervised.fork(name, partial(_rank, rank_main, env), is_first))
+            _watch(ranks, companions, timeout_s, scratch.path / _FAILED)
         except SystemExit:
             if save_s:
                 _ask_to_save(ranks, save_s)
@@ -238,7 +243,17 @@ def end_all(processes: Sequence[Supervised], grace_s: float = _GRACE_S) -> None:
         process.release()
 
 
-def _watch(ranks: Sequence[Supervised], companions: Sequence[Supervised], timeout_s: float | None) -> None:
+def _is_first_failure(place: Path, name: str) -> bool:
+    """Whether the process of this name is the first of its job to ask; the file at `place` keeps the answer."""
+    try:
+        with place.open("x") as file:
+            file.write(name)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _watch(ranks: Sequence[Supervised], companions: Sequence[Supervised], timeout_s: float | None, first: Path) -> None:
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         for process in (*ranks, *companions):
@@ -253,13 +268,18 @@ def _watch(ranks: Sequence[Supervised], companions: Sequence[Supervised], timeou
                 )
             for key, _ in selector.select(min(_POLL_S, remaining_s)):
                 selector.unregister(key.fd)
-            _raise_first_failure((*ranks, *companions))
-    _raise_first_failure(ranks)
+            _raise_first_failure((*ranks, *companions), first)
+    _raise_first_failure(ranks, first)
 
 
-def _raise_first_failure(processes: Sequence[Supervised]) -> None:
+def _raise_first_failure(processes: Sequence[Supervised], first: Path) -> None:
     failed = [process for process in processes if process.poll()]
     if failed:
+        with suppress(OSError):  # the one that has said why, and ends now if it has not yet
+            name = first.read_text()
+            said = [process for process in processes if process.name == name]
+            _wait_for_all(said, _POLL_S)
+            failed = [process for process in said if process.poll()] or failed
         # Of several that ended at once, one that gave a reason says more than one that was killed.
         culprit = max(failed, key=lambda process: (process.poll() or 0) > 0)
         status = BUG_STATUS if culprit.poll() == BUG_STATUS else USER_ERROR_STATUS
@@ -294,11 +314,13 @@ def _print_stacks(ranks: Sequence[Supervised]) -> None:
 
 def _rank(rank_main: Callable[[RankEnv], int], env: RankEnv) -> int:
     env.export()
-    use_loopback()
+    use_interface("lo")
     return rank_main(env)
 
 
-def _run_child(name: str, main: Callable[[], int], parent_pid: int, stacks: int, words: int) -> NoReturn:
+def _run_child(
+    name: str, main: Callable[[], int], is_first: Callable[[], bool], parent_pid: int, stacks: int, words: int
+) -> NoReturn:
     status = BUG_STATUS
     try:
         end_with_parent(parent_pid)
@@ -315,15 +337,17 @@ def _run_child(name: str, main: Callable[[], int], parent_pid: int, stacks: int,
     except DynaPipeError as error:
         status = USER_ERROR_STATUS
         message = f"{name}: {in_one_line(error)}"
-        _say(message)
         os.write(words, message.encode())
+        if is_first():
+            _say(message)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:  # noqa: BLE001 - nothing may travel up into the parent's stack
         message = f"{name}: {in_one_line(error)}"
         os.write(words, message.encode())
-        calls = "".join(traceback.format_tb(error.__traceback__)).splitlines()
-        _say("\n".join([*(f"{name}: {line}" for line in calls), message]))
+        if is_first():
+            calls = "".join(traceback.format_tb(error.__traceback__)).splitlines()
+            _say("\n".join([*(f"{name}: {line}" for line in calls), message]))
     finally:
         with suppress(OSError, ValueError):
             sys.stdout.flush()

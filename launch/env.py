@@ -102,12 +102,27 @@ def keep_cuda_forkable() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
-def use_loopback() -> None:
-    """Have gloo connect over the loopback device, unless the user chose: all ranks are on this machine.
+def use_interface(name: str) -> list[str]:
+    """Have gloo and NCCL connect over a network interface, each unless the user chose; returns the variables set.
 
     Otherwise gloo resolves the host's name, which fails or hangs on machines without a name service.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}  # without = any that begins so will do
+    taken = [variable for variable in wanted if not os.environ.get(variable)]
+    os.environ.update({variable: wanted[variable] for variable in taken})
+    return taken
+
+
+def agent_attempt() -> str | None:
+    """Which start of the job this is, by the torchrun agent whose store ranks share; None where there is none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -225,7 +225,8 @@ def _check_max_tokens(config: TrainConfig, lengths: LengthArray) -> None:
         )
 
 
-def make_planner(config: TrainConfig, costs: CostModel, variant: Variant) -> Planner:
+def make_planner(config: TrainConfig, costs: CostModel, variant: Variant, num_cores: int | None = None) -> Planner:
+    """The planner of one variant; `num_cores` are those that all ranks have together, None on accelerators."""
     plan = config.plan
     return Planner(
         topology_of(config),
@@ -245,6 +246,7 @@ def make_planner(config: TrainConfig, costs: CostModel, variant: Variant) -> Pla
         equal_counts=plan.replica_counts == "equal",
         format=configured_format(config),
         collectives=TRAIN_COLLECTIVES,
+        num_cores=num_cores,
     )
 
 

@@ -33,7 +33,6 @@ from dynapipe_ext.lengths import LengthArray, sample_lengths
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.judge.memory import held_bytes
-from dynapipe_ext.schedules.judge.simulate import simulate
 from dynapipe_ext.timeline import Span, Trace, merge
 from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo
 from dynapipe_ext.tools.account.run_events import (
@@ -60,12 +59,15 @@ _STRICT_NOTE = (
 )
 
 
-def run_facts(config: TrainConfig, dataset: TokenDataset, store: StoreInfo, *, device: str, num_cores: int) -> RunFacts:
+def run_facts(
+    config: TrainConfig, dataset: TokenDataset, store: StoreInfo, *, device: str, device_bytes: int, num_cores: int
+) -> RunFacts:
     """What is known of a run before its first step; `device` is "cpu" or an accelerator's name."""
     topology = topology_of(config)
     return RunFacts(
         topology=topology,
         device=device if device != "cpu" else f"cpu ({platform.machine()}, {counted(num_cores, 'core')})",
+        device_bytes=device_bytes,
         num_cores=num_cores,
         seed=config.run.seed,
         loss_norm=config.plan.loss_norm,
@@ -108,11 +110,11 @@ def write_outcome(
     events = read_events(run_dir / EVENTS_FILE)
     (_, steps), facts = events.variants[0], events.facts
     shared_cores = facts.num_cores if facts.oversubscribed else None
+    report = report_of(events, unfinished=None)
     traced = [done for done in steps if any(done.step in rank for rank in spans)]
     simulated = {
         done.step: _simulated(config, costs, data.train.lengths, variant, done, shared_cores) for done in traced
     }
-    report = report_of(events, simulated, unfinished=None)
     _write_report(run_dir, report)
     _write_traces(run_dir, variant, facts.topology, spans, simulated, shared_cores)
     console = Console()
@@ -217,10 +219,7 @@ def _simulated(
     step: StepDone,
     shared_cores: int | None,
 ) -> Trace:
-    """The step proven again (it is a pure function of lengths and settings) and simulated on all ranks.
-
-    Where ranks share cores the simulation shares them too, each replica getting its part.
-    """
+    """The step proven again (it is a pure function of lengths and settings) and simulated on all ranks."""
     topology, data = topology_of(config), config.data
     batches = GlobalBatches(
         lengths,
@@ -231,13 +230,11 @@ def _simulated(
         drop_last=data.drop_last,
     )
     samples = sample_lengths(lengths, batches[step.epoch_step])
-    plan = prove_step(make_planner(config, costs, variant), samples, step=step.step).step_plan
+    plan = prove_step(make_planner(config, costs, variant, shared_cores), samples, step=step.step).step_plan
     traces = []
-    for replica, schedule, priced in zip(plan.batch.replicas, plan.schedules, plan.costs, strict=True):
+    for d, (replica, trace) in enumerate(zip(plan.batch.replicas, plan.traces, strict=True)):
         if variant.fill_waits and shared_cores is None:
-            trace = filled_trace(schedule, priced)
-        else:
-            trace = _shared_simulation(schedule, priced, topology, shared_cores)
+            trace = filled_trace(plan.schedules[d], plan.costs[d])
         shapes = [(m.rows, m.encoder_len, m.decoder_len) for m in replica.micro_batches]
         for tp_rank in range(topology.tp):
             ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=replica.dp_rank) for p in range(topology.pp)]
@@ -263,17 +260,6 @@ def filled_trace(schedule: PipelineSchedule, costs: MicroBatchCosts) -> Trace:
         for (action, start, end), num_bytes in zip(actions, sizes, strict=True)
     ]
     return Trace(tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s, span.rank))), schedule.name)
-
-
-def _shared_simulation(
-    schedule: PipelineSchedule, costs: MicroBatchCosts, topology: Topology, shared_cores: int | None
-) -> Trace:
-    """A replica's share is cores / (tp x dp) of its pipeline ranks' worth; below one, everything takes longer."""
-    if shared_cores is None:
-        return simulate(schedule, costs)
-    share = shared_cores / (topology.tp * topology.dp)
-    slower = max(1.0, 1.0 / share)
-    return simulate(schedule, costs, num_cores=max(1, int(share))).stretched(slower)
 
 
 def versions() -> dict[str, str]:

@@ -29,9 +29,10 @@ def placement_trials(planner: Planner, batches: SampledBatches, *, stages_per_ra
 
 
 def settled_placement(
-    config: TrainConfig, costs: CostModel, lengths: LengthArray
+    config: TrainConfig, costs: CostModel, lengths: LengthArray, num_cores: int | None
 ) -> tuple[TrainConfig, CostModel, tuple[PlacementTrial, ...]]:
-    """Settings that name a placement, costs over it, and what was tried: nothing where it was named already.
+    """Settings that name a placement, costs over it, and what was tried on the training data of such `lengths`: nothing
+    where it was named already.
 
     Every process that asks finds the same. Errors as `placement_trials`.
     """
@@ -46,7 +47,7 @@ def settled_placement(
         drop_last=data.drop_last,
     )
     sampled = [sample_lengths(lengths, batches[step]) for step in sampled_batches(len(batches))]
-    planner = make_planner(config, costs, variants(config, compare=False)[0])
+    planner = make_planner(config, costs, variants(config, compare=False)[0], num_cores)
     trials = placement_trials(planner, sampled, stages_per_rank=t.stages_per_rank)
     best = trials[0].topology
     name = cast(PlacementName, best.placement_name.partition(",")[0])

@@ -43,7 +43,7 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.rate import measure_rate
 
-    rate = measure_rate(architecture, dtype=config.model.dtype, device=rank_device(0))
+    rate = measure_rate(architecture, dtype=config.model.dtype, device=rank_device(0), layout=config.plan.layout)
     measured = AnalyticCosts(
         architecture.padded(),
         Topology(),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.data.dataset import (
@@ -20,6 +22,7 @@ from dynapipe_ext.data.dataset import (
 )
 from dynapipe_ext.data.generation import generate_examples, generator_settings
 from dynapipe_ext.data.held_out import SampleSubset, hold_out
+from dynapipe_ext.data.mixture import samples_of_epoch, weighted_files
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, load_encoder
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
@@ -29,6 +32,7 @@ from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
 from dynapipe_ext.launch.file_lock import FileLock
 from dynapipe_ext.launch.run_directory import runs_folder
 from dynapipe_ext.lengths import LengthArray
+from dynapipe_ext.tools.wording import counted, percent
 
 # How long ranks wait for data to be tokenized and costs to be measured; a failure of who does it ends the job at once.
 PREPARE_LIMIT_S = 3600.0
@@ -61,7 +65,7 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
     lock = source.folder.with_name(f".{source.folder.name}.lock")
     with FileLock(lock, f"the tokenized data in {source.folder}", wait_s=PREPARE_LIMIT_S):
         if not isinstance(source.tokenizer, str):
-            return _preprocessed(config, config.data.path, source.folder, source.tokenizer, progress)
+            return _preprocessed(config, _paths(config), source.folder, source.tokenizer, progress)
         return prepare(
             source.examples,
             source.folder,
@@ -95,18 +99,53 @@ def run_data(config: TrainConfig, whole: TokenDataset) -> RunData:
     """
     settings = config.eval
     if settings.fraction:
-        return RunData(*hold_out(whole, settings.fraction, seed=config.run.seed))
+        trained, held_out = hold_out(whole, settings.fraction, seed=config.run.seed)
+        return RunData(_mixed(config, trained), held_out)
+    train = _mixed(config, whole)
     if not settings.path:
-        return RunData(whole, None)
+        return RunData(train, None)
     if is_prepared(settings.path):
-        return RunData(whole, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole))
+        return RunData(train, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole))
     encoder = whole.tokenizer()
     made_by = [digest_of(encoder), config.model.max_seq_len, config.data.truncate]
     folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
     if is_prepared(folder):
-        return RunData(whole, TokenDataset.open(folder))
+        return RunData(train, TokenDataset.open(folder))
     with FileLock(folder.with_name(f".{folder.name}.lock"), f"the tokenized data in {folder}", wait_s=PREPARE_LIMIT_S):
-        return RunData(whole, _preprocessed(config, settings.path, folder, encoder, None))
+        return RunData(train, _preprocessed(config, [settings.path], folder, encoder, None))
+
+
+def _mixed(config: TrainConfig, part: TokenDataset | SampleSubset) -> TokenDataset | SampleSubset:
+    """The samples of an epoch, where files have weights: a function of these, of the data and the seed."""
+    files = weighted_files(config.data.mixture)
+    if len(files) < 2 or not files[0].weight:
+        return part
+    whole = part.whole if isinstance(part, SampleSubset) else part
+    indices = part.indices if isinstance(part, SampleSubset) else np.arange(len(whole))
+    borders = np.searchsorted(indices, np.cumsum(whole.file_sizes))
+    parts = np.split(indices, borders[:-1])
+    if empty := [file.path for file, samples in zip(files, parts, strict=True) if not len(samples)]:
+        raise ConfigError(f"{empty[0]} has no samples left to train on: lower [eval] fraction")
+    return SampleSubset.of(whole, samples_of_epoch(parts, [file.weight for file in files], seed=config.run.seed))
+
+
+def data_lines(config: TrainConfig, data: RunData) -> list[str]:
+    """What a run trains and is evaluated on, for its log."""
+    whole = data.whole
+    truncated = f", {whole.num_truncated:,} truncated" if whole.num_truncated else ""
+    tokens = counted(int(whole.lengths[:, :2].sum()), "token")
+    lines = [f"data: {counted(len(whole), 'sample')}, {tokens}{truncated}"]
+    files = weighted_files(config.data.mixture)
+    if isinstance(data.train, SampleSubset) and len(files) > 1 and files[0].weight:
+        ends = np.searchsorted(data.train.indices, np.cumsum(whole.file_sizes))
+        drawn = np.diff(ends, prepend=0)
+        for file, size, number in zip(files, whole.file_sizes, drawn.tolist(), strict=True):
+            share = percent(number / len(data.train))
+            lines.append(f"  {file.path}: {share} of the samples, {number / size:.3g} times its {size:,} an epoch")
+    if data.held_out is not None:
+        tokens = counted(int(data.held_out.lengths[:, :2].sum()), "token")
+        lines.append(f"held out for evaluation: {counted(len(data.held_out), 'sample')}, {tokens}")
+    return lines
 
 
 def check_data(data: RunData, check: Callable[[LengthArray], None]) -> None:
@@ -141,7 +180,7 @@ def _is_tokens(config: TrainConfig) -> bool:
 
 
 def _source(config: TrainConfig) -> _Source:
-    data, seed = config.data, config.run.seed
+    data, seed, paths = config.data, config.run.seed, _paths(config)
     tokenizer: TokenizerKind | Encoder
     made_by: list[object]
     match data.tokenizer:
@@ -149,16 +188,17 @@ def _source(config: TrainConfig) -> _Source:
             tokenizer = "bpe" if data.tokenizer == "bpe" else "bytes"
             made_by = [tokenizer, data.vocab_size if tokenizer == "bpe" else 0]
         case _:
-            if not data.path:
+            if not paths:
                 raise ConfigError(
                     f"[data] tokenizer is {data.tokenizer!r} but no path is given: the built-in generator's text takes"
                     " bpe or bytes; name your own data"
                 )
             tokenizer = load_encoder(data.tokenizer)
             made_by = [digest_of(tokenizer)]
-    if data.path:
-        path = Path(data.path)
-        examples, fingerprint = partial(read_examples, path), fingerprint_of_source(path)
+    if paths:
+        examples = partial(_examples_of, paths)
+        prints = [fingerprint_of_source(path) for path in paths]
+        fingerprint = prints[0] if len(paths) == 1 else hashlib.sha256(json.dumps(prints).encode()).hexdigest()
     else:
         examples = partial(generate_examples, num_samples=data.num_samples, seed=seed)
         fingerprint = fingerprint_of_source(generator_settings(num_samples=data.num_samples, seed=seed))
@@ -166,14 +206,29 @@ def _source(config: TrainConfig) -> _Source:
     return _Source(examples, fingerprint, tokenizer, _tokenized(config, made_from))
 
 
+def _paths(config: TrainConfig) -> list[str]:
+    """The files to tokenize; none where the generator makes the text.
+
+    Errors: ConfigError for prepared data in a mixture, whose tokens another tokenizer may have made.
+    """
+    paths = [file.path for file in weighted_files(config.data.mixture)]
+    if prepared := [path for path in paths if is_prepared(path)]:
+        raise ConfigError(f"[data] mixture names {prepared[0]}, which is tokenized already: name the files of text")
+    return paths or ([config.data.path] if config.data.path else [])
+
+
+def _examples_of(paths: Sequence[str]) -> Iterator[Example]:
+    return (example for path in paths for example in read_examples(path))
+
+
 def _preprocessed(
-    config: TrainConfig, path: str, folder: Path, encoder: Encoder, progress: Callable[[int], None] | None
+    config: TrainConfig, paths: Sequence[str], folder: Path, encoder: Encoder, progress: Callable[[int], None] | None
 ) -> TokenDataset:
-    """A file of the user's by a tokenizer of any make, as `dynapipe preprocess` does it."""
+    """Files of the user's by a tokenizer of any make, as `dynapipe preprocess` does it."""
     if not is_prepared(folder):
         longest, truncate = config.model.max_seq_len, config.data.truncate
         preprocess(
-            find_inputs([path]),
+            find_inputs(paths),
             folder,
             settings=EncodeSettings(target="dataset", max_seq_len=longest, truncate=truncate),
             encoder=encoder,

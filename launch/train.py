@@ -1,12 +1,11 @@
-"""The rank program: `torchrun --nproc-per-node 8 -m dynapipe_ext.launch.train --config FILE --store redis://…`.
+"""What a rank does, forked by `dynapipe train` or started by torchrun (`launch/rank_program.py`).
 
-`dynapipe train` forks its ranks into the same `train_rank`. What ranks must agree on (costs, the key that signs plans,
-the store's address) comes from rank 0 over the job's own process group, so no secret passes through the store.
+What ranks must agree on (costs, the key that signs plans, the store's address) comes from rank 0 over the job's own
+process group, so no secret passes through the store.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import secrets
@@ -14,9 +13,10 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +27,14 @@ from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.executor.checkpoints.periodic import EndRequest
 from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
-from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS
-from dynapipe_ext.launch.env import RankEnv, limit_threads, rank_env, store_password
+from dynapipe_ext.launch.env import RankEnv, limit_threads, num_cores, store_password
 from dynapipe_ext.launch.job import (
     Variant,
     check_batches,
@@ -43,19 +42,26 @@ from dynapipe_ext.launch.job import (
     topology_of,
     variants,
 )
-from dynapipe_ext.launch.outcome import begin_run, keeping_what_ran, resume_run, run_facts, write_outcome
+from dynapipe_ext.launch.outcome import begin_run, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.placement import settled_placement, trials_table
-from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
-from dynapipe_ext.launch.run_data import PREPARE_LIMIT_S, RunData, check_data, data_folder, prepare_data, run_data
-from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory, run_to_resume
-from dynapipe_ext.launch.signals import ending_signals_raise
+from dynapipe_ext.launch.run_data import (
+    PREPARE_LIMIT_S,
+    RunData,
+    check_data,
+    data_folder,
+    data_lines,
+    prepare_data,
+    run_data,
+)
+from dynapipe_ext.launch.run_directory import CHECKPOINTS
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
 from dynapipe_ext.tools.account.report import StoreInfo
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile
-from dynapipe_ext.tools.console import show
+from dynapipe_ext.tools.console import say_loading, show
 from dynapipe_ext.tools.progress import StepProgress, WorkProgress
-from dynapipe_ext.tools.tensorboard_file import TensorBoardFile, require_tensorboard
+from dynapipe_ext.tools.tensorboard_file import TensorBoardFile
+from dynapipe_ext.tools.wording import counted
 from dynapipe_ext.topology import Topology
 
 if TYPE_CHECKING:  # it imports torch and Megatron
@@ -82,6 +88,8 @@ class TrainingJob:
 def train_rank(env: RankEnv, job: TrainingJob) -> int:
     """Train as one rank of a job; returns 0. Errors are raised."""
     warnings.filterwarnings("ignore", module="megatron")
+    if env.rank == 0:
+        say_loading("torch", "megatron-core")
     import torch
     import torch.distributed as dist
 
@@ -104,9 +112,13 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
     costs = job.costs
     if costs is None and env.rank == 0:
         print(ranks_line(topology), file=sys.stderr)
-        dataset = prepare_data(config)
+        progress, advance = data_progress(config)
+        with progress:
+            dataset = prepare_data(config, advance)
+        prepared = run_data(config, dataset)
+        print("\n".join(data_lines(config, prepared)), file=sys.stderr)
         costs = settle_costs(config, dataset.vocab_size, resumed_costs(job.resumed))
-        config, costs, trials = settled_placement(config, costs, dataset.lengths)
+        config, costs, trials = settled_placement(config, costs, prepared.train.lengths, job_cores(env, device))
         job = replace(job, config=config)
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
@@ -117,12 +129,11 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
         world_size=env.world_size,
         timeout=timedelta(seconds=max(config.job.timeout_s, PREPARE_LIMIT_S)),
     )
-    try:
-        with ExitStack() as stack:
-            context, spans = _run(env, job, costs, device, stack)
-            dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    # A rank that fails keeps its process groups until it has said why: others fail once they are closed.
+    with ExitStack() as stack:
+        context, spans = _run(env, job, costs, device, stack)
+        dist.barrier()
+    dist.destroy_process_group()
     if env.rank == 0:  # alone, so that what goes wrong here is said once
         write_outcome(
             job.run_dir, context.config, context.costs, context.data, variants(config, compare=False)[0], spans
@@ -137,6 +148,7 @@ def _run(
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
+    from dynapipe_ext.executor.device import device_bytes, device_name
     from dynapipe_ext.executor.stages.megatron_model import initialize_parallel
     from dynapipe_ext.executor.transport.groups import make_pipeline_groups
     from dynapipe_ext.launch.variant_run import (
@@ -144,14 +156,14 @@ def _run(
         RunCheckpoints,
         broadcast_bytes,
         clock_offset_s,
-        num_cores,
         run_variant,
     )
 
     config, settled = job.config, b""
     if env.rank == 0:
-        address = job.address or _embedded_store(env, config, stack)
+        address = job.address
         assert costs is not None
+        assert address is not None
         settled = json.dumps(
             {
                 "url": address.url,
@@ -160,6 +172,7 @@ def _run(
                 "namespace": f"run-{secrets.token_hex(8)}",
                 "costs": cost_model_to_json(costs),
                 "topology": config.to_json()["topology"],
+                "num_cores": job_cores(env, device),
                 "checkpoints": str((job.run_dir / CHECKPOINTS).resolve()),
                 "resumed": str(job.resumed.resolve()) if job.resumed else "",
             }
@@ -187,42 +200,71 @@ def _run(
         groups=make_pipeline_groups(topology, env.rank, timeout_s=config.job.timeout_s),
         device=device,
         clock_offset_s=clock_offset_s(env.local_world_size == env.world_size, device),
+        num_cores=shared["num_cores"],
     )
     resumed = Path(shared["resumed"]) if shared["resumed"] else None
     first_step = 0 if resumed is None else read_manifest(resumed).run.step
     chosen, traced = variants(config, compare=job.compare), TracedSpans()
     if env.rank == 0:
-        told, name = store.info(), "cpu" if device.type == "cpu" else _device_name(device)
+        told, name = store.info(), device_name(device)
         info = StoreInfo(told["server"], told["version"])
-        facts = run_facts(config, data.whole, info, device=name, num_cores=num_cores())
+        cores = context.num_cores or num_cores()
+        facts = run_facts(config, data.whole, info, device=name, device_bytes=device_bytes(device), num_cores=cores)
         if job.resumed is None:
             begin_run(job.run_dir, config, agreed, facts, chosen)
         else:
             resume_run(job.run_dir, config, facts, first_step)
     request = EndRequest(config.checkpoint.grace_s)
     checkpoints = RunCheckpoints(Path(shared["checkpoints"]), resumed, request, job.end_signals)
-    for index, variant in enumerate(chosen):
+    for turn in turns(len(chosen), device.type):
         with ExitStack() as listening:
-            listeners: list[Listener] = [] if index else [traced]
-            if env.rank == 0:
-                listeners += _shown_and_written(config, job.run_dir, variant, index, first_step)
-            for listener in listeners:
-                listening.callback(listener.close)
-            run_variant(context, variant, f"{context.namespace}/{index}", listeners, None if index else checkpoints)
+            running = []
+            for index in turn:
+                listeners: list[Listener] = [] if index else [traced]
+                if env.rank == 0:
+                    listeners += _written(config, job.run_dir, chosen[index])
+                    if index == turn[0]:
+                        listeners.append(_shown(config, [chosen[i].name for i in turn if i], first_step))
+                for listener in listeners:
+                    listening.callback(listener.close)
+                steps = run_variant(
+                    context,
+                    chosen[index],
+                    f"{context.namespace}/{index}",
+                    listeners,
+                    None if index else checkpoints,
+                )
+                running.append(listening.enter_context(closing(steps)))
+            for _ in zip_longest(*running):  # a step of each in turn
+                pass
         dist.barrier()
     give_spans(store, env.rank, traced.spans)
     dist.barrier()
     return context, take_spans(store, topology.world_size, config.job.timeout_s) if env.rank == 0 else []
 
 
-def _shown_and_written(
-    config: TrainConfig, run_dir: Path, variant: Variant, index: int, first_step: int
-) -> list[Listener]:
-    """Who else is told of the steps on rank 0."""
+def turns(num_variants: int, device_type: str) -> list[list[int]]:
+    """Which variants run at once, a step of each in turn, so that what else the machine does meets all alike. A device
+    holds the states of one alone: there they follow one another.
+
+    >>> turns(3, "cpu"), turns(3, "cuda")
+    ([[0, 1, 2]], [[0], [1], [2]])
+    """
+    every = range(num_variants)
+    return [list(every)] if device_type == "cpu" else [[index] for index in every]
+
+
+def _shown(config: TrainConfig, compared: Sequence[str], first_step: int) -> StepProgress:
+    """What people see on rank 0 while variants run, of the first of them."""
     progress = StepProgress(config.run.steps - first_step, every=config.run.log_every)
-    if index:
-        progress.log(f"comparing: {variant.name}")
-    listeners: list[Listener] = [EventsFile(run_dir / EVENTS_FILE, variant.name), progress]
+    if compared:
+        progress.log(f"comparing: {'; '.join(compared)}")
+    return progress
+
+
+def _written(config: TrainConfig, run_dir: Path, variant: Variant) -> list[Listener]:
+    """Files of rank 0 that are told of a variant's steps."""
+    listeners: list[Listener] = [EventsFile(run_dir / EVENTS_FILE, variant.name)]
     if config.run.tensorboard:
         listeners.append(TensorBoardFile(run_dir / "tensorboard" / (re.sub(r"\W+", "-", variant.name))))
     return listeners
@@ -236,20 +278,9 @@ def ranks_line(topology: Topology) -> str:
     return f"{ranks}, plans by the {core} core{slower}"
 
 
-def _device_name(device: Any) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device)
-
-
-def _embedded_store(env: RankEnv, config: TrainConfig, stack: ExitStack) -> StoreAddress:
-    """The store of a torchrun job that was given none: on this machine, so only where all ranks are."""
-    if env.local_world_size != env.world_size:
-        raise ConfigError(
-            f"{env.world_size} ranks on several machines need a store that all can reach:"
-            " pass --store redis://host:port (password in DYNAPIPE_STORE_PASSWORD)"
-        )
-    return stack.enter_context(RedisServer(binary=config.job.redis_server or None)).address
+def job_cores(env: RankEnv, device: Any) -> int | None:
+    """The cores of all ranks of a job on machines like this one; None on accelerators, of which each rank has one."""
+    return None if device.type != "cpu" else num_cores() * env.world_size // env.local_world_size
 
 
 def _data(env: RankEnv, config: TrainConfig) -> RunData:
@@ -266,10 +297,10 @@ def _data(env: RankEnv, config: TrainConfig) -> RunData:
     return run_data(config, TokenDataset.open(folder))
 
 
-def data_progress(config: TrainConfig, *, enabled: bool) -> tuple[WorkProgress, Callable[[int], None]]:
+def data_progress(config: TrainConfig) -> tuple[WorkProgress, Callable[[int], None]]:
     """A progress display for `prepare_data` and the function that feeds it with samples done so far."""
-    total = None if config.data.path else config.data.num_samples
-    progress, done = WorkProgress("tokenizing", total, enabled=enabled), 0
+    total = None if config.data.path or config.data.mixture else config.data.num_samples
+    progress, done = WorkProgress("tokenizing", total), 0
 
     def advance(samples: int) -> None:
         nonlocal done
@@ -279,61 +310,6 @@ def data_progress(config: TrainConfig, *, enabled: bool) -> tuple[WorkProgress, 
     return progress, advance
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dynapipe_ext.launch.train", description=__doc__)
-    parser.add_argument("--config", required=True, metavar="FILE", help="settings in TOML")
-    parser.add_argument("--store", metavar="URL", help="redis://, rediss:// or unix://; default: embedded (one node)")
-    parser.add_argument("--compare", action="store_true", help="run the usual ways beside the configured one")
-    parser.add_argument("--overwrite", action="store_true", help="lose the run that the run directory holds")
-    parser.add_argument(
-        "--resume", metavar="RUN_DIR", help='go on from its newest checkpoint; "latest": the newest run'
-    )
-    args = parser.parse_args(arguments)
-    env: RankEnv | None = None
-    try:
-        with ending_signals_raise():
-            env = rank_env()
-            return _main(env, args)
-    except Exception as error:  # noqa: BLE001 - the last frame of the process
-        cause = (f"rank {env.rank}: " if env else "") + in_one_line(error)
-        print(f"dynapipe: error: {cause}", file=sys.stderr)
-        if env:
-            _tell_torchrun(error, cause)
-        return USER_ERROR_STATUS if isinstance(error, DynaPipeError) else BUG_STATUS
-    except KeyboardInterrupt:
-        return 130
-
-
-def _tell_torchrun(error: Exception, cause: str) -> None:
-    """For its summary, which shows the first failure: its cause, after the calls that led to it if it is a defect."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    try:
-        raise ExecutionError(cause) from (None if isinstance(error, DynaPipeError) else error)
-    except ExecutionError as told:
-        get_error_handler().record_exception(told)
-
-
-def _main(env: RankEnv, args: argparse.Namespace) -> int:
-    address = store_address(args.store) if args.store else None
-    config = TrainConfig.read(args.config)
-    if config.run.tensorboard:
-        require_tensorboard()
-    run_dir, resumed = config.run.run_dir, None
-    if args.resume:
-        run_dir = str(run_to_resume(args.resume))
-        resumed = to_go_on_from(Path(run_dir), config, compare=args.compare, overwrite=args.overwrite)
-    asked = (signal.SIGTERM, signal.SIGUSR1)
-    if env.rank:
-        return train_rank(env, TrainingJob(config, args.compare, Path(), address, resumed=resumed, end_signals=asked))
-    with (
-        RunDirectory(run_dir, overwrite=args.overwrite, resume=bool(args.resume)) as directory,
-        keeping_what_ran(directory),
-    ):
-        job = TrainingJob(config, args.compare, directory.path, address, resumed=resumed, end_signals=asked)
-        return train_rank(env, job)
-
-
 def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrite: bool) -> Path:
     """The newest checkpoint of a run. Errors: ConfigError where the settings leave it nothing to do."""
     if compare or overwrite:
@@ -341,8 +317,29 @@ def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrit
     newest = latest(run_dir / CHECKPOINTS)
     done = read_manifest(newest).run.step
     if done >= config.run.steps:
-        raise ConfigError(f"{newest} has done {done} steps and steps is {config.run.steps}: raise --steps to go on")
+        raise ConfigError(
+            f"{newest} has done {counted(done, 'step')} and steps is {config.run.steps}: raise --steps to go on"
+        )
     return newest
+
+
+def rank_title(env: RankEnv, config: TrainConfig) -> str:
+    """What `ps` shows of a rank: its number, and its place in the job.
+
+    >>> place = RankEnv(rank=3, world_size=8, local_rank=3, local_world_size=8, master_addr="", master_port=0)
+    >>> rank_title(place, TrainConfig())
+    'rank 3 of 8: dynapipe train dp1 pp0 tp1'
+    """
+    topology, title = topology_of(config), f"rank {env.rank} of {env.world_size}: dynapipe train"
+    if env.world_size != topology.world_size:  # refused later
+        return title
+    me = topology.coordinates(env.rank)
+    return f"{title} dp{me.dp_rank} pp{me.pp_rank} tp{me.tp_rank}"
+
+
+def greet_store(address: StoreAddress) -> None:
+    """Errors: StoreError for a store that is not there, or refuses the password."""
+    open_store(address, namespace="greeting").close()
 
 
 def store_address(url: str) -> StoreAddress:
@@ -357,5 +354,6 @@ def store_address(url: str) -> StoreAddress:
 
 
 if __name__ == "__main__":
-    limit_threads()
-    sys.exit(main())
+    from dynapipe_ext.launch.rank_program import run_and_exit
+
+    run_and_exit()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -67,6 +66,7 @@ class RankContext:
     groups: Groups
     device: torch.device
     clock_offset_s: float
+    num_cores: int | None  # of all machines; None on accelerators
 
 
 def run_variant(
@@ -75,8 +75,8 @@ def run_variant(
     namespace: str,
     listeners: Sequence[Listener],
     checkpoints: RunCheckpoints | None = None,
-) -> None:
-    """Run one variant; every rank of the job calls this alike, but with its own rank and listeners.
+) -> Generator[StepDone, None, None]:
+    """Run one variant step by step; every rank of the job calls this alike, but with its own rank and listeners.
 
     `namespace` is its own in the store. Weights are fresh, or those of the checkpoint that `checkpoints` goes on from;
     a variant without them is there to be compared, and not evaluated.
@@ -118,7 +118,7 @@ def run_variant(
         )
         # Spans on an accelerator need synchronisation, which takes overlap away: there only traced steps record them.
         plain = recording if device.type == "cpu" else PipelineExecutor(stage, transport, arrived=arrived)
-        planner = make_planner(config, context.costs, variant)
+        planner = make_planner(config, context.costs, variant, context.num_cores)
         load = partial(
             DynaPipeDataLoader,
             batch_size=config.data.batch_size or None,
@@ -152,7 +152,7 @@ def run_variant(
             listeners = [*listeners, _saving(context, checkpoints, chunks, optimizer, loader, architecture)]
             stack.callback(listeners[-1].close)
             stack.enter_context(checkpoints.request.listening(checkpoints.end_signals))
-        train_steps(
+        yield from train_steps(
             loader,
             StepExecutors(plain=plain, traced=recording, recorder=recorder),
             optimizer,
@@ -280,8 +280,3 @@ def broadcast_bytes(data: bytes, device: torch.device) -> bytes:
         payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(payload, src=0)
     return struct.pack(f"{length}B", *payload.tolist())
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))

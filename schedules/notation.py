@@ -109,9 +109,15 @@ def plan_json(
     `in_flight_bytes` [dp_rank][pp_rank], beside the peaks, are of buffers that only instructions have. A plan of
     forwards alone says so: "forward_only" is true.
 
-    Errors: PlanError for a plan that cuts samples: the format names samples, not pieces of them.
+    Errors: PlanError for a plan that cuts samples (the format names samples, not pieces of them) and for one of ranks
+    that share cores.
     """
     _refuse_cut_samples(step_plan)
+    if step_plan.cores is not None:
+        raise PlanError(
+            f"this plan is of ranks that share {step_plan.cores.num_cores} cores, but the format's figures are of ranks"
+            " with one or a device each: plan without num_cores"
+        )
     shape: dict[str, Any] = {"tp": topology.tp, "pp": topology.pp, "dp": topology.dp}
     if topology.layers_per_stage:
         shape["layers_per_stage"] = list(topology.layers_per_stage)

@@ -14,7 +14,7 @@ from dynapipe_ext.config import ScheduleName, SplitRule, check_fill_waits
 from dynapipe_ext.costs.abilities import replica_collectives_of
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, short
 from dynapipe_ext.lengths import LengthArray, SampleLength, checked_samples, sample_lengths
 from dynapipe_ext.plan import (
@@ -29,7 +29,8 @@ from dynapipe_ext.plan import (
 from dynapipe_ext.schedules.actions import PipelineSchedule, linear_schedule
 from dynapipe_ext.schedules.judge.certificate import certify
 from dynapipe_ext.schedules.judge.memory import peak_bytes
-from dynapipe_ext.schedules.judge.simulate import simulate
+from dynapipe_ext.schedules.judge.shared_cores import SharedCores
+from dynapipe_ext.schedules.judge.simulate import bubble_ratio, last_end_ns
 from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.planner_settings import (
     check_bounds,
@@ -40,12 +41,13 @@ from dynapipe_ext.schedules.planner_settings import (
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule, injection_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, step_spans
 from dynapipe_ext.schedules.tables.published import published_schedule
 from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
 
 Schedules = tuple[PipelineSchedule, ...]
+ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica
 
 _LESS = 4  # of the effort, one part in so many for cuts and replicas of forwards alone, which leave less to choose
 _PLACES = 8  # moves of effort for which one micro-batch of theirs tries all places in the order
@@ -63,6 +65,8 @@ class Planner:
     one micro-batch (0: memory alone does). `rule` other than "dynapipe-ext" splits as a peer does, for comparisons.
     `recompute` None lets the planner choose per micro-batch. `format` and `collectives` are needed to lower plans to
     instructions and to prove these, not to make them; `collectives` only with replicas whose costs do not say them.
+    `num_cores`: how many cores all ranks have together, where these are fewer: a step then takes at least its work over
+    the cores, so the least work comes first, and predictions are those of shared cores. None: one (or a device) a rank.
     `for_forwards` gives the planner of evaluation.
     """
 
@@ -83,6 +87,7 @@ class Planner:
     equal_counts: bool = field(default=False, kw_only=True)
     format: ActivationFormat | None = field(default=None, kw_only=True)
     collectives: ReplicaCollectives | None = field(default=None, kw_only=True)
+    num_cores: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -113,6 +118,13 @@ class Planner:
         if self.format is None:
             raise ConfigError("this planner has no activation format: pass format=ActivationFormat(hidden_size, dtype)")
         return self.format
+
+    @property
+    def shared_cores(self) -> SharedCores | None:
+        """The cores that ranks share; None where each has one of its own."""
+        if self.num_cores is None or self.num_cores >= self.topology.world_size:
+            return None
+        return SharedCores(self.num_cores, self.topology.tp)
 
     @property
     def forward_only(self) -> bool:
@@ -192,8 +204,8 @@ class Planner:
         if self.schedule != "adaptive":
             return self._best_published(proposals.splits(samples, step), step)
         if self.rule == "dynapipe-ext" and self.layout == "padded":
-            return self._predicted(*self._searched(proposals.cuts(samples, step)), step)
-        return self._predicted(*self._searched(proposals.fixed(proposals.splits(samples, step))), step)
+            return self._predicted(*self._searched(proposals.cuts(samples, step)), step=step)
+        return self._predicted(*self._searched(proposals.fixed(proposals.splits(samples, step))), step=step)
 
     @property
     def _proposals(self) -> Proposals:
@@ -208,6 +220,7 @@ class Planner:
             kinds=self._recomputes,
             equal_counts=self.equal_counts,
             forward_only=self.forward_only,
+            cores_are_shared=self.shared_cores is not None,
         )
 
     @property
@@ -224,7 +237,8 @@ class Planner:
         own = [[num_bytes for num_bytes, r in zip(static, ranks, strict=True) if r == rank] for rank in set(ranks)]
         return max(sum(of_rank) - min(of_rank) for of_rank in own)
 
-    def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules]:
+    def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules, ReplicaCosts | None]:
+        """What the search found, and its costs where these are known already."""
         settings = Settings(
             memory_limit_bytes=int(self.memory_limit_bytes),
             split=self.split_backward,
@@ -232,11 +246,12 @@ class Planner:
             seed=self.seed,
             stage_ranks=self.topology.stage_ranks,
             equal_counts=self.equal_counts,
+            cores=self.shared_cores,
         )
         index, found = optimize_best([proposal.start for proposal in proposed], settings)
         replicas = proposed[index].replicas(found.replicas)
         # Forwards alone are searched with backwards that take no time: good cuts and replicas, another order to come.
-        return self._forwards_in_order(replicas) if self.forward_only else (replicas, found.schedules)
+        return self._forwards_in_order(replicas) if self.forward_only else (replicas, found.schedules, None)
 
     def _best_published(self, splits: Sequence[Replicas], step: int) -> StepPlan:
         """Of several splits under a published schedule, the first to end."""
@@ -245,7 +260,7 @@ class Planner:
         for replicas in splits:
             schedules = tuple(self._published(len(replica)) for replica in replicas)
             try:
-                found.append(self._predicted(replicas, schedules, step))
+                found.append(self._predicted(replicas, schedules, step=step))
             except PlanError as error:  # this split holds too much at once; others may fit
                 refusal = refusal or error
         if not found:
@@ -253,11 +268,13 @@ class Planner:
             raise refusal
         return min(found, key=lambda plan: max(prediction.makespan_ns for prediction in plan.predictions))
 
-    def _predicted(self, replicas: Replicas, schedules: Schedules, step: int) -> StepPlan:
+    def _predicted(
+        self, replicas: Replicas, schedules: Schedules, priced: ReplicaCosts | None = None, *, step: int
+    ) -> StepPlan:
         """The plan, validated and simulated apart from what made it; its lower bounds are to come."""
-        priced = tuple(self.costs.evaluate(micro_batches) for micro_batches in replicas)
+        priced = priced or tuple(self.costs.evaluate(micro_batches) for micro_batches in replicas)
         limit = int(self.memory_limit_bytes)
-        plans, predictions = [], []
+        plans, peaks_of = [], []
         for dp_rank, (micro_batches, schedule, costs) in enumerate(zip(replicas, schedules, priced, strict=True)):
             validate(schedule, len(micro_batches))
             peaks = peak_bytes(schedule, costs)
@@ -267,35 +284,35 @@ class Planner:
                     f"replica {dp_rank}: {schedule.name} needs {max(peaks)} B on pipeline rank {rank} but the limit is"
                     f" {limit} B: use the adaptive schedule, smaller micro-batches, recomputation or more tp"
                 )
-            trace = simulate(schedule, costs)
             plans.append(ReplicaPlan(dp_rank, tuple(micro_batches)))
-            predictions.append(
-                Prediction(
-                    makespan_ns=round(trace.makespan_s * 1e9),
-                    lower_bound_ns=0,
-                    peak_bytes=peaks,
-                    bubble_ratio=trace.bubble_ratio,
-                )
+            peaks_of.append(peaks)
+        predictions = [
+            Prediction(
+                makespan_ns=last_end_ns(spans), lower_bound_ns=0, peak_bytes=peaks, bubble_ratio=bubble_ratio(spans)
             )
+            for spans, peaks in zip(step_spans(schedules, priced, self.shared_cores), peaks_of, strict=True)
+        ]
         batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
-        return StepPlan(batch, tuple(schedules), tuple(predictions), priced)
+        return StepPlan(batch, tuple(schedules), tuple(predictions), priced, self.shared_cores)
 
     def _published(self, num_micro_batches: int) -> PipelineSchedule:
         if not num_micro_batches:
             return linear_schedule(self.schedule, [()] * self.topology.num_stages)
         return published_schedule(self.schedule, self.topology.num_stages, num_micro_batches)
 
-    def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules]:
-        """A split for forwards alone, each replica's micro-batches in a good order, and that order's schedules."""
+    def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules, ReplicaCosts]:
+        """A split for forwards alone, each replica in a good order, with that order's schedules and costs."""
         stage_ranks, effort = self.topology.stage_ranks, self.effort // (_PLACES * self.topology.dp)
         ordered: Replicas = []
         schedules: list[PipelineSchedule] = []
+        priced: list[MicroBatchCosts] = []
         for replica in replicas:
             costs = self.costs.evaluate(replica)
             order = injection_order(costs, stage_ranks, effort=effort)
             ordered.append([replica[m] for m in order])
-            schedules.append(forward_schedule(costs.take(order), stage_ranks))
-        return ordered, tuple(schedules)
+            priced.append(costs.take(order))
+            schedules.append(forward_schedule(priced[-1], stage_ranks))
+        return ordered, tuple(schedules), tuple(priced)
 
     def to_json(self) -> dict[str, Any]:
         """Everything that changes a plan; `from_json` makes an equal planner in another process."""
@@ -336,6 +353,7 @@ _PLAIN_FIELDS = (
     "equal_counts",
     "split_backward",
     "fill_waits",
+    "num_cores",
 )
 
 

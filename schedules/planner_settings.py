@@ -13,6 +13,7 @@ from dynapipe_ext.costs.abilities import replica_collectives_of
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.plan import RECOMPUTES, Layout, LossNorm
+from dynapipe_ext.suggestion import did_you_mean
 from dynapipe_ext.topology import Topology
 
 if TYPE_CHECKING:
@@ -79,10 +80,16 @@ def check_bounds(planner: Planner) -> None:
             raise ConfigError(
                 f"{name} is {short(value)} but must be an integer of {least} to {most:,}: give one within these bounds"
             )
+    if planner.num_cores is not None and (type(planner.num_cores) is not int or planner.num_cores < 1):
+        raise ConfigError(
+            f"num_cores is {short(planner.num_cores)} but must be a number of at least 1, or None: give the cores that"
+            " all ranks share"
+        )
     for name, choices in _CHOICES.items():
         value = getattr(planner, name)
         if not isinstance(value, str | None) or value not in choices:
-            raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(map(str, choices))}")
+            near = did_you_mean(str(value), map(str, choices))
+            raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(map(str, choices))}{near}")
 
 
 def check_collectives(given: ReplicaCollectives | None, costs: CostModel) -> None:

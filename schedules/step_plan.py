@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dynapipe_ext.costs.model import MicroBatchCosts
@@ -9,7 +10,8 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.plan import GlobalBatchPlan
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.certificate import Certificate
-from dynapipe_ext.schedules.judge.simulate import simulate
+from dynapipe_ext.schedules.judge.shared_cores import SharedCores, simulate_shared_ns
+from dynapipe_ext.schedules.judge.simulate import SpanNs, simulate_ns, trace_of
 from dynapipe_ext.timeline import Trace
 
 
@@ -29,7 +31,8 @@ class StepPlan:
 
     `costs` are those of the replica's micro-batches, evaluated once for all who judge, lower or show the plan. The
     predictions are of the schedule alone: buffers in flight come with its instructions. `certificate` holds the bounds
-    of the whole step; None where nobody asked for them (see `certify`).
+    of the whole step; None where nobody asked for them (see `certify`). Predictions are of ranks that share
+    `cores`; None: each has one or a device.
 
     Errors: PlanError where some replicas run forwards alone and others do not.
     """
@@ -38,6 +41,7 @@ class StepPlan:
     schedules: tuple[PipelineSchedule, ...]
     predictions: tuple[Prediction, ...]
     costs: tuple[MicroBatchCosts, ...] = field(repr=False, compare=False)  # follow from the batch
+    cores: SharedCores | None = None
     certificate: Certificate | None = None
 
     def __post_init__(self) -> None:
@@ -52,7 +56,8 @@ class StepPlan:
     @property
     def traces(self) -> tuple[Trace, ...]:
         """Each replica's step, simulated; one track a pipeline rank."""
-        return tuple(simulate(*replica) for replica in zip(self.schedules, self.costs, strict=True))
+        spans = step_spans(self.schedules, self.costs, self.cores)
+        return tuple(trace_of(*replica) for replica in zip(self.schedules, self.costs, spans, strict=True))
 
     @property
     def makespan_s(self) -> float:
@@ -71,7 +76,16 @@ class StepPlan:
     @property
     def bubble_ratio(self) -> float:
         """Idle over (ranks x makespan of the slowest replica), all replicas together."""
-        longest = max(p.makespan_ns for p in self.predictions) / 1e9
-        busy = sum(trace.busy_s for trace in self.traces)
-        whole = longest * sum(len(p.peak_bytes) for p in self.predictions)
-        return 1.0 - busy / whole if whole > 0 else 0.0
+        busy_ns = sum((1 - p.bubble_ratio) * p.makespan_ns * len(p.peak_bytes) for p in self.predictions)
+        whole_ns = max(p.makespan_ns for p in self.predictions) * sum(len(p.peak_bytes) for p in self.predictions)
+        return 1.0 - busy_ns / whole_ns if whole_ns > 0 else 0.0
+
+
+def step_spans(
+    schedules: Sequence[PipelineSchedule], costs: Sequence[MicroBatchCosts], cores: SharedCores | None
+) -> tuple[list[list[SpanNs]], ...]:
+    """When each replica's actions run (`simulate_ns`), on ranks that share `cores` or (None) have one each."""
+    replicas = list(zip(schedules, costs, strict=True))
+    if cores is not None:
+        return simulate_shared_ns(replicas, cores)
+    return tuple(simulate_ns(*replica) for replica in replicas)

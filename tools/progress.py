@@ -13,9 +13,10 @@ from rich.text import Text
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.events import StepDone
-from dynapipe_ext.tools.wording import percent
+from dynapipe_ext.tools.wording import counted, percent
 
 Clock = Callable[[], float]
+_FIRST_LINE = 1 << 14  # of what has no known total: less is soon done
 
 
 def format_eta(seconds: float | None) -> str:
@@ -30,10 +31,19 @@ def format_eta(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+class _CountColumn(MofNCompleteColumn):
+    """How many of how many; of a total that nobody knows, how many."""
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{int(task.completed):,}") if task.total is None else super().render(task)
+
+
 class _EtaColumn(ProgressColumn):
     """Time left by the mean rate since the start: steps differ in size, and a short window would jump about."""
 
     def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text()
         return Text(f"ETA {format_eta(_left_s(task.completed, task.total, task.elapsed))}", style="cyan")
 
 
@@ -66,7 +76,7 @@ class _Meter:
         self._started_s = 0.0
         # 80 columns hold step, figures and time left; a wider terminal gets the bar and the count as well.
         bar_width = min(28, self._console.width - 90) if figures else 24
-        bar = [BarColumn(bar_width=bar_width), MofNCompleteColumn()] if bar_width >= 8 else []
+        bar = [BarColumn(bar_width=bar_width), _CountColumn()] if bar_width >= 8 else []
         self._bar = Progress(
             TextColumn("{task.description}"),
             *bar,
@@ -134,15 +144,16 @@ class StepProgress(_Meter):
         if not self._live and (done.number % self._every == 0 or self._done == self._total):
             self._print(f"step {done.number} ({self._done}/{self._total})  {figures}  ETA {self._left()}")
         if (of := done.evaluation) is not None:
-            what = f"validation loss {of.loss:.4f} over {of.num_samples:,} samples, {of.real_tokens:,} tokens"
-            self._print(f"after step {done.number}: {what}, in {of.seconds:.1f} s")
+            over = f"{counted(of.num_samples, 'sample')}, {counted(of.real_tokens, 'token')}"
+            self._print(f"after step {done.number}: validation loss {of.loss:.4f} over {over}, in {of.seconds:.1f} s")
 
     def close(self) -> None:
         self._stop()
 
 
 class WorkProgress(_Meter):
-    """Progress of preparing something, tokenization say; in a pipe one line at each tenth of the total."""
+    """Progress of preparing something, tokenization say; in a pipe one line at each tenth of the total, or, where that
+    is unknown, each time that as much again is done."""
 
     def __init__(
         self,
@@ -170,6 +181,9 @@ class WorkProgress(_Meter):
         before, self._done = self._done, self._done + amount
         if self._live:
             self._bar.update(self._task, completed=self._done)
+        elif self._enabled and self._total is None:
+            if self._done >= _FIRST_LINE and self._done.bit_length() > before.bit_length():
+                self._print(f"{self._description}: {self._done:,}")
         elif self._enabled and self._total and 10 * self._done // self._total > 10 * before // self._total:
             percent = 100 * self._done // self._total
             self._print(f"{self._description}: {self._done:,}/{self._total:,} ({percent} %)  ETA {self._left()}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 
-def percent(share: float | None) -> str:
+def percent(share: float | None, digits: int = 1) -> str:
     """
-    >>> percent(0.1234), percent(-1e-17), percent(None)
-    ('12.3 %', '0.0 %', '-')
+    >>> percent(0.1234), percent(-1e-17), percent(None), percent(-1e-5, 2)
+    ('12.3 %', '0.0 %', '-', '0.00 %')
     """
-    return "-" if share is None else f"{round(100 * share, 1) + 0.0:.1f} %"  # -0.0 + 0.0 is 0.0
+    return "-" if share is None else f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # -0.0 + 0.0 is 0.0
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -25,10 +25,10 @@ def format_bytes(num_bytes: int) -> str:
 
 def counted(number: int, noun: str) -> str:
     """
-    >>> counted(1, "step"), counted(1200, "step")
-    ('1 step', '1,200 steps')
+    >>> counted(1, "step"), counted(1200, "step"), counted(3, "batch")
+    ('1 step', '1,200 steps', '3 batches')
     """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def seconds(duration_s: float | None) -> str:

@@ -28,7 +28,8 @@ using Result = std::tuple<Runs, Groups, std::vector<int>, std::vector<i64>, std:
 Result search(const Records& records, const Shapes& shapes, const std::vector<int>& stage_rank,
               const std::vector<i64>& free_bytes, bool split, bool working_in_backward,
               const std::vector<std::tuple<int, int, int, int>>& rules, const Runs& runs,
-              const std::vector<Groups>& starts, i64 effort, std::uint64_t seed, bool equal_counts) {
+              const std::vector<Groups>& starts, i64 effort, std::uint64_t seed, bool equal_counts,
+              const std::pair<i64, i64>& shared) {
   dynapipe::Costs costs;
   costs.kinds = static_cast<int>(records.shape(0));
   costs.shapes = static_cast<int>(records.shape(1));
@@ -52,6 +53,7 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
   for (auto [extra, rhythm, patience, most_pending] : rules) {
     chosen_rules.push_back({extra, rhythm, patience, most_pending});
   }
+  if (shared.first < 0 || shared.second < 1) throw std::invalid_argument("cores that ranks share must be at least one");
   dynapipe::State state;
   int item = 0;
   for (auto [first, end, kind] : runs) {
@@ -72,7 +74,8 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
   std::vector<std::vector<std::vector<i64>>> actions;
   {
     nb::gil_scoped_release unlocked;
-    dynapipe::Search job(costs, std::move(machine), std::move(chosen_rules), equal_counts);
+    dynapipe::Search job(costs, std::move(machine), std::move(chosen_rules), equal_counts,
+                         {shared.first, shared.second});
     const int replicas = static_cast<int>(starts.size());
     state.groups.resize(replicas);
     state.rule.assign(replicas, 0);

@@ -40,6 +40,11 @@ struct State {
   std::vector<std::vector<int>> groups;  // [replica]: runs in injection order
   std::vector<int> rule;                 // [replica]
   std::vector<i64> makespan;             // [replica]
+  i64 floor = 0;                         // what the step takes at least where ranks share cores
+};
+
+struct SharedCores {  // a step takes at least work x tp / cores; tp 0: every rank has a core of its own
+  i64 tp = 0, cores = 1;
 };
 
 constexpr i64 kMostWeight = 4;
@@ -49,8 +54,8 @@ constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2};  // how often each is tr
 
 class Search {
  public:
-  Search(Costs costs, Machine machine, std::vector<Rule> rules, bool equal_counts)
-      : costs_(costs), stride_(static_cast<std::size_t>(kFields) * machine.stages), rules_(std::move(rules)),
+  Search(Costs costs, Machine machine, std::vector<Rule> rules, bool equal_counts, SharedCores cores)
+      : costs_(costs), cores_(cores), stride_(static_cast<std::size_t>(kFields) * machine.stages), rules_(std::move(rules)),
         equal_counts_(equal_counts), dispatcher_(std::move(machine)) {
     const std::size_t count = static_cast<std::size_t>(costs_.kinds) * costs_.shapes, ranks = dispatcher_.machine().ranks;
     ways_.resize(count * ranks);
@@ -96,6 +101,7 @@ class Search {
 
   // Record-to-record travel (Dueck 1993): a move may cost up to an allowance that shrinks to nothing.
   State improve(State start, i64 effort, std::uint64_t seed) {
+    start.floor = floor_of(start);
     State best = start;
     i64 record = energy(start);
     state_ = std::move(start);
@@ -119,6 +125,7 @@ class Search {
       }
       const i64 allowed = record + record / 4096 * (effort - step) / effort;
       bool taken = true;
+      state_.floor = floor_of(state_);
       for (const auto& saved : groups_before_) state_.makespan[saved.first] = 0;
       for (const auto& saved : groups_before_) {
         const int d = saved.first;
@@ -139,9 +146,9 @@ class Search {
   }
 
  private:
-  // What is best: the smallest largest makespan, then the smallest sum.
+  // What is best: the smallest largest makespan, if not under the floor, then the smallest sum.
   static std::pair<i64, i64> value(const State& state) {
-    i64 most = 0, sum = 0;
+    i64 most = state.floor, sum = 0;
     for (i64 one : state.makespan) {
       most = std::max(most, one);
       sum += one;
@@ -157,7 +164,7 @@ class Search {
 
   // The makespan that replica d may have, beside the others, under an energy.
   i64 room(int d, i64 allowed) const {
-    i64 most = 0, left = allowed;
+    i64 most = state_.floor, left = allowed;
     for (int e = 0; e < static_cast<int>(state_.makespan.size()); ++e) {
       if (e == d) continue;
       most = std::max(most, state_.makespan[e]);
@@ -166,6 +173,19 @@ class Search {
     const i64 weight = kMostWeight * static_cast<i64>(state_.makespan.size());
     const i64 below = left - weight * most;
     return below <= most ? below : left / (weight + 1);
+  }
+
+  // What a state's step takes at least where ranks share cores.
+  i64 floor_of(const State& state) const {
+    if (!cores_.tp) return 0;
+    const std::size_t ranks = dispatcher_.machine().ranks;
+    i64 work = 0;
+    for (const Run& run : state.runs) {
+      if (run.first < 0) continue;
+      const Way* ways = &ways_[(record_of(run) - costs_.records) / stride_ * ranks];
+      for (std::size_t r = 0; r < ranks; ++r) work += ways[r].work;
+    }
+    return work * cores_.tp / cores_.cores;
   }
 
   // The costs of a run, or none where it may not be a micro-batch.
@@ -307,6 +327,7 @@ class Search {
     runs_before_.clear();
     rule_before_.first = -1;
     makespan_before_ = state_.makespan;
+    floor_before_ = state_.floor;
   }
 
   void undo() {
@@ -314,9 +335,11 @@ class Search {
     for (const auto& saved : runs_before_) state_.runs[saved.first] = saved.second;
     if (rule_before_.first >= 0) state_.rule[rule_before_.first] = rule_before_.second;
     state_.makespan = makespan_before_;
+    state_.floor = floor_before_;
   }
 
   Costs costs_;
+  SharedCores cores_;
   std::size_t stride_;
   std::vector<Rule> rules_;
   std::vector<Way> ways_;  // [kind][shape][rank]
@@ -330,6 +353,7 @@ class Search {
   std::vector<std::pair<int, Run>> runs_before_;
   std::pair<int, int> rule_before_{-1, 0};
   std::vector<i64> makespan_before_;
+  i64 floor_before_ = 0;
 };
 
 }  // namespace dynapipe

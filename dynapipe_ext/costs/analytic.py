@@ -41,13 +41,15 @@ def _check(a: Architecture, topology: Topology, ep: int = 1) -> Topology:
 def _layer_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
     """Parameters of one layer on one rank: those that every replica has, and those of experts."""
     h = a.hidden_size
-    norms = 2 * h * (2 if a.norm == "layernorm" else 1) + 2 * a.head_dim * int(a.qk_norm)
+    norms = a.norm_parameters
+    norms += sum(a.qk_norm_sizes) // (tp if a.qk_norm_whole else 1)
     biases = int(a.qkv_bias) * (a.query_size + 2 * a.kv_size) // tp + int(a.attention_output_bias) * h
     attention = a.attention_parameters // tp + biases
     mlp = a.mlp_parameters // tp + int(a.mlp_bias) * (a.fc1_size // tp + h)
     if not a.num_experts:
         return norms + attention + mlp, 0
-    return norms + attention + h * a.num_experts, a.num_experts // ep * mlp
+    shared = a.shared_parameters // tp + h * int(a.shared_expert_gate)
+    return norms + attention + h * a.num_experts + shared, a.num_experts // ep * mlp
 
 
 def _parameters(a: Architecture, topology: Topology, ep: int) -> IntArray:
@@ -209,6 +211,8 @@ class AnalyticCosts:
                     f"a micro-batch has decoder length {m.decoder_len}, but the analytic model prices decoder-only"
                     " models (their length is encoder): measure a cost table for encoder-decoder models"
                 )
+            if self.architecture.position != "learned":
+                continue
             whole = m.layout == "padded" or m.attention == "row"
             longest = m.encoder_len if whole else max(s.encoder for s in m.samples)
             if not self._has_positions(longest):
@@ -253,7 +257,9 @@ class AnalyticCosts:
 
         routed = self._routed(tokens)
         layer_flops = 2 * (a.attention_parameters // tp * tokens + a.mlp_parameters // tp * routed)
-        layer_flops = layer_flops + self._split(2 * a.hidden_size * a.num_experts * tokens)  # the router
+        layer_flops = layer_flops + 2 * a.shared_parameters // tp * tokens
+        gates = a.num_experts + int(a.shared_expert_gate)
+        layer_flops = layer_flops + self._split(2 * a.hidden_size * gates * tokens)  # the router
         attention_flops = (2 if self.flash else 4) * a.query_size * squares // tp
         head_flops = is_last * (2 * a.vocab_size * a.hidden_size // tp * tokens)
         matmul = layers * layer_flops + head_flops
@@ -316,12 +322,16 @@ class AnalyticCosts:
         h = a.hidden_size
         if recompute == "full":
             return self._split(values * h * tokens)
-        copied = 4 * values * h + (2 * h if self.dropout else 0)  # inputs of norms, qkv, fc1; masks of one byte
+        inputs = {"pre": 4, "post": 4, "both": 6}[a.norm_placement]  # of norms, qkv, fc1
+        copied = inputs * values * h + (2 * h if self.dropout else 0)  # masks of one byte
+        if a.shared_expert_gate:  # its output and the gated one's factor
+            copied += values * (h + 1)
         attention = values * (2 * a.query_size + 2 * a.kv_size) * tokens // tp
         if a.qk_norm:  # the inputs of these norms
             attention = attention + values * (a.query_size + a.kv_size) * tokens // tp
         routed = self._routed(tokens)
         mlp = values * (a.fc1_size + a.ffn_hidden_size) * routed // tp  # activation function's and fc2's inputs
+        mlp = mlp + values * 3 * a.shared_ffn_hidden_size * tokens // tp
         kept = self._split(copied * tokens) + attention + mlp
         if a.num_experts:
             kept = kept + values * h * routed + self._split(4 * a.num_experts * tokens)
@@ -366,7 +376,8 @@ class AnalyticCosts:
         return stages * (gradients + (weights if self._zero_stage == 3 else 0))
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "analytic", **asdict(self), "topology": topology_to_json(self.topology)}
+        described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
+        return {"kind": "analytic", **asdict(self), **described}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> AnalyticCosts:

@@ -157,7 +157,8 @@ class EncoderDecoderCosts:
         return -(-num_bytes // self.topology.tp) if self.sequence_parallel else num_bytes
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "encoder-decoder", **asdict(self), "topology": topology_to_json(self.topology)}
+        described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
+        return {"kind": "encoder-decoder", **asdict(self), **described}
 
     def fingerprint(self) -> str:
         return fingerprint(self.to_json())

@@ -263,10 +263,11 @@ def estimated_costs(
             activation_bytes_per_value=values,
             param_bytes=values,
             sequence_parallel=strategy.sequence_parallel,
+            flash=not a.attention_softcap,  # capped scores are computed and kept whole
             links=links,
             ep=strategy.ep,
         )
-        if not cluster.device.is_fused and not a.num_experts:
+        if not cluster.device.is_fused and not a.num_experts and a.norm_placement == "pre":
             plain = PlainLayers.of(base, packed=layout == "packed")
     return EstimatedCosts(
         base=base,

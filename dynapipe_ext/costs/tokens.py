@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import mul
 from typing import Any, ClassVar
 
 import numpy as np
@@ -31,7 +32,7 @@ def sum_of_squares(micro_batch: MicroBatch) -> int:
         return micro_batch.rows * sum(length**2 for length in sides)
     lengths = ([s.encoder for s in micro_batch.samples], [s.decoder for s in micro_batch.samples])
     return sum(
-        sum(n**2 for n in documents) + (length - sum(documents)) ** 2
+        sum(map(mul, documents, documents)) + (length - sum(documents)) ** 2
         for documents, length in zip(lengths, sides, strict=True)
     )
 
@@ -40,8 +41,10 @@ def sum_of_squares(micro_batch: MicroBatch) -> int:
 class TokenCosts:
     """F = overhead + a tokens + b sum(length^2) on every stage; B = ratio x F, half of its token part being W.
 
-    Tokens are padded tokens, so padding costs what it costs. `stage_scale` (one factor a stage) makes stages unequal.
-    Recomputation "full" adds one F to B and stores nothing but a tenth; "selective" adds the b part and stores half.
+    Tokens are padded tokens, so padding costs what it costs; without an overhead any padding would cost more than
+    another micro-batch, and plans be of single samples: the default is that of 50 tokens. `stage_scale` (one factor a
+    stage) makes stages unequal. Recomputation "full" adds one F to B and stores nothing but a tenth; "selective" adds
+    the b part and stores half.
     """
 
     num_stages: int
@@ -50,7 +53,7 @@ class TokenCosts:
     backward_ratio: float = 2.0
     bytes_per_token: int = 1000
     static_bytes: int = 0
-    overhead_ns: int = 0
+    overhead_ns: int = 50_000
     transfer_ns_per_token: int = 0
     transfer_bytes_per_token: int = 0
     stage_scale: tuple[float, ...] = ()

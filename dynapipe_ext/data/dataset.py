@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,12 @@ class TokenDataset:
     @property
     def num_truncated(self) -> int:
         return int(str(self.meta["num_truncated"]))
+
+    @property
+    def file_sizes(self) -> tuple[int, ...]:
+        """Numbers of samples of the files that it was made from, in order; empty where nobody wrote them down."""
+        sizes = self.meta.get("file_sizes")
+        return tuple(sizes) if isinstance(sizes, list) else ()
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -265,6 +272,7 @@ def _write(
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     sizes, first_targets, task_ids = [], [], []
     task_numbers: dict[str, int] = {}
+    file_sizes: Counter[str] = Counter()
     num_samples = num_truncated = 0
     with (folder / TOKENS_FILE).open("wb") as file:
         for batch in _batches(examples):
@@ -273,6 +281,7 @@ def _write(
             sizes.append(np.array([len(s.tokens) for s in sequences], np.int64))
             first_targets.append(np.array([s.first_target for s in sequences], np.int32))
             task_ids.append(np.array([task_numbers.setdefault(e.task, len(task_numbers)) for e in batch], np.int32))
+            file_sizes.update(example.file for example in batch)
             num_samples += len(batch)
             num_truncated += sum(s.truncated for s in sequences)
             if progress is not None:
@@ -288,7 +297,12 @@ def _write(
         tasks=list(task_numbers),
         tokenizer_json=tokenizer.as_json(),
         vocab_size=tokenizer.vocab_size,
-        facts={"num_truncated": num_truncated, "source": source, "settings": settings},
+        facts={
+            "num_truncated": num_truncated,
+            "file_sizes": list(file_sizes.values()),
+            "source": source,
+            "settings": settings,
+        },
     )
 
 

@@ -9,7 +9,7 @@ import lzma
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -25,11 +25,19 @@ _FIELDS = 'give {"input", "target"} or {"text"}'
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One training text: `input` is the prompt, loss falls on `target` alone; plain text has an empty input."""
+    """One training text: `input` is the prompt, loss falls on `target` alone; plain text has an empty input. `file` and
+    `line` say where it was read, if it was."""
 
     task: str
     input: str
     target: str
+    file: str = field(default="", compare=False, repr=False)
+    line: int = field(default=0, compare=False, repr=False)
+
+    @property
+    def where(self) -> str:
+        """As messages name it, before its number among all samples."""
+        return f"{self.file}, line {self.line}: " if self.file else ""
 
 
 def read_examples(path: str | Path) -> Iterator[Example]:
@@ -63,7 +71,7 @@ def _examples(file: Path) -> Iterator[Example]:
     for number, line in _numbered_lines(file):
         if line.strip():
             found = True
-            yield parse_record(line, where=f"{file}, line {number}")
+            yield replace(parse_record(line, where=f"{file}, line {number}"), file=str(file), line=number)
     if not found:
         raise _empty(file)
 
@@ -93,7 +101,7 @@ def parse_object(line: bytes, *, where: str, fields: str = "write one object a l
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: JSON that cannot be read ({error}): write one flat object a line") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: the record is a {_json_type(record)}, not an object: {fields}")
+        raise DataError(f"{where}: the record is {_json_type(record)}, not an object: {fields}")
     return record
 
 
@@ -129,7 +137,7 @@ def string_field(record: Mapping[str, object], field: str, *, where: str) -> str
     """The text in a field. Errors: DataError for another type, or for half of a surrogate pair."""
     value = record[field]
     if not isinstance(value, str):
-        raise DataError(f"{where}: field {field!r} is a {_json_type(value)} but must be a string")
+        raise DataError(f"{where}: field {field!r} is {_json_type(value)} but must be a string")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -142,9 +150,9 @@ def string_field(record: Mapping[str, object], field: str, *, where: str) -> str
 
 def _json_type(value: object) -> str:
     if value is None:
-        return "null"
-    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
-    return names.get(type(value), type(value).__name__)
+        return "a null"
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value), f"of type {type(value).__name__}")
 
 
 def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -177,7 +185,8 @@ def _numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 def damaged(file: Path, error: BaseException, *, line: int) -> DataError:
     """What to tell about a file whose stream raised one of `DAMAGE` after `line` whole lines."""
     reason = "ends too early" if isinstance(error, EOFError) else f"cannot be read ({error})"
-    return DataError(f"{file} {reason} after line {line}: copy or compress it again")
+    place = f" after line {line}" if line else ""
+    return DataError(f"{file} {reason}{place}: copy or compress it again")
 
 
 def decompressed(raw: IO[bytes], suffix: str) -> Iterator[bytes]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from dynapipe_ext.errors import ConfigError, DataError
@@ -136,32 +135,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_bytes: int = _
     )
     library.train_from_iterator(_spread(texts, max_bytes), trainer)
     return BpeTokenizer(library)
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer that `as_json` wrote. Errors: DataError for a file that is missing or not such a tokenizer."""
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as a tokenizer ({error}): prepare the data again") from None
-    if not isinstance(record, dict) or record.get("format") != _FORMAT:
-        raise DataError(f"{path} is not a tokenizer of format {_FORMAT}: prepare the data again")
-    match record.get("kind"):
-        case "bytes":
-            return BytesTokenizer()
-        case "bpe":
-            try:
-                from tokenizers import Tokenizer as LibraryTokenizer
-            except ImportError:
-                raise ConfigError(_missing_library()) from None
-            return BpeTokenizer(LibraryTokenizer.from_str(json.dumps(record["model"])))
-        case kind:
-            raise DataError(f"{path} has a tokenizer of kind {kind!r}, not bytes or bpe: prepare the data again")
-
-
-def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> None:
-    """One JSON file; a BPE's "model" is the `tokenizers` library's own tokenizer.json."""
-    Path(path).write_text(tokenizer.as_json(), encoding="utf-8")
 
 
 def _spread(texts: Iterable[str], max_bytes: int) -> list[str]:

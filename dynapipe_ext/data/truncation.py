@@ -40,7 +40,10 @@ class Truncation:
         """
         for place, example in enumerate(examples):
             if not example.input and not example.target:
-                raise DataError(f"sample {first_index + place} (task {example.task!r}) is empty: remove it or fill it")
+                number = first_index + place
+                raise DataError(
+                    f"{example.where}sample {number} (task {example.task!r}) is empty: remove it or fill it"
+                )
         inputs = [self._shorten(example.input, keep_end=True) for example in examples]
         targets = [self._shorten(example.target, keep_end=False) for example in examples]
         encoded = self.tokenizer.encode(inputs + targets)
@@ -55,8 +58,8 @@ class Truncation:
             return TokenSequence(tokens, len(prompt) + 1)
         if not self.truncate:
             raise DataError(
-                f"sample {index} (task {example.task!r}) has {len(tokens) - 1} tokens but max_seq_len is "
-                f"{self.max_seq_len}: pass --truncate or raise max_seq_len to at least {len(tokens) - 1}"
+                f"{example.where}sample {index} (task {example.task!r}) has {len(tokens) - 1} tokens but max_seq_len"
+                f" is {self.max_seq_len}: pass --truncate or raise max_seq_len to at least {len(tokens) - 1}"
             )
         excess = min(len(prompt), len(tokens) - 1 - self.max_seq_len)
         return TokenSequence(tokens[excess:][: self.max_seq_len + 1], len(prompt) - excess + 1, truncated=True)

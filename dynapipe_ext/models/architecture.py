@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from dynapipe_ext.errors import ConfigError, short
 
-PublishedFamily = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2", "t5"]
+PublishedFamily = Literal[
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2", "gemma3_text",
+    "gpt2", "t5",
+]  # fmt: skip
 Family = PublishedFamily | Literal["gpt"]  # "gpt": Megatron's GPT in sizes of one's own, which no published name has
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "relative"]
 Norm = Literal["rmsnorm", "layernorm"]
+NormPlacement = Literal["pre", "post", "both"]  # of a layer's norms: before attention and MLP, behind them, or both
 FAMILIES: tuple[PublishedFamily, ...] = get_args(PublishedFamily)
 VOCAB_MULTIPLE = 128  # Megatron's: rows of an embedding are a multiple of it
 MOST = 1 << 31  # of any size: far above every model, and small enough for products of them
 _MOST_LAYERS = 10_000
 _DTYPES = ("float32", "bfloat16", "float16")
-_CHOICES = {"activation": get_args(Activation), "position": get_args(Position), "norm": get_args(Norm)}
+_CHOICES = {"activation": get_args(Activation), "position": get_args(Position), "norm": get_args(Norm)} | {
+    "norm_placement": get_args(NormPlacement)
+}
+# Left out of JSON at their defaults: costs that were written before these were known keep their fingerprints.
+_LATER = (
+    "norm_placement", "zero_centered_norm", "qk_norm_whole", "norm_topk_prob", "shared_ffn_hidden_size",
+    "shared_expert_gate", "full_attention_every", "local_rope_theta", "query_pre_attn_scalar", "attention_softcap",
+    "logit_softcap", "scaled_embedding",
+)  # fmt: skip
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
     "max_seq_len",
@@ -43,9 +55,16 @@ class Architecture:
 
     Widths are in values, lengths in tokens; `vocab_size` is unpadded. `num_layers` of an encoder-decoder counts its
     encoder, `num_decoder_layers` its decoder (0: decoder only). With `num_experts` every MLP is a mixture of MLPs of
-    `ffn_hidden_size`: a router sends each token to `top_k` of them. `max_seq_len` counts position embeddings where
-    they are learned. `scaled_output`: T5 1.0 divides what enters its head by sqrt(hidden_size). `dtype` is that of the
-    weights as published (torch's name). Errors: ConfigError.
+    `ffn_hidden_size`: a router sends each token to `top_k` of them, whose weights are made to sum to 1
+    (`norm_topk_prob`) or are their probabilities among all. A shared expert, of `shared_ffn_hidden_size`, sees every
+    token, its output times a sigmoid with `shared_expert_gate`. `qk_norm`: queries and keys are normalised, each head
+    alone or, if `qk_norm_whole`, all at once. `zero_centered_norm`: weights of norms are kept as their distance from 1.
+    `sliding_window` positions are seen, in all layers but every `full_attention_every`-th; layers with a window turn by
+    `local_rope_theta` where that is not 0. Scores are divided by sqrt(`query_pre_attn_scalar`), 0 being `head_dim`, and
+    scores and logits pass through cap x tanh(x / cap) where their cap is not 0. `scaled_embedding`: embeddings are
+    multiplied by sqrt(hidden_size). `max_seq_len` counts position embeddings where they are learned.
+    `scaled_output`: T5 1.0 divides what enters its head by sqrt(hidden_size). `dtype` is that of the weights as
+    published (torch's name). Errors: ConfigError.
     """
 
     family: Family
@@ -67,12 +86,24 @@ class Architecture:
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    norm_placement: NormPlacement = "pre"
+    zero_centered_norm: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     num_experts: int = 0
     top_k: int = 0
+    norm_topk_prob: bool = True
+    shared_ffn_hidden_size: int = 0
+    shared_expert_gate: bool = False
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     sliding_window: int = 0
+    full_attention_every: int = 0
+    local_rope_theta: float = 0.0
+    query_pre_attn_scalar: int = 0
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    scaled_embedding: bool = False
     relative_buckets: int = 32
     relative_max_distance: int = 128
     scaled_output: bool = False
@@ -138,12 +169,16 @@ class Architecture:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Architecture:
-        """What `dataclasses.asdict` made of one. Errors: ConfigError."""
+        """What `to_json` made of one. Errors: ConfigError."""
         try:
             scaling = raw.get("rope_scaling")
             return cls(**{**raw, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
         except (AttributeError, TypeError) as error:
             raise ConfigError(f"a model's description cannot be read ({error}): it is of another version") from error
+
+    def to_json(self) -> dict[str, Any]:
+        defaults = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in asdict(self).items() if name not in _LATER or value != defaults[name]}
 
     def __post_init__(self) -> None:
         if self.family not in (*FAMILIES, "gpt"):
@@ -172,6 +207,25 @@ class Architecture:
             raise ConfigError(f"top_k {self.top_k} is of experts but num_experts is 0: give num_experts, or neither")
         if self.num_experts and not 1 <= self.top_k <= self.num_experts:
             raise ConfigError(f"top_k is {self.top_k} but must be 1 to num_experts {self.num_experts}")
+        if not 0 <= self.shared_ffn_hidden_size <= MOST:
+            raise ConfigError(
+                f"shared_ffn_hidden_size is {short(self.shared_ffn_hidden_size)} but must be 0 to {MOST:,}"
+            )
+        if (self.shared_ffn_hidden_size and not self.num_experts) or (
+            self.shared_expert_gate and not self.shared_ffn_hidden_size
+        ):
+            raise ConfigError(
+                f"shared_ffn_hidden_size is {self.shared_ffn_hidden_size} and shared_expert_gate"
+                f" {self.shared_expert_gate} with num_experts {self.num_experts}: a gate is of a shared expert, which"
+                " is of a mixture"
+            )
+        if self.qk_norm_whole and not self.qk_norm:
+            raise ConfigError("qk_norm_whole is true but qk_norm false: it says over what queries and keys are normed")
+        for name in ("sliding_window", "full_attention_every", "query_pre_attn_scalar"):
+            if not 0 <= getattr(self, name) <= MOST:
+                raise ConfigError(f"{name} is {short(getattr(self, name))} but must be 0 to {MOST:,}")
+        if (self.full_attention_every or self.local_rope_theta) and not self.sliding_window:
+            raise ConfigError("full_attention_every and local_rope_theta are of windows: give sliding_window")
         if self.norm_eps <= 0 or not math.isfinite(self.norm_eps):
             raise ConfigError(f"norm_eps is {self.norm_eps} but must be above 0")
 
@@ -199,6 +253,33 @@ class Architecture:
     def mlp_parameters(self) -> int:
         """Weights of both products of the MLP, or of one expert."""
         return self.hidden_size * (self.fc1_size + self.ffn_hidden_size)
+
+    def has_window(self, layer: int) -> bool:
+        """Whether attention of a layer, counted from 0, sees `sliding_window` positions only."""
+        every = self.full_attention_every
+        return bool(self.sliding_window) and not (every and (layer + 1) % every == 0)
+
+    @property
+    def num_window_layers(self) -> int:
+        return sum(self.has_window(layer) for layer in range(self.num_layers))
+
+    @property
+    def shared_parameters(self) -> int:
+        """Weights of both products of the shared expert, a gated MLP; its gate, of `hidden_size`, not among them."""
+        return 3 * self.hidden_size * self.shared_ffn_hidden_size
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Weights of a layer's norms of queries and of keys, which tensor parallel ranks divide if `qk_norm_whole`."""
+        if not self.qk_norm:
+            return 0, 0
+        return (self.query_size, self.kv_size) if self.qk_norm_whole else (self.head_dim, self.head_dim)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Weights and biases of a layer's other norms."""
+        count = 4 if self.norm_placement == "both" else 2
+        return count * self.hidden_size * (2 if self.norm == "layernorm" else 1)
 
     @property
     def total_layers(self) -> int:

@@ -34,15 +34,22 @@ class Positions:
         return self.encoder + self.decoder
 
     @classmethod
-    def of_rows(cls, encoder: int, decoder: int = 0, rows: int = 1, *, window: int = 0) -> Positions:
-        """`rows` rows of one length; with a `window` no position attends to more than that many."""
-        seen = min(encoder, window or encoder)
-        return cls(rows * encoder, rows * decoder, rows * encoder * seen, rows * decoder**2, rows * encoder * decoder)
+    def of_rows(
+        cls, encoder: int, decoder: int = 0, rows: int = 1, *, window: int = 0, window_layers: tuple[int, int] = (1, 1)
+    ) -> Positions:
+        """`rows` rows of one length; with a `window` no position attends to more than that many, in some of all
+        layers (`window_layers`; squares are then their mean, rounded down)."""
+        seen, (some, layers) = min(encoder, window or encoder), window_layers
+        squares = rows * encoder * (some * seen + (layers - some) * encoder) // layers
+        return cls(rows * encoder, rows * decoder, squares, rows * decoder**2, rows * encoder * decoder)
 
     @classmethod
-    def of_samples(cls, lengths: Iterable[tuple[int, int]], *, window: int = 0) -> Positions:
+    def of_samples(
+        cls, lengths: Iterable[tuple[int, int]], *, window: int = 0, window_layers: tuple[int, int] = (1, 1)
+    ) -> Positions:
         """Of (encoder, decoder) lengths, each attending to itself alone."""
-        return sum((cls.of_rows(encoder, decoder, window=window) for encoder, decoder in lengths), cls())
+        found = (cls.of_rows(e, d, window=window, window_layers=window_layers) for e, d in lengths)
+        return sum(found, cls())
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +118,14 @@ class ForwardFlops:
 def forward_flops(architecture: Architecture, positions: Positions, *, causal: bool = False) -> ForwardFlops:
     """With `causal`, attention counts half where a mask hides the other half (not in an encoder, not across).
 
-    Experts count as often as a token takes one, and their router.
+    Experts count as often as a token takes one, and their router; a shared expert once, and its gate.
     """
     a, half = architecture, 2 if causal else 1
     queries, keys, output = a.hidden_size * a.query_size, a.hidden_size * 2 * a.kv_size, a.query_size * a.hidden_size
     mlp = a.hidden_size * a.ffn_hidden_size * (3 if a.gated_mlp else 2)
     if a.num_experts:
-        mlp = a.top_k * mlp + a.hidden_size * a.num_experts
+        mlp = a.top_k * mlp + a.hidden_size * a.num_experts + a.shared_parameters
+        mlp += a.hidden_size * int(a.shared_expert_gate)
     layer = queries + keys + output + mlp
     per_square = 4 * a.query_size
     head = 2 * a.hidden_size * a.vocab_size

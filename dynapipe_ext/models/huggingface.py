@@ -6,22 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.models.architecture import FAMILIES, MOST, Activation, Architecture, RopeScaling
+from dynapipe_ext.models.architecture import FAMILIES, Architecture, RopeScaling
+from dynapipe_ext.models.config_fields import ACTIVATIONS, ConfigFields
+from dynapipe_ext.models.gemma_config import as_llama, gemma_config, gemma_values
+from dynapipe_ext.suggestion import did_you_mean
 
-_ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 _CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "t5": "T5ForConditionalGeneration",
 }
@@ -31,52 +32,30 @@ _DEFAULTS = {
     "mistral": (1e-6, 131_072, 1e4),
     "mixtral": (1e-5, 131_072, 1e6),
     "qwen2": (1e-6, 32_768, 1e4),
+    "qwen2_moe": (1e-6, 32_768, 1e4),
     "qwen3": (1e-6, 32_768, 1e4),
+    "qwen3_moe": (1e-6, 32_768, 1e4),
+    "phi3": (1e-5, 4096, 1e4),
+    "olmo2": (1e-5, 2048, 1e4),
+    "gemma2": (1e-6, 8192, 1e4),
+    "gemma3_text": (1e-6, 131_072, 1e6),
 }
-
-
-class _Fields:
-    """A raw config with checked reading; `where` names it in errors."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self.raw, self.where = raw, where
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self.raw.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise ConfigError(f"{self.where}: {name} is missing: give it as an integer of at least 1")
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
-            raise ConfigError(f"{self.where}: {name} is {short(value)} but must be an integer of 1 to {MOST:,}")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.raw.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ConfigError(f"{self.where}: {name} is {short(value)} but must be a number above 0")
-        return float(value)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.raw.get(name)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {name} is {short(value)} but must be true or false")
-        return value
-
-    def activation(self, name: str, default: str) -> Activation:
-        value = self.raw.get(name) or default
-        if not isinstance(value, str) or value not in _ACTIVATIONS:
-            raise ConfigError(f"{self.where}: {name} is {short(value)}: known are {', '.join(sorted(_ACTIVATIONS))}")
-        return _ACTIVATIONS[value]
-
-    def refuse(self, name: str, *fine: Any) -> None:
-        """Errors: ConfigError where the field is there and none of `fine`."""
-        value = self.raw.get(name)
-        if value is not None and value not in fine:
-            raise ConfigError(
-                f"{self.where}: {name} is {short(value)}: only {fine[0] if fine else None!r} is supported"
-            )
+_LATENT = (
+    "multi-head latent attention, its dense layers before a mixture's, shared experts without a gate and a router with"
+    " groups and a bias of its own are more than is described here"
+)
+# Families near to those that are known, and why they are not.
+_REFUSED = {
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "gemma3": "it has a vision tower; give its text_config, of model_type gemma3_text, and the weights of that",
+    "olmo": "its norms have no weights",
+    "qwen2_vl": "it has a vision tower",
+    "qwen3_next": "its linear attention has no equal in Megatron",
+}
+_GEMMAS = ("gemma2", "gemma3_text")
+_WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "olmo2", *_GEMMAS)
+_WITHOUT_GROUPS = ("llama", "phi3", "olmo2")  # unless they say so
 
 
 def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architecture:
@@ -85,11 +64,16 @@ def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architect
         raise ConfigError(f"{where}: must be an object with model_type, hidden_size and so on, but is {short(raw)}")
     family = raw.get("model_type")
     if family not in FAMILIES:
-        raise ConfigError(f"{where}: model_type is {short(family)}: known are {', '.join(FAMILIES)}")
-    fields = _Fields(raw, where)
+        reason = _REFUSED.get(family) if isinstance(family, str) else None
+        known = f"known are {', '.join(FAMILIES)}"
+        said = f"{reason}; {known}" if reason else f"{known}{did_you_mean(str(family), FAMILIES)}"
+        raise ConfigError(f"{where}: model_type is {short(family)}: {said}")
+    fields = ConfigFields(raw, where)
     fields.refuse("quantization_config")
-    reader = {"gpt2": _read_gpt2, "t5": _read_t5}.get(family, _read_llama)
-    values = reader(fields, family)
+    if family in _GEMMAS:
+        values = _read_llama(as_llama(fields, family), family) | gemma_values(fields, family)
+    else:
+        values = {"gpt2": _read_gpt2, "t5": _read_t5}.get(family, _read_llama)(fields, family)
     values["dtype"] = _dtype(fields)
     try:
         return Architecture(family=family, **values)
@@ -97,26 +81,25 @@ def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architect
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _dtype(fields: _Fields) -> str:
+def _dtype(fields: ConfigFields) -> str:
     dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype") or "float32"
     return str(dtype).removeprefix("torch.")
 
 
-def _read_llama(fields: _Fields, family: str) -> dict[str, Any]:
+def _read_llama(fields: ConfigFields, family: str) -> dict[str, Any]:
     norm_eps, max_positions, rope_theta = _DEFAULTS[family]
     fields.refuse("partial_rotary_factor", 1.0)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if not fields.raw.get("head_dim") and family != "qwen3" and hidden % heads:
         raise ConfigError(f"{fields.where}: hidden_size {hidden} must be a multiple of num_attention_heads {heads}")
     theta, scaling = _rope(fields, rope_theta)
-    attention_bias = fields.flag("attention_bias") and family in ("llama", "qwen3")
+    attention_bias = fields.flag("attention_bias") and family in _WITH_ATTENTION_BIAS
     mlp_bias = fields.flag("mlp_bias") and family == "llama"
-    mixture = family == "mixtral"
     return {
         "num_layers": fields.integer("num_hidden_layers"),
         "hidden_size": hidden,
         "num_heads": heads,
-        "num_query_groups": fields.integer("num_key_value_heads", heads if family == "llama" else None),
+        "num_query_groups": fields.integer("num_key_value_heads", heads if family in _WITHOUT_GROUPS else None),
         "head_dim": fields.integer("head_dim", 128 if family == "qwen3" else hidden // heads),
         "ffn_hidden_size": fields.integer("intermediate_size"),
         "vocab_size": fields.integer("vocab_size"),
@@ -124,22 +107,47 @@ def _read_llama(fields: _Fields, family: str) -> dict[str, Any]:
         "tied_embeddings": fields.flag("tie_word_embeddings"),
         "activation": fields.activation("hidden_act", "silu"),
         "norm_eps": fields.number("rms_norm_eps", norm_eps),
-        "qkv_bias": attention_bias or family == "qwen2",
+        "qkv_bias": attention_bias or family == "qwen2" or (family == "qwen2_moe" and fields.flag("qkv_bias", True)),
         "attention_output_bias": attention_bias,
         "mlp_bias": mlp_bias,
-        "qk_norm": family == "qwen3",
-        "num_experts": fields.integer("num_local_experts", 8) if mixture else 0,
-        "top_k": fields.integer("num_experts_per_tok", 2) if mixture else 0,
+        "norm_placement": "post" if family == "olmo2" else "pre",
+        "qk_norm": family in ("qwen3", "qwen3_moe", "olmo2"),
+        "qk_norm_whole": family == "olmo2",
         "rope_theta": theta,
         "rope_scaling": scaling,
         "sliding_window": _window(fields, family),
+    } | _mixture(fields, family)
+
+
+def _mixture(fields: ConfigFields, family: str) -> dict[str, Any]:
+    """What mixtures of experts say besides, in the place of what they say otherwise."""
+    if family == "mixtral":
+        return {
+            "num_experts": fields.integer("num_local_experts", 8),
+            "top_k": fields.integer("num_experts_per_tok", 2),
+        }
+    if family not in ("qwen2_moe", "qwen3_moe"):
+        return {}
+    fields.refuse("decoder_sparse_step", 1)
+    fields.refuse("mlp_only_layers", [])
+    experts, top_k, ffn = (60, 4, 1408) if family == "qwen2_moe" else (128, 8, 768)
+    values: dict[str, Any] = {
+        # transformers 5 writes Qwen3-MoE's under the second name
+        "num_experts": fields.integer("num_experts", fields.integer("num_local_experts", experts)),
+        "top_k": fields.integer("num_experts_per_tok", top_k),
+        "ffn_hidden_size": fields.integer("moe_intermediate_size", ffn),
+        "norm_topk_prob": fields.flag("norm_topk_prob"),
     }
+    if family == "qwen2_moe":
+        values["shared_ffn_hidden_size"] = fields.integer("shared_expert_intermediate_size", 5632)
+        values["shared_expert_gate"] = True
+    return values
 
 
-def _window(fields: _Fields, family: str) -> int:
-    if family == "llama" or fields.raw.get("sliding_window") is None:
+def _window(fields: ConfigFields, family: str) -> int:
+    if family in ("llama", "olmo2") or fields.raw.get("sliding_window") is None:
         return 0
-    if family in ("qwen2", "qwen3"):
+    if family.startswith("qwen"):
         if fields.flag("use_sliding_window"):
             raise ConfigError(
                 f"{fields.where}: use_sliding_window is true: windows in some layers only are not supported; set it"
@@ -149,30 +157,35 @@ def _window(fields: _Fields, family: str) -> int:
     return fields.integer("sliding_window")
 
 
-def _rope(fields: _Fields, default: float) -> tuple[float, RopeScaling | None]:
+def _rope(fields: ConfigFields, default: float) -> tuple[float, RopeScaling | None]:
     """Frequencies' base and stretching, from `rope_parameters` (transformers 5) or the two fields before it."""
     rope = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ConfigError(f"{fields.where}: rope_parameters is {short(rope)} but must be an object")
-    inner = _Fields(rope, f"{fields.where}: rope")
+    inner = ConfigFields(rope, f"{fields.where}: rope")
+    inner.refuse("partial_rotary_factor", 1.0)
     theta = inner.number("rope_theta", fields.number("rope_theta", default))
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    known = ["default"] if fields.raw.get("model_type") == "phi3" else ["default", "linear", "llama3"]
+    if kind not in known:
+        raise ConfigError(
+            f"{fields.where}: rope_type is {short(kind)}: known are {', '.join(known)} (longrope's frequencies depend"
+            " on the length of the row, Megatron's do not)"
+        )
     if kind == "default":
         return theta, None
     if kind == "linear":
         return theta, RopeScaling("linear", inner.number("factor", 1.0))
-    if kind == "llama3":
-        return theta, RopeScaling(
-            "llama3",
-            inner.number("factor", 8.0),
-            inner.number("low_freq_factor", 1.0),
-            inner.number("high_freq_factor", 4.0),
-            inner.integer("original_max_position_embeddings", 8192),
-        )
-    raise ConfigError(f"{fields.where}: rope_type is {short(kind)}: known are default, linear, llama3")
+    return theta, RopeScaling(
+        "llama3",
+        inner.number("factor", 8.0),
+        inner.number("low_freq_factor", 1.0),
+        inner.number("high_freq_factor", 4.0),
+        inner.integer("original_max_position_embeddings", 8192),
+    )
 
 
-def _read_gpt2(fields: _Fields, _: str) -> dict[str, Any]:
+def _read_gpt2(fields: ConfigFields, _: str) -> dict[str, Any]:
     fields.refuse("scale_attn_weights", True)
     fields.refuse("scale_attn_by_inverse_layer_idx", False)
     fields.refuse("add_cross_attention", False)
@@ -200,11 +213,11 @@ def _read_gpt2(fields: _Fields, _: str) -> dict[str, Any]:
     }
 
 
-def _read_t5(fields: _Fields, _: str) -> dict[str, Any]:
+def _read_t5(fields: ConfigFields, _: str) -> dict[str, Any]:
     """transformers 5 writes tie_word_embeddings true for every T5: whether a head is its own, its files alone tell."""
     kind = fields.raw.get("feed_forward_proj") or "relu"
     gated, _dash, name = str(kind).rpartition("-")
-    if gated not in ("", "gated") or name not in _ACTIVATIONS:
+    if gated not in ("", "gated") or name not in ACTIVATIONS:
         raise ConfigError(f"{fields.where}: feed_forward_proj is {short(kind)}: give relu, gated-gelu or gated-silu")
     tied = fields.flag("tie_word_embeddings", True)
     layers, heads = fields.integer("num_layers", 6), fields.integer("num_heads", 8)
@@ -220,7 +233,7 @@ def _read_t5(fields: _Fields, _: str) -> dict[str, Any]:
         "max_seq_len": fields.integer("n_positions", 512),
         "tied_embeddings": tied,
         "gated_mlp": bool(gated),
-        "activation": "gelu_tanh" if kind == "gated-gelu" else _ACTIVATIONS[name],
+        "activation": "gelu_tanh" if kind == "gated-gelu" else ACTIVATIONS[name],
         "position": "relative",
         "norm_eps": fields.number("layer_norm_epsilon", 1e-6),
         "relative_buckets": fields.integer("relative_attention_num_buckets", 32),
@@ -300,12 +313,21 @@ def _llama_config(a: Architecture) -> dict[str, Any]:
     }
     if a.rope_scaling:
         config["rope_scaling"] = rope
-    if a.family in ("llama", "qwen3"):
+    if a.family in _WITH_ATTENTION_BIAS:
         config["attention_bias"] = a.attention_output_bias
     if a.family == "llama":
         config["mlp_bias"] = a.mlp_bias
-    if a.family in ("mistral", "mixtral"):
+    if a.family in ("mistral", "mixtral", "phi3"):
         config["sliding_window"] = a.sliding_window or None
+    if a.family == "phi3":
+        config["pad_token_id"] = None  # transformers' default lies outside of a small vocabulary
     if a.num_experts:
-        config |= {"num_local_experts": a.num_experts, "num_experts_per_tok": a.top_k}
+        name = "num_local_experts" if a.family == "mixtral" else "num_experts"
+        config |= {name: a.num_experts, "num_experts_per_tok": a.top_k}
+    if a.family in ("qwen2_moe", "qwen3_moe"):
+        config |= {"moe_intermediate_size": a.ffn_hidden_size, "norm_topk_prob": a.norm_topk_prob}
+    if a.family == "qwen2_moe":
+        config |= {"shared_expert_intermediate_size": a.shared_ffn_hidden_size, "qkv_bias": a.qkv_bias}
+    if a.family in _GEMMAS:
+        config |= gemma_config(a)
     return config

@@ -22,7 +22,8 @@ FOLLOWED = frozenset(
     bias_gelu_fusion position_embedding_type use_rotary_position_embeddings add_position_embedding rotary_base
     use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor normalization norm_epsilon
     layernorm_epsilon add_bias_linear disable_bias_linear add_qkv_bias qk_layernorm window_size fp16 bf16
-    relative_attention_num_buckets relative_attention_max_distance
+    relative_attention_num_buckets relative_attention_max_distance moe_router_pre_softmax
+    moe_shared_expert_intermediate_size moe_shared_expert_gate
     """.split()  # noqa: SIM905 (as below)
 )
 
@@ -66,10 +67,7 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "num_moe_experts": (),
     "moe_layer_freq": (1,),
     "moe_latent_size": (),
-    "moe_shared_expert_intermediate_size": (0,),
-    "moe_shared_expert_gate": _OFF,
     "moe_router_score_function": ("softmax",),
-    "moe_router_pre_softmax": _OFF,
     "moe_router_enable_expert_bias": _OFF,
     "moe_router_num_groups": (),
     "moe_router_group_topk": (),

@@ -21,11 +21,12 @@ _LLAMA3 = RopeScaling("llama3", 8.0)  # the only one that Megatron-LM's GPT buil
 _NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 _VALUES = (
     "num_layers", "hidden_size", "num_attention_heads", "kv_channels", "ffn_hidden_size", "num_experts",
-    "moe_router_topk", "moe_ffn_hidden_size", "max_position_embeddings", "position_embedding_type", "rotary_base",
-    "normalization", "norm_epsilon",
+    "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "max_position_embeddings",
+    "position_embedding_type", "rotary_base", "normalization", "norm_epsilon",
 )  # fmt: skip
 _SWITCHES = (
     "untie_embeddings_and_output_weights", "swiglu", "add_qkv_bias", "qk_layernorm", "use_rope_scaling",
+    "moe_router_pre_softmax", "moe_shared_expert_gate",
     *_DTYPES.values(),
 )  # fmt: skip
 
@@ -85,6 +86,8 @@ def read_arguments(arguments: Mapping[str, Any], where: str = "Megatron argument
     gated = swiglu or a.flag("gated_linear_unit")
     bias = _bias(a)
     experts = bool(a.given.get("num_experts"))
+    has_shared = experts and a.given.get("moe_shared_expert_intermediate_size")
+    shared = a.integer("moe_shared_expert_intermediate_size") if has_shared else 0
     try:
         found = Architecture(
             family=family,
@@ -108,6 +111,9 @@ def read_arguments(arguments: Mapping[str, Any], where: str = "Megatron argument
             qk_norm=a.flag("qk_layernorm"),
             num_experts=a.integer("num_experts") if experts else 0,
             top_k=a.integer("moe_router_topk", 2) if experts else 0,
+            norm_topk_prob=not (experts and a.flag("moe_router_pre_softmax")),
+            shared_ffn_hidden_size=shared,
+            shared_expert_gate=bool(shared) and a.flag("moe_shared_expert_gate"),
             rope_theta=a.number("rotary_base", 10_000.0),
             rope_scaling=_rope_scaling(a),
             sliding_window=_window(a),
@@ -199,7 +205,9 @@ def _family(a: _Arguments) -> Family:
             " the model's config.json beside the checkpoint"
         )
     if a.given.get("num_experts"):
-        return "mixtral"
+        if a.flag("qk_layernorm"):
+            return "qwen3_moe"
+        return "qwen2_moe" if a.given.get("moe_shared_expert_intermediate_size") else "mixtral"
     if a.flag("qk_layernorm"):
         return "qwen3"
     if a.flag("add_qkv_bias") and not _bias(a):
@@ -296,6 +304,12 @@ def write_arguments(architecture: Architecture) -> dict[str, Any]:
             "num_experts": a.num_experts,
             "moe_router_topk": a.top_k,
             "moe_ffn_hidden_size": a.ffn_hidden_size,
+            "moe_router_pre_softmax": not a.norm_topk_prob,
+        }
+    if a.shared_ffn_hidden_size:
+        arguments |= {
+            "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size,
+            "moe_shared_expert_gate": a.shared_expert_gate,
         }
     if lost := unsayable(a):
         arguments["lost"] = "; ".join(lost)
@@ -326,6 +340,14 @@ def unsayable(architecture: Architecture) -> tuple[str, ...]:
     biases = (a.qkv_bias, a.attention_output_bias, a.mlp_bias)
     if biases not in ((True, True, True), (True, False, False), (False, False, False)):
         found.append("biases in some projections only (--disable-bias-linear leaves out all, --add-qkv-bias adds one)")
+    if a.norm_placement != "pre":
+        found.append("norms of what attention and MLP give (it has them before these only)")
+    if a.scaled_embedding or a.attention_softcap or a.logit_softcap or a.local_rope_theta:
+        found.append("embeddings times sqrt(hidden_size), capped scores and logits, RoPE of its own under windows")
+    if a.qk_norm_whole:
+        found.append("norms of the queries and of the keys of all heads together (--qk-layernorm is of each head)")
+    if a.top_k == 1 and a.norm_topk_prob:
+        found.append("one expert a token with a weight of 1 (it wants --moe-router-pre-softmax)")
     sayable = ("silu",) if a.gated_mlp else ("gelu_tanh", "gelu")
     if a.activation not in sayable:
         found.append(f"{'gated ' * a.gated_mlp}{a.activation} in the MLP (it has {' and '.join(sayable)})")
@@ -345,7 +367,7 @@ def command_line(architecture: Architecture) -> tuple[str, ...]:
     for name in _VALUES:
         if name in arguments:
             options += [f"--{name.replace('_', '-')}", str(arguments[name])]
-    options += [f"--{name.replace('_', '-')}" for name in _SWITCHES if arguments[name]]
+    options += [f"--{name.replace('_', '-')}" for name in _SWITCHES if arguments.get(name)]
     options += ["--disable-bias-linear"] * (not a.mlp_bias)
     options += ["--no-bias-gelu-fusion"] * (a.activation == "gelu")
     if a.num_query_groups != a.num_heads:

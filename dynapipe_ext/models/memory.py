@@ -22,7 +22,7 @@ OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 # Divided over tensor parallel ranks; everything else (norms, routers, positions, biases of what is summed) is copied.
 _SHARDED: tuple[GroupKind, ...] = (
     "embedding", "head", "attention_in", "attention_in_bias", "attention_out", "cross_q", "cross_kv", "cross_out",
-    "mlp_in", "mlp_in_bias", "mlp_out",
+    "mlp_in", "mlp_in_bias", "mlp_out", "shared_in", "shared_out",
 )  # fmt: skip
 
 
@@ -81,8 +81,9 @@ def stage_parameters(
     embedding = (vocab_size or a.vocab_size) * a.hidden_size // tp
     per_layer: dict[str, list[int]] = {side: [0, 0] for side in sides}
     outside: Counter[tuple[str, str]] = Counter()
+    sharded = (*_SHARDED, "q_norm", "k_norm") if a.qk_norm_whole else _SHARDED
     for (side, of_layer, kind, of_expert), size in _sizes(a).items():
-        size = size // tp if kind in _SHARDED else size
+        size = size // tp if kind in sharded else size
         if of_layer:
             per_layer[side][of_expert] += size // (ep if of_expert else 1)
         else:

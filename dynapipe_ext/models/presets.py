@@ -11,6 +11,7 @@ from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.megatron_arguments import read_arguments
+from dynapipe_ext.suggestion import did_you_mean
 
 _LLAMA: dict[str, Any] = {"model_type": "llama", "rms_norm_eps": 1e-5, "dtype": "bfloat16"}
 
@@ -41,6 +42,20 @@ def _t5(layers: int, model: int, kv: int, ffn: int, heads: int) -> dict[str, Any
 _LLAMA3 = {"vocab_size": 128_256, "max_position_embeddings": 8192, "rope_theta": 500_000.0}
 _QWEN = {"model_type": "qwen2", "max_position_embeddings": 32_768, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 _QWEN3 = {**_QWEN, "model_type": "qwen3", "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
+_MOE = {"num_experts_per_tok": 8, "norm_topk_prob": True, "num_experts": 128}
+_QWEN3_MOE = {**_QWEN3, "model_type": "qwen3_moe", **_MOE}
+_QWEN2_MOE = {**_QWEN, "model_type": "qwen2_moe", "vocab_size": 151_936}
+_PHI3 = {"model_type": "phi3", "vocab_size": 32_064}
+_OLMO2 = {"model_type": "olmo2", "vocab_size": 100_352, "rope_theta": 5e5, "rms_norm_eps": 1e-6}
+_GEMMA3 = {"model_type": "gemma3_text", "tie_word_embeddings": True, "vocab_size": 262_144}
+
+
+def _gemma2(layers: int, hidden: int, heads: int, groups: int, ffn: int, head_dim: int, scalar: int) -> dict[str, Any]:
+    sizes = {"model_type": "gemma2", "head_dim": head_dim, "query_pre_attn_scalar": scalar, "vocab_size": 256_000}
+    positions = {"max_position_embeddings": 8192, "rms_norm_eps": 1e-6}
+    return _llama(layers, hidden, heads, groups, ffn, **sizes, **positions)
+
+
 _MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32_768}
 _MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6}
 
@@ -63,6 +78,52 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": _llama(28, 1024, 16, 8, 3072, **_QWEN3, tie_word_embeddings=True),
     "qwen3-8b": _llama(36, 4096, 32, 8, 12_288, **_QWEN3),
     "qwen3-32b": _llama(64, 5120, 64, 8, 25_600, **_QWEN3),
+    "qwen1.5-moe-a2.7b": _llama(
+        24,
+        2048,
+        16,
+        16,
+        5632,
+        **_QWEN2_MOE,
+        num_experts=60,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+    ),
+    "qwen2-57b-a14b": _llama(
+        28,
+        3584,
+        28,
+        4,
+        18_944,
+        **_QWEN2_MOE,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2560,
+        shared_expert_intermediate_size=20_480,
+    ),
+    "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 6144, **_QWEN3_MOE, moe_intermediate_size=768),
+    "qwen3-235b-a22b": _llama(94, 4096, 64, 4, 12_288, **_QWEN3_MOE, moe_intermediate_size=1536),
+    "phi-3-mini": _llama(32, 3072, 32, 32, 8192, **_PHI3, sliding_window=2047),
+    "phi-3-medium": _llama(40, 5120, 40, 10, 17_920, **_PHI3, sliding_window=2047),
+    "olmo-2-7b": _llama(32, 4096, 32, 32, 11_008, **_OLMO2),
+    "olmo-2-13b": _llama(40, 5120, 40, 40, 13_824, **_OLMO2),
+    "olmo-2-32b": _llama(64, 5120, 40, 8, 27_648, **_OLMO2),
+    "gemma-2-2b": _gemma2(26, 2304, 8, 4, 9216, 256, 256),
+    "gemma-2-9b": _gemma2(42, 3584, 16, 8, 14_336, 256, 256),
+    "gemma-2-27b": _gemma2(46, 4608, 32, 16, 36_864, 128, 144),
+    "gemma-3-1b": _llama(
+        26,
+        1152,
+        4,
+        1,
+        6912,
+        **_GEMMA3,
+        head_dim=256,
+        sliding_window=512,
+        max_position_embeddings=32_768,
+        rms_norm_eps=1e-6,
+    ),
     "gpt2": _gpt(12, 768, 12),
     "gpt2-medium": _gpt(24, 1024, 16),
     "gpt2-large": _gpt(36, 1280, 20),
@@ -80,7 +141,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 def preset(name: str) -> Architecture:
     """The published model of that name. Errors: ConfigError with the names that are known."""
     if name not in PRESETS:
-        raise ConfigError(f"model {short(name)} is no preset: give the path of a config.json, or {', '.join(PRESETS)}")
+        near = did_you_mean(name, PRESETS)
+        raise ConfigError(
+            f"model {short(name)} is no preset: give the path of a config.json, or {', '.join(PRESETS)}{near}"
+        )
     return read_config(PRESETS[name], f"preset {name}")
 
 

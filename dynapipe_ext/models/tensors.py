@@ -17,8 +17,9 @@ ModelSide = Literal["", "encoder", "decoder"]
 GroupKind = Literal[
     "embedding", "position", "final_norm", "head", "relative_bias",
     "attention_norm", "attention_in", "attention_in_bias", "attention_out", "attention_out_bias", "q_norm", "k_norm",
-    "cross_norm", "cross_q", "cross_kv", "cross_out",
-    "mlp_norm", "mlp_in", "mlp_in_bias", "mlp_out", "mlp_out_bias", "router",
+    "attention_post_norm", "cross_norm", "cross_q", "cross_kv", "cross_out",
+    "mlp_norm", "mlp_in", "mlp_in_bias", "mlp_out", "mlp_out_bias", "mlp_post_norm",
+    "router", "shared_in", "shared_out", "shared_gate",
 ]  # fmt: skip
 
 
@@ -84,35 +85,54 @@ def _group(kind: GroupKind, *tensors: tuple[str, tuple[int, ...]], layer: int = 
 
 
 def _llama(a: Architecture) -> Iterator[TensorGroup]:
-    """Llama and its relatives: Mistral, Mixtral, Qwen2, Qwen3."""
-    h, q, kv = a.hidden_size, a.query_size, a.kv_size
+    """Llama and its relatives."""
+    h = a.hidden_size
     yield _group("embedding", ("model.embed_tokens.weight", (a.vocab_size, h)))
     for i in range(a.num_layers):
         layer = f"model.layers.{i}"
-        attention = f"{layer}.self_attn"
-        yield _group("attention_norm", (f"{layer}.input_layernorm.weight", (h,)), layer=i)
+        before, after = a.norm_placement != "post", a.norm_placement != "pre"
+        if before:
+            yield _group("attention_norm", (f"{layer}.input_layernorm.weight", (h,)), layer=i)
+        yield from _attention(a, i)
+        if after:
+            yield _group("attention_post_norm", (f"{layer}.post_attention_layernorm.weight", (h,)), layer=i)
+        if before:
+            name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
+            yield _group("mlp_norm", (f"{layer}.{name}.weight", (h,)), layer=i)
+        yield from _mixture(a, i) if a.num_experts else _mlp(a, i)
+        if after:
+            yield _group("mlp_post_norm", (f"{layer}.post_feedforward_layernorm.weight", (h,)), layer=i)
+    yield _group("final_norm", ("model.norm.weight", (h,)))
+    if not a.tied_embeddings:
+        yield _group("head", ("lm_head.weight", (a.vocab_size, h)))
+
+
+def _attention(a: Architecture, i: int) -> Iterator[TensorGroup]:
+    h, q, kv, attention = a.hidden_size, a.query_size, a.kv_size, f"model.layers.{i}.self_attn"
+    if a.family == "phi3":
+        yield _group("attention_in", (f"{attention}.qkv_proj.weight", (q + 2 * kv, h)), layer=i)
+    else:
         projections = [("q_proj", q), ("k_proj", kv), ("v_proj", kv)]
         weights = [(f"{attention}.{name}.weight", (width, h)) for name, width in projections]
         yield _group("attention_in", *weights, layer=i)
         if a.qkv_bias:
             biases = [(f"{attention}.{name}.bias", (width,)) for name, width in projections]
             yield _group("attention_in_bias", *biases, layer=i)
-        if a.qk_norm:
-            yield _group("q_norm", (f"{attention}.q_norm.weight", (a.head_dim,)), layer=i)
-            yield _group("k_norm", (f"{attention}.k_norm.weight", (a.head_dim,)), layer=i)
-        yield _group("attention_out", (f"{attention}.o_proj.weight", (h, q)), layer=i)
-        if a.attention_output_bias:
-            yield _group("attention_out_bias", (f"{attention}.o_proj.bias", (h,)), layer=i)
-        yield _group("mlp_norm", (f"{layer}.post_attention_layernorm.weight", (h,)), layer=i)
-        yield from _mixture(a, i) if a.num_experts else _gated_mlp(a, i)
-    yield _group("final_norm", ("model.norm.weight", (h,)))
-    if not a.tied_embeddings:
-        yield _group("head", ("lm_head.weight", (a.vocab_size, h)))
+    if a.qk_norm:
+        of_q, of_k = a.qk_norm_sizes
+        yield _group("q_norm", (f"{attention}.q_norm.weight", (of_q,)), layer=i)
+        yield _group("k_norm", (f"{attention}.k_norm.weight", (of_k,)), layer=i)
+    yield _group("attention_out", (f"{attention}.o_proj.weight", (h, q)), layer=i)
+    if a.attention_output_bias:
+        yield _group("attention_out_bias", (f"{attention}.o_proj.bias", (h,)), layer=i)
 
 
-def _gated_mlp(a: Architecture, i: int) -> Iterator[TensorGroup]:
+def _mlp(a: Architecture, i: int) -> Iterator[TensorGroup]:
     h, f, mlp = a.hidden_size, a.ffn_hidden_size, f"model.layers.{i}.mlp"
-    yield _group("mlp_in", (f"{mlp}.gate_proj.weight", (f, h)), (f"{mlp}.up_proj.weight", (f, h)), layer=i)
+    if a.family == "phi3":
+        yield _group("mlp_in", (f"{mlp}.gate_up_proj.weight", (2 * f, h)), layer=i)
+    else:
+        yield _group("mlp_in", (f"{mlp}.gate_proj.weight", (f, h)), (f"{mlp}.up_proj.weight", (f, h)), layer=i)
     if a.mlp_bias:
         yield _group("mlp_in_bias", (f"{mlp}.gate_proj.bias", (f,)), (f"{mlp}.up_proj.bias", (f,)), layer=i)
     yield _group("mlp_out", (f"{mlp}.down_proj.weight", (h, f)), layer=i)
@@ -121,13 +141,22 @@ def _gated_mlp(a: Architecture, i: int) -> Iterator[TensorGroup]:
 
 
 def _mixture(a: Architecture, i: int) -> Iterator[TensorGroup]:
-    h, f, moe = a.hidden_size, a.ffn_hidden_size, f"model.layers.{i}.block_sparse_moe"
+    h, f, s = a.hidden_size, a.ffn_hidden_size, a.shared_ffn_hidden_size
+    of_mixtral = a.family == "mixtral"
+    moe = f"model.layers.{i}.{'block_sparse_moe' if of_mixtral else 'mlp'}"
+    gate, up, down = ("w1", "w3", "w2") if of_mixtral else ("gate_proj", "up_proj", "down_proj")
     yield _group("router", (f"{moe}.gate.weight", (a.num_experts, h)), layer=i)
     for e in range(a.num_experts):
         expert = f"{moe}.experts.{e}"
-        gate_and_up = (f"{expert}.w1.weight", (f, h)), (f"{expert}.w3.weight", (f, h))
+        gate_and_up = (f"{expert}.{gate}.weight", (f, h)), (f"{expert}.{up}.weight", (f, h))
         yield _group("mlp_in", *gate_and_up, layer=i, expert=e)
-        yield _group("mlp_out", (f"{expert}.w2.weight", (h, f)), layer=i, expert=e)
+        yield _group("mlp_out", (f"{expert}.{down}.weight", (h, f)), layer=i, expert=e)
+    if s:
+        shared = f"{moe}.shared_expert"
+        yield _group("shared_in", (f"{shared}.gate_proj.weight", (s, h)), (f"{shared}.up_proj.weight", (s, h)), layer=i)
+        yield _group("shared_out", (f"{shared}.down_proj.weight", (h, s)), layer=i)
+    if a.shared_expert_gate:
+        yield _group("shared_gate", (f"{moe}.shared_expert_gate.weight", (1, h)), layer=i)
 
 
 def _gpt2(a: Architecture) -> Iterator[TensorGroup]:

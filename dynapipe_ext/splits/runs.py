@@ -21,6 +21,7 @@ ShapeIndex = npt.NDArray[np.int32]
 Cut = tuple[int, int, int]  # first sample, end, index of the kind of recomputation
 
 _BOUNDS = 16  # bounds on t that are tried up to the longest sample's time: these cuts are only a start
+_FEW = 64  # samples whose runs may all be priced
 _LARGER = 2  # every block of row counts ends at so many times the one before
 
 
@@ -98,9 +99,11 @@ def price_runs(
     *,
     weight: int,
     equal_counts: bool = False,
+    least_work: bool = False,
 ) -> Runs:
     """The runs within the caps that take at most a quarter longer than the time around which even cuts are best, or
-    twice as long under `equal_counts`, which may have to join two.
+    twice as long under `equal_counts`, which may have to join two, and for the `least_work`, which joins what it can;
+    for that, of few samples, all.
 
     Even cuts are judged by sum(t) + `weight` x max(t). Assumes that a run which breaks a cap or takes too long still
     does so with more samples. Raises PlanError, naming the sample, if one does not fit by itself.
@@ -119,9 +122,13 @@ def price_runs(
             " check its settings and the lengths"
         )
     least_ns, most_ns = 0, max(1, int(singles.max()))  # where nothing takes time, all cuts are equal
-    while not least_ns or table.even_cuts(most_ns, weight) < table.even_cuts(least_ns, weight):
-        least_ns, most_ns = most_ns, most_ns * (8 if equal_counts else 5) // 4
+    if least_work and len(order) <= _FEW:
+        most_ns = INFEASIBLE - 1
         table.grow(most_ns)
+    else:
+        while not least_ns or table.even_cuts(most_ns, weight) < table.even_cuts(least_ns, weight):
+            least_ns, most_ns = most_ns, most_ns * (8 if equal_counts or least_work else 5) // 4
+            table.grow(most_ns)
     return Runs(
         order=tuple(order),
         kinds=tuple(kinds),

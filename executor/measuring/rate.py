@@ -10,7 +10,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +54,13 @@ class MeasuredRate:
     error: float
 
 
-def measure_rate(architecture: Architecture, *, dtype: str, device: torch.device) -> MeasuredRate:
-    """Measure on this process alone. torch.distributed must not be initialised; it is not afterwards either."""
+def measure_rate(
+    architecture: Architecture, *, dtype: str, device: torch.device, layout: Layout = "padded"
+) -> MeasuredRate:
+    """Measure on this process alone, times in the layout that the run will have.
+
+    torch.distributed must not be initialised; it is not afterwards either.
+    """
     small = replace(architecture, num_layers=_NUM_LAYERS)
     longest = min(architecture.max_seq_len, max(length for _, length in _SHAPES))
     shapes = sorted({(rows, min(length, longest)) for rows, length in _SHAPES})
@@ -66,13 +71,13 @@ def measure_rate(architecture: Architecture, *, dtype: str, device: torch.device
         try:
             initialize_parallel(Topology(), seed=0)
             models = [_model(replace(small, num_layers=n), dtype, device) for n in (1, _NUM_LAYERS)]
-            seconds = np.array([_forward_backward_s(models[1], *one, device) for one in shapes])
+            seconds = np.array([_forward_backward_s(models[1], *one, layout, device) for one in shapes])
             cases = [(*one, layout) for one in shapes for layout in LAYOUTS]
             stored = np.array([[_stored_bytes(model, *case, device) for case in cases] for model in models])
         finally:
             destroy_parallel()
             dist.destroy_process_group()
-    overhead_s, slope, error = _fit(_counted(small, dtype, shapes), seconds)
+    overhead_s, slope, error = _fit(_counted(small, dtype, shapes, layout), seconds)
     layer_factor, head_factor = _byte_factors(small, dtype, shapes, stored)
     return MeasuredRate(
         flops_per_s=float(1.0 / slope),
@@ -101,8 +106,10 @@ def _micro_batch(rows: int, length: int, layout: Layout) -> MicroBatch:
     return MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), layout)
 
 
-def _counted(architecture: Architecture, dtype: str, shapes: list[tuple[int, int]]) -> npt.NDArray[np.float64]:
-    costs = _costs(architecture, dtype, [_micro_batch(*one, "padded") for one in shapes])
+def _counted(
+    architecture: Architecture, dtype: str, shapes: list[tuple[int, int]], layout: Layout
+) -> npt.NDArray[np.float64]:
+    costs = _costs(architecture, dtype, [_micro_batch(*one, layout) for one in shapes])
     flops: npt.NDArray[np.float64] = (costs.forward_ns + costs.backward_ns)[0].astype(np.float64)
     return flops
 
@@ -130,27 +137,34 @@ def _byte_factors(
 
 def _stored_bytes(model: torch.nn.Module, rows: int, length: int, layout: Layout, device: torch.device) -> int:
     """What autograd keeps after one forward."""
-    shape = (1, rows * length) if layout == "packed" else (rows, length)
-    packed = packed_parameters([length] * rows, device) if layout == "packed" else None
     stored = StoredBytes({p.untyped_storage().data_ptr() for p in model.parameters()})
-    tokens = torch.zeros(shape, dtype=torch.long, device=device)
-    positions = torch.arange(length, device=device).repeat(rows).reshape(shape)
+    inputs = _inputs(rows, length, layout, device)
     with stored.counting():
-        losses = model(
-            input_ids=tokens, position_ids=positions, attention_mask=None, labels=tokens, packed_seq_params=packed
-        )
+        losses = model(**inputs)
         (losses * torch.ones_like(losses)).sum()
     return stored.num_bytes
 
 
-def _forward_backward_s(model: torch.nn.Module, rows: int, length: int, device: torch.device) -> float:
+def _inputs(rows: int, length: int, layout: Layout, device: torch.device) -> dict[str, Any]:
+    """Of a model: so many samples of one length."""
+    shape = (1, rows * length) if layout == "packed" else (rows, length)
+    tokens = torch.zeros(shape, dtype=torch.long, device=device)
+    return {
+        "input_ids": tokens,
+        "position_ids": torch.arange(length, device=device).repeat(rows).reshape(shape),
+        "attention_mask": None,
+        "labels": tokens,
+        "packed_seq_params": packed_parameters([length] * rows, device) if layout == "packed" else None,
+    }
+
+
+def _forward_backward_s(model: torch.nn.Module, rows: int, length: int, layout: Layout, device: torch.device) -> float:
     """Median seconds of one forward and backward; CPU seconds on a CPU."""
-    tokens = torch.zeros((rows, length), dtype=torch.long, device=device)
-    positions = torch.arange(length, device=device).expand(rows, -1)
+    inputs = _inputs(rows, length, layout, device)
     measured = []
     for _ in range(1 + _REPEATS):  # the first is a warm-up
         start_s = _seconds(device)
-        model(input_ids=tokens, position_ids=positions, attention_mask=None, labels=tokens).sum().backward()
+        model(**inputs).sum().backward()
         measured.append(_seconds(device) - start_s)
         for parameter in model.parameters():
             parameter.grad = None

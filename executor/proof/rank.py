@@ -1,8 +1,8 @@
 """One pass over a rank's instructions: what can be said of them without its peers, and what must be asked of peers.
 
 Whether a buffer exists when it is sent, taken or waited for depends on the rank's own order alone, and so do the bytes
-it holds: no interleaving changes them. What is left for `verify` are the queues on which the rank posts and the waits
-that name a place on them. Buffers are keyed by one integer, because hashing a dataclass costs more than all the rest.
+it holds: no interleaving changes them. What is left for `verify` are the queues on which the rank posts, and its order
+on all of them. Buffers are keyed by one integer, because hashing a dataclass costs more than all the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FORWARDED, _HALF, _DONE = 1, 2, 3  # a micro-batch on a stage: forward done, in
 
 
 Member = tuple[int, int]  # (dp_rank, pp_rank)
-Posted = tuple["Lane", int, int]  # own side of the queue, the transfer's index on it, bytes
+Operation = int | tuple[tuple[Member, ...], int]  # a buffer that changes ranks; the k-th collective of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +50,17 @@ Event = Instruction | Collective
 
 
 class Lane:
-    """What one rank posts on one queue with `peer`: the k-th transfer, and its place in the rank's program.
+    """What one rank posts on one queue: the k-th transfer, and its place in the rank's program."""
 
-    `met_at`: where the peer's program posts the other side of each, filled in once both are known.
-    """
+    __slots__ = ("places", "transfers")
 
-    __slots__ = ("met_at", "peer", "places", "transfers")
-
-    def __init__(self, peer: int) -> None:
-        self.peer = peer
-        self.met_at: list[int] = []
+    def __init__(self) -> None:
         self.transfers: list[Send | Recv] = []
         self.places: list[int] = []
 
 
 class RankTrace:
-    """A rank's lanes, waits in program order and peak bytes in flight.
+    """A rank's lanes, all its operations in program order, and peak bytes in flight.
 
     `run` raises VerificationError for what is wrong with this rank alone, `check_end` for what it leaves behind.
     `bytes_of` (ids of specs -> bytes) and `keys` (ids of buffers -> keys) are shared by the ranks of one proof, during
@@ -85,8 +80,9 @@ class RankTrace:
     ) -> None:
         self.rank, self.program, self._forward_only = rank, program, forward_only
         self.lanes: dict[tuple[int, int], Lane] = {}
-        self.waits: list[tuple[int, Posted]] = []  # place in the program, what is waited for
-        self.collectives: list[tuple[int, Collective]] = []  # place in the program, what is issued
+        self.operations: list[Operation] = []
+        self.places: list[int] = []  # of the operations
+        self.issued: dict[tuple[Member, ...], list[Collective]] = {}  # by group
         self.peak_bytes = 0
         self._stage_ranks, self._num_stages, self._num_micro_batches = stage_ranks, len(stage_ranks), num_micro_batches
         self._bytes_of, self._keys = bytes_of, keys
@@ -94,14 +90,15 @@ class RankTrace:
         self._loaded: set[int] = set()
         self._progress: dict[int, int] = {}  # stage * micro-batches + micro-batch -> _FORWARDED, _HALF or _DONE
         self._present: dict[int, int] = {}  # what an action may take or a send may send -> bytes it holds
-        self._sending: dict[int, Posted] = {}
-        self._receiving: dict[int, Posted] = {}
+        self._sending: dict[int, int] = {}  # buffers under way -> their bytes
+        self._receiving: dict[int, int] = {}
         self._place = 0
 
     def run(self) -> None:
         # Kinds of events are told by `type`, one by one: matching classes takes three times as long, and this loop is
         # most of a proof. No type checker follows `kind`.
-        lanes, waits, keys, bytes_of = self.lanes, self.waits, self._keys, self._bytes_of
+        lanes, keys, bytes_of = self.lanes, self._keys, self._bytes_of
+        operations, operation_places = self.operations, self.places
         present, sending, receiving = self._present, self._sending, self._receiving
         held_bytes = peak_bytes = 0
         event: Any
@@ -115,21 +112,22 @@ class RankTrace:
                     lane = self._lane(event)
                 if (num_bytes := bytes_of.get(id(specs))) is None:
                     num_bytes = bytes_of[id(specs)] = _num_bytes(specs)
-                places = lane.places
                 if kind is Send:
                     if key in sending:
                         raise self.fail("posted twice")
                     if present.pop(key, None) is None:
                         raise self.fail("nothing to send: it has not been computed, or was sent before")
-                    sending[key] = (lane, len(places), num_bytes)
+                    sending[key] = num_bytes
                 else:
                     if key in receiving:
                         raise self.fail("posted twice")
                     if key in present:
                         raise self.fail("received twice")
-                    receiving[key] = (lane, len(places), num_bytes)
+                    receiving[key] = num_bytes
                 lane.transfers.append(event)
-                places.append(place)
+                lane.places.append(place)
+                operations.append(key)
+                operation_places.append(place)
                 held_bytes += num_bytes
                 if held_bytes > peak_bytes:
                     peak_bytes = held_bytes
@@ -137,13 +135,12 @@ class RankTrace:
                 self._place, buffer = place, event.buffer
                 if (key := keys.get(id(buffer))) is None:
                     key = self._key(buffer)
-                if (posted := (sending if kind is WaitSend else receiving).pop(key, None)) is None:
+                if (moved_bytes := (sending if kind is WaitSend else receiving).pop(key, None)) is None:
                     raise self.fail("nothing under way to wait for")
-                waits.append((place, posted))
                 if kind is WaitSend:
-                    held_bytes -= posted[2]
+                    held_bytes -= moved_bytes
                 else:
-                    present[key] = posted[2]
+                    present[key] = moved_bytes
             else:
                 self._place = place
                 if kind is Load:
@@ -157,7 +154,10 @@ class RankTrace:
                 elif kind is BackwardWeight:
                     self._weight(event.stage, event.micro_batch)
                 elif kind is Collective:
-                    self.collectives.append((place, event))
+                    issued = self.issued.setdefault(event.group, [])
+                    operations.append((event.group, len(issued)))
+                    operation_places.append(place)
+                    issued.append(event)
                 else:
                     raise self.fail(f"is no instruction but a {kind.__qualname__}")
         self.peak_bytes = peak_bytes
@@ -180,7 +180,7 @@ class RankTrace:
     def _lane(self, transfer: Send | Recv) -> Lane:
         if transfer.peer == self.rank:
             raise self.fail("a rank cannot exchange buffers with itself")
-        lane = self.lanes[transfer.peer, transfer.channel] = Lane(transfer.peer)
+        lane = self.lanes[transfer.peer, transfer.channel] = Lane()
         return lane
 
     def _load(self, micro_batch: int) -> None:

@@ -1,27 +1,23 @@
 """Proof that the instructions of one replica cannot deadlock, lose a message or leak a buffer.
 
 The rules are NCCL's, not gloo's: one in-order queue for each unordered pair of ranks and communicator, which carries
-both directions and has no tags. The k-th operation that one side posts meets the k-th of the other; a transfer starts
-when both are posted and all before it on that queue have ended; a send ends only with its receive. The tensors of one
-operation are one atomic group. The host blocks in WaitSend and WaitRecv only. Under these rules progress never depends
-on timing (posting is monotone, and an operation that both sides have posted ends), so running the ranks once to a
-fixed point decides for all interleavings. What a rank holds and takes depends on its own order alone (`verify_rank`);
-here the queues of both sides are laid side by side, and the waits alone are run.
+both directions and has no tags. The k-th operation that one side posts meets the k-th of the other; a send ends only
+with its receive. The tensors of one operation are one atomic group. The host blocks in WaitSend and WaitRecv only. And
+a rank runs what it has posted one at a time, over all its communicators: NCCL promises no more where kernels of
+several do not fit on a device together. Under these rules progress never depends on timing. What a rank holds and
+takes depends on its own order alone (`rank.py`); here the queues of both sides are laid side by side, and `order.py`
+finds the one order that all ranks post in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-from dynapipe_ext.errors import VerificationError
-from dynapipe_ext.executor.instructions import Instruction, Send, WaitRecv, WaitSend
+from dynapipe_ext.executor.instructions import Instruction, Send
+from dynapipe_ext.executor.proof.order import check_one_order
 from dynapipe_ext.executor.proof.rank import Event, Lane, RankTrace
 
-NEVER = 1 << 62
-_EMPTY = Lane(-1)
-
-Need = tuple[int, int, int]  # place of a wait, the rank waited for, the place beyond which that one must have come
+_EMPTY = Lane()
 
 
 def verify(
@@ -37,7 +33,10 @@ def verify(
     every micro-batch must run its whole backward; under `forward_only` its forward, and no backward.
     """
     traces = traced(programs, stage_ranks, num_micro_batches, forward_only=forward_only)
-    check_progress([[*needs_of(trace), (NEVER, trace.rank, NEVER)] for trace in traces], partial(_why_blocked, traces))
+    check_one_order(
+        [[trace.operations for trace in traces]],
+        lambda _, rank, i: f"rank {rank} at its {traces[rank].program[traces[rank].places[i]]}",
+    )
     for trace in traces:
         trace.check_end()
     return [trace.peak_bytes for trace in traces]
@@ -66,8 +65,7 @@ def _check_meetings(trace: RankTrace, traces: Sequence[RankTrace]) -> None:
         if not 0 <= peer < len(traces):
             raise trace.fail(f"rank {peer} does not exist", lane.places[0])
         theirs = traces[peer].lanes.get((trace.rank, channel), _EMPTY)
-        lane.met_at = theirs.places
-        if peer < trace.rank:
+        if peer < trace.rank and theirs is not _EMPTY:
             continue  # seen from the other side
         for k, (mine, other) in enumerate(zip(lane.transfers, theirs.transfers, strict=False)):
             sends = isinstance(mine, Send)
@@ -83,53 +81,12 @@ def _check_meetings(trace: RankTrace, traces: Sequence[RankTrace]) -> None:
                 )
             if mine.specs is not other.specs and mine.specs != other.specs:
                 raise trace.fail(f"shapes differ: {mine.specs} here, {other.specs} on rank {peer}", lane.places[k])
-
-
-def needs_of(trace: RankTrace, first: int = 0) -> list[Need]:
-    """What each wait for a transfer needs, in program order: the peer beyond the place where it posts its side.
-
-    `first` is the number of the replica's first rank among all.
-    """
-    return [
-        (place, first + lane.peer, lane.met_at[k] if k < len(lane.met_at) else NEVER)
-        for place, (lane, k, _) in trace.waits
-    ]
-
-
-def check_progress(needs: Sequence[Sequence[Need]], why: Callable[[int, int], str]) -> None:
-    """Run the waits of all ranks to a fixed point; raises VerificationError where some never end.
-
-    Each rank's needs are in program order and end with one at NEVER. `why(rank, i)` says what the i-th waits for.
-    """
-    reached = [waits[0][0] for waits in needs]  # the place at which each rank stands: always a wait, or the end
-    next_wait = [0] * len(needs)
-    waiting = list(range(len(needs)))
-    while waiting:
-        blocked = []
-        moved = False
-        for rank in waiting:
-            waits, i = needs[rank], next_wait[rank]
-            place, peer, beyond = waits[i]
-            if reached[peer] <= beyond:
-                if place < NEVER:
-                    blocked.append(rank)
-                continue
-            moved = True
-            while reached[peer] > beyond:
-                i += 1
-                place, peer, beyond = waits[i]
-            reached[rank], next_wait[rank] = place, i
-            if place < NEVER:
-                blocked.append(rank)
-        if blocked and not moved:
-            raise VerificationError("deadlock: " + "; ".join(why(rank, next_wait[rank]) for rank in blocked))
-        waiting = blocked
-
-
-def _why_blocked(traces: Sequence[RankTrace], rank: int, i: int) -> str:
-    trace = traces[rank]
-    place, (lane, k, _) = trace.waits[i]
-    instruction = trace.program[place]
-    assert isinstance(instruction, WaitSend | WaitRecv)
-    verb = "sending" if isinstance(instruction, WaitSend) else "receiving"
-    return f"rank {trace.rank} waits for {verb} the {instruction.buffer} (operation {k} with rank {lane.peer})"
+        ours, others = len(lane.places), len(theirs.places)
+        if ours > others:
+            raise trace.fail(
+                f"never meets an operation of rank {peer}, which posts {others} there", lane.places[others]
+            )
+        if ours < others:
+            raise traces[peer].fail(
+                f"never meets an operation of rank {trace.rank}, which posts {ours} there", theirs.places[ours]
+            )

@@ -10,15 +10,13 @@ those of a run there, and `verify_step` proves the whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
+from dynapipe_ext.executor.proof.order import check_one_order
 from dynapipe_ext.executor.proof.rank import Collective, Event, Member, RankTrace
-from dynapipe_ext.executor.proof.replica import NEVER, Need, check_progress, needs_of, traced
-
-ProgramPlaces = list[int]
+from dynapipe_ext.executor.proof.replica import traced
 
 
 def with_collectives(
@@ -73,49 +71,35 @@ def verify_step(
         for programs, count in zip(replicas, num_micro_batches, strict=True)
     ]
     members = {(dp, pp): trace for dp, ranks in enumerate(traces) for pp, trace in enumerate(ranks)}
-    issued = _checked_agreement(members)
-    first = list(accumulate((len(ranks) for ranks in traces), initial=0))
-    needs = [_all_needs(member, trace, issued, first) for member, trace in members.items()]
-    names = list(members)
+    _check_agreement(members)
 
-    def why(rank: int, i: int) -> str:
-        return f"{_name(names[rank])} at its {members[names[rank]].program[needs[rank][i][0]]}"
+    def why(dp_rank: int, pp_rank: int, i: int) -> str:
+        trace = traces[dp_rank][pp_rank]
+        return f"{_name((dp_rank, pp_rank))} at its {trace.program[trace.places[i]]}"
 
-    check_progress(needs, why)
+    check_one_order([[trace.operations for trace in ranks] for ranks in traces], why)
     for trace in members.values():
         trace.check_end()
     return [[trace.peak_bytes for trace in ranks] for ranks in traces]
 
 
-def _checked_agreement(members: dict[Member, RankTrace]) -> dict[tuple[Member, ...], dict[Member, ProgramPlaces]]:
-    """The place of every collective, by group and member; all of a group issue the same ones in the same order."""
-    issued: dict[tuple[Member, ...], dict[Member, ProgramPlaces]] = {}
+def _check_agreement(members: dict[Member, RankTrace]) -> None:
+    """All of a group issue the same collectives in the same order."""
+    groups: dict[tuple[Member, ...], None] = {}
     for member, trace in members.items():
-        for place, collective in trace.collectives:
-            group = collective.group
-            if (sides := issued.get(group)) is None:
-                sides = issued[group] = {}
-                for other in group:
-                    if other not in members:
-                        raise VerificationError(f"the group of the {collective} names {_name(other)}: none")
-            if (places := sides.get(member)) is None:
-                if member not in group:
-                    raise VerificationError(
-                        f"{_name(member)} issues the {collective} on a group that it is not a member of"
-                    )
-                places = sides[member] = []
-            places.append(place)
-    for group, sides in issued.items():
-        ours = _names_of(members[group[0]], sides.get(group[0], []))
+        for group, issued in trace.issued.items():
+            groups[group] = None
+            for other in group:
+                if other not in members:
+                    raise VerificationError(f"the group of the {issued[0]} names {_name(other)}: none")
+            if member not in group:
+                raise VerificationError(f"{_name(member)} issues the {issued[0]} on a group that it is not a member of")
+    for group in groups:
+        ours = [str(one) for one in members[group[0]].issued.get(group, [])]
         for member in group[1:]:
-            theirs = _names_of(members[member], sides.get(member, []))
+            theirs = [str(one) for one in members[member].issued.get(group, [])]
             if ours != theirs:
                 raise _disagreement(group[0], ours, member, theirs)
-    return issued
-
-
-def _names_of(trace: RankTrace, places: ProgramPlaces) -> list[str]:
-    return [str(trace.program[place]) for place in places]
 
 
 def _disagreement(one: Member, ours: list[str], other: Member, theirs: list[str]) -> VerificationError:
@@ -127,26 +111,6 @@ def _disagreement(one: Member, ours: list[str], other: Member, theirs: list[str]
         f" ({len(ours)} and {len(theirs)} in all); a collective inside micro-batches that crosses replicas needs"
         ' replica_counts = "equal" and one order: take a published schedule (1f1b, gpipe, zb-h1, zb-h2)'
     )
-
-
-def _all_needs(
-    member: Member,
-    trace: RankTrace,
-    issued: dict[tuple[Member, ...], dict[Member, ProgramPlaces]],
-    first: Sequence[int],
-) -> list[Need]:
-    """A rank's needs with those of its collectives: that every other member has come to its own side of each."""
-    base = first[member[0]]
-    needs = needs_of(trace, base)
-    counts: dict[tuple[Member, ...], int] = {}
-    for place, collective in trace.collectives:
-        group = collective.group
-        k = counts[group] = counts.get(group, -1) + 1
-        needs += [(place, first[dp] + pp, issued[group][dp, pp][k] - 1) for dp, pp in group if (dp, pp) != member]
-    if counts:
-        needs.sort(key=lambda need: need[0])
-    needs.append((NEVER, base + member[1], NEVER))
-    return needs
 
 
 def _name(member: Member) -> str:

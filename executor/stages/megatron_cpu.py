@@ -8,6 +8,7 @@ nothing), which is why nothing here happens at import.
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+_GENERATOR_MOVED = "CPU RNG state changed within GPU RNG context"
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "as_tensor", "eye")
 _CPU = torch.device("cpu")
 
@@ -137,8 +139,12 @@ def _import_megatron_uncompiled() -> None:
 
 
 def _redirect_megatron_generator_state() -> None:
-    """Megatron's RNG tracker reaches into `torch.cuda.default_generators`, which is empty without CUDA."""
+    """Megatron's RNG tracker reaches into `torch.cuda.default_generators`, which is empty without CUDA.
+
+    It also warns when the CPU's generator has moved inside its contexts; here that is the one that they are about.
+    """
     from megatron.core.tensor_parallel import random as megatron_random
 
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    logging.getLogger(megatron_random.__name__).addFilter(lambda record: record.msg != _GENERATOR_MOVED)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dynapipe_ext.executor.stages.attention import DocumentAttention
 from dynapipe_ext.models.architecture import Architecture
@@ -20,15 +22,116 @@ class MarkedNorm:
     """torch's norm, marked for the reduction that sequence parallelism needs, which Megatron's wrapper refuses."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        kind: Any = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        if config.layernorm_zero_centered_gamma:
+            kind = ZeroCenteredRMSNorm
         norm: torch.nn.Module = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
 
 
+class ZeroCenteredRMSNorm(torch.nn.Module):
+    """RMSNorm whose weight is kept as its distance from 1; computed in float32, as Gemma is."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normed * (1.0 + self.weight.float())).type_as(x)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over tensor parallel ranks of what each then uses for its own part, so gradients are summed as well."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        total = partial.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class WholeNorm(torch.nn.Module):
+    """RMSNorm of queries or of keys over all heads of all tensor parallel ranks; each rank has its heads' weights.
+
+    Takes and gives (S, B, heads of this rank, D), or (T, heads, D).
+    """
+
+    num_heads_of = "num_attention_heads"
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+        super().__init__()
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.eps, self.size = eps, getattr(config, self.num_heads_of) * hidden_size
+        self.weight = torch.nn.Parameter(torch.ones(self.size // config.tensor_model_parallel_size))
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, heads: torch.Tensor) -> torch.Tensor:
+        x = heads.flatten(-2).float()
+        squares = x.pow(2).sum(-1, keepdim=True)
+        if self.group.size() > 1:
+            squares = _SumOverRanks.apply(squares, self.group)  # type: ignore[no-untyped-call] # torch's own
+        normed = x * torch.rsqrt(squares / self.size + self.eps)
+        return (self.weight * normed).to(heads.dtype).view_as(heads)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        return make_sharded_tensors_for_checkpoint({"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets)
+
+
+class WholeKeyNorm(WholeNorm):
+    num_heads_of = "num_query_groups"
+
+
 class CoreAttention(DocumentAttention):
-    """Draws dropout from Megatron's generator of this tensor parallel rank: heads on two ranks must not share masks."""
+    """Draws dropout from Megatron's generator of this tensor parallel rank: heads on two ranks must not share masks.
+
+    A `softcap` above 0 caps the scores, softcap x tanh(scores / softcap); no kernel of torch's does, so they are whole.
+    """
+
+    softcap = 0.0
+
+    def _attend(
+        self,
+        q_BHSD: torch.Tensor,
+        k_BHTD: torch.Tensor,
+        v_BHTD: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+    ) -> torch.Tensor:
+        if not self.softcap:
+            return super()._attend(q_BHSD, k_BHTD, v_BHTD, mask=mask, is_causal=is_causal)
+        groups = q_BHSD.shape[1] // k_BHTD.shape[1]
+        k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BHTD, v_BHTD))
+        scale = self.scale if self.scale is not None else q_BHSD.shape[-1] ** -0.5
+        scores = self.softcap * torch.tanh(q_BHSD @ k_BHTD.transpose(2, 3) * scale / self.softcap)
+        if is_causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+        shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q_BHSD.dtype)
+        if self.training and self.dropout:
+            with self.dropout_generator():
+                shares = torch.nn.functional.dropout(shares, self.dropout)
+        return shares @ v_BHTD
 
     def dropout_generator(self) -> AbstractContextManager[Any]:
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -63,9 +166,16 @@ class WindowAttention(CoreAttention):
         return torch.cat(blocks, dim=2)
 
 
-def gpt_layer(architecture: Architecture, config: Any) -> Any:
-    """Megatron's spec of one layer of a decoder-only model."""
+def gpt_layers(architecture: Architecture, config: Any, layers: range) -> list[Any]:
+    """Megatron's specs of some layers of a decoder-only model, counted from 0."""
+    a = architecture
+    specs = {has_window: _gpt_layer(a, config, has_window) for has_window in {a.has_window(i) for i in layers}}
+    return [specs[a.has_window(i)] for i in layers]
+
+
+def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.identity_op import IdentityOp
 
     a = architecture
     if a.num_experts:
@@ -76,15 +186,26 @@ def gpt_layer(architecture: Architecture, config: Any) -> Any:
         qk_layernorm=a.qk_norm,
         normalization=config.normalization,
     )
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = MarkedNorm
+    before = MarkedNorm if a.norm_placement != "post" else IdentityOp
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = before
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = WindowAttention if a.sliding_window else CoreAttention
+    attention.core_attention = WindowAttention if has_window else CoreAttention
+    if a.attention_softcap:
+        attention.core_attention = _capped(attention.core_attention, a.attention_softcap)
+    if has_window and a.local_rope_theta:
+        local = replace(a, rope_theta=a.local_rope_theta, rope_scaling=None)
+        spec = layer.submodules.self_attention
+        spec.module = _turned_by(spec.module, rotary_frequencies(local))
     if a.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = MarkedNorm
+        attention.q_layernorm = WholeNorm if a.qk_norm_whole else MarkedNorm
+        attention.k_layernorm = WholeKeyNorm if a.qk_norm_whole else MarkedNorm
     if a.qkv_bias != config.add_bias_linear:
         attention.linear_qkv = _with_bias(attention.linear_qkv, a.qkv_bias)
     if a.attention_output_bias != config.add_bias_linear:
         attention.linear_proj = _with_bias(attention.linear_proj, a.attention_output_bias)
+    if a.norm_placement != "pre":
+        mlp = layer.submodules.mlp.submodules
+        attention.linear_proj, mlp.linear_fc2 = _before_norm(attention.linear_proj), _before_norm(mlp.linear_fc2)
     return layer
 
 
@@ -102,6 +223,46 @@ def _with_bias(linear: type, bias: bool) -> type:
     class Linear(linear):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             super().__init__(*arguments, **(keywords | {"bias": bias}))
+
+    return Linear
+
+
+def _capped(attention: type[CoreAttention], cap: float) -> type:
+    """A class of core attention with capped scores, which no kernel of flash-attn is asked for."""
+
+    class Capped(attention):  # type: ignore[misc, valid-type]
+        softcap = cap
+
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            self.backend = "sdpa"
+
+    return Capped
+
+
+def _turned_by(attention: type, frequencies: torch.Tensor) -> type:
+    """A class of Megatron's self attention that turns queries and keys by its own frequencies, not the model's."""
+
+    class Turned(attention):  # type: ignore[misc]
+        def forward(self, *arguments: Any, rotary_pos_emb: torch.Tensor, **keywords: Any) -> Any:
+            positions = torch.arange(rotary_pos_emb.shape[0], dtype=torch.float32, device=rotary_pos_emb.device)
+            angles = torch.outer(positions, frequencies.to(rotary_pos_emb.device)).repeat(1, 2)
+            return super().forward(*arguments, rotary_pos_emb=angles[:, None, None], **keywords)
+
+    return Turned
+
+
+def _before_norm(linear: type) -> type:
+    """A class of Megatron's row-parallel linear layers that norms what it gives, its bias added."""
+
+    class Linear(linear):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, config: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, config=config, **keywords)
+            self.post_layernorm = MarkedNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+        def forward(self, *arguments: Any) -> tuple[torch.Tensor, None]:
+            output, bias = super().forward(*arguments)
+            return self.post_layernorm(output if bias is None else output + bias), None
 
     return Linear
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.executor.stages.megatron_layers import MarkedNorm, gpt_layer, rotary_frequencies
+from dynapipe_ext.executor.stages.megatron_layers import MarkedNorm, gpt_layers, rotary_frequencies
 from dynapipe_ext.executor.stages.megatron_weights import initialize_weights
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.topology import Topology
@@ -79,6 +79,9 @@ def transformer_config(
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
             "moe_token_dispatcher_type": "alltoall",
+            "moe_router_pre_softmax": not a.norm_topk_prob,
+            "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size or None,
+            "moe_shared_expert_gate": a.shared_expert_gate,
         }
     return TransformerConfig(
         **arguments,
@@ -94,10 +97,18 @@ def transformer_config(
         layernorm_epsilon=a.norm_eps,
         add_bias_linear=a.mlp_bias,
         add_qkv_bias=a.qkv_bias,
-        qk_layernorm=a.qk_norm,
-        softmax_scale=1.0 if a.family == "t5" else None,
+        qk_layernorm=a.qk_norm and not a.qk_norm_whole,  # it would sum the divided weights' gradients over ranks
+        softmax_scale=_softmax_scale(a),
+        layernorm_zero_centered_gamma=a.zero_centered_norm,
         window_size=(a.sliding_window - 1, 0) if a.sliding_window else None,
     )
+
+
+def _softmax_scale(a: Architecture) -> float | None:
+    """None: one over the root of the heads' width."""
+    if a.family == "t5":
+        return 1.0
+    return float(a.query_pre_attn_scalar**-0.5) if a.query_pre_attn_scalar else None
 
 
 def _parallel_arguments(
@@ -178,11 +189,21 @@ def _check(a: Architecture, topology: Topology) -> None:
         raise ConfigError(f"layers_per_stage {topology.layers_per_stage} must sum to the model's {a.num_layers} layers")
     if VOCAB_MULTIPLE % topology.tp:
         raise ConfigError(f"tp is {topology.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
-    for name in ("num_heads", "ffn_hidden_size"):
+    for name in ("num_heads", "ffn_hidden_size", "shared_ffn_hidden_size"):
         if getattr(a, name) % topology.tp:
             raise ConfigError(f"{name} {getattr(a, name)} must be a multiple of tp {topology.tp}")
     if a.num_query_groups % topology.tp and topology.tp % a.num_query_groups:
         raise ConfigError(f"num_query_groups {a.num_query_groups} must divide tp {topology.tp} or be a multiple of it")
+    if a.qk_norm_whole and a.num_query_groups % topology.tp:
+        raise ConfigError(
+            f"num_query_groups {a.num_query_groups} must be a multiple of tp {topology.tp}: ranks that share a key head"
+            " would count it more than once in the norm of all keys"
+        )
+    if a.top_k == 1 and a.norm_topk_prob:
+        raise ConfigError(
+            "top_k is 1 with norm_topk_prob: an expert's weight is then always 1 and its router learns nothing, which"
+            " megatron-core refuses; take a model of two experts a token, or without norm_topk_prob"
+        )
 
 
 def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> torch.nn.Module:
@@ -192,10 +213,11 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
     from dynapipe_ext.executor.stages.megatron_placement import is_tied_by_megatron, virtual_stage
 
     layers = topology.with_layers(a.num_layers).layers_per_stage
+    first = sum(layers[:stage])
     model: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            [gpt_layer(a, config)] * layers[stage], layer_norm=MarkedNorm
+            gpt_layers(a, config, range(first, first + layers[stage])), layer_norm=MarkedNorm
         ),
         vocab_size=a.padded_vocab_size(),
         max_sequence_length=a.max_seq_len,
@@ -209,7 +231,20 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
     if a.position == "rope":
         rotary: Any = model.rotary_pos_emb
         rotary.inv_freq = rotary_frequencies(a).to(rotary.inv_freq.device)
+    if a.scaled_embedding and stage == 0:
+        scale = torch.tensor(a.hidden_size**0.5).to(config.params_dtype)  # rounded, as published
+        embedding: Any = model.embedding
+        embedding.register_forward_hook(lambda _module, _inputs, output: output * scale.to(output.device))
+    if a.logit_softcap and stage == topology.num_stages - 1:
+        _cap_logits(model, a.logit_softcap)
     return model
+
+
+def _cap_logits(model: Any, cap: float) -> None:
+    def capped(_module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        return cap * torch.tanh(output[0] / cap), output[1]
+
+    model.output_layer.register_forward_hook(capped)
 
 
 def _hide_padding(model: Any, a: Architecture, columns: int) -> None:

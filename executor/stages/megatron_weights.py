@@ -48,7 +48,7 @@ def initialize_weights(model: Any, config: Any, *, first_layer: int, seed: int) 
             if name.endswith("bias"):
                 parameter.zero_()
             elif "layernorm" in name:
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if config.layernorm_zero_centered_gamma else 1.0)
             else:
                 deviation = 0.02
                 if name.endswith(("linear_proj.weight", "linear_fc2.weight")):

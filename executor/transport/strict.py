@@ -1,16 +1,15 @@
 """Enforces NCCL's rules at run time over gloo, which would forgive too much: for tests and `--strict`.
 
-gloo matches messages by tag and buffers sends. Here each communicator of a pair is one in-order queue with one worker
-thread: an operation starts when the one before it has ended, a send leaves only after its receive was posted, and both
-sides compare what they think they exchange before a byte of payload moves. A plan that would hang or corrupt memory
-under NCCL therefore raises here, naming both ends.
+gloo matches messages by tag and buffers sends. Here a rank runs what it has posted one at a time, over all its
+communicators, as NCCL may: an operation starts when the one before it has ended, a send leaves only after its receive
+was posted, and both sides compare what they think they exchange before a byte of payload moves. A plan that would hang
+or corrupt memory under NCCL therefore raises here, naming both ends.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -50,14 +49,10 @@ class StrictTransport:
         self._topology = topology
         self._me = topology.coordinates(rank)
         self._timeout_s = timeout_s
-        self._queues: dict[tuple[int, int], queue.SimpleQueue[_StrictPending | None]] = {}
-        self._threads = []
-        for (peer, channel), group in groups.items():
-            lane: queue.SimpleQueue[_StrictPending | None] = queue.SimpleQueue()
-            self._queues[peer, channel] = lane
-            thread = threading.Thread(target=self._serve, args=(lane, group, peer), daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._groups = groups
+        self._queue: queue.SimpleQueue[_StrictPending | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
     def send(self, instruction: Send, tensors: Tensors) -> Pending:
         check_tensors(instruction, tensors)
@@ -67,34 +62,33 @@ class StrictTransport:
         return self._post(instruction, empty_tensors(instruction.specs, torch.device("cpu")))
 
     def close(self) -> None:
-        """Within a second: a lane that is blocked in an operation is left to end with its process."""
-        deadline_s = time.monotonic() + _CLOSE_S
-        for lane in self._queues.values():
-            lane.put(None)
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
+        """Within a second: an operation that is blocked is left to end with its process."""
+        self._queue.put(None)
+        self._thread.join(timeout=_CLOSE_S)
 
     def _post(self, instruction: Send | Recv, tensors: tuple[torch.Tensor, ...]) -> Pending:
-        lane = self._queues.get((instruction.peer, instruction.channel))
-        if lane is None:
+        if (instruction.peer, instruction.channel) not in self._groups:
             raise ExecutionError(
                 f"pipeline rank {self._me.pp_rank} has no communicator {instruction.channel} with {instruction.peer}"
             )
         verb = "take" if isinstance(instruction, Send) else "send"
         who = f"pipeline rank {self._me.pp_rank} waited for rank {instruction.peer} to {verb} the {instruction.buffer}"
         pending = _StrictPending(instruction, tensors, who, self._timeout_s)
-        lane.put(pending)
+        self._queue.put(pending)
         return pending
 
-    def _serve(self, lane: queue.SimpleQueue[_StrictPending | None], group: Any, peer: int) -> None:
-        me = self._me
-        peer_rank = self._topology.rank(tp_rank=me.tp_rank, pp_rank=peer, dp_rank=me.dp_rank)
-        limit = timedelta(seconds=self._timeout_s)
+    def _serve(self) -> None:
+        me, limit = self._me, timedelta(seconds=self._timeout_s)
+        while (pending := self._queue.get()) is not None:
+            peer = pending.instruction.peer
+            group = self._groups[peer, pending.instruction.channel]
+            peer_rank = self._topology.rank(tp_rank=me.tp_rank, pp_rank=peer, dp_rank=me.dp_rank)
 
-        def move(transfer: Callable[..., Any], tensor: torch.Tensor, tag: int) -> None:
-            transfer(tensor, peer_rank, group=group, tag=tag).wait(limit)
+            def move(
+                transfer: Callable[..., Any], tensor: torch.Tensor, tag: int, peer: int = peer_rank, group: Any = group
+            ) -> None:
+                transfer(tensor, peer, group=group, tag=tag).wait(limit)
 
-        while (pending := lane.get()) is not None:
             try:
                 mine = _header(pending.instruction)
                 if isinstance(pending.instruction, Recv):

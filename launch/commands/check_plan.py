@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
 from dynapipe_ext.config import TrainConfig
@@ -17,6 +14,7 @@ from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import VerificationError
 from dynapipe_ext.executor.proven_step import prove
+from dynapipe_ext.launch.command_parser import add_json, cut_at, ending
 from dynapipe_ext.launch.commands.plan_inputs import (
     Priced,
     add_cost_arguments,
@@ -36,6 +34,7 @@ from dynapipe_ext.tools.check.buffers import with_buffers
 from dynapipe_ext.tools.check.check_plan import Lengths, check, micro_batch_of
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
 from dynapipe_ext.tools.check.verdict_view import verdict_json, verdict_table
+from dynapipe_ext.tools.console import deliver, output
 
 _NOT_VALID_STATUS = 1
 _MOST_FAULTS = 20  # one mistake can make thousands
@@ -43,25 +42,24 @@ _PIPE_COLUMNS = 140
 _FROM_FILE = "as in the file"
 
 _EPILOG = """examples:
-  dynapipe check-plan plan.json --costs DIR --model gpt_6.7b --layers 32 --memory-mb 36000 \\
+  dynapipe check-plan plan.json --costs DIR --model gpt_6.7b --layers 32 --memory-limit-gb 36 \\
       --batch batches.json --index 0 --extra -1 0
   dynapipe check-plan plan.json --config mine.toml --lengths lengths.npy
 
 Give the costs, the memory limit and the lengths that the plan was made with: the plan's file has none of them. Without
-lengths the rows and the bound of the batch go unchecked. Exit status: 0 valid, 1 not, 2 nothing could be checked.
+lengths the rows and the bound of the batch go unchecked.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = ending(_EPILOG, {1: "the plan is not valid", 2: "nothing could be checked"})
     parser.add_argument("plan", metavar="PLAN.json", help="a plan that `dynapipe plan --json` wrote")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--batch", metavar="FILE", help="the plan holds all samples of one object in this JSON list")
     source.add_argument("--lengths", metavar="FILE", help="the plan holds some samples of these (.npy or text)")
     add_length_arguments(parser)
     add_cost_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
+    add_json(parser, "the verdict")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     config = _config(args, plan)
     priced = priced_costs(args, config, plan.topology)
     limit_bytes = memory_limit_bytes(args, config)
-    sent, lengths = messages(args, config, priced.costs), _lengths(args, priced)
+    sent, lengths = messages(args, config, priced.costs), _lengths(args, config, priced)
     verdict = check(
         plan, priced.costs, memory_limit_bytes=limit_bytes, lengths=lengths, whole_batch=args.batch is not None
     )
@@ -81,20 +79,15 @@ def run(args: argparse.Namespace) -> int:
             verdict = replace(verdict, faults=(*verdict.faults, str(error)))
         else:
             verdict = with_buffers(verdict, plan, proven.in_flight_bytes, memory_limit_bytes=limit_bytes)
-    if args.json:
-        json.dump(verdict_json(verdict), sys.stdout, indent=1)
-        print()
-    else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=_PIPE_COLUMNS)
-        console.print(f"costs: {priced.provenance}")
-        console.print(f"limit: {limit_bytes / 1e9:g} GB a rank")
-        console.print(verdict_table(verdict))
-        for fault in verdict.faults[:_MOST_FAULTS]:
-            console.print(Text(f"fault: {fault}"), soft_wrap=True)
-        if len(verdict.faults) > _MOST_FAULTS:
-            console.print(f"and {len(verdict.faults) - _MOST_FAULTS:,} more: --json has them all")
+    console = output(_PIPE_COLUMNS, json_to=args.json)
+    console.print(f"costs: {priced.provenance}")
+    console.print(f"limit: {limit_bytes / 1e9:g} GB a rank")
+    console.print(verdict_table(verdict))
+    for fault in verdict.faults[:_MOST_FAULTS]:
+        console.print(Text(f"fault: {fault}"), soft_wrap=True)
+    if len(verdict.faults) > _MOST_FAULTS:
+        console.print(f"and {len(verdict.faults) - _MOST_FAULTS:,} more: --json has them all")
+    deliver(args.json, verdict_json(verdict))
     return _NOT_VALID_STATUS if verdict.faults else 0
 
 
@@ -122,13 +115,12 @@ def _config(args: argparse.Namespace, plan: PlanFile) -> TrainConfig:
     tables: dict[str, dict[str, Any]] = {
         "topology": {"tp": t.tp, "pp": t.pp, "dp": t.dp, "layers_per_stage": t.layers_per_stage}
     }
-    if args.memory_mb is not None or args.memory_limit_gb is not None:
-        limit_gb = args.memory_mb / 1e3 if args.memory_mb is not None else args.memory_limit_gb
-        tables["plan"] = {"memory_limit_gb": limit_gb}
+    if args.memory_limit_gb is not None:
+        tables["plan"] = {"memory_limit_gb": args.memory_limit_gb}
     return config.with_values(**tables)
 
 
-def _lengths(args: argparse.Namespace, priced: Priced) -> Lengths | None:
+def _lengths(args: argparse.Namespace, config: TrainConfig, priced: Priced) -> Lengths | None:
     """(encoder, decoder) positions of samples by index, as the model takes them; None where no file is given."""
     if args.batch:
         table = read_batch(args.batch, args.index or 0)
@@ -136,5 +128,5 @@ def _lengths(args: argparse.Namespace, priced: Priced) -> Lengths | None:
         table = read_lengths(args.lengths)
     else:
         return None
-    table, _ = fitted(table, args.extra, args.truncate, priced.has_decoder)
+    table, _ = fitted(table, args.extra, cut_at(args.truncate, config.model.max_seq_len), priced.has_decoder)
     return {index: (encoder, decoder) for index, (encoder, decoder, _) in enumerate(table.tolist())}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from collections import Counter
 
 from rich.table import Table
@@ -12,13 +10,14 @@ from rich.table import Table
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.inference.memory_records import MemoryRecord, RecordFile
 from dynapipe_ext.inference.memory_shapes import CHOICES, ShapeLimits
-from dynapipe_ext.tools.console import show
+from dynapipe_ext.launch.command_parser import add_json, ending
+from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.tools.wording import counted
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 _MAX_LENGTH = 512
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 _EPILOG = """examples:
   dynapipe collect-memory --model my-model/ --device cuda --generate 128 --out records.jsonl
@@ -27,40 +26,41 @@ _EPILOG = """examples:
 
 Measure with the most new tokens, the dtype and the beams that you will generate with, and up to batches as large as
 your first one: the memory model holds inside what was measured. Ctrl-C keeps what is measured; the same command goes
-on from there. On a GPU, leave --memory-limit out: batches that run out of memory are found, recorded and stayed under.
-On a CPU a real lack of memory may end the process, so bound batches by --max-tokens and --max-rows there.
+on from there. On a GPU, leave --memory-limit-gb out: batches that run out of memory are found, recorded and stayed
+under. On a CPU a real lack of memory may end the process, so bound batches by --max-tokens and --max-rows there.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = ending(_EPILOG)
     parser.add_argument(
-        "--model", required=True, metavar="DIR|FILE", help="a transformers model's folder, or its config.json alone"
+        "--model", required=True, metavar="MODEL", help="a transformers model's folder, or its config.json alone"
     )
     parser.add_argument("--out", required=True, metavar="FILE", help="records, one a line; appended to if they exist")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="(cuda where there is one)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (the model's own)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="to measure on (default: cuda where there is one)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of weights (default: the model's own)")
     parser.add_argument(
-        "--generate", type=int, default=32, metavar="N", help="new tokens of each text; 0: one forward pass (32)"
+        "--generate", type=int, default=32, metavar="N", help="new tokens of each text; 0: one forward pass"
     )
-    parser.add_argument("--beams", type=int, metavar="N", help="(those of the model's generation config)")
+    parser.add_argument("--beams", type=int, metavar="N", help="of beam search (default: the generation config's)")
+    parser.add_argument("--shapes", choices=CHOICES, default="adaptive", help="climb to the limits first, or only draw")
+    parser.add_argument("--batches", type=int, default=160, metavar="N", help="batches in all, earlier runs' too")
     parser.add_argument(
-        "--shapes", choices=CHOICES, default="adaptive", help="climb to the limits first, or only draw (adaptive)"
+        "--max-length",
+        type=int,
+        metavar="N",
+        help=f"tokens of a text (default: {_MAX_LENGTH}, or the model's room)",
     )
-    parser.add_argument("--batches", type=int, default=160, metavar="N", help="batches in all, earlier runs' too (160)")
+    parser.add_argument("--max-rows", type=int, default=1024, metavar="N", help="texts of a batch")
+    parser.add_argument("--max-tokens", type=int, default=16384, metavar="N", help="padded tokens of a batch")
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help=f"tokens of a text ({_MAX_LENGTH}, or what the model has room for)"
+        "--memory-limit-gb",
+        type=float,
+        metavar="GB",
+        help="of 10^9 bytes; a batch whose measured peak above the weights is higher counts as out of memory",
     )
-    parser.add_argument("--max-rows", type=int, default=1024, metavar="N", help="texts of a batch (1024)")
-    parser.add_argument("--max-tokens", type=int, default=16384, metavar="N", help="padded tokens of a batch (16384)")
-    parser.add_argument(
-        "--memory-limit",
-        metavar="BYTES",
-        help="count a batch whose measured peak above the weights is higher as out of memory; 300MB and 2GiB are taken",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of lengths, tokens and drawn shapes (0)")
-    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of lengths, tokens and drawn shapes")
+    add_json(parser, "the outcome")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +68,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--beams is {args.beams}: 1 or more is needed")
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}: 0 or more is needed")
-    limit_bytes = None if args.memory_limit is None else parse_bytes(args.memory_limit)
+    limit_gb = args.memory_limit_gb
+    if limit_gb is not None and not 1e-9 <= limit_gb < 1e9:
+        raise ConfigError(f"--memory-limit-gb is {limit_gb:g} but must make 1 B to 10^18 B: give GB, such as 2.5")
+    limit_bytes = None if limit_gb is None else round(limit_gb * 1e9)
+    say_loading("torch", "transformers")
     from dynapipe_ext.inference.memory_profiling import (
         beams_of,
         check_lengths,
@@ -104,34 +108,17 @@ def run(args: argparse.Namespace) -> int:
                     on_record=lambda record: progress.advance(),
                 )
         finally:
-            summary = f"{len(file.records)} batches of {args.batches} are in {args.out}, {earlier} of them from before"
-            if args.json:
-                numbers = {
-                    "out": args.out,
-                    "batches": len(file.records),
-                    "wanted": args.batches,
-                    "from_before": earlier,
-                }
-                print(json.dumps(numbers | {"out_of_memory": sum(r.peak_bytes is None for r in file.records)}))
-            else:
-                show(_table(file.records), summary)
+            held = counted(len(file.records), "batch")
+            summary = f"{held} of {args.batches} are in {args.out}, {earlier} of them from before"
+            numbers = {
+                "out": args.out,
+                "batches": len(file.records),
+                "wanted": args.batches,
+                "from_before": earlier,
+                "out_of_memory": sum(record.peak_bytes is None for record in file.records),
+            }
+            deliver(args.json, numbers, _table(file.records), summary)
     return 0
-
-
-def parse_bytes(text: str) -> int:
-    """
-    >>> parse_bytes("300MB"), parse_bytes("2 GiB"), parse_bytes("4096")
-    (300000000, 2147483648, 4096)
-    """
-    number = text.strip().rstrip("".join(sorted("KMGIBkmgib")))
-    unit = text.strip()[len(number) :].upper()
-    try:
-        value = float(number)
-    except ValueError:
-        value = math.nan
-    if unit not in _UNITS or not 1 <= value * _UNITS[unit] < 1e18:
-        raise ConfigError(f"--memory-limit is {text!r}: give bytes, as 3000000, 300MB or 2GiB")
-    return int(value * _UNITS[unit])
 
 
 def _table(records: list[MemoryRecord]) -> Table:

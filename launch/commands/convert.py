@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.launch.command_parser import add_json, ending, numbers
 from dynapipe_ext.models.tensors import num_parameters
-from dynapipe_ext.tools.console import show
+from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.progress import WorkProgress
 
 _INTERRUPTED_STATUS = 130
@@ -37,36 +36,38 @@ belong together.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = ending(_EPILOG)
     parser.add_argument("source", metavar="SRC", type=Path, help="folder of the checkpoint")
     parser.add_argument("destination", metavar="DST", type=Path, help="folder to make")
     parser.add_argument("--to", required=True, choices=TARGETS, help="the format to write")
-    parser.add_argument("--from", dest="source_format", default="", choices=SOURCES, help="where SRC could be several")
-    parser.add_argument("--tp", type=_count, metavar="N", help="tensor-parallel ranks (1)")
-    parser.add_argument("--pp", type=_count, metavar="N", help="pipeline stages (1)")
     parser.add_argument(
-        "--layers-per-stage", type=_counts, metavar="N,N,...", help="layers of each stage, where not all the same"
+        "--from", dest="source_format", default="", choices=SOURCES, help="that of SRC, where it could be several"
     )
+    parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel ranks (default: 1)")
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default: 1)")
+    parser.add_argument("--layers-per-stage", type=numbers, metavar="N,N,…", help="of each stage (default: even)")
     parser.add_argument(
         "--vocab-divisible-by",
-        type=_count,
+        type=int,
         metavar="N",
-        help="Megatron's --make-vocab-size-divisible-by: its vocabulary is padded to a multiple of N x TP (128)",
+        help="Megatron's --make-vocab-size-divisible-by: pads the vocabulary to multiples of N x TP (default: 128)",
     )
-    parser.add_argument("--max-shard-gb", type=float, metavar="GB", help="largest file of --to hf (5)")
+    parser.add_argument("--max-shard-gb", type=float, metavar="GB", help="largest file of --to hf (default: 5)")
     parser.add_argument(
         "--verify", action="store_true", help="read DST back and compare every tensor with SRC, bit for bit"
     )
     parser.add_argument(
         "--transformer-impl",
         choices=("local", "transformer_engine"),
-        help="whose layers will load megatron-legacy files: their names differ (local)",
+        help="whose layers will load megatron-legacy files: their names differ (default: local)",
     )
-    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+    add_json(parser, "the outcome")
 
 
 def run(args: argparse.Namespace) -> int:
+    if not args.source.exists():  # said before torch is loaded
+        raise DataError(f"{args.source} does not exist: give the folder of a checkpoint")
+    say_loading("torch")
     from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 
     started_s = time.perf_counter()
@@ -110,13 +111,7 @@ def run(args: argparse.Namespace) -> int:
         "notes": list(outcome.notices),
         "usage": list(outcome.usage),
     }
-    if args.json:
-        json.dump(report, sys.stdout, indent=1)
-        print()
-    else:
-        show(_table(report))
-        for line in outcome.usage:
-            print(line)
+    deliver(args.json, report, _table(report), *outcome.usage)
     return 0
 
 
@@ -124,6 +119,9 @@ def _options(args: argparse.Namespace) -> Any:
     """Errors: ConfigError where the stages are counted in two ways."""
     from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 
+    for flag in ("tp", "pp", "vocab_divisible_by"):
+        if (number := getattr(args, flag)) is not None and number < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} is {number} but must be at least 1")
     stages = args.layers_per_stage or ()
     if stages and args.pp and len(stages) != args.pp:
         raise ConfigError(
@@ -182,22 +180,3 @@ def _table(report: dict[str, Any]) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
-
-
-def _count(text: str) -> int:
-    """
-    >>> _count("4")
-    4
-    """
-    value = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
-    return value
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    """
-    >>> _counts("9,8,8,7")
-    (9, 8, 8, 7)
-    """
-    return tuple(_count(part.strip()) for part in text.split(","))

@@ -6,25 +6,33 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 import dynapipe_ext.errors
 from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DynaPipeError
+from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.env import limit_threads
 from dynapipe_ext.launch.redis_server import RedisServer, find_server_binary
+from dynapipe_ext.tools.console import deliver, say_loading
 
 _MEGATRON_VERSIONS = ((0, 16), (0, 20))  # from, up to but without: pyproject.toml has the same
 _GB = 1e9
+
+_EPILOG = """examples:
+  dynapipe doctor
+  dynapipe doctor --json found.json
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +47,23 @@ class Check:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--redis-server", metavar="PATH", help="the server program to check (default: the one found)")
+    parser.epilog = ending(_EPILOG, {1: "a run cannot start here"})
+    parser.add_argument("--redis-server", metavar="PATH", help="server program of the store (default: the one found)")
+    add_json(parser, "the report")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 when a training run can start here, else 1."""
     checks = all_checks(args.redis_server)
     ready = can_train(checks)
-    if args.json:
-        print(json.dumps({"can_train": ready, "checks": [asdict(check) for check in checks]}, indent=2))
-    elif sys.stdout.isatty():
-        _print_table(checks)
+    if sys.stdout.isatty():
+        report: list[RenderableType] = [_table(checks)]
     else:
-        for check in checks:
-            print("  ".join(filter(None, (f"{_mark(check):<8}{check.name:<18}{check.value}", check.hint))))
-    if not args.json:
-        print("A training run can start here." if ready else "A training run cannot start here: see what is missing.")
+        found = ((f"{_mark(check):<8}{check.name:<18}{check.value}", check.hint) for check in checks)
+        report = ["  ".join(filter(None, line)) for line in found]
+    verdict = "A training run can start here." if ready else "A training run cannot start here: see what is missing."
+    facts = {"can_train": ready, "checks": [asdict(check) for check in checks]}
+    deliver(args.json, facts, *report, verdict)
     return 0 if ready else 1
 
 
@@ -128,6 +136,9 @@ def _core() -> Check:
 def _torch() -> Check:
     if importlib.util.find_spec("torch") is None:
         return Check("torch", False, "not installed", True, "pip install torch, then 'dynapipe-ext[train]'")
+    if _is_cpu_build():  # then nothing is asked of it that its files do not say: its import takes seconds
+        return Check("torch", True, f"{_version('torch')}  CPU build", True)
+    say_loading("torch")
     import torch
     import torch.distributed
 
@@ -138,9 +149,23 @@ def _torch() -> Check:
     return Check("torch", True, f"{torch.__version__}  {build} build, {' and '.join(backends)}", True)
 
 
+def _is_cpu_build() -> bool:
+    """Whether the installed torch says in its version.py that it was built without CUDA, ROCm and XPU, and its library
+    is there."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    folder = Path(spec.origin).parent
+    built = runpy.run_path(str(folder / "version.py"))
+    has_library = any((folder / "lib").glob("libtorch_cpu.*"))
+    return has_library and not any(built.get(kind) for kind in ("cuda", "hip", "xpu"))
+
+
 def _devices() -> Check:
     if importlib.util.find_spec("torch") is None:
         return Check("devices", False, "unknown without torch")
+    if _is_cpu_build():
+        return Check("devices", True, "CPU only")
     import torch
 
     count = torch.cuda.device_count()
@@ -162,6 +187,8 @@ def _megatron() -> Check:
 
 
 def _attention() -> Check:
+    if _is_cpu_build():
+        return Check("attention", True, "sdpa")
     name = "dynapipe_ext.executor.stages.attention"
     try:
         module = importlib.import_module(name)
@@ -209,11 +236,11 @@ def _mark(check: Check) -> str:
     return "ok" if check.ok else "MISSING" if check.required else "-"
 
 
-def _print_table(checks: tuple[Check, ...]) -> None:
+def _table(checks: tuple[Check, ...]) -> Table:
     table = Table(title="dynapipe doctor")
     for column in ("", "what", "found", "next move"):
         table.add_column(column, overflow="fold")
     for check in checks:
         style = "green" if check.ok else "bold red" if check.required else "dim"
-        table.add_row(f"[{style}]{_mark(check)}[/]", check.name, check.value, check.hint.replace("[", "\\["))
-    Console().print(table)
+        table.add_row(Text(_mark(check), style), check.name, check.value, check.hint.replace("[", "\\["))
+    return table

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.console import Console
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.states import RECIPES, StateRecipe
 from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.job import topology_of
 from dynapipe_ext.models.architecture import Architecture
@@ -20,6 +21,8 @@ from dynapipe_ext.models.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.models.memory import OFFLOADS
 from dynapipe_ext.models.presets import PRESETS, read_model
 from dynapipe_ext.plan import Layout
+from dynapipe_ext.suggestion import did_you_mean
+from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.estimate.config import settings, toml_text, train_fault
 from dynapipe_ext.tools.estimate.lengths import LengthData, distribution_data, file_data
 from dynapipe_ext.tools.estimate.options import Limits, Question, RecomputeChoice
@@ -42,27 +45,23 @@ _EPILOG = f"""examples:
 presets: {", ".join(PRESETS)}
 
 A lengths file is .npy of shape (N,), (N, 2) = encoder, decoder or (N, 3) = encoder, decoder, targets; or text. Without
-one every sample is as long as the model was made for, up to 8,192 tokens. The exit status is {_NOTHING_FITS} where
-nothing fits.
+one every sample is as long as the model was made for, up to 8,192 tokens.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = ending(_EPILOG, {_NOTHING_FITS: "nothing fits"})
     parser.add_argument(
-        "--model", required=True, metavar="FILE|NAME", help="config.json, Megatron's arguments as JSON, or a preset"
+        "--model", required=True, metavar="MODEL", help="config.json, Megatron's arguments as JSON, or a preset"
     )
     cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--nodes", type=int, default=1, metavar="N")
-    cluster.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
-    cluster.add_argument(
-        "--device", choices=tuple(DEVICES), default="h100", help="whose published figures count (h100)"
-    )
+    cluster.add_argument("--nodes", type=int, default=1, metavar="N", help="machines")
+    cluster.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="devices of one")
+    cluster.add_argument("--device", choices=tuple(DEVICES), default="h100", help="whose published figures count")
     for flag, what in (
         ("--gpu-memory-gb", "of one device, 10^9 bytes"),
         ("--reserve-gb", "of that left to the framework: contexts, communicators, fragmentation"),
-        ("--host-memory-gb", "of one node; limits what is offloaded (250 a device are usual, no limit)"),
+        ("--host-memory-gb", "of one node; limits what is offloaded (default: no limit; 250 a device are usual)"),
         ("--efficiency", "share of the peak rate that a layer's kernels reach, 0 to 1"),
         ("--intra-gb-per-s", "between devices of a node, one direction"),
         ("--inter-gb-per-s", "between nodes, per device, one direction"),
@@ -73,50 +72,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = data.add_mutually_exclusive_group()
     lengths.add_argument("--lengths", metavar="FILE", help="lengths of the samples (.npy or text)")
     lengths.add_argument("--length-distribution", metavar="D", help="uniform:N or lognormal:mean,sigma,max")
-    data.add_argument("--truncate", type=int, metavar="N", help="cut lengths of the file at N")
+    add_truncate(data, "what the model was made for")
     data.add_argument("--tokens", type=float, metavar="N", help="real tokens of the whole run, for days and cost")
-    data.add_argument("--tokens-per-batch", metavar="N|LOW:HIGH", help="of a global batch; searched within a range")
-    data.add_argument("--max-samples", type=int, default=1024, metavar="N", help="of a global batch (1024)")
-    data.add_argument("--data", default="", metavar="FILE", help="training data that --write names")
+    data.add_argument("--tokens-per-batch", metavar="N|LOW:HIGH", help="real tokens of a step; searched within a range")
+    data.add_argument("--max-samples", type=int, default=1024, metavar="N", help="of a global batch")
+    data.add_argument("--data", nargs="+", default=(), metavar="FILE", help="training data that --write names")
     ways = parser.add_argument_group("ways to train, to keep the search to some: one, or several with commas")
-    ways.add_argument("--precision", choices=PRECISIONS, default="bf16")
+    ways.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products")
     ways.add_argument("--states", choices=_STATES, default="megatron", help="who keeps what for a 16-bit parameter")
-    for flag, values in (
-        ("--tp", "N"),
-        ("--pp", "N"),
-        ("--zero", "0,1,2,3"),
-        ("--offload", ",".join(OFFLOADS)),
-        ("--recompute", ",".join(get_args(RecomputeChoice))),
-        ("--layout", ",".join(get_args(Layout))),
+    for flag, metavar, what in (
+        ("--tp", "N,…", "tensor parallel ranks"),
+        ("--pp", "N,…", "pipeline ranks"),
+        ("--zero", "N,…", "stages 0 to 3"),
+        ("--offload", "KIND,…", ", ".join(OFFLOADS)),
+        ("--recompute", "KIND,…", ", ".join(get_args(RecomputeChoice))),
+        ("--layout", "KIND,…", ", ".join(get_args(Layout))),
     ):
-        ways.add_argument(flag, metavar=values)
+        ways.add_argument(flag, metavar=metavar, help=f"{what} (default: all that fit)")
     search = parser.add_argument_group("search and output")
-    search.add_argument("--plans", type=int, default=24, metavar="N", help="options that are planned (24)")
-    search.add_argument("--effort", type=int, default=8000, metavar="N", help="moves tried in the last plans (8000)")
+    search.add_argument("--plans", type=int, default=24, metavar="N", help="options that are planned")
+    search.add_argument("--effort", type=int, default=8000, metavar="N", help="moves tried in the last plans")
     search.add_argument("--seed", type=int, default=0, metavar="N", help="of the data order and the search")
-    search.add_argument("--top", type=int, default=12, metavar="N", help="options in the table (12)")
+    search.add_argument("--top", type=int, default=12, metavar="N", help="options in the table")
     search.add_argument("--price-per-gpu-hour", type=float, default=0.0, metavar="X", help="with --tokens: the cost")
-    search.add_argument("--json", nargs="?", const="-", metavar="FILE", help="everything as JSON, alone, or to a file")
+    add_json(search, "everything")
     search.add_argument("--write", metavar="FILE", help="the best that dynapipe train can run, for its --config")
 
 
 def run(args: argparse.Namespace) -> int:
     question, search, prices = question_of(args), search_of(args), prices_of(args)
-    only_json = args.json == "-"
-    console = Console(highlight=False, soft_wrap=False, stderr=only_json)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS, stderr=only_json)
+    console = output(_PIPE_COLUMNS, json_to=args.json)
     with WorkProgress("planning", search.most_plans, console=Console(stderr=True), enabled=sys.stderr.isatty()) as bar:
         found = estimate(question, search, bar.advance)
-    if only_json:
-        print(json.dumps(estimate_json(found, prices), indent=1, allow_nan=False))
-    else:
-        show_estimate(found, prices, console, most=args.top)
-    if args.json and not only_json:
-        write_atomic(args.json, json.dumps(estimate_json(found, prices), indent=1, allow_nan=False) + "\n")
-        console.print(f"the estimate is in {args.json}")
+    show_estimate(found, prices, console, most=args.top)
+    if args.json:
+        deliver(args.json, estimate_json(found, prices))
     if args.write:
-        console.print(write_best(found, args.write, data_path=args.data, total_tokens=prices.total_tokens))
+        console.print(write_best(found, args.write, data=args.data, total_tokens=prices.total_tokens))
     return 0 if found.options else _NOTHING_FITS
 
 
@@ -162,12 +154,13 @@ def question_of(args: argparse.Namespace) -> Question:
 
 
 def _data(args: argparse.Namespace, architecture: Architecture) -> LengthData:
-    if args.truncate is not None and (args.truncate < 1 or not args.lengths):
-        raise ConfigError(f"--truncate is {args.truncate}: give at least 1, and --lengths with what is to be cut")
+    cut = cut_at(args.truncate, architecture.max_seq_len)
+    if cut is not None and not args.lengths:
+        raise ConfigError(f"--truncate cuts at {cut}, but nothing is given to cut: give --lengths, or leave it out")
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed} but must be at least 0")
     if args.lengths:
-        return file_data(read_lengths(args.lengths), args.lengths, architecture, args.truncate or 0)
+        return file_data(read_lengths(args.lengths), args.lengths, architecture, cut or 0)
     return distribution_data(args.length_distribution or "", architecture, args.seed)
 
 
@@ -195,7 +188,7 @@ def prices_of(args: argparse.Namespace) -> Prices:
     return Prices(total_tokens=tokens, per_gpu_hour=price)
 
 
-def write_best(found: Estimate, path: str, *, data_path: str, total_tokens: float) -> str:
+def write_best(found: Estimate, path: str, *, data: Sequence[str], total_tokens: float) -> str:
     """Write the fastest option that `dynapipe train` can run; says which. Errors: ConfigError where there is none."""
     first = trainable(found)
     if first is None:
@@ -207,7 +200,7 @@ def write_best(found: Estimate, path: str, *, data_path: str, total_tokens: floa
             f" to {path}: plan more with --plans, or keep to --zero 0,1 --offload none"
         )
     place, option = first
-    text = toml_text(found.question, option, place, data_path=data_path, total_tokens=total_tokens)
+    text = toml_text(found.question, option, place, data=data, total_tokens=total_tokens)
     topology_of(TrainConfig.from_json(settings(found.question, option), "the estimate"))
     write_atomic(path, text)
     passed = "" if place == 1 else f"; dynapipe train does not run what is before it: {_fault_before(found)}"
@@ -228,5 +221,6 @@ def _numbers(text: str | None, flag: str, *, least: int = 1, most: int = 1 << 20
 def _words(text: str | None, flag: str, known: tuple[Any, ...]) -> tuple[Any, ...]:
     words = [] if text is None else text.split(",")
     if unknown := [word for word in words if word not in known]:
-        raise ConfigError(f"{flag} is {short(unknown[0])}: choose from {', '.join(known)}")
+        near = did_you_mean(unknown[0], known)
+        raise ConfigError(f"{flag} is {short(unknown[0])}: choose from {', '.join(known)}{near}")
     return tuple(words)

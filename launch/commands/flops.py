@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, PRECISIONS
@@ -15,7 +15,7 @@ from dynapipe_ext.models.flops import Positions, Work
 from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.plan import RECOMPUTES
 from dynapipe_ext.tools.account.flops import Account, account, accounts_of_report, flops_table, read_log
-from dynapipe_ext.tools.console import show
+from dynapipe_ext.tools.console import deliver
 
 _EPILOG = """examples:
   dynapipe flops runs/latest
@@ -40,39 +40,35 @@ _COUNT_OF_LOG = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = ending(_EPILOG)
     parser.add_argument("report", nargs="?", metavar="REPORT", help="report.json of a run, or the run's folder")
     parser.add_argument("--log", metavar="FILE", help="a training log of Megatron-LM")
     parser.add_argument(
         "--model", metavar="MODEL", help="config.json, Megatron's arguments as JSON, or a preset's name"
     )
     parser.add_argument("--lengths", metavar="FILE", help="lengths of one step's samples (.npy or text), unpadded")
-    parser.add_argument("--seq-len", type=int, metavar="S", help="positions of every sample instead")
-    parser.add_argument("--decoder-len", type=int, metavar="S", help="decoder positions of every sample")
-    parser.add_argument("--batch-size", type=int, metavar="B", help="samples of one step, with --seq-len")
+    parser.add_argument("--seq-len", type=int, metavar="N", help="positions of every sample instead")
+    parser.add_argument("--decoder-len", type=int, metavar="N", help="decoder positions of every sample")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="samples of a step, with --seq-len")
     parser.add_argument("--padded-tokens", type=int, metavar="N", help="rows x length that a step really executed")
     parser.add_argument("--recompute", choices=RECOMPUTES, help="what every micro-batch recomputed")
-    parser.add_argument("--seconds-per-step", type=float, metavar="S")
-    parser.add_argument("--gpus", type=int, metavar="N")
+    parser.add_argument("--seconds-per-step", type=float, metavar="SECONDS", help="what one step took")
+    parser.add_argument("--gpus", type=int, metavar="N", help="devices that it took them on")
     peak = parser.add_mutually_exclusive_group()
-    peak.add_argument("--device", choices=sorted(DEVICES), help="whose published peak counts")
+    peak.add_argument("--device", choices=tuple(DEVICES), help="whose published peak counts")
     peak.add_argument("--peak-tflops", type=float, metavar="T", help="of one device in the run's precision")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products (bf16)")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="of the matrix products")
     parser.add_argument("--causal", action="store_true", help="count half of the attention that a causal mask hides")
-    parser.add_argument("--json", action="store_true", help="print the account as JSON")
+    add_json(parser, "the account")
 
 
 def run(args: argparse.Namespace) -> int:
     peak = _peak(args)
     accounts = _of_report(args, peak) if args.report else [_of_step(args, peak)]
-    if args.json:
-        print(json.dumps([one.to_json() for one in accounts], indent=1))
-        return 0
     hints = [] if peak or accounts[0].seconds is None else ["Give --device or --peak-tflops for MFU and HFU."]
     if args.log:
         hints.append(_COUNT_OF_LOG_CAUSAL if args.causal else _COUNT_OF_LOG)
-    show(flops_table(accounts), *hints)
+    deliver(args.json, [one.to_json() for one in accounts], flops_table(accounts), *hints)
     return 0
 
 
@@ -138,8 +134,10 @@ def _of_step(args: argparse.Namespace, peak: float) -> Account:
                 f"--padded-tokens is {args.padded_tokens} for {real.total} real tokens of {architecture.family}:"
                 " give as many at least, of a decoder-only model"
             )
-        seen = min(longest, architecture.sliding_window or longest)
-        executed = Positions(args.padded_tokens, 0, max(args.padded_tokens * seen, real.encoder_squares))
+        a = architecture
+        row = Positions.of_rows(longest, window=a.sliding_window, window_layers=(a.num_window_layers, a.num_layers))
+        squares = args.padded_tokens * row.encoder_squares // longest
+        executed = Positions(args.padded_tokens, 0, max(squares, real.encoder_squares))
     return account(
         Path(args.log or args.model).name,
         architecture,
@@ -162,7 +160,8 @@ def _positions(args: argparse.Namespace, architecture: Architecture, shape: _Sha
     """Of the step's samples, with the longest of them."""
     if (args.lengths is None) == (shape.seq_len is None):
         raise ConfigError("give the step's samples as --lengths FILE, or as --seq-len with --batch-size: one of them")
-    t5, window = architecture.family == "t5", architecture.sliding_window
+    t5 = architecture.family == "t5"
+    window, layers = architecture.sliding_window, (architecture.num_window_layers, architecture.num_layers)
     if args.lengths is not None:
         if shape.batch_size is not None or shape.decoder_len is not None:
             raise ConfigError("--lengths has all samples: leave --batch-size and --decoder-len out")
@@ -174,10 +173,12 @@ def _positions(args: argparse.Namespace, architecture: Architecture, shape: _Sha
                 f"--lengths {args.lengths}: samples of a {architecture.family} model have"
                 f" {'a decoder length' if t5 else 'one length'} each"
             )
-        return Positions.of_samples(((e, d) for e, d in pairs), window=window), max(e for e, _ in pairs)
+        return Positions.of_samples(((e, d) for e, d in pairs), window=window, window_layers=layers), max(
+            e for e, _ in pairs
+        )
     batch_size, seq_len, decoder_len = shape.batch_size or 0, shape.seq_len or 0, shape.decoder_len or 0
     if min(batch_size, seq_len) < 1 or decoder_len < 0:
         raise ConfigError(f"--seq-len {seq_len} and --batch-size {batch_size}: give both, at least 1")
     if t5 != bool(decoder_len):
         raise ConfigError(f"--decoder-len is {decoder_len}: above 0 for t5 models, and for them alone")
-    return Positions.of_rows(seq_len, decoder_len, batch_size, window=window), seq_len
+    return Positions.of_rows(seq_len, decoder_len, batch_size, window=window, window_layers=layers), seq_len

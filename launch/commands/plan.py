@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from rich.console import Console
-
 from dynapipe_ext.config import PlacementChoice, ScheduleName, TrainConfig
 from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
 from dynapipe_ext.executor.proven_step import ProvenStep, prove_step
+from dynapipe_ext.launch.command_parser import add_json, degrees, ending
 from dynapipe_ext.launch.commands.plan_inputs import (
     add_cost_arguments,
     add_length_arguments,
@@ -34,9 +32,10 @@ from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.placements import PlacementTrial
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
-from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.show.certificate import certificate_of_file, certificate_table
 from dynapipe_ext.tools.show.plan import of_proven_step, read_plan, rendered_plan
+from dynapipe_ext.tools.wording import counted, percent
 
 _MOST_TP, _MOST_DP = 1 << 20, 1 << 16
 _PIPE_COLUMNS = 140  # no terminal to fit into: room for the timeline's labels
@@ -54,27 +53,31 @@ length, or "encoder decoder", a line. For a decoder-only model a sample's two le
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = ending(_EPILOG)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--lengths", metavar="FILE", help="the lengths of all samples (.npy or text)")
     source.add_argument("--batch", metavar="FILE", help='JSON list of {"lengths": [[encoder, decoder], ...]}')
     source.add_argument("--show", metavar="FILE", help="show a plan that --json wrote")
-    parser.add_argument("--step", type=int, metavar="K", help="which global batch of the lengths file (0)")
+    parser.add_argument("--step", type=int, metavar="N", help="which global batch of the lengths file (default: 0)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--tokens-per-batch", type=int, metavar="N", help="real tokens of a global batch")
-    size.add_argument("--batch-size", type=int, metavar="N", help="samples of a global batch")
+    size.add_argument("--tokens-per-batch", type=int, metavar="N", help="real tokens of a step")
+    size.add_argument("--batch-size", type=int, metavar="N", help="samples of a step, instead")
     add_length_arguments(parser)
     add_cost_arguments(parser)
-    for name in ("tp", "pp", "dp"):
-        parser.add_argument(f"--{name}", type=int, metavar="N")
-    parser.add_argument("--placement", choices=get_args(PlacementChoice), help="of stages on ranks (linear)")
-    parser.add_argument("--stages-per-rank", type=int, metavar="N", help="under placement interleaved or v (2)")
-    parser.add_argument("--layout", choices=get_args(Layout), help="of micro-batches")
-    parser.add_argument("--schedule", choices=get_args(ScheduleName), help="of the pipeline")
-    parser.add_argument("--pad-multiple", type=int, metavar="N", help="rows are rounded up to it (CSV folder: 1)")
-    parser.add_argument("--effort", type=int, metavar="N", help="moves tried by the search")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the data order and the search")
+    for name, what in (("tp", "tensor parallel ranks"), ("pp", "pipeline ranks"), ("dp", "data parallel replicas")):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: 1; with --config the file's)")
+    t, p = TrainConfig().topology, TrainConfig().plan
+    parser.add_argument(
+        "--placement", choices=get_args(PlacementChoice), help=f"of stages on ranks (default: {t.placement})"
+    )
+    parser.add_argument("--stages-per-rank", type=int, metavar="N", help="under interleaved, v (default: 2)")
+    parser.add_argument("--layout", choices=get_args(Layout), help=f"of micro-batches (default: {p.layout})")
+    parser.add_argument("--schedule", choices=get_args(ScheduleName), help=f"of the pipeline (default: {p.schedule})")
+    parser.add_argument(
+        "--pad-multiple", type=int, metavar="N", help=f"rows are rounded up to it (default: {p.pad_multiple}; CSV: 1)"
+    )
+    parser.add_argument("--effort", type=int, metavar="N", help=f"moves tried by the search (default: {p.effort})")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the data order and the search (default: 0)")
     parser.add_argument(
         "--time-limit",
         type=float,
@@ -83,16 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--split-backward", action="store_true", default=None, help="run B as I and W")
     parser.add_argument("--forward-only", action="store_true", help="a step of evaluation: forwards alone")
-    parser.add_argument(
-        "--replica-counts", choices=("free", "equal"), help="equal: as many micro-batches on every replica (free)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the plan as dynapipe-plan/1")
+    parser.add_argument("--replica-counts", choices=("free", "equal"), help="of micro-batches (default: free)")
+    add_json(parser, "the plan (dynapipe-plan/1)")
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    console = output(_PIPE_COLUMNS, json_to=args.json)
     if args.show:
         view, file = read_plan(args.show), read_plan_file(args.show)
         _refuse_no_numbers(file, args.show)
@@ -141,7 +140,9 @@ def run(args: argparse.Namespace) -> int:
     planning_s = time.perf_counter() - start_s
     plan, certificate = proven.step_plan, proven.step_plan.certificate
     assert certificate is not None  # a Planner's plans have one
-    console.print(f"batch: {chosen}, {len(samples):,} samples, {sum(s.tokens for s in samples):,} tokens")
+    console.print(
+        f"batch: {chosen}, {counted(len(samples), 'sample')}, {counted(sum(s.tokens for s in samples), 'token')}"
+    )
     for note in notes:
         console.print(f"lengths: {note}")
     console.print(f"costs: {priced.provenance}")
@@ -153,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     if not planner.forward_only:
         console.print(f"search: {planner.effort:,} moves on the {active_core()} core")
     if num_tried:
-        tried = f"{num_tried:,} {'search' if num_tried == 1 else 'searches'} from seed {planner.seed} on"
+        tried = f"{counted(num_tried, 'search')} from seed {planner.seed} on"
         console.print(f"tried: {tried} in {args.time_limit:g} s; how many fit is not reproducible")
     console.print(rendered_plan(of_proven_step(proven, planner.topology, planning_s=planning_s), width=console.width))
     if planner.fill_waits:
@@ -164,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
         free = replace(planner, equal_counts=False).plan(samples, step=args.step or 0)
         cost = plan.makespan_s / free.makespan_s - 1
         console.print(
-            f"equal counts cost {100 * cost:.1f} %: {plan.makespan_s:.6g} s against {free.makespan_s:.6g} s with free"
+            f"equal counts cost {percent(cost)}: {plan.makespan_s:.6g} s against {free.makespan_s:.6g} s with free"
             f" counts ({', '.join(str(len(r.micro_batches)) for r in free.batch.replicas)})"
         )
     if args.json:
@@ -172,8 +173,7 @@ def run(args: argparse.Namespace) -> int:
         raw = with_bounds(raw, certificate)
         if num_tried:
             raw |= {"reproducible": False, "time_limit_s": args.time_limit}
-        write_atomic(args.json, json.dumps(raw, indent=1, allow_nan=False) + "\n")
-        console.print(f"the plan is in {args.json}")
+        deliver(args.json, raw)
     return 0
 
 
@@ -240,7 +240,7 @@ def _config(args: argparse.Namespace) -> TrainConfig:
     """The file's settings, or the defaults, with the flags on top."""
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
     names = {
-        "topology": ("tp", "pp", "dp", "placement", "stages_per_rank"),
+        "topology": ("placement", "stages_per_rank"),
         "plan": ("layout", "schedule", "effort", "pad_multiple", "memory_limit_gb", "split_backward", "replica_counts"),
         "data": ("tokens_per_batch", "batch_size"),
         "run": ("seed",),
@@ -249,12 +249,11 @@ def _config(args: argparse.Namespace) -> TrainConfig:
         table: {name: getattr(args, name) for name in fields if getattr(args, name) is not None}
         for table, fields in names.items()
     }
+    tables["topology"] |= degrees(args, of_file=bool(args.config))
     if args.batch_size is not None:
         tables["data"]["tokens_per_batch"] = 0
     if args.tokens_per_batch is not None:
         tables["data"]["batch_size"] = 0
-    if args.memory_mb is not None:
-        tables["plan"]["memory_limit_gb"] = args.memory_mb / 1e3
     if args.placement is not None:  # another one's stages and layers are not for it
         tables["topology"] = {"stages_per_rank": 0, "layers_per_stage": ()} | tables["topology"]
     if config.topology.layers_per_stage and args.pp not in (None, config.topology.pp):

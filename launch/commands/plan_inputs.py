@@ -18,6 +18,7 @@ from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.launch.command_parser import add_truncate, cut_at
 from dynapipe_ext.launch.job import (
     TRAIN_COLLECTIVES,
     analytic_costs,
@@ -29,6 +30,7 @@ from dynapipe_ext.launch.job import (
 )
 from dynapipe_ext.lengths import MOST_POSITIONS, LengthArray, SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.tools.json_file import parse_json
+from dynapipe_ext.tools.wording import counted
 from dynapipe_ext.topology import Topology
 
 MOST_BYTES = 1 << 60  # of a rank
@@ -58,20 +60,24 @@ class Priced:
 def add_cost_arguments(parser: argparse.ArgumentParser) -> None:
     """Which cost model, and how much memory a rank has."""
     parser.add_argument("--config", metavar="FILE", help="settings of a training run in TOML; flags override them")
-    parser.add_argument("--costs", metavar="PATH", help="cost model (JSON), or folder of measured CSV with --model")
-    parser.add_argument("--model", metavar="NAME", help=f"model of the CSV folder ({', '.join(A100_HIDDEN_SIZE)})")
+    parser.add_argument(
+        "--costs", metavar="FILE", help="cost model as JSON, or folder of measured CSV with --model (default: counted)"
+    )
+    parser.add_argument("--model", metavar="MODEL", help=f"model of the CSV folder ({', '.join(A100_HIDDEN_SIZE)})")
     parser.add_argument("--layers", type=int, metavar="N", help="layers (of each kind) for the CSV folder's model")
     parser.add_argument("--hidden-size", type=int, metavar="N", help="of messages, where config and costs do not say")
-    memory = parser.add_mutually_exclusive_group()
-    memory.add_argument("--memory-limit-gb", type=float, metavar="GB", help="per rank, 10^9 bytes")
-    memory.add_argument("--memory-mb", type=float, metavar="MB", help="per rank, 10^6 bytes")
+    parser.add_argument(
+        "--memory-limit-gb", type=float, metavar="GB", help="of a rank, 10^9 bytes (default: the settings')"
+    )
 
 
 def add_length_arguments(parser: argparse.ArgumentParser) -> None:
     """What is done to lengths before they are planned."""
-    parser.add_argument("--index", type=int, metavar="K", help="which object of the --batch file (0)")
-    parser.add_argument("--extra", type=int, nargs=2, default=(0, 0), metavar=("ENC", "DEC"), help="added to lengths")
-    parser.add_argument("--truncate", type=int, metavar="N", help="cut lengths at N before anything else")
+    parser.add_argument("--index", type=int, metavar="N", help="which object of the --batch file (default: 0)")
+    parser.add_argument(
+        "--extra", type=int, nargs=2, default=(0, 0), metavar=("ENC", "DEC"), help="added to both (default: 0 0)"
+    )
+    add_truncate(parser, "the settings' max_seq_len")
 
 
 def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topology | None = None) -> Priced:
@@ -90,7 +96,8 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
             )
         topology = topology or placed_stages(config)
         table = CostTable.read_a100(path, args.model, topology=topology, num_layers=args.layers)
-        return Priced(table, topology, f"measured table of {args.model}, {args.layers} layers, from {path}", True)
+        layers = counted(args.layers, "layer")
+        return Priced(table, topology, f"measured table of {args.model}, {layers}, from {path}", True)
     if path:
         try:
             if topology is None and (
@@ -103,19 +110,19 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
             raise DataError(f"cost file {path} nests too deep to be read: give a cost model written as JSON") from error
         return Priced(costs, topology, f"{type(costs).__name__} from {path}")
     topology = topology_of(config)
-    counted = analytic_costs(
+    estimated = analytic_costs(
         config,
         architecture_of(config, config.data.vocab_size),
         flops_per_s=DEFAULT_FLOPS_PER_S,
         overhead_ns=0,
     )
-    counted = replace(counted, layer_overhead_ns=DEFAULT_LAYER_OVERHEAD_NS)
+    estimated = replace(estimated, layer_overhead_ns=DEFAULT_LAYER_OVERHEAD_NS)
     provenance = (
-        f"counted for the configured model of {config.model.num_layers} layers at default rates"
+        f"counted for the configured model of {counted(config.model.num_layers, 'layer')} at default rates"
         f" ({DEFAULT_FLOPS_PER_S / 1e9:g} GFLOP/s, {DEFAULT_LAYER_OVERHEAD_NS / 1e6:g} ms a layer):"
         " name measured ones with --costs"
     )
-    return Priced(counted, topology, provenance)
+    return Priced(estimated, topology, provenance)
 
 
 def messages(args: argparse.Namespace, config: TrainConfig, costs: CostModel) -> ActivationFormat:
@@ -146,13 +153,12 @@ def run_collectives(costs: CostModel) -> ReplicaCollectives:
 
 def memory_limit_bytes(args: argparse.Namespace, config: TrainConfig) -> int:
     """Of a rank. Errors: ConfigError where costs are given without it, or it is out of bounds."""
-    if args.costs and not args.config and args.memory_limit_gb is None and args.memory_mb is None:
-        raise ConfigError("costs do not say how much memory a rank has: give --memory-limit-gb or --memory-mb")
+    if args.costs and not args.config and args.memory_limit_gb is None:
+        raise ConfigError("costs do not say how much memory a rank has: give --memory-limit-gb")
     limit_gb = config.plan.memory_limit_gb
     if not 1 <= limit_gb * 1e9 <= MOST_BYTES:
-        name, given = ("--memory-mb", args.memory_mb) if args.memory_mb is not None else ("the memory limit", limit_gb)
         raise ConfigError(
-            f"{name} is {given:g} but must make 1 B to 2^60 B a rank: give the memory of one rank's device"
+            f"the memory limit is {limit_gb:g} GB but must make 1 B to 2^60 B a rank: give that of its device"
         )
     return config.plan.memory_limit_bytes
 
@@ -171,7 +177,8 @@ def batch_samples(
             raise ConfigError("--index picks a global batch of --batch FILE: use --step with --lengths")
         table, index = read_lengths(args.lengths), args.step or 0
         chosen = f"step {index} of {args.lengths}"
-    table, notes = fitted(table, args.extra, args.truncate, has_decoder)
+    cut = cut_at(args.truncate, config.model.max_seq_len)
+    table, notes = fitted(table, args.extra, cut, has_decoder)
     indices: Sequence[int] | None = None
     if index is not None:
         batches = GlobalBatches(
@@ -226,7 +233,7 @@ def read_batch(path: str, index: int) -> LengthArray:
         raise DataError(f"{path} cannot be read ({error}): give a JSON list of batches") from error
     raw = parse_json(text, path, "a list of batches")
     if not isinstance(raw, list) or not 0 <= index < len(raw):
-        held = f"{len(raw)} batches" if isinstance(raw, list) else type(raw).__name__
+        held = counted(len(raw), "batch") if isinstance(raw, list) else type(raw).__name__
         raise DataError(f"{path} holds {held} but --index is {index}: it must be a list with that many objects")
     lengths = raw[index].get("lengths") if isinstance(raw[index], dict) else None
     if (
@@ -259,8 +266,6 @@ def fitted(
         encoder, decoder = encoder + decoder, np.zeros_like(decoder)
         notes.append("encoder and decoder side joined to one row, as the model is decoder-only")
     if truncate is not None:
-        if truncate < 1:
-            raise ConfigError(f"--truncate is {short(truncate)} but must be at least 1")
         if truncate > MOST_POSITIONS:
             raise ConfigError(f"--truncate is {short(truncate)} but must be at most 2^31: leave it out to cut nothing")
         cut = int(((encoder > truncate) | (decoder > truncate)).sum())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +22,11 @@ from dynapipe_ext.data.preprocessing.indexed_import import import_indexed
 from dynapipe_ext.data.preprocessing.inputs import Form, InputFile, TextUnit, find_inputs
 from dynapipe_ext.data.preprocessing.ray_workers import RayWorkers
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, Workers, usable_cores
+from dynapipe_ext.data.reading import COMPRESSED
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
 from dynapipe_ext.launch.env import child_environment
-from dynapipe_ext.tools.console import show as print_facts
+from dynapipe_ext.tools.console import deliver
 
 _ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # one core a worker
 
@@ -42,42 +42,40 @@ _EPILOG = """examples:
 
 --output writes what `dynapipe train` and DynaPipeDataLoader read: pairs of input and target, or text, each sample with
 the end of text behind it. --output-prefix writes Megatron's .bin and .idx, and lengths beside them. A run that was
-stopped, by Ctrl-C or a kill, goes on where it was when it is started again. Exit status: 0 done, 2 for a mistake in
-what was given, 130 for Ctrl-C.
+stopped, by Ctrl-C or a kill, goes on where it was when it is started again.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = ending(_EPILOG)
     reading = parser.add_argument_group("input")
     reading.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSONL, Parquet, text (.gz .xz .zst .bz2), globs; .idx",
+        help="JSONL, Parquet, text (.gz .xz .zst .bz2), globs; .idx; a folder, whose tree the output mirrors",
     )
     reading.add_argument("--input-format", choices=get_args(Form), help="where a file's name does not say it")
-    reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields or columns with text (text)")
-    reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="fields of a pair (input target)")
-    reading.add_argument(
-        "--text-unit", choices=get_args(TextUnit), default="line", help="a sample of a text file (line)"
-    )
+    reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields or columns with text (default: text)")
+    reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="of a pair (default: input target)")
+    reading.add_argument("--text-unit", choices=get_args(TextUnit), default="line", help="a sample of a text file")
     reading.add_argument("--skip-empty", action="store_true", help="leave out, and count, what has nothing to train on")
 
     tokens = parser.add_argument_group("tokenizer")
     tokens.add_argument(
-        "--tokenizer", metavar="WHICH", help="tokenizer.json, folder of transformers, tiktoken's name, bytes, or bpe"
+        "--tokenizer", metavar="NAME", help="tokenizer.json, folder of transformers, tiktoken's name, bytes, or bpe"
     )
     tokens.add_argument("--tokenizer-type", metavar="TYPE", help="Megatron's GPT2BPETokenizer or HuggingFaceTokenizer")
-    tokens.add_argument("--tokenizer-model", metavar="PATH", help="the same as --tokenizer")
+    tokens.add_argument("--tokenizer-model", metavar="NAME", help="Megatron's name for --tokenizer")
     tokens.add_argument("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
     tokens.add_argument("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     tokens.add_argument("--vocab-size", type=int, metavar="N", help="of the bpe to train, or of the ids in an .idx")
     tokens.add_argument("--append-eod", action="store_true", help="end of text after each document (--output always)")
     tokens.add_argument("--eod-token", metavar="TOKEN", help="which token that is, where the tokenizer does not say")
-    tokens.add_argument("--separator", metavar="TOKEN", help="token between input and target (none; own ones have one)")
+    tokens.add_argument(
+        "--separator", metavar="TOKEN", help="token between input and target (default: its own, or none)"
+    )
     tokens.add_argument(
         "--special-tokens", choices=get_args(Specials), help="what a special token spelt in a text becomes"
     )
@@ -90,51 +88,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--output", metavar="DIR", help="a dataset folder")
     where.add_argument("--output-prefix", metavar="PREFIX", help="Megatron's PREFIX_KEY_document.bin and .idx")
     where.add_argument("--lengths-only", action="store_true", help="lengths of an existing .idx, beside it")
-    writing.add_argument("--max-seq-len", type=int, metavar="N", help="longest sample in tokens (no bound)")
-    writing.add_argument("--truncate", action="store_true", help="cut samples at --max-seq-len; else they are refused")
+    writing.add_argument("--dataset-impl", choices=["mmap"], help="Megatron's: the one kind of .bin/.idx there is")
+    writing.add_argument("--max-seq-len", type=int, metavar="N", help="longest sample in tokens (default: no bound)")
+    add_truncate(writing, "--max-seq-len; without --truncate longer ones are refused")
     writing.add_argument("--overwrite", action="store_true", help="replace an output that exists")
-    writing.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_json(writing, "the result")
 
     running = parser.add_argument_group("processes")
-    running.add_argument("--workers", type=int, metavar="N", help="processes (as many as cores; with --ray as CPUs)")
+    running.add_argument("--workers", type=int, metavar="N", help="processes (default: a core or CPU of Ray each)")
     running.add_argument("--ray", action="store_true", help="encode on a Ray cluster")
-    running.add_argument("--ray-address", metavar="ADDRESS", help="of a running cluster, or auto (a new local one)")
+    running.add_argument(
+        "--ray-address", metavar="ADDRESS", help="of a running one, or auto (default: a new local one)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     if args.lengths_only or any(map(is_indexed, args.input)):
         return _from_index(args, console)
-    files = find_inputs(args.input, args.input_format)
+    output = args.output_prefix if args.output is None else args.output
+    parts = _parts(args, output)
+    files = tuple(file for inputs, _ in parts for file in inputs)
     settings = _settings(args)
     encoder = _encoder(args, files, settings, console)
     if lost := lost_characters(encoder):
         console.print(f"warning: the tokenizer has no token for {', '.join(lost)} and drops such characters unsaid")
-    workers = _workers(args, settings, encoder)
-    output = args.output_prefix if args.output is None else args.output
-    with _progress(console) as show, _told_when_stopped(console):
-        started_s = time.monotonic()
-        outcome = work.preprocess(
-            files,
-            output,
-            settings=settings,
-            encoder=encoder,
-            workers=workers,
-            overwrite=args.overwrite,
-            progress=show,
-        )
-        seconds = time.monotonic() - started_s
+    started_s, outcomes = time.monotonic(), []
+    for inputs, target in parts:
+        with _progress(console) as show, _told_when_stopped(console):
+            outcomes.append(
+                work.preprocess(
+                    inputs,
+                    target,
+                    settings=settings,
+                    encoder=encoder,
+                    workers=_workers(args, settings, encoder),
+                    overwrite=args.overwrite,
+                    progress=show,
+                )
+            )
+    seconds = time.monotonic() - started_s
     _report(
         args,
         {
-            "outputs": [str(path) for path in outcome.outputs],
+            "outputs": [str(path) for outcome in outcomes for path in outcome.outputs],
             "files": len(files),
-            "samples": outcome.num_samples,
-            "tokens": outcome.num_tokens,
-            "truncated": outcome.num_truncated,
-            "skipped": outcome.num_skipped,
-            "kept_samples": outcome.num_kept_samples,
-            "already_there": outcome.reused,
+            "samples": sum(outcome.num_samples for outcome in outcomes),
+            "tokens": sum(outcome.num_tokens for outcome in outcomes),
+            "truncated": sum(outcome.num_truncated for outcome in outcomes),
+            "skipped": sum(outcome.num_skipped for outcome in outcomes),
+            "kept_samples": sum(outcome.num_kept_samples for outcome in outcomes),
+            "already_there": all(outcome.reused for outcome in outcomes),
             "vocab_size": encoder.vocab_size,
             "dtype": settings.dtype(encoder).name,
             "end_of_text": encoder.eos if settings.append_eod else None,
@@ -144,15 +148,43 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _parts(args: argparse.Namespace, output: str) -> list[tuple[tuple[InputFile, ...], str]]:
+    """What is written where: all files in one, or of a folder every file by itself, in the folder's own tree."""
+    root = Path(args.input[0])
+    if len(args.input) > 1 or not root.is_dir():
+        return [(find_inputs(args.input, args.input_format), output)]
+    if Path(output).resolve().is_relative_to(root.resolve()):
+        raise ConfigError(f"the output {output} lies in the folder {root} that is read: choose another place")
+    parts: dict[str, tuple[InputFile, ...]] = {}
+    for path in sorted(root.rglob("*")):
+        place = path.relative_to(root)
+        if not path.is_file() or any(part.startswith(".") for part in place.parts):
+            continue
+        stem = place.with_suffix("").with_suffix("") if place.suffix in COMPRESSED else place.with_suffix("")
+        if (target := str(Path(output) / stem)) in parts:
+            raise ConfigError(f"{path} and {parts[target][0].path} would both be written to {target}: rename one")
+        parts[target] = find_inputs([path], args.input_format)
+    if not parts:
+        raise ConfigError(f"the folder {root} holds no file: name one with data")
+    for target in parts:
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+    return [(files, target) for target, files in parts.items()]
+
+
 def _settings(args: argparse.Namespace) -> EncodeSettings:
     if args.output_prefix is not None and args.pair_keys:
         raise ConfigError(".bin/.idx has no place for pairs of input and target: use --json-keys, or --output DIR")
+    if args.output is not None and args.dataset_impl:
+        raise ConfigError(f"--dataset-impl {args.dataset_impl} is for --output-prefix: a dataset folder has one form")
     if args.output is not None and args.add_special_tokens:
         raise ConfigError(
             "--add-special-tokens is for --output-prefix: a dataset folder has its own borders of samples"
         )
     if args.pair_keys and args.json_keys:
         raise ConfigError("--json-keys reads plain text and --pair-keys pairs: give one of them")
+    cut = cut_at(args.truncate, args.max_seq_len)
+    if cut is not None and args.max_seq_len not in (None, cut):
+        raise ConfigError(f"--truncate cuts at {cut} and --max-seq-len is {args.max_seq_len}: give one of them")
     return EncodeSettings(
         target="megatron" if args.output is None else "dataset",
         keys=tuple(args.json_keys or ("text",)),
@@ -160,8 +192,8 @@ def _settings(args: argparse.Namespace) -> EncodeSettings:
         pair=tuple(args.pair_keys or ("input", "target")),
         unit=args.text_unit,
         append_eod=args.append_eod or args.output is not None,
-        max_seq_len=args.max_seq_len,
-        truncate=args.truncate,
+        max_seq_len=args.max_seq_len if cut is None else cut,
+        truncate=cut is not None,
         skip_empty=args.skip_empty,
     )
 
@@ -303,10 +335,6 @@ def _progress(console: Console) -> Iterator[Any]:
 
 
 def _report(args: argparse.Namespace, facts: dict[str, Any]) -> None:
-    if args.json:
-        json.dump(facts, sys.stdout, indent=1)
-        print()
-        return
     table = Table(show_header=False, box=box.ROUNDED)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -318,4 +346,4 @@ def _report(args: argparse.Namespace, facts: dict[str, Any]) -> None:
         elif isinstance(value, bool):
             value = "yes" if value else "no"
         table.add_row(name.replace("_", " "), "none" if value is None else str(value))
-    print_facts(table)
+    deliver(args.json, facts, table)

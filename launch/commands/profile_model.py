@@ -24,6 +24,7 @@ from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measur
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.env import RankEnv, limit_threads
 from dynapipe_ext.launch.job import architecture_of
 from dynapipe_ext.launch.outcome import versions
@@ -32,10 +33,12 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute, round_up
 from dynapipe_ext.reproducible import exp, log
+from dynapipe_ext.suggestion import did_you_mean
 from dynapipe_ext.tools.account.profile_errors import errors_table, held_out_errors
-from dynapipe_ext.tools.console import show
+from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.tools.wording import counted
 from dynapipe_ext.topology import Topology
 
 _FORMAT = "dynapipe-profile-part/1"
@@ -51,25 +54,32 @@ kept in OUT.part as they are made: the same command goes on after an interruptio
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = ending(_EPILOG)
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--config", metavar="FILE", help="settings of a training run in TOML: its model")
+    model.add_argument("--config", metavar="FILE", help="settings of a training run in TOML; here its model counts")
     model.add_argument("--model", metavar="MODEL", help="config.json, Megatron's arguments as JSON, or a preset's name")
     parser.add_argument("--out", metavar="FILE", required=True, help="the cost table to write (JSON)")
-    parser.add_argument("--tp", type=int, metavar="N", help="ranks that share a layer (the settings', or 1)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights (the model's)")
-    parser.add_argument("--min-len", type=int, metavar="N", help="shortest row (16)")
-    parser.add_argument("--max-len", type=int, metavar="N", help=f"longest row (the model's, up to {_MOST_LEN})")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most rows x length (4 x the longest row)")
-    parser.add_argument("--recompute", choices=RECOMPUTES, nargs="+", default=RECOMPUTES, help="kinds to measure (all)")
-    parser.add_argument("--error-target", type=float, default=0.05, metavar="E", help="mean error of times (0.05)")
-    parser.add_argument("--max-shapes", type=int, default=24, metavar="N", help="most shapes to measure (24)")
-    parser.add_argument("--max-seconds", type=float, default=600.0, metavar="S", help="stop choosing shapes then (600)")
-    parser.add_argument("--held-out", type=int, default=6, metavar="N", help="shapes that tell the error (6)")
+    parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel ranks (default: the settings', or 1)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights (default: the model's)")
+    parser.add_argument("--min-len", type=int, metavar="N", help="shortest row (default: 16)")
+    parser.add_argument("--max-len", type=int, metavar="N", help=f"longest row (default: its model's, to {_MOST_LEN})")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most rows x length (default: 4 x the longest row)")
+    parser.add_argument("--recompute", default=RECOMPUTES, type=_kinds, metavar="KIND,…", help="kinds to measure")
+    parser.add_argument("--error-target", type=float, default=0.05, metavar="E", help="mean error of times")
+    parser.add_argument("--max-shapes", type=int, default=24, metavar="N", help="most shapes to measure")
+    parser.add_argument("--max-seconds", type=float, default=600.0, metavar="SECONDS", help="stop choosing shapes then")
+    parser.add_argument("--held-out", type=int, default=6, metavar="N", help="shapes that tell the error")
     parser.add_argument("--distributed-optimizer", action="store_true", help="optimizer states divided over replicas")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the held-out shapes")
-    parser.add_argument("--json", action="store_true", help="print the errors as JSON")
+    add_json(parser, "the errors")
+
+
+def _kinds(text: str) -> tuple[Recompute, ...]:
+    """Kinds of recomputation with commas, in their usual order."""
+    if unknown := sorted(set(text.split(",")) - set(RECOMPUTES)):
+        near = did_you_mean(unknown[0], RECOMPUTES)
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown: choose from {', '.join(RECOMPUTES)}{near}")
+    return tuple(kind for kind in RECOMPUTES if kind in text.split(","))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if not out.parent.is_dir() or out.is_dir():
         raise ConfigError(f"--out is {out}, but must name a file in a folder that exists")
     warnings.filterwarnings("ignore", module="megatron")
+    say_loading("torch", "megatron-core")
     import torch
 
     import dynapipe_ext.executor.measuring.profiling  # noqa: F401  # once, before ranks are forked
@@ -182,11 +193,11 @@ def _measure(job: _Job, env: RankEnv) -> int:
     write_atomic(args.out, json.dumps(table.to_json() | {"provenance": provenance}, separators=(",", ":")) + "\n")
     kept.remove()
     took_s = time.monotonic() - start_s
-    if args.json:
-        summary = {"out": str(args.out), "shapes": len(profile.shapes()), "seconds": took_s, "device": name}
-        print(json.dumps(summary | {"held_out_error": {group: one.to_json() for group, one in errors.items()}}))
-        return 0
-    show(errors_table(errors), f"{args.out}: {len(profile.shapes())} shapes measured in {took_s:.0f} s on {name}")
+    shapes = len(profile.shapes())
+    summary = {"out": str(args.out), "shapes": shapes, "seconds": took_s, "device": name}
+    summary["held_out_error"] = {group: one.to_json() for group, one in errors.items()}
+    said = f"{args.out}: {counted(shapes, 'shape')} measured in {took_s:.0f} s on {name}"
+    deliver(args.json, summary, errors_table(errors), said)
     return 0
 
 
@@ -228,7 +239,7 @@ def _range(args: argparse.Namespace, model: Architecture, multiple: int) -> Prof
         max_len=longest,
         max_tokens=args.max_tokens or 4 * longest,
         multiple=multiple,
-        recomputes=tuple(r for r in RECOMPUTES if r in args.recompute),
+        recomputes=args.recompute,
     )
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.csv_notation import to_csv
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
+from dynapipe_ext.suggestion import did_you_mean
+from dynapipe_ext.tools.console import output
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.show.schedule import (
     FILE_KINDS,
@@ -43,7 +44,7 @@ examples:
   dynapipe show-schedule zb-h1 --pp 4 --micro-batches 8
   dynapipe show-schedule interleaved-1f1b --stages-per-rank 3 --times 1,1.2,0.8
   dynapipe show-schedule 1f1b --pp 8 --micro-batches 32 --costs-cv 0.6 --seed 1 --html 1f1b.html
-  dynapipe show-schedule adaptive --split-backward --costs-cv 0.6 --seed 1 --memory-mb 3
+  dynapipe show-schedule adaptive --split-backward --costs-cv 0.6 --seed 1 --memory-limit-gb 0.003
   dynapipe show-schedule zb-v --csv zb_v.csv
   dynapipe show-schedule plan.json --replica 1
 
@@ -54,33 +55,33 @@ are in proportion to times: a micro-batch of mean size holds {MEAN_BYTES / 1e6:g
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = ending(_EPILOG)
     parser.add_argument("schedule", metavar="NAME|FILE", help="a schedule's name, or a file .csv, .txt or .json")
-    parser.add_argument("--pp", type=int, metavar="N", help=f"pipeline ranks ({DEFAULT_RANKS})")
-    parser.add_argument("--micro-batches", type=int, metavar="M", help=f"({DEFAULT_MICRO_BATCHES})")
-    parser.add_argument("--stages-per-rank", type=int, metavar="V", help="of interleaved-1f1b (2) and adaptive (1)")
+    parser.add_argument("--pp", type=int, metavar="N", help=f"pipeline ranks (default: {DEFAULT_RANKS})")
+    parser.add_argument("--micro-batches", type=int, metavar="N", help=f"of a step (default: {DEFAULT_MICRO_BATCHES})")
     parser.add_argument(
-        "--times", default="1,1,1", metavar="F,I,W", help="ms of a micro-batch on a rank, B = I + W (1,1,1)"
+        "--stages-per-rank", type=int, metavar="N", help="of interleaved-1f1b, adaptive (default: 2, 1)"
     )
+    parser.add_argument("--times", default="1,1,1", metavar="F,I,W", help="ms of a micro-batch on a rank, B = I + W")
     parser.add_argument(
         "--costs-cv", type=float, metavar="CV", help="uneven micro-batches: lognormal factors of mean 1"
     )
-    parser.add_argument("--seed", type=int, metavar="S", help="of --costs-cv (0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of --costs-cv (default: 0)")
     parser.add_argument(
-        "--memory-mb", type=float, metavar="MB", help="limit of a rank (cyclic, adaptive: the peak of 1f1b)"
+        "--memory-limit-gb",
+        type=float,
+        metavar="GB",
+        help="of a rank, 10^9 bytes (default: none; cyclic, adaptive: the peak of 1f1b)",
     )
-    parser.add_argument("--effort", type=int, metavar="N", help=f"moves of adaptive's search ({DEFAULT_EFFORT})")
-    parser.add_argument("--split-backward", action="store_true", help="adaptive: run B as I and W")
-    parser.add_argument("--replica", type=int, metavar="D", help="which replica of a plan (0)")
+    parser.add_argument("--effort", type=int, metavar="N", help=f"of adaptive's search (default: {DEFAULT_EFFORT})")
+    parser.add_argument("--split-backward", action="store_true", help="run B as I and W (adaptive)")
+    parser.add_argument("--replica", type=int, metavar="N", help="which replica of a plan (default: 0)")
     parser.add_argument("--html", metavar="FILE", help="also write a page that needs no network")
     parser.add_argument("--csv", metavar="FILE", help="also write the schedule as torch.distributed.pipelining's CSV")
 
 
 def run(args: argparse.Namespace) -> int:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_COLUMNS)
+    console = output(_PIPE_COLUMNS)
     _check_flags(args)
     given = None if args.schedule in FOR_COSTS else _schedule(args)
     stage_ranks, num_micro_batches = _shape(args) if given is None else (given.stage_ranks, given.num_micro_batches)
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         factors = uneven_factors(num_micro_batches, cv=args.costs_cv, seed=seed)
         provenance += f"; times lognormal factors of variation {args.costs_cv:g} (seed {seed})"
     costs = rank_costs(stage_ranks, num_micro_batches, times, factors)
-    limit_bytes = None if args.memory_mb is None else round(args.memory_mb * 1e6)
+    limit_bytes = None if args.memory_limit_gb is None else round(args.memory_limit_gb * 1e9)
     if given is None:
         if limit_bytes is None:
             ranks = range(max(stage_ranks) + 1)
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if limit_bytes is not None and max(view.peak_bytes) > limit_bytes:
         raise PlanError(
             f"{args.schedule} holds {max(view.peak_bytes)} B on rank {view.peak_bytes.index(max(view.peak_bytes))} but"
-            f" --memory-mb allows {limit_bytes} B: raise it, or choose cyclic or adaptive, which keep to it"
+            f" --memory-limit-gb allows {limit_bytes} B: raise it, or choose cyclic or adaptive, which keep to it"
         )
     console.print(rendered_schedule(view, width=console.width))
     if args.html:
@@ -122,8 +123,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     """Refuse what the schedule asked for has no use for, rather than pass over it."""
     if args.seed is not None and args.costs_cv is None:
         raise ConfigError("--seed makes uneven micro-batches: say how uneven with --costs-cv CV")
-    if args.memory_mb is not None and not 0 < args.memory_mb < 1e9:
-        raise ConfigError(f"--memory-mb is {args.memory_mb:g} but must lie above 0 and below 10^9")
+    if args.memory_limit_gb is not None and not 0 < args.memory_limit_gb < 1e6:
+        raise ConfigError(f"--memory-limit-gb is {args.memory_limit_gb:g} but must lie above 0 and below 10^6")
     if args.schedule != "adaptive" and (args.effort is not None or args.split_backward):
         flag = "--split-backward" if args.split_backward else "--effort"
         raise ConfigError(f"{flag} is for the search: {args.schedule} is not searched, choose adaptive or leave it out")
@@ -133,8 +134,9 @@ def _check_flags(args: argparse.Namespace) -> None:
         return
     if Path(args.schedule).suffix not in FILE_KINDS:
         raise ConfigError(
-            f"schedule {args.schedule!r} is not known: choose one of {', '.join(_NAMES)}, or a file"
-            f" {', '.join(FILE_KINDS)}"
+            f"schedule {args.schedule!r} is not known: choose one of"
+            f" {', '.join(_NAMES)}, or a file"
+            f" {', '.join(FILE_KINDS)}{did_you_mean(args.schedule, _NAMES)}"
         )
     for flag, value in (
         ("--pp", args.pp),

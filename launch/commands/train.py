@@ -15,27 +15,31 @@ from rich.console import Console
 from dynapipe_ext.config import PlacementChoice, ScheduleName, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.data.mixture import data_settings
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.cluster import run_local
-from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads
-from dynapipe_ext.launch.initial_weights import open_initial_weights
+from dynapipe_ext.launch.command_parser import add_truncate, cut_at, degrees, ending, numbers
+from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads, num_cores
 from dynapipe_ext.launch.job import check_batches, check_fits, topology_of, variants
 from dynapipe_ext.launch.outcome import keeping_what_ran
 from dynapipe_ext.launch.placement import settled_placement, trials_table
+from dynapipe_ext.launch.process_title import set_process_title
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
-from dynapipe_ext.launch.run_data import check_data, prepare_data, run_data
+from dynapipe_ext.launch.run_data import check_data, data_lines, prepare_data, run_data
 from dynapipe_ext.launch.run_directory import RunDirectory, run_to_resume
 from dynapipe_ext.launch.train import (
     TrainingJob,
     data_progress,
+    greet_store,
+    rank_title,
     ranks_line,
     store_address,
     to_go_on_from,
     train_rank,
 )
 from dynapipe_ext.plan import Layout, LossNorm
+from dynapipe_ext.tools.console import say_loading
 from dynapipe_ext.tools.tensorboard_file import require_tensorboard
 
 _EPILOG = """examples:
@@ -51,13 +55,21 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "data",
         "path",
         {
+            "nargs": "+",
             "metavar": "FILE",
-            "help": "JSONL (also compressed), or a folder of `dynapipe preprocess`",
+            "help": "JSONL (also compressed), several as FILE=WEIGHT; or a folder of dynapipe preprocess",
         },
     ),
-    "--truncate": ("data", "truncate", {"action": "store_true", "help": "cut samples that are too long"}),
-    "--tokens-per-batch": ("data", "tokens_per_batch", {"type": int, "metavar": "N", "help": "real tokens a step"}),
-    "--batch-size": ("data", "batch_size", {"type": int, "metavar": "N", "help": "samples a step, instead of tokens"}),
+    "--tokens-per-batch": (
+        "data",
+        "tokens_per_batch",
+        {"type": int, "metavar": "N", "help": "real tokens of a step"},
+    ),
+    "--batch-size": (
+        "data",
+        "batch_size",
+        {"type": int, "metavar": "N", "help": "samples of a step, instead"},
+    ),
     "--num-workers": ("data", "num_workers", {"type": int, "metavar": "N", "help": "planner processes; 0: in line"}),
     "--steps": ("run", "steps", {"type": int, "metavar": "N", "help": "optimizer steps"}),
     "--seed": ("run", "seed", {"type": int, "metavar": "N", "help": "of data order, weights and dropout"}),
@@ -69,9 +81,18 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--placement": (
         "topology",
         "placement",
-        {"choices": get_args(PlacementChoice), "help": "of stages on ranks; auto: tried on the data (linear)"},
+        {"choices": get_args(PlacementChoice), "help": "of stages on ranks; auto: tried on the data"},
     ),
-    "--stages-per-rank": ("topology", "stages_per_rank", {"type": int, "metavar": "N", "help": "under interleaved, v"}),
+    "--stages-per-rank": (
+        "topology",
+        "stages_per_rank",
+        {"type": int, "metavar": "N", "help": "under interleaved, v (default: 2)"},
+    ),
+    "--layers-per-stage": (
+        "topology",
+        "layers_per_stage",
+        {"type": numbers, "metavar": "N,N,…", "help": "of each stage (default: even)"},
+    ),
     "--sequence-parallel": ("topology", "sequence_parallel", {"action": "store_true", "help": "over the tp ranks"}),
     "--architecture": (
         "model",
@@ -84,10 +105,10 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--dtype": ("model", "dtype", {"choices": ("float32", "bfloat16"), "help": "of weights; gradients are float32"}),
     "--layout": ("plan", "layout", {"choices": get_args(Layout), "help": "of micro-batches"}),
     "--schedule": ("plan", "schedule", {"choices": get_args(ScheduleName), "help": "of the pipeline"}),
-    "--split-backward": ("plan", "split_backward", {"action": "store_true", "help": "B as I and W"}),
+    "--split-backward": ("plan", "split_backward", {"action": "store_true", "help": "run B as I and W"}),
     "--fill-waits": ("plan", "fill_waits", {"action": "store_true", "help": "run W while a transfer is waited for"}),
-    "--costs": ("plan", "costs", {"metavar": "FILE", "help": "cost table; default: measure this machine"}),
-    "--memory-limit-gb": ("plan", "memory_limit_gb", {"type": float, "metavar": "GB", "help": "per rank"}),
+    "--costs": ("plan", "costs", {"metavar": "FILE", "help": "cost model as JSON (default: measure this machine)"}),
+    "--memory-limit-gb": ("plan", "memory_limit_gb", {"type": float, "metavar": "GB", "help": "of a rank, 10^9 bytes"}),
     "--loss-norm": ("plan", "loss_norm", {"choices": get_args(LossNorm), "help": "divide by target tokens or samples"}),
     "--save-every": ("checkpoint", "save_every", {"type": int, "metavar": "STEPS", "help": "between checkpoints"}),
     "--save-minutes": ("checkpoint", "save_minutes", {"type": float, "metavar": "M", "help": "between checkpoints"}),
@@ -103,13 +124,15 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = ending(_EPILOG)
     parser.add_argument("--config", metavar="FILE", help="settings in TOML; flags override them")
-    for flag, (_, _, options) in _FLAGS.items():
-        parser.add_argument(flag, default=None, **options)
-    parser.add_argument("--layers-per-stage", metavar="N,N,…", help="layers of each stage, e.g. 3,5")
-    parser.add_argument("--store", metavar="URL", help="your own Redis-compatible server; default: an embedded one")
+    for flag, (table, name, options) in _FLAGS.items():
+        default = getattr(getattr(TrainConfig(), table), name)
+        known = "default" in options["help"] or default in ("", False, ())
+        said = options["help"] if known else f"{options['help']} (default: {default})"
+        parser.add_argument(flag, default=None, **options | {"help": said})
+    add_truncate(parser, "--max-seq-len; without --truncate longer ones are refused")
+    parser.add_argument("--store", metavar="URL", help="your own Redis-compatible server (default: an embedded one)")
     parser.add_argument("--overwrite", action="store_true", help="lose the run that --run-dir holds")
     parser.add_argument(
         "--resume", metavar="RUN_DIR", help='go on from its newest checkpoint; "latest": the newest run'
@@ -135,12 +158,26 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         tables["data"]["tokens_per_batch"] = 0
     if args.tokens_per_batch is not None and args.batch_size is None:
         tables["data"]["batch_size"] = 0
-    if args.layers_per_stage is not None:
-        parts = args.layers_per_stage.split(",")
-        if not all(part.strip().isdigit() for part in parts):
-            raise ConfigError(f"--layers-per-stage is {args.layers_per_stage!r} but must be integers like 3,5")
-        tables.setdefault("topology", {})["layers_per_stage"] = tuple(int(part) for part in parts)
+    if args.data is not None:
+        tables["data"] |= data_settings(args.data)
+    tables["topology"] = tables.get("topology", {}) | degrees(args, of_file=bool(args.config or args.resume))
+    if args.truncate is not None:
+        tables.setdefault("data", {})["truncate"] = True
+    if args.truncate not in (None, True):
+        tables["model"] = {"max_seq_len": cut_at(args.truncate, None)} | tables.get("model", {})
+        if tables["model"]["max_seq_len"] != args.truncate:
+            raise ConfigError(f"--truncate is {args.truncate} and --max-seq-len {args.max_seq_len}: give one of them")
     return config.with_values(**tables)
+
+
+def resumed_run(args: argparse.Namespace, config: TrainConfig) -> tuple[str, Path | None]:
+    """The run's directory (empty: a new one), and the checkpoint that --resume goes on from. Errors: ConfigError."""
+    if not args.resume:
+        return config.run.run_dir, None
+    if args.run_dir is not None:
+        raise ConfigError(f"--resume {args.resume} goes on in its own directory: leave out --run-dir {args.run_dir}")
+    run_dir = run_to_resume(args.resume)
+    return str(run_dir), to_go_on_from(run_dir, config, compare=args.compare, overwrite=args.overwrite)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -151,30 +188,22 @@ def run(args: argparse.Namespace) -> int:
     topology = topology_of(config)  # refuses what does not divide before anything is prepared
     variants(config, compare=args.compare)
     if config.model.init_from:
+        say_loading("torch")
+        from dynapipe_ext.launch.initial_weights import open_initial_weights
+
         open_initial_weights(config.model.init_from, config.model.described)
     address = store_address(args.store) if args.store else None
     if config.run.tensorboard:
         require_tensorboard()
-    run_dir, resumed = config.run.run_dir, None
-    if args.resume:
-        if args.run_dir is not None:
-            raise ConfigError(
-                f"--resume {args.resume} goes on in its own directory: leave out --run-dir {args.run_dir}"
-            )
-        run_dir = str(run_to_resume(args.resume))
-        resumed = to_go_on_from(Path(run_dir), config, compare=args.compare, overwrite=args.overwrite)
+    run_dir, resumed = resumed_run(args, config)
     with RunDirectory(run_dir, overwrite=args.overwrite, resume=resumed is not None) as directory:
         if address is not None:
-            open_store(address, namespace="greeting").close()  # refused here, once, rather than by every rank
-        progress, advance = data_progress(config, enabled=True)
+            greet_store(address)  # refused here, once, rather than by every rank
+        progress, advance = data_progress(config)
         with progress:
             dataset = prepare_data(config, advance)
-        truncated = f", {dataset.num_truncated:,} truncated" if dataset.num_truncated else ""
-        console.print(f"data: {len(dataset):,} samples, {int(dataset.lengths[:, :2].sum()):,} tokens{truncated}")
         data = run_data(config, dataset)
-        if data.held_out is not None:
-            tokens = int(data.held_out.lengths[:, :2].sum())
-            console.print(f"held out for evaluation: {len(data.held_out):,} samples, {tokens:,} tokens")
+        console.print("\n".join(data_lines(config, data)), markup=False, soft_wrap=True)
         check_data(data, lambda lengths: check_batches(config, lengths))
         given = None
         if config.plan.costs or resumed is not None:
@@ -187,7 +216,7 @@ def run(args: argparse.Namespace) -> int:
                 address = server.address
                 console.print(f"store: embedded {server.name} {server.version} on a unix socket")
             costs = given or _measure(config, dataset.vocab_size)
-            config, costs, trials = settled_placement(config, costs, dataset.lengths)
+            config, costs, trials = settled_placement(config, costs, data.train.lengths, _num_cores())
             if trials:
                 console.print(trials_table(trials))
             check_data(data, lambda lengths: check_fits(config, costs, lengths))
@@ -198,15 +227,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rank(job: TrainingJob, env: RankEnv) -> int:
+    set_process_title(rank_title(env, job.config))
     return train_rank(env, job)
 
 
 def _import_once() -> None:
     """What the ranks need, imported before they are forked: once instead of once a rank."""
+    say_loading("torch", "megatron-core")
     from dynapipe_ext.executor.stages import megatron_cpu
     from dynapipe_ext.launch import variant_run  # noqa: F401  (the ranks find it loaded)
 
     megatron_cpu.install()
+
+
+def _num_cores() -> int | None:
+    """The cores of the ranks to fork; None on accelerators."""
+    from dynapipe_ext.executor.device import rank_device
+
+    return num_cores() if rank_device(0).type == "cpu" else None
 
 
 def _measure(config: TrainConfig, vocab_size: int) -> CostModel:

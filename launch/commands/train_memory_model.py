@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,14 @@ from rich.table import Table
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.inference.memory_records import read_records
-from dynapipe_ext.tools.console import show
+from dynapipe_ext.launch.command_parser import add_json, ending
+from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.tools.wording import counted
 
 if TYPE_CHECKING:
+    say_loading("scipy", "sklearn")
     from dynapipe_ext.inference.memory_training import Training
 
 
@@ -30,18 +32,18 @@ executed, and it says what it was measured on: generate() refuses it for another
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EPILOG
+    parser.epilog = ending(_EPILOG)
     parser.add_argument("records", metavar="RECORDS.jsonl", help="what collect-memory wrote")
     parser.add_argument("--out", required=True, metavar="FILE", help="the memory model, as JSON")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the folds (0)")
-    parser.add_argument("--json", action="store_true", help="print the held-out errors as JSON")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the folds")
+    add_json(parser, "the held-out errors")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}: 0 or more is needed")
     found = read_records(args.records)
+    say_loading("scipy", "sklearn")
     from dynapipe_ext.inference.memory_training import NUM_FITS, train
 
     with WorkProgress("fits", NUM_FITS) as progress:
@@ -49,18 +51,17 @@ def run(args: argparse.Namespace) -> int:
             progress.log(f"the last line of {args.records} was cut short and is left out")
         training = train(found.measured_on, found.records, seed=args.seed, on_fit=progress.advance)
     write_atomic(args.out, json.dumps(training.model.to_json(), allow_nan=False) + "\n")
-    if args.json:
-        json.dump(_summary(training), sys.stdout, indent=1)
-        print()
-        return 0
     on = training.model.measured_on
     rows, longest, tokens = training.model.ceiling()
-    show(
-        f"{training.num_records} batches, {training.num_out_of_memory} of them out of memory: {on.model}, {on.dtype},"
-        f" on {on.device} ({on.device_name}), {on.max_new_tokens} new tokens, {on.num_beams} beams",
+    deliver(
+        args.json,
+        _summary(training),
+        f"{counted(training.num_records, 'batch')}, {training.num_out_of_memory} of them out of memory: {on.model},"
+        f" {on.dtype}, on {on.device} ({on.device_name}), {on.max_new_tokens} new tokens, {on.num_beams} beams",
         _error_table(training),
         _coverage_table(training),
-        f"{args.out} holds up to {rows} texts, {longest} tokens a text and {tokens} padded tokens a batch",
+        f"{args.out} holds up to {counted(rows, 'text')}, {counted(longest, 'token')} a text and {tokens:,} padded"
+        " ones a batch",
     )
     return 0
 

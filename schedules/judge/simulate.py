@@ -9,12 +9,10 @@ action is all that has to be waited for.
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections.abc import Sequence
 
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.memory import check_sizes, held_bytes
 from dynapipe_ext.timeline import Span, Trace
@@ -33,41 +31,44 @@ def simulate_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list
     Errors: PlanError if the costs do not match the schedule, or if ranks wait for each other for ever; it names the
     action at which each of them is blocked.
     """
-    steps = _steps(schedule, costs)
+    steps = timed_actions(schedule, costs)
     spans, stuck = run_steps(steps, num_slots(costs.num_stages, costs.num_micro_batches))
     if stuck:
-        raise _deadlock(schedule, stuck)
+        raise deadlock(schedule, stuck)
     return spans
 
 
 def makespan_ns(schedule: PipelineSchedule, costs: MicroBatchCosts) -> int:
     """First start to last end; 0 for an empty schedule. Errors: as simulate_ns."""
-    return max((rank[-1][1] for rank in simulate_ns(schedule, costs) if rank), default=0)
+    return last_end_ns(simulate_ns(schedule, costs))
 
 
-def simulate(schedule: PipelineSchedule, costs: MicroBatchCosts, *, num_cores: int | None = None) -> Trace:
+def last_end_ns(spans: Sequence[Sequence[SpanNs]]) -> int:
+    """Makespan of a step whose first action starts at 0; 0 without actions."""
+    return max((rank[-1][1] for rank in spans if rank), default=0)
+
+
+def bubble_ratio(spans: Sequence[Sequence[SpanNs]]) -> float:
+    """Idle time over (ranks with actions x makespan); 0 where nothing takes time."""
+    whole_ns = last_end_ns(spans) * sum(1 for rank in spans if rank)
+    return 1.0 - sum(end - start for rank in spans for start, end in rank) / whole_ns if whole_ns else 0.0
+
+
+def simulate(schedule: PipelineSchedule, costs: MicroBatchCosts) -> Trace:
     """The step as a Trace: one track a pipeline rank, spans in order of time, `shape` left empty.
 
-    With `num_cores`, ranks share cores: while more ranks are busy than there are cores, each goes on at the rate
-    cores / busy, so idle ranks lend their cores (ends are rounded up to whole nanoseconds). `cpu_s` stays the
-    action's own cost. `num_bytes` is static plus stored bytes right after the action.
-
-    Errors: ConfigError for less than one core; PlanError as simulate_ns.
+    Every rank has a core or device of its own (else: `simulate_shared`). Errors: PlanError as simulate_ns.
     """
-    if num_cores is not None and num_cores < 1:
-        raise ConfigError(f"num_cores is {num_cores} but must be at least 1, or None for a core per rank")
-    steps = _steps(schedule, costs)
-    slots = num_slots(costs.num_stages, costs.num_micro_batches)
-    if num_cores is None or num_cores >= len(steps):
-        spans, stuck = run_steps(steps, slots)
-    else:
-        spans, stuck = _run_shared(steps, slots, num_cores)
-    if stuck:
-        raise _deadlock(schedule, stuck)
+    return trace_of(schedule, costs, simulate_ns(schedule, costs))
+
+
+def trace_of(schedule: PipelineSchedule, costs: MicroBatchCosts, spans: Sequence[Sequence[SpanNs]]) -> Trace:
+    """Spans of every rank's actions as a Trace: `cpu_s` is the action's own cost, `num_bytes` static plus stored bytes
+    right after it."""
+    steps, held = timed_actions(schedule, costs), held_bytes(schedule, costs)
     rows = sorted(
         (start, end, rank, index) for rank, pairs in enumerate(spans) for index, (start, end) in enumerate(pairs)
     )
-    held = held_bytes(schedule, costs)
     return Trace(
         tuple(
             Span(
@@ -167,48 +168,8 @@ def run_steps(ranks: Sequence[Sequence[TimedAction]], slots: int) -> tuple[list[
     return spans, [(rank, index) for rank, index in enumerate(position) if index < len(ranks[rank])]
 
 
-def _run_shared(
-    ranks: Sequence[Sequence[TimedAction]], slots: int, num_cores: int
-) -> tuple[list[list[SpanNs]], list[tuple[int, int]]]:
-    """As run_steps, with ranks that share cores. Work is counted in 1 / unit ns, in which every rate is whole."""
-    unit = math.lcm(*range(1, len(ranks) + 1))
-    arrival = [-1] * slots
-    arrival[_NOW] = 0
-    position = [0] * len(ranks)
-    spans: list[list[SpanNs]] = [[] for _ in ranks]
-    work_left: dict[int, int] = {}
-    started: dict[int, int] = {}
-    arrivals: list[int] = []  # heap of times at which some idle rank may be able to start
-    now = 0
-    while True:
-        for rank, steps in enumerate(ranks):
-            if rank not in work_left and position[rank] < len(steps):
-                need, duration, _, _ = steps[position[rank]]
-                if 0 <= arrival[need] <= now:
-                    work_left[rank], started[rank] = duration * unit, now
-        while arrivals and arrivals[0] <= now:
-            heapq.heappop(arrivals)
-        rate = unit * num_cores // len(work_left) if len(work_left) > num_cores else unit
-        waits = [-(-work // rate) for work in work_left.values()]
-        if arrivals:
-            waits.append(arrivals[0] - now)
-        if not waits:
-            break
-        elapsed = min(waits)
-        now += elapsed
-        for rank in sorted(work_left):
-            work_left[rank] -= elapsed * rate
-            if work_left[rank] <= 0:
-                _, _, out, delay = ranks[rank][position[rank]]
-                arrival[out] = now + delay
-                heapq.heappush(arrivals, now + delay)
-                spans[rank].append((started.pop(rank), now))
-                position[rank] += 1
-                del work_left[rank]
-    return spans, [(rank, index) for rank, index in enumerate(position) if index < len(ranks[rank])]
-
-
-def _steps(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list[TimedAction]]:
+def timed_actions(schedule: PipelineSchedule, costs: MicroBatchCosts) -> list[list[TimedAction]]:
+    """Every rank's list, for `run_steps`. Errors: PlanError if the costs do not match the schedule."""
     check_sizes(schedule, costs)
     forward = forward_steps(costs, schedule.stage_ranks)
     backward = backward_steps(costs, schedule.stage_ranks)
@@ -246,6 +207,7 @@ def _transfers(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> list[list[
     return [none if stage_ranks[s] == stage_ranks[s + 1] else row for s, row in enumerate(costs.transfer_ns.tolist())]
 
 
-def _deadlock(schedule: PipelineSchedule, stuck: Sequence[tuple[int, int]]) -> PlanError:
+def deadlock(schedule: PipelineSchedule, stuck: Sequence[tuple[int, int]]) -> PlanError:
+    """The error that names the action at which each rank (rank, position) is blocked."""
     where = ", ".join(f"rank {rank} at {schedule.ranks[rank][index]}" for rank, index in stuck)
     return PlanError(f"schedule {schedule.name!r} deadlocks: {where} waits for an input that is never produced")

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.schedules.judge.shared_cores import SharedCores
 from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, DispatchRule, Pipeline, dispatch
 from dynapipe_ext.schedules.search.order import splitmix64
 
@@ -35,7 +36,7 @@ class Problem:
     `records` (kinds, shapes, stages, 6): forward, gradient (I alone if `split`), weight, stored, working and transfer
     of every shape under every kind of recomputation; INFEASIBLE forwards: cannot run so. `shapes[j, r - 1]`, int32, is
     the shape of the run of r items that ends at item j, or -1 where that may not be a micro-batch. With one column
-    only, items are micro-batches and stay what they are.
+    only, items are micro-batches and stay what they are. On shared `cores` a step takes at least its work over them.
     """
 
     stage_ranks: tuple[int, ...]
@@ -45,6 +46,18 @@ class Problem:
     records: IntArray
     shapes: npt.NDArray[np.int32]
     rules: tuple[DispatchRule, ...]
+    cores: SharedCores | None = None
+
+    def floor_ns(self, runs: Sequence[Run]) -> int:
+        """What a step of these runs takes at least where ranks share cores; 0 where they do not."""
+        if self.cores is None:
+            return 0
+        ran = slice(3 if self.split else 2)
+        work = 0
+        for first, end, kind in runs:
+            if (first, end) != GONE[:2]:
+                work += int(self.records[kind, self.shapes[end - 1, end - first - 1], :, ran].sum())
+        return self.cores.floor_ns(work)
 
     def cost_record(self, run: Run) -> IntArray | None:
         """Costs (stages, 6) of a run, or None where it cannot be a micro-batch."""
@@ -72,24 +85,27 @@ def records_of(kind_costs: Sequence[MicroBatchCosts], *, split: bool) -> IntArra
 @dataclass(slots=True)
 class SearchState:
     """Runs (some may be GONE), and per replica: runs in injection order, index of the rule, makespan (NEVER: nothing
-    fits), and the actions of each rank as (letter, stage, position)."""
+    fits), and the actions of each rank as (letter, stage, position). `floor_ns` is what the step takes at least where
+    ranks share cores."""
 
     runs: list[Run]
     groups: list[list[int]]
     rules: list[int]
     makespan_ns: list[int]
     actions: list[list[list[Chosen]]]
+    floor_ns: int = 0
 
     @property
     def value(self) -> tuple[int, int]:
-        """What is best: the smallest largest makespan, then the smallest sum."""
-        return max(self.makespan_ns), sum(self.makespan_ns)
+        """What is best: the smallest largest makespan, if not under the floor, then the smallest sum."""
+        return max(self.floor_ns, *self.makespan_ns), sum(self.makespan_ns)
 
     @property
     def energy(self) -> int:
         """What moves may raise a little: mostly the largest makespan, and a little the mean, so that other replicas
         make room."""
-        return _MOST_WEIGHT * len(self.makespan_ns) * max(self.makespan_ns) + sum(self.makespan_ns)
+        most, whole = self.value
+        return _MOST_WEIGHT * len(self.makespan_ns) * most + whole
 
 
 def search(
@@ -123,6 +139,7 @@ def search(
         effort,
         seed % (1 << 64),
         equal_counts,
+        (0, 1) if problem.cores is None else (problem.cores.tp, problem.cores.num_cores),
     )
     stages = len(problem.stage_ranks)
 
@@ -135,7 +152,7 @@ def search(
         for replica, group in zip(actions, groups, strict=False)
     ]
     found_runs = [run if run[0] >= 0 else GONE for run in found_runs]
-    return SearchState(found_runs, groups, rules, makespans, chosen)
+    return SearchState(found_runs, groups, rules, makespans, chosen, problem.floor_ns(found_runs))
 
 
 def _search(
@@ -157,6 +174,7 @@ def _search(
         state.makespan_ns[d], state.groups[d], state.rules[d] = best
     if max(state.makespan_ns) >= NEVER:
         return state
+    state.floor_ns = problem.floor_ns(state.runs)
     best_state = _Search(problem, state, seed, equal_counts).improve(effort)
     for d in range(replicas):
         ranks: list[list[Chosen]] = [[] for _ in problem.free_bytes]
@@ -233,10 +251,11 @@ class _Search:
         """Run what the move changed, as long as the energy may stay within what is allowed."""
         makespans = self.state.makespan_ns
         replicas = len(makespans)
+        self.state.floor_ns = self.problem.floor_ns(self.state.runs)
         for d in self.touched:
             makespans[d] = 0
         for d in self.touched:
-            most = max([0, *makespans[:d], *makespans[d + 1 :]])
+            most = max([self.state.floor_ns, *makespans[:d], *makespans[d + 1 :]])
             left = allowed - (sum(makespans) - makespans[d])
             below = left - _MOST_WEIGHT * replicas * most
             room = below if below <= most else left // (_MOST_WEIGHT * replicas + 1)

@@ -20,6 +20,7 @@ from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.shared_cores import SharedCores
 from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, rules
 from dynapipe_ext.schedules.search.joint import GONE, Problem, Run, SearchState, records_of, search
@@ -43,6 +44,7 @@ class Settings:
     stage_ranks: Sequence[int] | None = None  # default: stage s on rank s
     equal_counts: bool = False
     use_native: bool = True
+    cores: SharedCores | None = None  # None: every rank has its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -201,6 +203,7 @@ def _problem(start: Start, settings: Settings, records: IntArray) -> Problem:
         records=records,
         shapes=start.shapes,
         rules=tuple(rules(split=settings.split)),
+        cores=settings.cores,
     )
 
 

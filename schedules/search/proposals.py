@@ -38,6 +38,7 @@ from dynapipe_ext.splits.runs import Cut, Runs, price_runs
 from dynapipe_ext.topology import Topology
 
 Replicas = list[list[MicroBatch]]
+MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]
 Made = TypeVar("Made")
 
 _MOST_FEW = 8  # splits of a few samples by each of three objectives
@@ -58,6 +59,7 @@ class Proposal:
 class Proposals:
     """Makes splits under the settings of a `Planner`; `kinds` of recomputation may be chosen from.
 
+    Where `cores_are_shared` a bubble costs nothing, so cuts are judged by their work alone, as of a pipeline of one.
     A batch of fewer samples than replicas leaves the last of them empty, unless counts must be equal. All methods raise
     PlanError where nothing they could propose stays within the caps.
     """
@@ -72,6 +74,7 @@ class Proposals:
     kinds: tuple[Recompute, ...]
     equal_counts: bool
     forward_only: bool = False
+    cores_are_shared: bool = False
 
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Ordered samples that the search may cut anywhere."""
@@ -94,7 +97,7 @@ class Proposals:
         """Good splits of a few samples with decoder sides, which runs of one order may miss."""
         choices, busy = self._shapes(shape_prices(self.costs), 1), min(self.topology.dp, len(samples))
         order, costs = subset_costs(samples, choices, self._caps)
-        splits = good_partitions(costs.tolist(), (0, busy, busy * (self.topology.num_stages - 1)), _MOST_FEW)
+        splits = good_partitions(costs.tolist(), (0, busy, busy * (self._depth - 1)), _MOST_FEW)
         made = []
         for masks in splits:
             parts = [MicroBatch(members_of(order, mask), pad_multiple=self.pad_multiple) for mask in masks]
@@ -113,8 +116,14 @@ class Proposals:
         else:
             held = self._in_flight(1, (stages + 1) // 2, stages)
             dp = min(self.topology.dp, len(samples))
-            micro_batches = _possible(partial(self._packed, samples, in_flight, dp) for in_flight in held)
+            price = _remembering(self.costs.evaluate)  # what is held changes what fits, not the rows that are tried
+            micro_batches = _possible(partial(self._packed, samples, price, in_flight, dp) for in_flight in held)
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
+
+    @property
+    def _depth(self) -> int:
+        """Stages whose fill and drain a cut is judged by."""
+        return 1 if self.cores_are_shared else self.topology.num_stages
 
     def _in_flight(self, *counts: int) -> list[int]:
         """Numbers of micro-batches in flight to split for; forwards alone hold nothing, which makes all the same."""
@@ -147,10 +156,10 @@ class Proposals:
 
     def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[Runs, list[list[Cut]]]:
         """Runs of the ordered samples, and cuts for pipelines that hold so many in flight (or one, if that is all)."""
-        stages, dp = self.topology.num_stages, min(self.topology.dp, len(samples))
+        dp = min(self.topology.dp, len(samples))
         order: SortOrder = "classes" if any(s.decoder for s in samples) else "sorted"
 
-        weight = self.topology.dp * (stages - 1)
+        weight = self.topology.dp * (self._depth - 1)
         runs = price_runs(
             ordered(samples, order),
             shape_prices(self.costs),
@@ -158,10 +167,11 @@ class Proposals:
             self._caps,
             weight=weight,
             equal_counts=self.equal_counts,
+            least_work=self.cores_are_shared,
         )
 
         def cut(min_in_flight: int) -> list[Cut]:
-            return runs.cuts(pp=stages, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
+            return runs.cuts(pp=self._depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
 
         try:
             found = _possible(partial(cut, held) for held in in_flight)
@@ -194,8 +204,10 @@ class Proposals:
     def _shapes(self, priced: PricesShapes, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
         return {kind: shape_evaluate(priced, recompute=kind, min_in_flight=min_in_flight) for kind in self.kinds}
 
-    def _packed(self, samples: list[SampleLength], min_in_flight: int, dp: int) -> list[MicroBatch]:
-        pp, limit = self.topology.num_stages, self.limit_bytes
+    def _packed(
+        self, samples: list[SampleLength], price: MicroBatchPrice, min_in_flight: int, dp: int
+    ) -> list[MicroBatch]:
+        limit = self.limit_bytes
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.max_tokens or max(4096, round_up(longest, self.pad_multiple))
         refusal: PlanError | None = None
@@ -203,9 +215,9 @@ class Proposals:
             try:
                 return split_packed(
                     samples,
-                    micro_batch_evaluate(self.costs, min_in_flight=min_in_flight),
+                    lambda rows: bottleneck(price(rows), min_in_flight),
                     max_tokens=room,
-                    pp=pp,
+                    pp=self._depth,
                     dp=dp,
                     max_bytes=limit,
                     pad_multiple=self.pad_multiple,
@@ -263,6 +275,19 @@ def _possible(makers: Iterable[Callable[[], Made]]) -> list[Made]:
         assert refusal is not None
         raise refusal
     return made
+
+
+def _remembering(price: MicroBatchPrice) -> MicroBatchPrice:
+    """The same prices, worked out once."""
+    known: dict[tuple[MicroBatch, ...], MicroBatchCosts] = {}
+
+    def remembered(micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        key = tuple(micro_batches)
+        if key not in known:
+            known[key] = price(micro_batches)
+        return known[key]
+
+    return remembered
 
 
 def _at_least(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:

@@ -12,6 +12,7 @@ from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.v_shape import v_half, zb_v
 from dynapipe_ext.schedules.tables.zero_bubble import zb_h1, zb_h2
+from dynapipe_ext.suggestion import did_you_mean
 
 # Each takes the numbers of ranks and of micro-batches; interleaved-1f1b the stages a rank as well.
 PUBLISHED: Mapping[str, Callable[..., PipelineSchedule]] = MappingProxyType(
@@ -37,7 +38,8 @@ def published_schedule(
     the schedule cannot have.
     """
     if name not in PUBLISHED:
-        raise ConfigError(f"schedule {name!r} is not known: choose one of {', '.join(PUBLISHED)}")
+        near = did_you_mean(name, PUBLISHED)
+        raise ConfigError(f"schedule {name!r} is not known: choose one of {', '.join(PUBLISHED)}{near}")
     given = {"ranks": num_ranks, "micro-batches": num_micro_batches}
     if stages_per_rank is not None:
         given["stages a rank"] = stages_per_rank

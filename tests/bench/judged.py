@@ -19,7 +19,7 @@ from dynapipe_ext.errors import DataError
 from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.topology import Topology
 
-MEMORY_MB = 36_000
+MEMORY_GB = 36
 _JUDGE_TIMEOUT_S = 240
 _MOST_LENGTH, _MANY_TOKENS = 2048, 1 << 20
 
@@ -94,7 +94,16 @@ class Bench:
     def judge(self, case: Case, index: int, plan: Path) -> dict[str, Any]:
         """The judge's line on one plan's file."""
         command = [sys.executable, self.shared / "judge_plan.py", "--costs", self.shared / "data" / "a100_layer_costs"]
-        command += ["--model", case.model, "--layers", case.layers, "--memory-mb", MEMORY_MB, "--extra", *case.extra]
+        command += [
+            "--model",
+            case.model,
+            "--layers",
+            case.layers,
+            "--memory-limit-gb",
+            MEMORY_GB,
+            "--extra",
+            *case.extra,
+        ]
         command += ["--batch", self.path(case), "--index", index, "--plan", plan]
         done = subprocess.run(
             [str(word) for word in command],

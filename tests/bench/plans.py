@@ -30,7 +30,7 @@ from typing import Any
 import grid
 import numpy as np
 from contenders import provenance
-from judged import CASES, MANY, MEMORY_MB, Bench, Case, Measured, closed_share, samples_of, write_many
+from judged import CASES, MANY, MEMORY_GB, Bench, Case, Measured, closed_share, samples_of, write_many
 from peers import peer_plan, renumbered
 
 from dynapipe_ext.core import active_core
@@ -71,7 +71,7 @@ class Row:
 
 def planner_of(case: Case, costs: CostTable, *, split: bool) -> Planner:
     """Ours, as `dynapipe plan` sets it up for measured tables."""
-    return Planner(case.topology, costs, MEMORY_MB * 10**6, pad_multiple=1, split_backward=split)
+    return Planner(case.topology, costs, MEMORY_GB * 10**9, pad_multiple=1, split_backward=split)
 
 
 def timed(plan: Callable[[], StepPlan], topology: Topology, runs: int) -> tuple[StepPlan, float, bool | None]:
@@ -92,7 +92,7 @@ def timed(plan: Callable[[], StepPlan], topology: Topology, runs: int) -> tuple[
 
 def plans_of(bench: Bench, case: Case, *, with_peers: bool) -> Iterator[Callable[[], Measured]]:
     """Plans of every batch, ours first; each with a function that has it judged."""
-    costs, limit = bench.costs(case), MEMORY_MB * 10**6
+    costs, limit = bench.costs(case), MEMORY_GB * 10**9
     for index, batch in enumerate(bench.batches(case)):
         samples = samples_of(case, batch)
         plain: StepPlan | None = None

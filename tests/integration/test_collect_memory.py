@@ -218,7 +218,7 @@ def test_an_interrupted_series_keeps_what_it_measured_and_goes_on_to_the_same_en
 
 def test_a_peak_above_the_limit_is_a_record_out_of_memory_and_nothing_larger_is_tried(folder: Path) -> None:
     out = folder / "limited.jsonl"
-    assert cli.main(few(folder / "llama", out, "--memory-limit", "0.1MB", "--shapes", "random")) == 0
+    assert cli.main(few(folder / "llama", out, "--memory-limit-gb", "0.0001", "--shapes", "random")) == 0
     found = read_records(out).records
     lost = [one for one in found if one.peak_bytes is None]
     assert lost
@@ -275,7 +275,7 @@ def test_one_forward_pass_is_measured_without_new_tokens(folder: Path) -> None:
         (("--generate", "100"), "prompts of 64 tokens and 100 new ones are more than the model has positions"),
         (("--max-tokens", "63"), "max_tokens is 63, less than one text of max_length 64"),
         (("--batches", "0"), "num_batches is 0"),
-        (("--memory-limit", "lots"), "--memory-limit is 'lots'"),
+        (("--memory-limit-gb", "0"), "--memory-limit-gb is 0 but"),
         (("--beams", "0"), "--beams is 0"),
         (("--seed", "-1"), "--seed is -1"),
     ],

@@ -71,11 +71,14 @@ def _tiny(family: str) -> Architecture:
         hidden_size=64,
         num_heads=heads,
         num_query_groups=heads if a.num_query_groups == a.num_heads else 2,
-        head_dim=24 if family in ("qwen3", "t5") else 16,
+        head_dim=24 if family in ("qwen3", "qwen3_moe", "t5") else 16,
         ffn_hidden_size=96,
         vocab_size=500,
         max_seq_len=128,
         num_experts=4 if a.num_experts else 0,
+        top_k=min(a.top_k, 2),
+        full_attention_every=2 if a.full_attention_every else 0,
+        shared_ffn_hidden_size=80 if a.shared_ffn_hidden_size else 0,
     )
 
 

@@ -5,11 +5,7 @@ Every family, and what its configurations can change, is converted from the file
 
 from __future__ import annotations
 
-import json
-import math
-import pickle
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.stages.megatron import finalize_grads, wrap_ddp
 from dynapipe_ext.executor.stages.megatron_layers import rotary_frequencies
 from dynapipe_ext.executor.stages.megatron_model import (
     build_model,
@@ -25,65 +22,60 @@ from dynapipe_ext.executor.stages.megatron_model import (
     initialize_parallel,
     transformer_config,
 )
-from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.executor.stages.megatron_placement import build_chunks
 from dynapipe_ext.launch.initial_weights import load_initial_weights
-from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
-from dynapipe_ext.tools.checkpoint.megatron.names import (
-    EMBEDDING,
-    MegatronTensor,
-    megatron_tensors,
-    tied_head_name,
-    to_megatron,
-)
+from dynapipe_ext.tools.checkpoint.megatron.export import export_hf_weights
 from dynapipe_ext.topology import Topology
-from tests.support.checkpoints import VARIANTS, saved, tensors_in, tiny
-from tests.support.megatron_ranks import CPU, join
+from tests.support.checkpoints import differences
+from tests.support.megatron_ranks import CPU
+from tests.support.published_models import (
+    CASES,
+    LENGTH,
+    ROWS,
+    SAME_ARITHMETIC,
+    STEPS,
+    Published,
+    built,
+    difference,
+    empty,
+    hidden,
+    part_of_rank,
+    published,
+    ranks,
+    said,
+    tokens,
+    whole_tensors,
+)  # fmt: skip
 
-_ROPE = {"rope_theta": 1e4, "factor": 8.0}
-_LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **VARIANTS,
-    "llama-3.1": ("llama", {"rope_parameters": {**_ROPE, **_LLAMA3, "original_max_position_embeddings": 100}}),
-    "llama-linear": ("llama", {"rope_parameters": {**_ROPE, "rope_type": "linear"}}),
-    "llama-attention-bias": ("llama", {"attention_bias": True}),
-    "llama-mlp-bias": ("llama", {"mlp_bias": True}),
-    "mistral-window": ("mistral", {"sliding_window": 7, "head_dim": 16, "num_key_value_heads": 2}),
-    "mixtral-window": ("mixtral", {"sliding_window": 23}),
-    "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
-    "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
-    "t5-few-buckets": (
-        "t5",
-        {"num_decoder_layers": 2, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12},
-    ),
-}
-# Rotation, norms, activation and attention are the same operations on the same numbers. GPT-2 adds its biases later,
-# mixtures sum experts in another order, T5 has no such attention in transformers, windows are computed in blocks.
-SAME_ARITHMETIC = [name for name in CASES if name.startswith(("llama", "qwen")) or name == "mistral"]
 LIMIT = 1e-5
-ROWS, LENGTH, STEPS = 2, 24, 3
 # (ranks, sequence parallel) -> cases; mistral-window has 2 query groups for 4 ranks.
 SPREAD = {
-    (Topology(2, 2, 1, (1, 3)), False): ("llama", "llama-tied", "gpt2", "mixtral", "mistral-window"),
-    (Topology(1, 4, 1), False): ("llama-tied", "gpt2"),
+    (Topology(2, 2, 1, (1, 3)), False): (
+        "llama-tied",
+        "gpt2",
+        "qwen2-moe",
+        "qwen3-moe",
+        "olmo2",
+        "gemma3",
+        "mistral-window",
+    ),
+    (Topology(1, 4, 1), False): ("llama-tied", "gpt2", "phi3", "gemma2"),
     (Topology(2, 1, 2), False): ("t5", "t5-v1.1"),
-    (Topology(4, 1, 1), True): ("qwen3-tied-bias", "mistral-window", "mixtral", "gpt2", "t5"),
+    (Topology(4, 1, 1), True): (
+        "qwen3-tied-bias",
+        "mistral-window",
+        "mixtral",
+        "qwen2-moe",
+        "qwen3-moe",
+        "phi3",
+        "olmo2",
+        "gemma2",
+        "gemma3-stretched",
+        "gpt2",
+        "t5",
+    ),
 }
-
-
-@dataclass(frozen=True)
-class Published:
-    """A model of transformers, as it is on disk and as it computes."""
-
-    model: Any
-    folder: Path
-    architecture: Architecture
-    tensors: Mapping[str, torch.Tensor]
-    logits: torch.Tensor  # of `tokens`, with eager attention
-    masked_logits: torch.Tensor | None  # of T5, with the first row's end hidden
-    one_row: torch.Tensor  # of the first row, with scaled_dot_product_attention
-    losses: list[float]  # of steps of Adam
 
 
 @dataclass(frozen=True)
@@ -98,103 +90,14 @@ class Converted:
     losses: list[float]
 
 
-def tokens() -> torch.Tensor:
-    return torch.randint(131, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+@dataclass(frozen=True)
+class Spread:
+    """What one of several ranks says, or the last stage's together."""
 
-
-def hidden() -> torch.Tensor:
-    """The positions of the encoder that are padding."""
-    return torch.arange(LENGTH).expand(ROWS, LENGTH) >= torch.tensor([[17], [LENGTH]])
-
-
-def published(name: str, folder: Path) -> Published:
-    family, changes = CASES[name]
-    # A large epsilon shows in the logits; a default in its place would not.
-    eps = "layer_norm_epsilon" if family in ("gpt2", "t5") else "rms_norm_eps"
-    model = tiny(family, **changes, **{eps: 0.03})
-    saved(model, folder)
-    architecture = read_config(json.loads((folder / "config.json").read_text()))
-    inputs: dict[str, Any] = {"input_ids": tokens(), "use_cache": False}
-    masked = None
-    with torch.no_grad():
-        if family == "t5":
-            inputs["decoder_input_ids"] = tokens().flip(1)
-            masked = model(**inputs, attention_mask=(~hidden()).long()).logits
-        logits = model(**inputs).logits
-        if name in SAME_ARITHMETIC:
-            model.set_attn_implementation("sdpa")
-        one_row = model(**{k: v[:1] if k != "use_cache" else v for k, v in inputs.items()}).logits
-        model.set_attn_implementation("eager")
-    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-3), []
-    for _ in range(STEPS):
-        loss = torch.nn.functional.cross_entropy(
-            model(**inputs).logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten()
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return Published(model, folder, architecture, tensors_in(folder), logits, masked, one_row, losses)
-
-
-def whole_tensors(one: Published) -> Iterator[tuple[MegatronTensor, torch.Tensor]]:
-    """Megatron's tensors of the whole model, with the vocabulary unpadded."""
-    for group in tensor_groups(one.architecture):
-        given = to_megatron(one.architecture, group, {info.name: one.tensors[info.name] for info in group.tensors})
-        yield from ((tensor, given[tensor.name]) for tensor in megatron_tensors(one.architecture, group))
-
-
-def part_of_rank(one: Published, topology: Topology, rank: int) -> dict[str, torch.Tensor]:
-    """A rank's state_dict, cut as MegatronTensor says."""
-    me, a = topology.coordinates(rank), one.architecture
-    layers = topology.with_layers(a.num_layers).layers_per_stage if topology.pp > 1 else ()
-    first = sum(layers[: me.pp_rank])
-    last_stage = me.pp_rank == topology.pp - 1
-    state = {}
-    for tensor, value in whole_tensors(one):
-        if tensor.vocabulary:
-            missing = a.padded_vocab_size() - a.vocab_size
-            value = torch.nn.functional.pad(value, (0, 0) * (value.ndim - 1) + (0, missing))
-        if tensor.tp_dim is not None:
-            parts = value.chunk(tensor.tp_parts, tensor.tp_dim)
-            value = torch.cat([part.chunk(topology.tp, tensor.tp_dim)[me.tp_rank] for part in parts], tensor.tp_dim)
-        name = tensor.name
-        if layers and tensor.layer >= 0:
-            if not first <= tensor.layer < first + layers[me.pp_rank]:
-                continue
-            name = name.replace(f"layers.{tensor.layer}.", f"layers.{tensor.layer - first}.")
-        elif layers and name.startswith("embedding."):
-            if name == EMBEDDING and a.tied_embeddings and last_stage:
-                state[tied_head_name(a)] = value
-            if me.pp_rank:
-                continue
-        elif layers and not last_stage:
-            continue
-        state |= dict.fromkeys((name, *tensor.aliases), value)
-    return state
-
-
-def empty(one: Published, topology: Topology, rank: int, **options: Any) -> Any:
-    config = transformer_config(one.architecture, topology, dtype="float32", **options)
-    stage = topology.coordinates(rank).pp_rank
-    return build_model(one.architecture, topology, stage, config, seed=None, device=CPU)
-
-
-def built(one: Published, topology: Topology, rank: int, **options: Any) -> Any:
-    model = empty(one, topology, rank, **options)
-    state = part_of_rank(one, topology, rank)
-    wanted = {name for name in model.state_dict() if not name.endswith("_extra_state")}
-    assert state.keys() == wanted, sorted(state.keys() ^ wanted)
-    model.load_state_dict(state, strict=False)
-    return model.eval()
-
-
-def said(model: Any, ids: torch.Tensor, *, is_hidden: torch.Tensor | None = None, labels: Any = None) -> torch.Tensor:
-    """Logits, or the loss of each position."""
-    if hasattr(model, "encoder"):
-        mask = None if is_hidden is None else is_hidden[:, None, None]
-        return model(ids, ids.flip(1), mask, None, mask, lm_labels=labels)
-    return model(input_ids=ids, position_ids=torch.arange(LENGTH).expand_as(ids), attention_mask=None, labels=labels)
+    output: torch.Tensor  # this rank's columns of the logits; before the last stage, what it sends on
+    losses: torch.Tensor  # of each position, on the last stage
+    gradient_fault: float
+    not_exported: list[str]
 
 
 def converted(one: Published) -> Converted:
@@ -220,10 +123,28 @@ def converted(one: Published) -> Converted:
     return Converted(state, promised, logits, masked, one_row, losses)
 
 
-def spread(
-    one: Published, topology: Topology, rank: int, *, sequence_parallel: bool
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """On the last pipeline rank: this rank's columns of the logits, and the loss of each position."""
+def gradient_fault(one: Published, topology: Topology, rank: int, model: Any) -> float:
+    """The largest difference between a rank's gradients and its part of transformers', over the largest of these."""
+    chunk = wrap_ddp(model.train(), model.config)
+    said(chunk, tokens(), labels=tokens().roll(-1, 1))[:, :-1].mean().backward()
+    finalize_grads([chunk])
+    wanted = part_of_rank(replace(one, tensors=one.gradients), topology, rank)
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    return max(difference(p.main_grad, wanted[name]) for name, p in model.named_parameters()) / largest
+
+
+def export_faults(one: Published, chunks: list[Any], receivers: Any = "all", *, receives: bool = True) -> list[str]:
+    """What differs between the files and what a running model exports, its order among it."""
+    exported = list(export_hf_weights(chunks, one.architecture, receivers=receivers))
+    if not receives:
+        return [name for name, _ in exported]
+    order = [info.name for group in tensor_groups(one.architecture) for info in group.tensors]
+    shared = [name for name, tensor in exported if tensor.untyped_storage().nbytes() != tensor.nbytes]
+    return differences(dict(exported), one.tensors) + shared + ["order"] * ([name for name, _ in exported] != order)
+
+
+def spread(one: Published, topology: Topology, rank: int, *, sequence_parallel: bool) -> Spread:
+    """`gradient_fault` where one stage is all and sequence parallelism trains."""
     me = topology.coordinates(rank)
     model = built(one, topology, rank, sequence_parallel=sequence_parallel)
     if one.architecture.family != "t5":  # which the pipeline does not train
@@ -238,21 +159,14 @@ def spread(
         output = said(model, tokens())
         if me.pp_rank < topology.pp - 1:
             dist.send(output, topology.rank(tp_rank=me.tp_rank, pp_rank=me.pp_rank + 1, dp_rank=me.dp_rank))
-            return None
-        return output, said(model, tokens(), labels=tokens().roll(-1, 1))
-
-
-def ranks(world_size: int, folder: Path, function: Any) -> list[Any]:
-    """`function(rank)` in forked ranks that share a process group."""
-
-    def main(env: Any) -> int:
-        join(env)
-        (folder / str(env.rank)).write_bytes(pickle.dumps(function(env.rank)))
-        dist.destroy_process_group()
-        return 0
-
-    run_local(main, world_size, timeout_s=90)
-    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
+            losses = torch.empty(0)
+        else:
+            losses = said(model, tokens(), labels=tokens().roll(-1, 1))
+    model.set_input_tensor(None)
+    trains = sequence_parallel and one.architecture.family != "t5"
+    fault = gradient_fault(one, topology, rank, model) if trains else 0.0
+    not_exported = export_faults(one, [model]) + export_faults(one, [model], "first", receives=rank == 0)
+    return Spread(output, losses, fault, not_exported)
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +186,8 @@ def alone(models: dict[str, Published], tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def together(models: dict[str, Published], tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """(topology, sequence parallel, name) -> logits of the whole vocabulary, losses; the first replica's last stage."""
+    """By (topology, sequence parallel, name), logits of the whole vocabulary; the first replica's last stage, and what
+    any rank could not export."""
 
     def all_cases(rank: int) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
@@ -288,15 +203,15 @@ def together(models: dict[str, Published], tmp_path_factory: pytest.TempPathFact
     for key in results[0]:
         topology = key[0]
         last = [topology.rank(tp_rank=t, pp_rank=topology.pp - 1, dp_rank=0) for t in range(topology.tp)]
-        columns, losses = zip(*(results[rank][key] for rank in last), strict=True)
-        assert all(torch.equal(losses[0], other) for other in losses)
-        said_together[key] = torch.cat(columns, dim=-1), losses[0]
+        of_last = [results[rank][key] for rank in last]
+        assert all(torch.equal(of_last[0].losses, one.losses) for one in of_last)
+        said_together[key] = Spread(
+            torch.cat([one.output for one in of_last], dim=-1),
+            of_last[0].losses,
+            max(one.gradient_fault for one in of_last),
+            [fault for of_rank in results for fault in of_rank[key].not_exported],
+        )
     return said_together
-
-
-def difference(given: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest; NaN counts as infinite."""
-    return float((given[..., : wanted.shape[-1]] - wanted).abs().nan_to_num(math.inf).max())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -318,7 +233,7 @@ def test_logits_are_those_of_transformers(
 ) -> None:
     worst = difference(alone[name].logits, models[name].logits)
     record_property("largest_difference", worst)
-    assert worst <= LIMIT
+    assert worst <= limit(models[name].logits)
 
 
 def joined_projections_have_the_bits_of_separate_ones() -> bool:
@@ -350,6 +265,11 @@ def test_padding_of_the_encoder_is_not_attended_to(
     assert difference(wanted, models[name].logits) > 100 * LIMIT
 
 
+def limit(wanted: torch.Tensor) -> float:
+    """Of differences from logits, the largest of which may be above 1."""
+    return LIMIT * max(1.0, float(wanted.abs().max()))
+
+
 def key_id(key: tuple[Topology, bool, str]) -> str:
     return f"{key[2]}-tp{key[0].tp}pp{key[0].pp}{'-sp' * key[1]}"
 
@@ -358,17 +278,53 @@ def key_id(key: tuple[Topology, bool, str]) -> str:
 def test_several_ranks_say_what_transformers_says(
     key: tuple[Topology, bool, str], models: dict[str, Published], together: dict[Any, Any]
 ) -> None:
-    (logits, losses), wanted = together[key], models[key[2]].logits
-    assert difference(logits, wanted) <= LIMIT
+    found, wanted = together[key], models[key[2]].logits
+    assert difference(found.output, wanted) <= limit(wanted)
     expected = torch.nn.functional.cross_entropy(wanted.transpose(1, 2), tokens().roll(-1, 1), reduction="none")
-    assert difference(losses, expected) <= LIMIT
+    assert difference(found.losses, expected) <= LIMIT
+    assert found.gradient_fault <= LIMIT
+
+
+@pytest.mark.parametrize("key", [(*ranks, name) for ranks, names in SPREAD.items() for name in names], ids=key_id)
+def test_every_rank_exports_the_bits_of_the_files_and_the_first_alone_where_asked(
+    key: tuple[Topology, bool, str], together: dict[Any, Any]
+) -> None:
+    assert together[key].not_exported == []
+
+
+def test_a_rank_with_several_stages_exports_them_and_another_model_is_refused(
+    models: dict[str, Published], tmp_path: Path
+) -> None:
+    """A V of four stages over two ranks, whose first has both ends of a tied model, in DDP."""
+    one, topology = models["llama-tied"], Topology(pp=2, placement=(0, 1, 1, 0))
+
+    def main(rank: int) -> list[str]:
+        initialize_parallel(topology, 0)
+        config = transformer_config(one.architecture, topology, dtype="float32")
+
+        def build(stage: int) -> Any:
+            return build_model(one.architecture, topology, stage, config, seed=None, device=CPU)
+
+        chunks = build_chunks(topology, rank, build, tied_embeddings=True)
+        for chunk, stage in zip(chunks, topology.stages_of(rank), strict=True):
+            load_initial_weights(chunk, str(one.folder), one.architecture, topology, stage)
+        wrapped = [wrap_ddp(chunk, config) for chunk in chunks]
+        another = replace(one.architecture, qkv_bias=True, tied_embeddings=False, family="qwen2", num_layers=3)
+        with pytest.raises(DataError, match=r"the model has no .*linear_qkv.bias; .*which qwen2 has not"):
+            list(export_hf_weights(chunks, another))
+        with pytest.raises(ConfigError, match="give the list of this rank's model chunks"):
+            list(export_hf_weights(wrapped[0], one.architecture))
+        return export_faults(one, wrapped)
+
+    assert ranks(2, tmp_path, main) == [[], []]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_goes_on_with_the_losses_of_transformers(
     name: str, models: dict[str, Published], alone: dict[str, Converted]
 ) -> None:
-    assert alone[name].losses == pytest.approx(models[name].losses, abs=1e-5)
+    # Adam's first steps are gradients' signs: where Gemma's are smallest, rounding turns some.
+    assert alone[name].losses == pytest.approx(models[name].losses, abs=1e-4 if name.startswith("gemma") else 1e-5)
     assert alone[name].losses[0] - alone[name].losses[-1] > 1e-2  # it learns
 
 

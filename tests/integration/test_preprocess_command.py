@@ -1,6 +1,7 @@
 """`dynapipe preprocess` as people run it: one line of mistakes, kills, Ctrl-C, and what other commands read of it."""
 
 import bz2
+import gzip
 import json
 import os
 import select
@@ -133,7 +134,7 @@ def test_megatrons_options_write_its_files_and_existing_ones_work(tmp_path, corp
     assert (
         command(
             *("--input", corpus, *gpt2, "--tokenizer-type", "GPT2BPETokenizer", "--append-eod", "--workers", 2),
-            *("--json-keys", "text", "target", "--output-prefix", prefix, "--json"),
+            *("--json-keys", "text", "target", "--output-prefix", prefix, "--dataset-impl", "mmap", "--json"),
         )
         == 0
     )
@@ -193,6 +194,7 @@ BASE = ("--tokenizer", "bytes", "--output", "out")
         (("--input", "d.jsonl", *BASE, "--tokenizer-type", "SentencePiece"), "give GPT2BPETokenizer"),
         (("--input", "d.jsonl", *BASE, "--tokenizer-type", "GPT2BPETokenizer"), "needs --vocab-file"),
         (("--input", "d.jsonl", *BASE, "--add-special-tokens"), "is for --output-prefix"),
+        (("--input", "d.jsonl", *BASE, "--dataset-impl", "mmap"), "--dataset-impl mmap is for --output-prefix"),
         (("--input", "d.jsonl", "--tokenizer", "bytes", "--output", "."), "names no new folder"),
         (("--input", "d.jsonl", "--tokenizer", "bytes", "--output", ""), "names no new folder"),
         (("--input", "d.jsonl", "--tokenizer", "bytes", "--output-prefix", ""), "is no prefix of file names"),
@@ -225,3 +227,24 @@ def test_help_shows_examples(capsys):
     out = capsys.readouterr().out
     assert "--output-prefix my-gpt2" in out
     assert "dynapipe plan --lengths prepared/lengths.npy" in out
+
+
+def test_the_files_of_a_folder_are_written_in_its_own_tree(tmp_path, capsys):
+    source = tmp_path / "source"
+    (source / "deep" / "er").mkdir(parents=True)
+    (source / ".hidden").write_text("no data")
+    (source / "a.b.jsonl").write_text('{"text": "one"}\n')
+    with gzip.open(source / "deep" / "er" / "c.jsonl.gz", "wt") as file:
+        file.write('{"text": "two"}\n{"text": "three"}\n')
+    given = ("--input", source, "--tokenizer", "bytes", "--workers", 1, "--json")
+    assert command(*given, "--output", tmp_path / "out") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["files"], result["samples"]) == (2, 3)
+    assert [len(TokenDataset.open(tmp_path / "out" / name)) for name in ("a.b", "deep/er/c")] == [1, 2]
+    assert command(*given, "--output-prefix", tmp_path / "mega") == 0
+    assert (tmp_path / "mega" / "deep" / "er" / "c_text_document.idx").is_file()
+    (source / "a.b.txt").write_text("four\n")
+    assert command(*given, "--output", tmp_path / "other") == 2
+    assert "would both be written to" in capsys.readouterr().err
+    assert command(*given, "--output", source / "in") == 2
+    assert "lies in the folder" in capsys.readouterr().err

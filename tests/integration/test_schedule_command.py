@@ -36,7 +36,7 @@ def test_every_schedule_is_drawn_for_one_rank_one_micro_batch_and_fewer_micro_ba
 
 
 def test_schedules_made_for_costs_say_their_limit_and_keep_to_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without --memory-mb it is what 1F1B holds of these micro-batches."""
+    """Without --memory-limit-gb it is what 1F1B holds of these micro-batches."""
     uneven = ["--micro-batches", "12", "--costs-cv", "0.6", "--seed", "1"]
     figures = {}
     for arguments in (["1f1b"], ["cyclic"], ["adaptive"], ["adaptive", "--split-backward"]):
@@ -49,7 +49,7 @@ def test_schedules_made_for_costs_say_their_limit_and_keep_to_it(capsys: pytest.
     makespans, peaks = zip(*figures.values(), strict=True)
     assert list(makespans) == sorted(set(makespans), reverse=True)
     assert max(peaks) == peaks[0]
-    assert main(["show-schedule", "adaptive", *uneven, "--memory-mb", "3"]) == 0
+    assert main(["show-schedule", "adaptive", *uneven, "--memory-limit-gb", "0.003"]) == 0
     assert "at most 3 MB a rank" in " ".join(capsys.readouterr().out.split())
 
 
@@ -100,9 +100,15 @@ def test_a_plan_is_drawn_by_replica(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["cyclic", "--micro-batches", "0"], "cyclic with 4 ranks, 0 micro-batches"),
         (["adaptive", "--stages-per-rank", "0"], "0 stages a rank: give at least 1"),
         (["cyclic", "--stages-per-rank", "2"], "cyclic has 1 stage a rank, not 2"),
-        (["cyclic", "--memory-mb", "0.9"], "micro-batch 0 alone needs 1000000 B on stage 0 but the limit is 900000 B"),
-        (["cyclic", "--memory-mb", "nan"], "--memory-mb is nan but must lie above 0"),
-        (["zb-h2", "--memory-mb", "6"], "zb-h2 holds 7000000 B on rank 0 but --memory-mb allows 6000000 B"),
+        (
+            ["cyclic", "--memory-limit-gb", "0.0009"],
+            "micro-batch 0 alone needs 1000000 B on stage 0 but the limit is 9",
+        ),
+        (["cyclic", "--memory-limit-gb", "nan"], "--memory-limit-gb is nan but must lie above 0"),
+        (
+            ["zb-h2", "--memory-limit-gb", "0.006"],
+            "zb-h2 holds 7000000 B on rank 0 but --memory-limit-gb allows 6000000 B",
+        ),
         (["adaptive", "--effort", "-1"], "effort is -1"),
         (["adaptive", "--effort", "999999999"], "lower --effort to"),
         (["zb-h1", "--split-backward"], "--split-backward is for the search: zb-h1 is not searched"),

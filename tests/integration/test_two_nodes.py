@@ -1,4 +1,7 @@
-"""One job on two hosts: two network namespaces joined by a virtual cable, torchrun on each, one store."""
+"""One job on two hosts: two network namespaces joined by a virtual cable, torchrun on each, one store.
+
+Each host has a name of its own, which resolves to loopback there (Debian's 127.0.1.1) and to its address elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -65,10 +68,15 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
             ip("-n", name, "link", "set", "lo", "up")
             ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
             ip("-n", name, "link", "set", device, "up")
+            others = [f"{other} {named}" for other, named in zip(addresses, names, strict=True) if named != name]
+            files = Path("/etc/netns", name)  # `ip netns exec` lays them over those of /etc
+            files.mkdir(parents=True)
+            (files / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {name}", *others]) + "\n")
         yield list(zip(names, addresses, devices, strict=True))
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=False, timeout=20)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
 
 def test_a_job_trains_over_two_hosts(hosts, tmp_path: Path) -> None:
@@ -84,19 +92,14 @@ def test_a_job_trains_over_two_hosts(hosts, tmp_path: Path) -> None:
     server.stdin.close()
     nodes = []
     try:
-        for i, (name, own_address, device) in enumerate(hosts):
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
-            command += ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-            command += ["--rdzv-endpoint", f"{address}:29511", "--rdzv-id", "job", "--local-addr", own_address]
-            command += ["--rdzv-conf", f"is_host={int(i == 0)},join_timeout=60"]
-            command += ["-m", "dynapipe_ext.launch.train", "--config", str(config)]
+        for i, (name, _, _) in enumerate(hosts):
+            command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
+            command += [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+            command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{first}:29511", "--rdzv-id", "job"]
+            command += ["--rdzv-conf", "join_timeout=60", "-m", "dynapipe_ext.launch.train", "--config", str(config)]
             command += ["--store", f"redis://{address}:6399/0"]
-            environment = {
-                **os.environ,
-                "GLOO_SOCKET_IFNAME": device,
-                "OMP_NUM_THREADS": "1",
-                "DYNAPIPE_STORE_PASSWORD": password,
-            }
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "DYNAPIPE_STORE_PASSWORD": password}
+            environment.pop("GLOO_SOCKET_IFNAME", None)
             log = (tmp_path / f"node{i}.log").open("wb")
             nodes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         statuses = [node.wait(150) for node in nodes]
@@ -110,3 +113,6 @@ def test_a_job_trains_over_two_hosts(hosts, tmp_path: Path) -> None:
     assert len(report["losses"]) == 3
     assert report["losses"][-1] < report["losses"][0]
     assert password not in logs
+    for i, (_, _, device) in enumerate(hosts):
+        said = f"network of rank {2 * i}'s machine: {device} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+        assert (tmp_path / f"node{i}.log").read_text().count(said) == 1

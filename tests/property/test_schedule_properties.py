@@ -18,15 +18,22 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import _preemptive_ns, lower_bound_ns
 from dynapipe_ext.schedules.judge.memory import held_bytes, peak_bytes
-from dynapipe_ext.schedules.judge.simulate import _run_shared, _steps, makespan_ns, num_slots, simulate, simulate_ns
+from dynapipe_ext.schedules.judge.shared_cores import SharedCores, simulate_shared_ns
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate, simulate_ns, trace_of
 from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.notation import format_lines, parse_lines
 from dynapipe_ext.schedules.search.dispatch import NEVER, Pipeline, dispatch, rules
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic, cyclic
 from dynapipe_ext.schedules.tables.gpipe import gpipe
+from dynapipe_ext.timeline import Trace
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741 torch's letters
+
+
+def shared_traces(replicas: list[tuple[PipelineSchedule, MicroBatchCosts]], cores: SharedCores) -> list[Trace]:
+    found = simulate_shared_ns(replicas, cores)
+    return [trace_of(*replica, spans) for replica, spans in zip(replicas, found, strict=True)]
 
 
 @st.composite
@@ -160,7 +167,7 @@ def test_ranks_that_share_cores_are_never_faster_and_waste_nothing(
     costs: MicroBatchCosts, seed: int, cores: int
 ) -> None:
     schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=True)
-    alone, shared = simulate(schedule, costs), simulate(schedule, costs, num_cores=cores)
+    alone, (shared,) = simulate(schedule, costs), shared_traces([(schedule, costs)], SharedCores(cores))
     assert shared.makespan_s >= alone.makespan_s
     assert {s.label: s.cpu_s for s in shared.spans} == {s.label: s.cpu_s for s in alone.spans}
     work_ns = sum(s.cpu_s for s in alone.spans) * 1e9
@@ -173,9 +180,25 @@ def test_ranks_that_share_cores_are_never_faster_and_waste_nothing(
 @given(random_costs(), st.integers(0, 2**32))
 def test_sharing_with_a_core_per_rank_is_the_plain_simulation(costs: MicroBatchCosts, seed: int) -> None:
     schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=True)
-    slots = num_slots(costs.num_stages, costs.num_micro_batches)
-    spans, stuck = _run_shared(_steps(schedule, costs), slots, len(schedule.ranks))
-    assert (spans, stuck) == (simulate_ns(schedule, costs), [])
+    (shared,) = shared_traces([(schedule, costs)], SharedCores(len(schedule.ranks)))
+    assert shared == simulate(schedule, costs)
+
+
+@settings(deadline=None)
+@given(random_costs(), st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 3))
+def test_replicas_that_share_cores_take_their_work_over_the_cores_and_their_tp_ranks_count(
+    costs: MicroBatchCosts, seed: int, cores: int, tp: int
+) -> None:
+    schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=True)
+    idle = random_schedule(seed, costs.num_stages, 0, split=True)
+    shared = SharedCores(cores, tp)
+    one, other, nothing = shared_traces([(schedule, costs), (schedule, costs), (idle, costs.take([]))], shared)
+    assert one == other  # whoever is alike waits alike
+    assert not nothing.spans
+    work_ns = 2 * sum(round(s.cpu_s * 1e9) for s in one.spans)
+    assert one.makespan_s * 1e9 >= shared.floor_ns(work_ns) - 1e-3
+    (same,) = shared_traces([(schedule, costs)], SharedCores(2 * tp * cores * len(schedule.ranks), tp))
+    assert same == simulate(schedule, costs)
 
 
 @settings(deadline=None)

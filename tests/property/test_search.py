@@ -14,6 +14,7 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
 from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.shared_cores import SharedCores
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
 from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize, optimize_best
@@ -88,12 +89,23 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Start, int]:
 @pytest.mark.skipif(native is None, reason="a pure build was asked for")
 @settings(max_examples=250, deadline=None)
 @given(
-    case=cases(), split=st.booleans(), effort=st.integers(0, 200), seed=st.integers(0, 2**64 - 1), equal=st.booleans()
+    case=cases(),
+    split=st.booleans(),
+    effort=st.integers(0, 200),
+    seed=st.integers(0, 2**64 - 1),
+    equal=st.booleans(),
+    cores=st.none() | st.builds(SharedCores, st.integers(1, 4), st.integers(1, 2)),
 )
-def test_the_native_core_finds_what_its_twin_finds(case, split, effort, seed, equal) -> None:
+def test_the_native_core_finds_what_its_twin_finds(case, split, effort, seed, equal, cores) -> None:
     stage_ranks, start, limit = case
     asked = Settings(
-        memory_limit_bytes=limit, split=split, effort=effort, seed=seed, stage_ranks=stage_ranks, equal_counts=equal
+        memory_limit_bytes=limit,
+        split=split,
+        effort=effort,
+        seed=seed,
+        stage_ranks=stage_ranks,
+        equal_counts=equal,
+        cores=cores,
     )
     other = replace(start, groups=(tuple(m for group in start.groups for m in group), *((),) * (len(start.groups) - 1)))
     for starts in ([start], [start, other]) if not equal else ([start],):

@@ -49,6 +49,7 @@ RIM = {
         "launch/megatron_core.py",  # a training script to copy from
         "launch/variant_run.py",
         "launch/train.py",
+        "launch/rank_program.py",  # the store of torchrun's agent, and its record of failures
         "tools/checkpoint/*.py",
     ),
     "redis": ("executor/store/redis.py", "launch/commands/doctor.py"),

@@ -31,6 +31,7 @@ _LLAMA_LIKE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+_EVERY_THIRD = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 _GPT2: dict[str, Any] = {
     "n_embd": HIDDEN,
     "n_head": HEADS,
@@ -63,7 +64,35 @@ _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {**_LLAMA_LIKE, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, _LLAMA_LIKE),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        {
+            **_LLAMA_LIKE,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 80,
+        },
+    ),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**_LLAMA_LIKE, "head_dim": 16}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        transformers.Qwen3MoeForCausalLM,
+        {**_LLAMA_LIKE, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM, _LLAMA_LIKE),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, _LLAMA_LIKE),
+    "gemma2": (
+        transformers.Gemma2Config,
+        transformers.Gemma2ForCausalLM,
+        {**_LLAMA_LIKE, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3_text": (
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
+        {**_LLAMA_LIKE, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24, "layer_types": _EVERY_THIRD},
+    ),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, _GPT2),
     "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration, _T5),
 }
@@ -76,7 +105,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-moe": ("qwen2_moe", {}),
     "qwen3": ("qwen3", {}),
+    "qwen3-moe": ("qwen3_moe", {"norm_topk_prob": True}),
+    "phi3": ("phi3", {}),
+    "olmo2": ("olmo2", {}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3_text", {}),
     "gpt2": ("gpt2", {}),
     "t5": ("t5", {}),
     "t5-v1.1": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),

@@ -55,7 +55,7 @@ def measured_csv(folder: Path, model: str) -> None:
 
 def given(folder: Path, model: str, **other: str) -> list[str]:
     """The flags that plan and check-plan have in common."""
-    flags = {"--costs": str(folder), "--model": model, "--layers": "4", "--memory-mb": "20000"}
+    flags = {"--costs": str(folder), "--model": model, "--layers": "4", "--memory-limit-gb": "20"}
     flags |= {"--batch": str(folder / "batches.json"), "--index": "1", **other}
     return [word for pair in flags.items() for word in pair] + ["--extra", *EXTRA[model]]
 
@@ -256,7 +256,7 @@ def test_a_damaged_plan_is_refused_for_its_reason(
 def test_a_plan_above_the_limit_is_refused(sound: tuple[Path, Raw], capsys: pytest.CaptureFixture[str]) -> None:
     folder, raw = sound
     peak = max(peak for replica in raw["replicas"] for peak in replica["predicted"]["peak_bytes"])
-    status, verdict = checked(folder, raw, "gpt_6.7b", capsys, **{"--memory-mb": str((peak - 1) / 1e6)})
+    status, verdict = checked(folder, raw, "gpt_6.7b", capsys, **{"--memory-limit-gb": str((peak - 1) / 1e9)})
     assert status == 1
     assert any(f"needs {peak} B at its peak but the limit is" in fault for fault in verdict["faults"])
 
@@ -280,7 +280,7 @@ def test_without_lengths_the_bound_of_the_batch_goes_unchecked(
     sound: tuple[Path, Raw], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = sound
-    flags = ["--costs", str(folder), "--model", "gpt_6.7b", "--layers", "4", "--memory-mb", "20000", "--json"]
+    flags = ["--costs", str(folder), "--model", "gpt_6.7b", "--layers", "4", "--memory-limit-gb", "20", "--json"]
     capsys.readouterr()
     assert cli.main(["check-plan", str(folder / "plan.json"), *flags]) == 0
     assert json.loads(capsys.readouterr().out)["batch_bound_s"] is None

@@ -37,7 +37,7 @@ def test_a_plan_whose_buffers_in_flight_take_it_above_the_limit_is_refused(
     whole = max(peak + in_flight for peak, in_flight in pairs)
     assert whole > max(peak for peak, _ in pairs)
     for limit, count in ((whole, 0), (whole - 1, 1)):
-        _, verdict = checked(tmp_path, raw, "gpt_6.7b", capsys, **{"--memory-mb": str(limit / 1e6)})
+        _, verdict = checked(tmp_path, raw, "gpt_6.7b", capsys, **{"--memory-limit-gb": str(limit / 1e9)})
         over = f"needs {whole} B at its peak with buffers in flight but the limit is {limit} B"
         assert sum(over in fault for fault in verdict["faults"]) == count
         assert not any("at its peak but the limit" in fault for fault in verdict["faults"])

@@ -19,7 +19,7 @@ def test_a_long_text_in_place_of_an_action_is_not_echoed_whole(
 ) -> None:
     (tmp_path / "lengths.txt").write_text("40\n300\n17\n")
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(TokenCosts(2, transfer_bytes_per_token=16))))
-    costs = ["--costs", str(tmp_path / "costs.json"), "--memory-mb", "1000"]
+    costs = ["--costs", str(tmp_path / "costs.json"), "--memory-limit-gb", "1"]
     target = tmp_path / "plan.json"
     assert (
         cli.main(

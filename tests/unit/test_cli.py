@@ -6,6 +6,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +90,58 @@ def test_a_wrong_argument_is_status_2_with_the_usage(arguments: list[str], capsy
         cli.main(arguments)
     assert caught.value.code == 2
     assert "usage: dynapipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trian"], "dynapipe: error: argument COMMAND: 'trian' is unknown: choose from"),
+        (["trian"], "; did you mean 'train'?"),
+        (["train", "--setps", "3"], "dynapipe train: error: unknown --setps; did you mean '--steps'?"),
+        (
+            ["plan", "--memory-limit-g=3"],
+            "dynapipe plan: error: unknown --memory-limit-g; did you mean '--memory-limit-gb'?",
+        ),
+        (["plan", "--lengths", "x", "--schedule", "zbh1"], "gpipe, zb-h1, zb-h2; did you mean 'zb-h1'?"),
+        (["train", "--placement", "linaer"], "did you mean 'linear'?"),
+        (["doctor", "again"], "dynapipe doctor: error: unknown again"),
+    ],
+)
+def test_a_mistake_shows_the_usage_of_its_subcommand_and_what_may_be_meant(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.startswith(f"usage: dynapipe {'' if len(arguments) == 1 else arguments[0]}")
+
+
+@pytest.mark.parametrize(
+    ("toml", "says"),
+    [
+        ("[runn]\nsteps = 1", "did you mean 'run'?"),
+        ("[run]\nsetps = 1", "did you mean 'steps'?"),
+        ("[model]\nsteps = 1", "; steps belongs in [run]"),
+        ('[plan]\nschedule = "zbh2"', "did you mean 'zb-h2'?"),
+        ('[model]\narchitecture = "lama-3-8b"', "did you mean 'llama-3-8b'?"),
+    ],
+)
+def test_a_word_that_settings_do_not_know_is_answered_with_what_may_be_meant(
+    toml: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "job.toml").write_text(toml)
+    assert cli.main(["plan", "--lengths", "x", "--config", str(tmp_path / "job.toml")]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_degrees_that_are_not_given_are_1_as_soon_as_one_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lengths.txt").write_text("40\n30\n20\n10\n")
+    words = ["plan", "--lengths", str(tmp_path / "lengths.txt"), "--effort", "10", "--json"]
+    assert cli.main([*words, "--pp", "2"]) == 0
+    degrees = json.loads(capsys.readouterr().out)["topology"]  # JSON stands alone
+    assert (degrees["tp"], degrees["pp"], degrees["dp"]) == (1, 2, 1)
 
 
 def test_help_and_version_load_no_subcommand(capsys: pytest.CaptureFixture[str]) -> None:

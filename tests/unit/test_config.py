@@ -192,13 +192,14 @@ def test_flags_replace_single_settings_and_are_checked() -> None:
     ("arguments", "changed"),
     [
         ([], {}),
-        (["--steps", "3", "--tp", "1"], {"run": {"steps": 3}, "topology": {"tp": 1}}),
+        (["--steps", "3", "--tp", "2"], {"run": {"steps": 3}, "topology": {"tp": 2, "pp": 1, "dp": 1}}),
         (["--batch-size", "8"], {"data": {"batch_size": 8, "tokens_per_batch": 0}}),
         (["--tokens-per-batch", "99"], {"data": {"tokens_per_batch": 99}}),
         (["--layers-per-stage", "1, 3"], {"topology": {"layers_per_stage": (1, 3)}}),
         (["--placement", "v", "--stages-per-rank", "4"], {"topology": {"placement": "v", "stages_per_rank": 4}}),
         (["--split-backward", "--fill-waits"], {"plan": {"split_backward": True, "fill_waits": True}}),
         (["--truncate", "--strict"], {"data": {"truncate": True}, "job": {"strict": True}}),
+        (["--truncate", "64"], {"data": {"truncate": True}, "model": {"max_seq_len": 64}}),
     ],
 )
 def test_the_flags_of_train_override_the_file(arguments: list[str], changed: dict[str, dict[str, Any]]) -> None:
@@ -208,7 +209,8 @@ def test_the_flags_of_train_override_the_file(arguments: list[str], changed: dic
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--layers-per-stage", "1,x"], "--layers-per-stage is '1,x' but must be integers"),
+        (["--truncate", "0"], "--truncate is 0 but must be at least 1"),
+        (["--truncate", "9", "--max-seq-len", "8"], "--truncate is 9 and --max-seq-len 8: give one of them"),
         (["--tokens-per-batch", "9", "--batch-size", "9"], "set exactly one"),
         (["--batch-size", "0"], "set exactly one"),
         (["--fill-waits"], r"command line: \[plan\] fill_waits needs weight gradients"),

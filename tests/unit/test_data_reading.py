@@ -123,7 +123,7 @@ def test_a_truncated_compressed_file_is_refused(tmp_path, suffix):
     whole = COMPRESS[suffix](content)
     for size in (len(whole) // 2, len(whole) - 1):
         path = written(tmp_path, whole[:size], f"d.jsonl{suffix}")
-        assert re.search(r"ends too early after line \d+: copy", refusal(path)), refusal(path)
+        assert re.search(r"ends too early( after line [1-9]\d*)?: copy", refusal(path)), refusal(path)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])

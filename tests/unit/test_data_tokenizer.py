@@ -7,7 +7,8 @@ import pytest
 
 from dynapipe_ext.data import tokenizer as tokenizer_module
 from dynapipe_ext.data.generation import generate_examples
-from dynapipe_ext.data.tokenizer import BytesTokenizer, load_tokenizer, save_tokenizer, train_tokenizer
+from dynapipe_ext.data.preprocessing.encoders import encoder_from_json
+from dynapipe_ext.data.tokenizer import BytesTokenizer, train_tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
 
 HARD = [
@@ -51,9 +52,8 @@ def test_no_token_is_longer_than_max_token_bytes(tokenizer):
         assert len(tokens) * tokenizer.max_token_bytes >= len(text.encode())
 
 
-def test_save_and_load_keep_the_tokens(tokenizer, tmp_path):
-    save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
-    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+def test_its_json_keeps_the_tokens(tokenizer):
+    loaded = encoder_from_json(tokenizer.as_json())
     assert (loaded.kind, loaded.vocab_size, loaded.eos, loaded.separator) == (
         (tokenizer.kind, tokenizer.vocab_size, tokenizer.eos, tokenizer.separator)
     )
@@ -116,13 +116,6 @@ def test_ids_outside_of_the_vocabulary_are_refused(tokenizer):
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"format": "dynapipe-tokenizer/1", "kind": "sentencepiece"}', '{"format": "other/1"}']
 )
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(content)
-    with pytest.raises(DataError, match=r"tokenizer\.json .*prepare the data again"):
-        load_tokenizer(path)
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(DataError, match="cannot be read as a tokenizer"):
-        load_tokenizer(tmp_path / "none.json")
+def test_json_that_is_no_tokenizer_is_refused(content):
+    with pytest.raises(DataError):
+        encoder_from_json(content)

@@ -91,7 +91,7 @@ def test_json_goes_to_a_file_beside_the_table(small, tmp_path, capsys):
     path = tmp_path / "estimate.json"
     assert run("--model", small, "--gpus-per-node", "1", *QUICK, "--json", str(path)) == 0
     assert json.loads(path.read_text())["options"]
-    assert "the estimate is in" in capsys.readouterr().out
+    assert "as JSON in" in capsys.readouterr().out
 
 
 def test_the_settings_are_those_of_the_option_and_train_takes_them(small, tmp_path, capsys):
@@ -157,7 +157,7 @@ def test_lengths_of_a_file_are_planned(small, tmp_path, capsys):
         (["--tokens-per-batch", "9:"], "--tokens-per-batch is '9,' but must be numbers"),
         (["--tokens-per-batch", "100"], "a sample has 1,024 tokens but a global batch has at most 100"),
         (["--precision", "fp32", "--states", "mixed"], "--states mixed is about 16-bit weights"),
-        (["--truncate", "9"], "--truncate is 9: give at least 1, and --lengths"),
+        (["--truncate", "9"], "--truncate cuts at 9, but nothing is given to cut: give --lengths"),
         (["--seed", "-1"], "--seed is -1 but must be at least 0"),
         (["--nodes", "0"], "nodes is 0 but must be 1 to 65,536"),
         (["--gpu-memory-gb", "1"], "reserved_gb is 2 of 1 GB of a device"),

@@ -14,12 +14,14 @@ from dynapipe_ext.costs.estimated import Strategy, estimated_costs
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.cluster import DEVICES, Cluster
+from dynapipe_ext.models.flops import Positions, forward_flops
 from dynapipe_ext.models.huggingface import write_config
 from dynapipe_ext.models.megatron_arguments import write_arguments
 from dynapipe_ext.models.memory import stage_parameters, states
 from dynapipe_ext.models.presets import PRESETS, preset, read_model
 from dynapipe_ext.models.tensors import num_parameters
 from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.tools.estimate.modules import MODULES, modules_of, positions_of
 from dynapipe_ext.topology import Topology
 
 PUBLISHED = {
@@ -37,6 +39,18 @@ PUBLISHED = {
     "qwen2-72b": 72_706_203_648,
     "qwen3-0.6b": 596_049_920,
     "qwen3-8b": 8_190_735_360,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen2-57b-a14b": 57_408_658_944,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "phi-3-mini": 3_821_079_552,
+    "phi-3-medium": 13_960_238_080,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-1b": 999_885_952,
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
     "t5-small": 60_506_624,
@@ -237,3 +251,17 @@ def test_heads_of_their_own_width_and_biases_of_qkv_alone_are_counted():
     none = replace(with_bias, qkv_bias=False)
     (more,), (less,) = parameters_per_stage(with_bias, Topology()), parameters_per_stage(none, Topology())
     assert more - less == 28 * (3584 + 2 * 512)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_modules_have_every_parameter_once_and_the_work_of_a_forward(name):
+    a, lengths = preset(name), np.array([[100, 7, 0], [512, 64, 0], [33, 1, 0]])
+    lengths[:, 1] *= bool(a.num_decoder_layers)
+    positions = positions_of(lengths)
+    assert positions == Positions.of_samples((int(e), int(d)) for e, d, _ in lengths)
+    found = modules_of(a, "megatron", positions, len(lengths))
+    assert tuple(one.name for one in found) == MODULES
+    assert sum(one.parameters for one in found) == num_parameters(a)
+    assert sum(one.forward_flops for one in found) == pytest.approx(forward_flops(a, positions).total / 3, rel=1e-9)
+    assert all(one.training_bytes == 9 * one.inference_bytes for one in found)
+    assert all(one.forward_flops > 0 for one in found[1:])

@@ -89,9 +89,16 @@ def test_work_adds_up_over_micro_batches() -> None:
     assert work.executed == {"full": Positions(5, 3, 25, 9, 15), "none": Positions(14, 12, 98, 72, 84)}
 
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "experts_implementation": "eager"}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _SMALL,
     "qwen3": _SMALL | {"head_dim": 32},
+    "qwen2_moe": _SMALL | _EXPERTS | {"shared_expert_intermediate_size": 80},
+    "qwen3_moe": _SMALL | _EXPERTS | {"head_dim": 32},
+    "phi3": _SMALL | {"pad_token_id": None},
+    "olmo2": _SMALL,
+    "gemma2": _SMALL | {"head_dim": 32},
+    "gemma3_text": _SMALL | {"head_dim": 32},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 131},
     "t5": {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 131},
 }

@@ -47,12 +47,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--index", "1"], "use --step with --lengths"),
         (["--tokens-per-batch", "299"], "sample 1 has 300 tokens but tokens_per_batch is 299"),
         (["--model", "gpt_6.7b"], "name it with --costs DIR"),
-        (["--costs", "/nowhere.json", "--memory-mb", "1"], "/nowhere.json cannot be read"),
+        (["--costs", "/nowhere.json", "--memory-limit-gb", "0.001"], "/nowhere.json cannot be read"),
         (["--costs", "."], "say which --model NAME"),
         (["--truncate", "0"], "--truncate is 0"),
         (["--pp", "9"], "4 layers cannot fill 9 stages"),
         (["--tp", "3"], "tp is 3 but does not divide"),
-        (["--memory-mb", "0.001"], "B"),
+        (["--memory-limit-gb", "1e-06"], "B"),
         (["--config", "/nowhere.toml"], "/nowhere.toml"),
         *(
             (["--extra", enc, "0"], "--extra ENC is " + enc[:37])
@@ -60,9 +60,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (["--extra", "2147483647", "0"], "has 2147483687 and 0 positions but a side has at most 2^31"),
         (["--truncate", "9" * 30], "--truncate is 999999"),
-        (["--memory-mb", "1e30"], "--memory-mb is 1e+30 but must make 1 B to 2^60 B a rank"),
-        (["--memory-mb", "1e300"], "--memory-mb is 1e+300"),
-        (["--memory-mb", "1e-9"], "--memory-mb is 1e-09"),
+        (["--memory-limit-gb", "1e27"], "the memory limit is 1e+27 GB but must make 1 B to 2^60 B a rank"),
+        (["--memory-limit-gb", "1e-12"], "the memory limit is 1e-12 GB"),
         (["--memory-limit-gb", "1e300"], "the memory limit is 1e+300"),
         (["--effort", "9" * 23], "effort is " + "9" * 23 + " but must be an integer of 0 to 1,000,000,000"),
         (["--pad-multiple", "9" * 23], "pad_multiple is 999"),
@@ -117,9 +116,9 @@ def test_json_that_nests_too_deep_is_one_line_for_every_reader(
     deep = tmp_path / "deep.json"
     deep.write_text("[" * 100_000)
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(TokenCosts(2))))
-    costs = ["--costs", str(tmp_path / "costs.json"), "--memory-mb", "1000"]
+    costs = ["--costs", str(tmp_path / "costs.json"), "--memory-limit-gb", "1"]
     for command in (
-        ["plan", "--lengths", lengths, "--costs", str(deep), "--memory-mb", "1"],
+        ["plan", "--lengths", lengths, "--costs", str(deep), "--memory-limit-gb", "0.001"],
         ["plan", "--show", str(deep)],
         ["check-plan", str(deep), *costs],
         ["show-schedule", str(deep)],

@@ -93,7 +93,7 @@ def test_the_certificate_is_shown_and_written(lengths: str, tmp_path: Path, caps
         assert max(bounds["stage_s"], bounds["chain_s"]) <= bounds["heads_tails_s"]
     assert plan("--show", str(target)) == 0
     again = capsys.readouterr().out
-    assert shown[shown.index("Certificate") : shown.index("the plan is in")] == again[again.index("Certificate") :]
+    assert shown[shown.index("Certificate") : shown.index("as JSON in")] == again[again.index("Certificate") :]
 
 
 def test_the_cost_of_equal_counts_is_shown(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,7 +261,7 @@ def test_a_measured_batch_is_planned_with_its_extra_positions(
     measured_csv(tmp_path, model, decoder=decoder)
     pairs = [[30, 10 * decoder], [1, 9 * decoder], [100, 0], [60, 5 * decoder]]
     (tmp_path / "batches.json").write_text(json.dumps([{"lengths": [[5, 5]]}, {"lengths": pairs}]))
-    command = f"--model {model} --layers 4 --index 1 --tp 1 --pp 2 --dp 1 --memory-mb 36000 --layout padded".split()
+    command = f"--model {model} --layers 4 --index 1 --tp 1 --pp 2 --dp 1 --memory-limit-gb 36 --layout padded".split()
     files = ["--costs", str(tmp_path), "--batch", str(tmp_path / "batches.json"), "--json", str(tmp_path / "plan.json")]
     assert plan(*command, *files, "--extra", *map(str, extra)) == 0
     raw = planned(tmp_path / "plan.json")
@@ -330,8 +330,8 @@ def test_a_plan_has_the_same_bytes_under_other_hash_seeds_and_numbers_of_threads
         "2",
         "--dp",
         "2",
-        "--memory-mb",
-        "36000",
+        "--memory-limit-gb",
+        "36",
         "--layout",
         "padded",
         "--effort",

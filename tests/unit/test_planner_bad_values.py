@@ -91,7 +91,7 @@ def test_token_costs_that_are_no_usable_numbers_are_refused_by_name(name: str, v
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("bytes_per_token", [0, 1000])
 def test_where_nothing_takes_time_any_plan_is_as_good_and_one_is_found(layout: Any, bytes_per_token: int) -> None:
-    costs = TokenCosts(2, ns_per_token=0, bytes_per_token=bytes_per_token)
+    costs = TokenCosts(2, ns_per_token=0, bytes_per_token=bytes_per_token, overhead_ns=0)
     plan = replace(PLANNER, costs=costs, layout=layout).plan([5, 6, 7, 8])
     check_cover(plan.batch, sample_lengths([5, 6, 7, 8]))
     assert plan.makespan_s == 0

@@ -1,13 +1,34 @@
-"""What a failing rank says under torchrun: one line on standard error, and the cause in torchrun's own error file."""
+"""What failing ranks say under torchrun: one line of the first on standard error, and its cause in torchrun's file."""
 
 import json
+import subprocess
+import sys
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from torch.distributed import TCPStore
 
+from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.launch import train
+from dynapipe_ext.launch import cluster, rank_program
+from dynapipe_ext.launch.commands import train as train_command
+from dynapipe_ext.launch.redis_server import RedisServer
+
+
+def as_rank(rank: int, monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
+    place = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "4"}
+    for name, value in (place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | more).items():
+        monkeypatch.setenv(name, value)
+
+
+def fail_with(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(rank_program, "_main", fails)
 
 
 @pytest.mark.parametrize(
@@ -26,17 +47,90 @@ def test_a_failing_rank_says_its_cause_with_its_notes_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     error.add_note("on rank 3, step 7, 1F0: micro-batch 0")
-
-    def fails(*_: object) -> NoReturn:
-        raise error
-
-    place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error")}
-    for name, value in (place | address).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train, "_main", fails)
-    assert train.main(["--config", "job.toml"]) == status
+    as_rank(3, monkeypatch, TORCHELASTIC_ERROR_FILE=str(tmp_path / "error"))
+    fail_with(error, monkeypatch)
+    assert rank_program.main(["--config", "job.toml"]) == status
     assert capsys.readouterr().err == f"dynapipe: error: {says}\n"
     told = json.loads((tmp_path / "error").read_text())["message"]
     assert told["message"].endswith(says)
     assert ("in fails" in told["extraInfo"]["py_callstack"]) == (status == 1)  # the calls, of a defect alone
+
+
+def test_of_ranks_that_fail_the_first_of_each_start_of_the_job_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agent = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+    said = []
+    for attempt, rank in (("0", 2), ("0", 1), ("1", 1)):
+        started = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": attempt}
+        as_rank(rank, monkeypatch, MASTER_PORT=str(agent.port), **started)
+        fail_with(DataError("it went wrong"), monkeypatch)
+        assert rank_program.main([]) == 2
+        said.append(capsys.readouterr().err)
+    assert said == ["dynapipe: error: rank 2: it went wrong\n", "", "dynapipe: error: rank 1: it went wrong\n"]
+
+
+def test_a_wrong_argument_is_said_by_rank_0_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in (0, 1):
+        as_rank(rank, monkeypatch)
+        with pytest.raises(SystemExit) as caught:
+            rank_program.main(["--stepz", "3"])
+        assert caught.value.code == 2
+        assert ("did you mean '--steps'?" in capsys.readouterr().err) == (rank == 0)
+
+
+def test_the_rank_program_takes_what_dynapipe_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--dp", "4", "--steps", "7", "--truncate", "64", "--schedule", "1f1b"]
+    args = rank_program._parsed(arguments)
+    wanted = TrainConfig().with_values(
+        topology={"tp": 1, "pp": 1, "dp": 4},
+        run={"steps": 7},
+        data={"truncate": True},
+        model={"max_seq_len": 64},
+        plan={"schedule": "1f1b"},
+    )
+    assert train_command.config_from(args) == wanted
+
+
+def test_the_stores_password_is_checked_before_anything_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    as_rank(0, monkeypatch, DYNAPIPE_STORE_PASSWORD="wrong")
+    with RedisServer() as server:
+        assert rank_program.main(["--tp", "4", "--store", server.address.url]) == 2
+    assert "password" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_forked_ranks_that_fail_the_first_alone_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
+    """The others fail because it did, in whatever order they end."""
+
+    def main(env: cluster.RankEnv) -> int:
+        raise DataError("it went wrong")
+
+    with pytest.raises(cluster.JobError) as caught:
+        cluster.run_local(main, 4, timeout_s=60)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert caught.value.cause == line
+    assert str(caught.value).startswith(line.removesuffix(": it went wrong") + " ended with exit status 2")
+
+
+def test_ps_shows_which_rank_a_process_is() -> None:
+    script = """
+from dynapipe_ext.launch.process_title import set_process_title
+
+def shown(what):
+    with open(f"/proc/self/{what}") as file:
+        return file.read().rstrip(chr(0))
+
+set_process_title("rank 12 of 64: dynapipe train dp1 pp2 tp0")
+print(shown("cmdline"), shown("comm"), sep=",", end="")
+set_process_title("x" * 100_000)  # the environment lies right behind
+print(len(shown("cmdline")) > 100, shown("environ").partition(chr(0))[0])
+"""
+    run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=60)
+    shown = run([sys.executable, "-c", script], env={"PROBE": "still here"}).stdout
+    assert shown == "rank 12 of 64: dynapipe train dp1 pp2 tp0,rank 12 of 64: \nTrue PROBE=still here\n"

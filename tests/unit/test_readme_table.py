@@ -108,7 +108,7 @@ def test_no_plan_beats_the_bound(bench: Any, make_costs: Any, data: st.DataObjec
 
 
 def test_the_bound_is_reached_where_nothing_is_lost(bench: Any) -> None:
-    costs = TokenCosts(1, ns_per_token=1000, ns_per_token_squared=2)
+    costs = TokenCosts(1, ns_per_token=1000, ns_per_token_squared=2, overhead_ns=0)
     plan = Planner(Topology(), costs, 1e12, layout="packed", pad_multiple=1, max_tokens=100).plan([10, 30, 60])
     bound_s = bench["bound"].batch_bound_s(costs, [10, 30, 60], dp=1)
     assert bound_s == pytest.approx(3 * (100 * 1e-6 + 2e-9 * (100 + 900 + 3600)), rel=1e-3)
@@ -126,7 +126,7 @@ def test_the_bound_is_reached_at_the_cheapest_shapes_of_a_table(bench: Any, rows
 
 def test_the_bound_counts_head_tail_and_the_longest_chain(bench: Any) -> None:
     batch_bound_s = bench["bound"].batch_bound_s
-    costs = TokenCosts(4, ns_per_token=1_000_000)
+    costs = TokenCosts(4, ns_per_token=1_000_000, overhead_ns=0)
     # 20 samples of 10: the last stage works 20 x 30 ms after 30 ms of other stages' forwards, and 60 ms follow.
     assert batch_bound_s(costs, [10] * 20, dp=1) == pytest.approx(0.690, rel=1e-3)
     assert batch_bound_s(costs, [10] * 20, dp=2) == pytest.approx(0.390, rel=1e-3)

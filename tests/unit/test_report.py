@@ -220,8 +220,8 @@ def test_comparison_takes_the_best_baseline_of_each_column_and_marks_losses() ->
     text = text_of(compare_table(report()))
     last = next(line for line in text.splitlines() if "over the best baseline" in line)
     cells = [cell.strip() for cell in last.strip("│ ").split("│")]
-    # tokens/s 2000 to the best 2000; CPU time 1.5 to 1.0 ms: behind; the rest are equal.
-    assert cells == ["over the best baseline", "1.000×", "▼ 1.500×", "1.000×", "1.000×", "1.000×"]
+    # tokens/s 2000 to the best 2000; CPU time 1.5 to 1.0 ms: behind; the rest are equal, a bubble of shared cores idle.
+    assert cells == ["over the best baseline", "1.000×", "▼ 1.500×", "1.000×", "-", "1.000×"]
     faster = text_of(compare_table(report(result=result(step_s=0.25), oversubscribed=False)))
     assert "2.000×" in faster
     assert "share" not in faster
@@ -247,3 +247,17 @@ def test_comparison_leaves_unknown_figures_out() -> None:
 def test_lists_of_unequal_length_are_refused(field: str) -> None:
     with pytest.raises(DataError, match=field):
         replace(result(), **{field: getattr(result(), field)[:1]})
+
+
+_OF_STEPS = ("losses", "num_micro_batches", "measured_makespan_s", "predicted_makespan_s")
+_OF_STEPS = (*_OF_STEPS, "measured_bubble_ratio", "predicted_bubble_ratio")
+
+
+def test_a_comparison_says_between_what_rates_the_middle_half_of_the_steps_is() -> None:
+    five: dict[str, Any] = {name: getattr(result(), name)[:1] * 5 for name in _OF_STEPS}
+    steady = replace(
+        result(), real_tokens_per_step=(1000,) * 5, padded_tokens=5000, step_s=(1.0, 0.5, 0.25, 2.0, 0.2), **five
+    )
+    text = text_of(compare_table(report(result=steady)))
+    (line,) = [line for line in text.splitlines() if "middle half" in line]
+    assert "1,000-4,000" in line

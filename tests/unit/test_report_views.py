@@ -161,6 +161,21 @@ def test_work_of_unknown_size_and_of_no_size_ends() -> None:
         assert lines(console) == []
 
 
+def test_work_of_unknown_size_is_counted_without_a_question_mark() -> None:
+    console = pipe()
+    with WorkProgress("tokenizing", None, console=console) as work:
+        for _ in range(5):
+            work.advance(10_000)
+    assert lines(console) == ["tokenizing: 20,000", "tokenizing: 40,000"]
+    live = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with WorkProgress("tokenizing", None, console=live) as work:
+        work.advance(800)
+    shown = live.file.getvalue()  # type: ignore[attr-defined]
+    assert "800" in shown
+    assert "/?" not in shown
+    assert "ETA" not in shown
+
+
 def test_impossible_totals_are_refused() -> None:
     with pytest.raises(ConfigError, match="-1"):
         StepProgress(-1)

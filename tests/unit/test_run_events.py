@@ -13,7 +13,6 @@ import pytest
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.events import EvalDone, StepDone
 from dynapipe_ext.models.flops import Positions
-from dynapipe_ext.timeline import Span, Trace
 from dynapipe_ext.tools import tensorboard_file
 from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo
 from dynapipe_ext.tools.account.run_events import (
@@ -137,18 +136,6 @@ def test_a_report_of_no_step_and_of_none_gathered_claims_nothing(tmp_path: Path)
         result = report_of(read_events(path), unfinished="why").result
         assert (result.cpu_s_per_token, result.exposed_planning_s, result.measured_peak_bytes) == (None, None, None)
         assert result.averaged_steps == ()
-
-
-def test_where_ranks_share_cores_only_a_simulated_step_has_a_prediction(tmp_path: Path) -> None:
-    trace = Trace(
-        (Span(rank=0, label="0F0", start_s=0.0, end_s=0.9), Span(rank=1, label="1F0", start_s=0.9, end_s=1.0))
-    )
-    for shared, others in ((True, None), (False, 0.3)):
-        facts = replace(FACTS, oversubscribed=shared)
-        events = read_events(written(tmp_path / "events.jsonl", a_step(0), a_step(1), a_step(2), facts=facts))
-        result = report_of(events, {2: trace}, unfinished=None).result
-        assert result.predicted_makespan_s == (others, others, 1.0)
-        assert result.predicted_bubble_ratio[2] == trace.bubble_ratio
 
 
 @pytest.mark.parametrize(

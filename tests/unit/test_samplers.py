@@ -351,10 +351,10 @@ def test_multipack_classes_balance_squares_and_tokens() -> None:
 
 
 def test_coefficients_come_back_from_the_times_of_a_cost_model() -> None:
-    costs = TokenCosts(num_stages=3, ns_per_token=1000, ns_per_token_squared=2)
+    costs = TokenCosts(num_stages=3, ns_per_token=1000, ns_per_token_squared=2, overhead_ns=0)
     a, b = quadratic_coefficients(costs, [128, 512, 1024, 4096])
     assert a / b == pytest.approx(500, rel=1e-6)
-    assert quadratic_coefficients(TokenCosts(num_stages=1, ns_per_token_squared=0), [64, 128])[1] < 1e-6
+    assert quadratic_coefficients(TokenCosts(num_stages=1, overhead_ns=0), [64, 128])[1] < 1e-6
     with pytest.raises(ConfigError, match="two different ones"):
         quadratic_coefficients(costs, [128, 128])
 

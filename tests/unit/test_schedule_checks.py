@@ -9,15 +9,23 @@ import pytest
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
 from dynapipe_ext.schedules.judge.memory import StageMemory, held_bytes, peak_bytes, static_bytes
-from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate, simulate_ns
+from dynapipe_ext.schedules.judge.shared_cores import SharedCores, simulate_shared_ns
+from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate, simulate_ns, trace_of
 from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.notation import parse_lines
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic, cyclic
 from dynapipe_ext.schedules.tables.gpipe import gpipe
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
+from dynapipe_ext.timeline import Trace
+
+
+def shared_traces(replicas: list[tuple[PipelineSchedule, MicroBatchCosts]], cores: SharedCores) -> list[Trace]:
+    found = simulate_shared_ns(replicas, cores)
+    return [trace_of(*replica, spans) for replica, spans in zip(replicas, found, strict=True)]
 
 
 def costs_of(
@@ -85,7 +93,7 @@ def test_a_circular_wait_is_refused_naming_every_blocked_action() -> None:
     with pytest.raises(PlanError, match=f"deadlocks: {where}"):
         simulate(parse_lines(CYCLE), costs_of([[1, 1]] * 3, [[2, 2]] * 3))
     with pytest.raises(PlanError, match=f"deadlocks: {where}"):
-        simulate(parse_lines(CYCLE), costs_of([[1, 1]] * 3, [[2, 2]] * 3), num_cores=1)
+        shared_traces([(parse_lines(CYCLE), costs_of([[1, 1]] * 3, [[2, 2]] * 3))], SharedCores(1))
 
 
 def test_a_weight_gradient_before_its_input_gradient_deadlocks() -> None:
@@ -125,7 +133,7 @@ def test_the_trace_has_one_track_a_rank_in_order_of_time_with_bytes_and_cpu_seco
 
 def test_two_busy_ranks_on_one_core_run_at_half_speed_and_keep_their_cpu_seconds() -> None:
     costs = costs_of([[12, 12], [12, 12]], [[12, 12], [12, 12]])
-    trace = simulate(gpipe(2, 2), costs, num_cores=1)
+    (trace,) = shared_traces([(gpipe(2, 2), costs)], SharedCores(1))
     ends = {span.label: round(span.end_s * 1e9) for span in trace.spans}
     assert ends == {"0F0": 12, "0F1": 36, "1F0": 36, "1F1": 48, "1B0": 60, "0B0": 84, "1B1": 84, "0B1": 96}
     assert {round(span.cpu_s * 1e9) for span in trace.spans} == {12}
@@ -133,7 +141,7 @@ def test_two_busy_ranks_on_one_core_run_at_half_speed_and_keep_their_cpu_seconds
 
 def test_three_busy_ranks_on_two_cores_run_at_two_thirds() -> None:
     lines = "0: 0F0 0F1 0F2 0B0 0B1 0B2\n1: 1F0 1F1 1F2 1B0 1B1 1B2\n2: 2F0 2F1 2F2 2B0 2B1 2B2"
-    trace = simulate(parse_lines(lines), costs_of([[6] * 3] * 3, [[6] * 3] * 3), num_cores=2)
+    (trace,) = shared_traces([(parse_lines(lines), costs_of([[6] * 3] * 3, [[6] * 3] * 3))], SharedCores(2))
     ends = {span.label: round(span.end_s * 1e9) for span in trace.spans}
     assert [ends[label] for label in ("0F0", "0F1", "1F0", "0F2", "1F1", "2F0")] == [6, 12, 12, 21, 21, 21]
 
@@ -253,7 +261,7 @@ def test_impossible_arguments_are_refused_with_their_bound() -> None:
     with pytest.raises(ConfigError, match="effort is -1"):
         optimize(costs, memory_limit_bytes=200, split=False, effort=-1)
     with pytest.raises(ConfigError, match="num_cores is 0"):
-        simulate(gpipe(1, 2), costs, num_cores=0)
+        SharedCores(0)
     for make in (gpipe, one_f_one_b):
         with pytest.raises(PlanError, match="0 stages"):
             make(0, 1)

@@ -61,9 +61,12 @@ class Run:
         self._sgd.step()
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
 
-    def train(self, *listeners: Listener, log_every: int = 1, traced_steps: int = 0) -> None:
+    def train(
+        self, *listeners: Listener, log_every: int = 1, traced_steps: int = 0, between: Any = lambda: None
+    ) -> None:
         settings = LoopSettings(num_steps=NUM_STEPS, log_every=log_every, traced_steps=traced_steps)
-        train_steps(self.loader, self.executors, self, settings, listeners)
+        for _ in train_steps(self.loader, self.executors, self, settings, listeners):
+            between()
 
 
 def _loss_sum(logits: Any, batch: Any) -> Any:
@@ -147,14 +150,15 @@ def test_evaluations_have_no_dropout_leave_training_alone_and_are_told_with_thei
                 wanted.append((step, pytest.approx(_loss_of(one.model), rel=1e-5)))
             return done
 
-        train_steps(
+        for _ in train_steps(
             one.loader,
             one.executors,
             one,
             LoopSettings(num_steps=NUM_STEPS),
             [kept],
             evaluate=alone if evaluated else None,
-        )
+        ):
+            pass
         told = [done.evaluation for done in kept.steps if done.evaluation]
         assert [(done.step, done.loss) for done in told] == wanted
         assert {(done.num_samples, done.real_tokens) for done in told} <= {(10, int(Samples.lengths.sum()))}
@@ -162,6 +166,15 @@ def test_evaluations_have_no_dropout_leave_training_alone_and_are_told_with_thei
         return kept
 
     assert [done.loss for done in run(evaluated=True).steps] == [done.loss for done in run(evaluated=False).steps]
+
+
+def test_what_is_done_between_two_steps_is_in_no_figure_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, kept = [0.0], Kept()
+    for clock in ("perf_counter", "process_time"):
+        monkeypatch.setattr(f"dynapipe_ext.executor.training_loop.time.{clock}", lambda: now[0])
+    Run().train(kept, between=lambda: now.append(now.pop() + 100.0))
+    assert len(kept.steps) == NUM_STEPS
+    assert {(done.step_s, done.cpu_s) for done in kept.steps} == {(0.0, 0.0)}
 
 
 def test_every_evaluation_takes_the_same_batches() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.errors import VerificationError
-from dynapipe_ext.executor.instructions import Backward, Forward, WaitSend
+from dynapipe_ext.executor.instructions import Backward, Forward, Recv
 from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.executor.proof.step import Collective, verify_step, with_collectives
 from dynapipe_ext.schedules.actions import PipelineSchedule
@@ -75,12 +75,12 @@ def test_groups_entered_in_crossed_orders_are_a_deadlock_though_each_group_agree
     members = ((0, 0), (0, 1))
     a, b = Collective(members, "a"), Collective(members[::-1], "b")
     verify_step([[(*events[0][0], a, b), (*events[0][1], a, b)]], STAGE_RANKS, [1])
-    with pytest.raises(VerificationError, match=r"deadlock: pipeline rank 0 of replica 0 at its a; .*rank 1.* its b"):
+    with pytest.raises(VerificationError, match=r"deadlock.*: pipeline rank 0 of replica 0 at its a; .*rank 1.* its b"):
         verify_step([[(*events[0][0], a, b), (*events[0][1], b, a)]], STAGE_RANKS, [1])
 
 
 def test_a_collective_that_waits_for_a_rank_that_waits_for_a_transfer_is_a_deadlock():
-    """Rank 1 enters before its first forward, rank 0 between forward and backward: only rank 0's may hold rank 1."""
+    """Rank 1 enters before its first forward, so rank 0 may not post the receive of what follows before it enters."""
     first, second = replica(1)
     group = Collective(((0, 0), (0, 1)), "norm")
 
@@ -89,11 +89,11 @@ def test_a_collective_that_waits_for_a_rank_that_waits_for_a_transfer_is_a_deadl
         return (*program[:at], group, *program[at:])
 
     second = entering(second, lambda i: isinstance(i, Forward))
-    early = entering(first, lambda i: isinstance(i, WaitSend))
+    early = entering(first, lambda i: isinstance(i, Recv))
     late = entering(first, lambda i: isinstance(i, Backward))
     verify_step([[early, second]], STAGE_RANKS, [1])
     with pytest.raises(
-        VerificationError, match=r"deadlock: .*rank 0 of replica 0 at its Wait for the receipt.*rank 1.* its norm"
+        VerificationError, match=r"deadlock.*: pipeline rank 0 of replica 0 at its Recv .*rank 1.* its norm"
     ):
         verify_step([[late, second]], STAGE_RANKS, [1])
 

@@ -84,7 +84,7 @@ def test_a_backward_before_its_output_is_sent_is_a_deadlock():
     second = [Load(0), Recv(activation, 0, 0, SPECS), WaitRecv(activation), Forward(1, 0), Backward(1, 0)]
     second += [Send(gradient, 0, 1, SPECS), WaitSend(gradient)]
     late = [Load(0), Forward(0, 0), *get, Backward(0, 0), send, WaitSend(activation)]
-    with pytest.raises(VerificationError, match=r"deadlock: rank 0 waits for receiving the gradient .*; rank 1 waits"):
+    with pytest.raises(VerificationError, match=r"deadlock.*: rank 0 at its Recv of the gradient .*; rank 1 at"):
         verify([late, second], range(2), 1)
 
 
@@ -133,7 +133,9 @@ FAULTS: dict[str, tuple[list[Instruction], str]] = {
     "a send again before its end": ([*FIRST[:3], BACK, WaitRecv(ACTIVATION), SEND], "posted twice"),
     "a receive twice": ([*FIRST[:4], RECV, RECV], "posted twice"),
     "a wait twice": ([*FIRST[:4], END], "nothing under way to wait for"),
-    "a receive that is never awaited": ([*FIRST, BACK], "never waits for receiving the activation"),
+    "a receive that is never awaited": ([*FIRST[:4], RECV, *FIRST[6:]], "which has not arrived"),
+    "a send that is never awaited": ([*FIRST[:3], *FIRST[4:]], "never waits for sending the activation"),
+    "a receive that nobody sends": ([*FIRST, BACK], "never meets an operation of rank 1, which posts 1 there"),
 }
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.instructions import (
     Backward,
     BackwardInput,
@@ -25,17 +24,15 @@ from dynapipe_ext.executor.instructions import (
     WaitRecv,
     WaitSend,
 )
-from dynapipe_ext.executor.lowering import SENDS_IN_FLIGHT, lower, lower_schedule
+from dynapipe_ext.executor.lowering import lower_schedule
 from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate_ns
-from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.schedules.tables.zero_bubble import zb_h2
-from dynapipe_ext.topology import Topology
 from tests.bench.noise import Noise, noisy_costs
 
 NUM_STAGES, NUM_MICRO_BATCHES = 4, 16
@@ -64,16 +61,11 @@ def schedules(costs: MicroBatchCosts) -> list[PipelineSchedule]:
     return [one_f_one_b(NUM_STAGES, NUM_MICRO_BATCHES), zb_h2(NUM_STAGES, NUM_MICRO_BATCHES), *searched]
 
 
-def programs_of(schedule: PipelineSchedule, costs: MicroBatchCosts, sends_in_flight: int) -> Programs:
+def programs_of(schedule: PipelineSchedule, costs: MicroBatchCosts) -> Programs:
     tokens = (costs.forward_ns[0] // 10_000).tolist()
     micro_batches = [MicroBatch((SampleLength(m, length),)) for m, length in enumerate(tokens)]
     return lower_schedule(
-        schedule,
-        simulate_ns(schedule, costs),
-        micro_batches,
-        ActivationFormat(2),
-        costs.transfer_ns.tolist(),
-        sends_in_flight=sends_in_flight,
+        schedule, simulate_ns(schedule, costs), micro_batches, ActivationFormat(2), costs.transfer_ns.tolist()
     )
 
 
@@ -133,13 +125,13 @@ def run_ns(programs: Programs, costs: MicroBatchCosts) -> int:
     return max(clock)
 
 
-def overheads(sends_in_flight: int, transfer_share: float) -> list[float]:
+def overheads(transfer_share: float) -> list[float]:
     """Share by which waits lengthen steps under noise, over what the schedule's order alone takes."""
     found = []
     for seed in range(2):
         costs = costs_of(seed, transfer_share)
         for schedule in schedules(costs):
-            programs = programs_of(schedule, costs, sends_in_flight)
+            programs = programs_of(schedule, costs)
             for draw in range(6):
                 noise = Noise(slow_stage=[None, 0, 1, 2, 3, 1][draw])
                 noisy = noisy_costs(costs, noise, seed=draw, split=schedule.is_split)
@@ -147,46 +139,19 @@ def overheads(sends_in_flight: int, transfer_share: float) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("transfer_share", [0.05, 0.1])
-def test_waits_add_next_to_nothing_to_a_step_whose_times_are_not_as_predicted(transfer_share):
-    mine, tight = overheads(SENDS_IN_FLIGHT, transfer_share), overheads(0, transfer_share)
-    print(f"transfers of {transfer_share:g} F: mean {statistics.mean(mine):.5f}, worst {max(mine):.5f};", end=" ")
-    print(f"without grace: mean {statistics.mean(tight):.5f}, worst {max(tight):.5f}")
-    assert min(mine) >= 0
-    assert max(mine) <= 0.01
-    assert statistics.mean(mine) <= 0.0005
-    assert statistics.mean(tight) >= 0.0015  # so the grace is what does it
+@pytest.mark.parametrize(("transfer_share", "mean", "worst"), [(0.02, 0.001, 0.004), (0.1, 0.004, 0.016)])
+def test_waits_add_little_to_a_step_whose_times_are_not_as_predicted(transfer_share, mean, worst):
+    """A rank that is late posts its receives late: transfers have one order. It costs a few per cent of a transfer."""
+    found = overheads(transfer_share)
+    print(f"transfers of {transfer_share:g} F: mean {statistics.mean(found):.5f}, worst {max(found):.5f}")
+    assert min(found) >= 0
+    assert max(found) <= worst
+    assert statistics.mean(found) <= mean
 
 
-@pytest.mark.parametrize("sends_in_flight", [0, 1, 2, 5])
-def test_plans_are_proven_and_no_slower_than_predicted_whatever_the_grace(sends_in_flight):
+def test_plans_are_proven_and_no_slower_than_predicted():
     costs = costs_of(3, 0.1)
     for schedule in schedules(costs):
-        programs = programs_of(schedule, costs, sends_in_flight)
+        programs = programs_of(schedule, costs)
         verify(programs, schedule.stage_ranks, NUM_MICRO_BATCHES)
         assert run_ns(programs, costs) <= 1.001 * makespan_ns(schedule, costs)
-
-
-@pytest.mark.parametrize("transfer_share", [0.0, 0.1])
-def test_grace_for_sends_holds_no_more_bytes_at_once_on_any_rank(transfer_share):
-    for seed in range(3):
-        costs = costs_of(seed, transfer_share)
-        for schedule in schedules(costs):
-            plain, graced = (programs_of(schedule, costs, n) for n in (0, SENDS_IN_FLIGHT))
-            peaks = [verify(programs, schedule.stage_ranks, NUM_MICRO_BATCHES) for programs in (plain, graced)]
-            assert peaks[0] == peaks[1]
-            assert plain != graced
-
-
-def test_plans_for_ranks_have_the_grace():
-    form = ActivationFormat(2)
-    planner = Planner(Topology(pp=4), TokenCosts(4, transfer_ns_per_token=100), 1e9, effort=100, format=form)
-    step_plan = planner.plan([SampleLength(i, 8 + 40 * (i % 5)) for i in range(24)])
-    schedule, micro_batches = step_plan.schedules[0], step_plan.batch.replicas[0].micro_batches
-    costs = step_plan.costs[0]
-    times = simulate_ns(schedule, costs)
-    plain, graced = (
-        lower_schedule(schedule, times, micro_batches, form, costs.transfer_ns.tolist(), sends_in_flight=n)
-        for n in (0, SENDS_IN_FLIGHT)
-    )
-    assert tuple(plan.instructions for plan in lower(step_plan, form)[0]) == graced != plain

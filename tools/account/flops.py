@@ -16,6 +16,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.flops import StepFlops, Work, step_flops
 from dynapipe_ext.plan import RECOMPUTES, Recompute
 from dynapipe_ext.tools.account.report import RunReport
+from dynapipe_ext.tools.wording import percent
 
 _SIZES = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size", "max_seq_len",
@@ -251,8 +252,8 @@ def _flops(value: float) -> str:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+    return percent(part / whole if whole else None)
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
+    return percent(value)

@@ -13,6 +13,7 @@ from dynapipe_ext.costs.profiled import MeasureShape
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.tools.wording import percent
 
 _LABELS = {
     "forward_s": "F seconds",
@@ -92,10 +93,6 @@ def errors_table(errors: Mapping[str, HeldOutErrors]) -> Table:
         table.add_column(f"{group} ({count_text}), mean", justify="right")
         table.add_column("worst", justify="right")
     for name, label in _LABELS.items():
-        cells = [
-            f"{100 * found[name]:.1f} %" if name in found else "-"
-            for one in errors.values()
-            for found in (one.mean, one.worst)
-        ]
+        cells = [percent(found.get(name)) for one in errors.values() for found in (one.mean, one.worst)]
         table.add_row(label, *cells)
     return table

@@ -167,7 +167,8 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is needed to repeat a run and to read its figures. `date` is ISO 8601."""
+    """What is needed to repeat a run and to read its figures. `date` is ISO 8601; `device_bytes` is the memory of one
+    rank's device, on a CPU that of the machine, which its ranks share (None: not known)."""
 
     topology: Topology
     device: str
@@ -179,11 +180,13 @@ class RunFacts:
     store: StoreInfo | None
     versions: Mapping[str, str] = field(default_factory=dict)
     model: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    device_bytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             "date": self.date,
             "device": self.device,
+            "device_bytes": self.device_bytes,
             "num_cores": self.num_cores,
             "oversubscribed": self.oversubscribed,
             "versions": dict(self.versions),
@@ -217,6 +220,7 @@ class RunFacts:
             store=None if store is None else StoreInfo(store.one("server", str), store.one("version", str)),
             versions=fields.one("versions", dict),
             model=fields.one("model", dict),
+            device_bytes=None if fields.raw("device_bytes") is None else fields.one("device_bytes", int),
         )
 
 

@@ -10,7 +10,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.events import AllRanks, StepDone
 from dynapipe_ext.models.flops import Work
-from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.account.report import (
     RunFacts,
     RunReport,
@@ -133,18 +132,9 @@ def read_events(path: Path) -> RunEvents:
     )
 
 
-def report_of(events: RunEvents, simulated: Mapping[int, Trace] | None = None, *, unfinished: str | None) -> RunReport:
-    """The report of what has run. `simulated` has timelines of the job's own steps, by their numbers from 0.
-
-    A step has one prediction, that of its simulated timeline where there is one. Where every rank has a core or device
-    of its own, a plan's own figures are the same and serve for all steps; where ranks share cores they do not hold, and
-    steps that nobody simulated have none.
-    """
-    results = []
-    for index, (label, steps) in enumerate(events.variants):
-        own = simulated if index == 0 and simulated is not None else {}
-        results.append(_result(label, steps, own, plans_hold=not events.facts.oversubscribed))
-    ours, *others = results
+def report_of(events: RunEvents, *, unfinished: str | None) -> RunReport:
+    """The report of what has run."""
+    ours, *others = (_result(label, steps) for label, steps in events.variants)
     return RunReport(facts=events.facts, result=ours, compare=tuple(others) or None, unfinished=unfinished)
 
 
@@ -168,13 +158,10 @@ def validation_points(report: RunReport) -> list[CurvePoint]:
     return [(done.number, tokens[done.step - result.first_step], done.loss) for done in result.evaluations]
 
 
-def _result(
-    label: VariantLabel, steps: Sequence[StepDone], simulated: Mapping[int, Trace], *, plans_hold: bool
-) -> RunResult:
+def _result(label: VariantLabel, steps: Sequence[StepDone]) -> RunResult:
     asked = [done.all_ranks for done in steps]
     told = [ranks for ranks in asked if ranks is not None]
     accounted = [i for last, ranks in enumerate(asked) if ranks for i in range(last - ranks.num_steps + 1, last + 1)]
-    predicted = [_prediction(done, simulated, plans_hold=plans_hold) for done in steps]
     latest = told[-1] if told else None
     return RunResult(
         name=label.name,
@@ -188,8 +175,8 @@ def _result(
         num_micro_batches=tuple(done.num_micro_batches for done in steps),
         measured_makespan_s=tuple(ranks.makespan_s if ranks else None for ranks in asked),
         measured_bubble_ratio=tuple(ranks.bubble_ratio if ranks else None for ranks in asked),
-        predicted_makespan_s=tuple(makespan_s for makespan_s, _ in predicted),
-        predicted_bubble_ratio=tuple(bubble_ratio for _, bubble_ratio in predicted),
+        predicted_makespan_s=tuple(ranks.predicted_makespan_s if ranks else None for ranks in asked),
+        predicted_bubble_ratio=tuple(ranks.predicted_bubble_ratio if ranks else None for ranks in asked),
         exposed_planning_s=latest.exposed_planning_s if latest else None,
         predicted_peak_bytes=latest.predicted_peak_bytes if latest else None,
         measured_peak_bytes=latest.peak_bytes if latest else None,
@@ -198,16 +185,6 @@ def _result(
         first_step=steps[0].step if steps else 0,
         evaluations=tuple(done.evaluation for done in steps if done.evaluation is not None),
     )
-
-
-def _prediction(
-    done: StepDone, simulated: Mapping[int, Trace], *, plans_hold: bool
-) -> tuple[float, float] | tuple[None, None]:
-    if done.step in simulated:
-        return simulated[done.step].makespan_s, simulated[done.step].bubble_ratio
-    if plans_hold and done.all_ranks is not None:
-        return done.all_ranks.predicted_makespan_s, done.all_ranks.predicted_bubble_ratio
-    return None, None
 
 
 def step_json(done: StepDone) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,8 +26,11 @@ def shared_cores_note(num_ranks: int, num_cores: int) -> str:
     )
 
 
-def _peak(peaks: Sequence[int] | None) -> str:
-    return "-" if not peaks else f"{format_bytes(max(peaks))} (rank {peaks.index(max(peaks))})"
+def _peak(peaks: Sequence[int] | None, device_bytes: int | None) -> str:
+    if not peaks:
+        return "-"
+    share = f", {percent(max(peaks) / device_bytes)}" if device_bytes else ""
+    return f"{format_bytes(max(peaks))} (rank {peaks.index(max(peaks))}){share}"
 
 
 def _microseconds(duration_s: float | None) -> str:
@@ -69,7 +73,10 @@ def summary_table(report: RunReport) -> Table:
         ("bubble, mean", *(percent(result.mean(of)) for of in bubbles)),
         ("  both means are of", step_range(numbers), ""),
         ("exposed planning", f"{seconds(exposed_s)} ({percent(share)} of the time)", ""),
-        ("peak bytes of a rank", _peak(result.measured_peak_bytes), _peak(result.predicted_peak_bytes)),
+        (
+            "peak bytes of a rank" + (f", part of {format_bytes(facts.device_bytes)}" if facts.device_bytes else ""),
+            *(_peak(peaks, facts.device_bytes) for peaks in (result.measured_peak_bytes, result.predicted_peak_bytes)),
+        ),
     )
     for row in rows:
         table.add_row(*row)
@@ -95,11 +102,12 @@ def _measured_mean(values: Sequence[float | None]) -> float | None:
     return math.fsum(known) / len(known) if known else None
 
 
+_IDLE = "bubble"
 _METRICS = (
     _Metric("real\ntokens/s", lambda r: r.real_tokens_per_s, lambda v: f"{v:,.0f}", True),
     _Metric("CPU time\na token", lambda r: r.cpu_s_per_token, _microseconds, False),
     _Metric("padding\nefficiency", lambda r: r.padding_efficiency, percent, True),
-    _Metric("bubble", lambda r: _measured_mean(r.measured_bubble_ratio), percent, False),
+    _Metric(_IDLE, lambda r: _measured_mean(r.measured_bubble_ratio), percent, False),
     _Metric("last\nloss", lambda r: finite(r.losses[-1]) if r.losses else None, lambda v: f"{v:.4f}", False),
 )
 
@@ -129,9 +137,24 @@ def compare_table(report: RunReport) -> Table:
         values = [(metric, metric.value(result)) for metric in _METRICS]
         cells = ["-" if value is None else metric.show(value) for metric, value in values]
         table.add_row(Text(result.name, style="bold" if result is report.result else ""), *cells)
+        if (middle := _middle_half(result)) is not None:
+            table.add_row(Text("  middle half of its steps", style="dim"), Text(middle, style="dim"))
     table.add_section()
-    table.add_row("over the best baseline", *(_ratio(metric, report.result, report.compare) for metric in _METRICS))
+    told = [m for m in _METRICS if m.heading != _IDLE or not report.facts.oversubscribed]  # an idle rank lends its core
+    table.add_row(
+        "over the best baseline",
+        *(_ratio(metric, report.result, report.compare) if metric in told else Text("-") for metric in _METRICS),
+    )
     return table
+
+
+def _middle_half(result: RunResult) -> str | None:
+    """Quartiles of the steps' rates; None of fewer than four."""
+    rates = sorted(n / s for n, s in zip(result.real_tokens_per_step, result.step_s, strict=True) if s > 0)
+    if len(rates) < 4:
+        return None
+    low, _, high = statistics.quantiles(rates, method="inclusive")
+    return f"{low:,.0f}-{high:,.0f}"
 
 
 def _ratio(metric: _Metric, ours: RunResult, baselines: Sequence[RunResult]) -> Text:
@@ -142,6 +165,7 @@ def _ratio(metric: _Metric, ours: RunResult, baselines: Sequence[RunResult]) -> 
     best = max(known) if metric.more_is_better else min(known)
     if best == 0:
         return Text("-")
-    behind = mine < best if metric.more_is_better else mine > best
-    ahead = mine != best and not behind
+    differs = f"{mine / best:.3f}" != "1.000"  # else rounding decides, as of losses of equal steps
+    behind = differs and (mine < best if metric.more_is_better else mine > best)
+    ahead = differs and not behind
     return Text(f"{'▼ ' if behind else ''}{mine / best:.3f}×", style="red" if behind else "green" if ahead else "")

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from dynapipe_ext.tools.check.check_plan import Verdict
+from dynapipe_ext.tools.wording import percent
 
 
 def verdict_table(verdict: Verdict) -> Table:
@@ -28,7 +29,7 @@ def verdict_table(verdict: Verdict) -> Table:
     for name, seconds in (("makespan", verdict.makespan_s), ("bound of these micro-batches", verdict.bound_s)):
         table.add_row("step", name, "", text(seconds, "s"))
     for name, gap in (("gap to that bound", verdict.gap), ("gap to the bound of every plan", verdict.batch_gap)):
-        table.add_row("step", name, "", "-" if gap is None else f"{100 * gap:.2f} %")
+        table.add_row("step", name, "", percent(gap, 2))
     return table
 
 

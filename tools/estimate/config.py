@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.data.mixture import data_settings
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE
 from dynapipe_ext.plan import round_up
 from dynapipe_ext.tools.estimate.options import Question, pad_multiple
@@ -21,8 +23,10 @@ def train_fault(question: Question, option: Option) -> str:
     a, s = question.architecture, option.strategy
     if a.num_decoder_layers:
         return f"{a.family} has an encoder and a decoder"
-    if a.num_experts:
-        return f"{a.family} has experts"
+    if s.ep > 1:
+        return f"experts are spread over {s.ep} ranks: it keeps all of them on each replica"
+    if a.num_experts and s.topology.tp > 1 and not s.sequence_parallel:
+        return f"{a.family} has experts, which need sequence parallelism at tp {s.topology.tp}"
     if question.precision not in _DTYPES:
         return f"precision {question.precision} needs loss scaling"
     if s.zero_stage > 1 or s.offload != "none":
@@ -34,7 +38,9 @@ def train_fault(question: Question, option: Option) -> str:
     return ""
 
 
-def settings(question: Question, option: Option, *, data_path: str = "", total_tokens: float = 0.0) -> dict[str, Any]:
+def settings(
+    question: Question, option: Option, *, data: Sequence[str] = (), total_tokens: float = 0.0
+) -> dict[str, Any]:
     """Tables of `TrainConfig` with what the option decides; the rest keeps its defaults."""
     a, s, t = question.architecture, option.strategy, option.strategy.topology
     multiple = pad_multiple(t.tp)
@@ -54,9 +60,9 @@ def settings(question: Question, option: Option, *, data_path: str = "", total_t
             "dtype": _DTYPES[question.precision],
         },
         "data": {
-            "path": data_path,
+            **(data_settings(data) if data else {}),
             "vocab_size": a.vocab_size,
-            "truncate": not data_path,  # the built-in generator knows nothing of these lengths
+            "truncate": not data,  # the built-in generator knows nothing of these lengths
             "tokens_per_batch": option.tokens_per_batch,
             "batch_size": 0,
         },
@@ -71,9 +77,11 @@ def settings(question: Question, option: Option, *, data_path: str = "", total_t
     return {name: table for name, table in tables.items() if table}
 
 
-def toml_text(question: Question, option: Option, place: int, *, data_path: str = "", total_tokens: float = 0.0) -> str:
+def toml_text(
+    question: Question, option: Option, place: int, *, data: Sequence[str] = (), total_tokens: float = 0.0
+) -> str:
     """The settings as TOML, checked as `dynapipe train --config` checks them. Errors: ConfigError."""
-    tables = settings(question, option, data_path=data_path, total_tokens=total_tokens)
+    tables = settings(question, option, data=data, total_tokens=total_tokens)
     TrainConfig.from_json(tables, "the estimate")
     cluster, t = question.cluster, option.time
     return toml_of(

@@ -122,6 +122,7 @@ def _tp_fault(a: Architecture, cluster: Cluster, tp: int) -> str:
         ("heads", a.num_heads),
         ("query groups", a.num_query_groups),
         ("values of the MLP", a.ffn_hidden_size),
+        ("values of the shared expert", a.shared_ffn_hidden_size),
         ("values of the hidden size", a.hidden_size),
     ):
         if size % tp:
@@ -164,7 +165,7 @@ def balanced_layers(a: Architecture, topology: Topology) -> tuple[int, ...]:
         return ()
     mlps = a.top_k if a.num_experts else 1
     layer = a.hidden_size * (2 * a.query_size + 2 * a.kv_size)
-    layer += mlps * a.hidden_size * a.ffn_hidden_size * (3 if a.gated_mlp else 2)
+    layer += mlps * a.hidden_size * a.ffn_hidden_size * (3 if a.gated_mlp else 2) + a.shared_parameters
     work = [0.0] * (topology.pp - 1) + [a.vocab_size * a.hidden_size / layer]
     layers = [1] * topology.pp
     for _ in range(a.total_layers - topology.pp):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,9 +14,11 @@ from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
 from dynapipe_ext.tools.estimate.advice import advice
 from dynapipe_ext.tools.estimate.config import train_fault
 from dynapipe_ext.tools.estimate.memory import EstimatedMemory
+from dynapipe_ext.tools.estimate.modules import ModuleEstimate, modules_of, positions_of
 from dynapipe_ext.tools.estimate.options import Question
 from dynapipe_ext.tools.estimate.ranking import Estimate, Option, tokens_bounds
 from dynapipe_ext.tools.estimate.step_time import HOST_UPDATE_BYTES_PER_S
+from dynapipe_ext.tools.wording import counted
 
 FORMAT = "dynapipe-estimate/1"
 _GB = 1e9
@@ -70,8 +72,8 @@ def show_estimate(estimate: Estimate, prices: Prices, console: Console, *, most:
     question, cluster = estimate.question, estimate.question.cluster
     a = question.architecture
     console.print(
-        f"model: {question.name} ({a.family}), {estimate.num_parameters:,} parameters, {a.total_layers} layers of"
-        f" {a.hidden_size:,}"
+        f"model: {question.name} ({a.family}), {estimate.num_parameters:,} parameters,"
+        f" {counted(a.total_layers, 'layer')} of {a.hidden_size:,}"
     )
     console.print(
         f"cluster: {cluster.nodes} x {cluster.gpus_per_node} {cluster.device.name} of {cluster.gpu_memory_gb:g} GB"
@@ -79,6 +81,7 @@ def show_estimate(estimate: Estimate, prices: Prices, console: Console, *, most:
     console.print(f"data: {question.data.description}, {question.data.mean_tokens:,.0f} tokens a sample on average")
     for line in assumptions(question):
         console.print(line)
+    console.print(modules_table(question))
     states = ", ".join(f"ZeRO {z}: {_gb(n)}" for z, n in enumerate(estimate.states_if_replicated))
     console.print(f"states of a device, if each held a replica, in GB: {states}")
     if not estimate.options:
@@ -92,7 +95,7 @@ def show_estimate(estimate: Estimate, prices: Prices, console: Console, *, most:
             console.print(f"  {line}")
     planned = len(estimate.options)
     others = "; the others:" if estimate.dropped.counts else ""
-    console.print(f"{estimate.num_fitting:,} options fit, {planned:,} are planned{others}")
+    console.print(f"{counted(estimate.num_fitting, 'option')} fit, {planned:,} planned{others}")
     for line in estimate.dropped.lines():
         console.print(f"  {line}")
 
@@ -184,6 +187,24 @@ def _show_best(estimate: Estimate, console: Console) -> None:
     console.print(f"padding efficiency: {100 * best.padding_efficiency:.1f} %")
 
 
+def modules_table(question: Question) -> Table:
+    """Parameters, bytes and work of each kind of module."""
+    table = Table(title="by module, on one rank and of a mean sample", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("module", "parameters", "GB in inference", "GB in training", "TFLOPs forward", "TFLOPs in training"):
+        table.add_column(name, justify="left" if name == "module" else "right", no_wrap=True)
+    for one in modules(question):
+        work = (f"{flops / 1e12:.4g}" for flops in (one.forward_flops, one.training_flops))
+        bytes_held = (f"{num_bytes / _GB:.3f}" for num_bytes in (one.inference_bytes, one.training_bytes))
+        table.add_row(one.name, f"{one.parameters:,}", *bytes_held, *work)
+    return table
+
+
+def modules(question: Question) -> tuple[ModuleEstimate, ...]:
+    """Of the question's model, with its data."""
+    table = question.data.table
+    return modules_of(question.architecture, question.states_recipe, positions_of(table), len(table))
+
+
 def memory_table(option: Option) -> Table:
     """GB of one rank of every stage at its fullest moment."""
     table = Table(title="memory of option 1, GB a rank", title_justify="left", box=SIMPLE_HEAD)
@@ -227,6 +248,7 @@ def estimate_json(estimate: Estimate, prices: Prices) -> dict[str, Any]:
         "states": question.states_recipe,
         "assumptions": assumptions(question),
         "states_if_replicated_bytes": list(estimate.states_if_replicated),
+        "modules": [asdict(one) | {"training_flops": one.training_flops} for one in modules(question)],
         "num_fitting": estimate.num_fitting,
         "options": [_option_json(option, prices, question) for option in estimate.options],
         "dropped": [

@@ -40,7 +40,8 @@ def write_loss_png(
     *,
     validation: Sequence[CurvePoint] = (),
 ) -> None:
-    """Draw one line a curve, labelled with its name and last value, over steps; of several, over real tokens too.
+    """Draw one line a curve, labelled with its name and last value, over steps; of several, over real tokens too, and
+    where some lie on the first, how far all are from it.
 
     Long curves are drawn faint with their running mean on top; `validation` losses are points. DataError where no curve
     has any.
@@ -55,11 +56,14 @@ def write_loss_png(
     except ImportError as error:
         raise ConfigError("the loss curve needs matplotlib: pip install 'dynapipe-ext[train]'") from error
 
-    num_panels = 2 if len(drawn) > 1 else 1
+    apart = differences(drawn)
+    num_panels = min(len(drawn), 2) + bool(apart)
     layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.07, wspace=0.05)
     figure = Figure(figsize=(6.0 * num_panels + 0.6, 4.3), dpi=150, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, num_panels, sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, num_panels, squeeze=False)[0]
+    for panel in panels[1 : min(len(drawn), 2)]:
+        panel.sharey(panels[0])
     scale, unit = _token_unit(max(points[-1][1] for points in drawn.values()))
     for panel, column, label, per in zip(panels, (0, 1), ("step", f"real tokens{unit}"), (1, scale), strict=False):
         for i, (name, points) in enumerate(drawn.items()):
@@ -68,6 +72,14 @@ def write_loss_png(
         _points(panel, [(point[column] / per, point[2]) for point in validation if math.isfinite(point[2])])
         _style(panel, label)
     panels[0].set_ylabel("loss", color=_INK)
+    if apart:
+        for i, distances in enumerate(apart.values(), 1):
+            look = {"color": _COLOURS[i % len(_COLOURS)], "linestyle": _DASHES[i % len(_DASHES)], "linewidth": 1.6}
+            if distances:
+                panels[-1].plot(*zip(*distances, strict=True), marker="o", markersize=3, **look)
+        _style(panels[-1], "step")
+        panels[-1].set_yscale("log")
+        panels[-1].set_ylabel(f"distance from {next(iter(drawn))}", color=_INK)
     handles, labels = panels[0].get_legend_handles_labels()
     # A character of the legend takes about a fourteenth of an inch; a line sample and its margins about nine of them.
     fits = int(14 * figure.get_figwidth() // (9 + max(len(label) for label in labels)))
@@ -80,6 +92,31 @@ def write_loss_png(
         figure.savefig(target, format="png", metadata={"Software": None})
     except OSError as error:
         raise DataError(f"{target} cannot be written ({error.strerror}): choose another directory") from error
+
+
+def differences(curves: Mapping[str, Sequence[CurvePoint]]) -> dict[str, list[tuple[int, float]]]:
+    """(step, distance from the first curve) of the others, which one sees nothing of where they lie on it; empty where
+    none does, to a hundredth of its range. A distance of 0 is left out: it has no place on a scale of magnitudes.
+
+    >>> line = [(1, 10, 6.0), (2, 20, 4.0)]
+    >>> differences({"ours": line, "near": [(1, 10, 6.0), (2, 20, 4.001)]})["near"]
+    [(2, 0.001)]
+    >>> differences({"ours": line, "far": [(1, 10, 5.0), (2, 20, 4.5)]})
+    {}
+    """
+    (_, first), *others = curves.items()
+    known = {step: loss for step, _, loss in first if math.isfinite(loss)}
+    if not known or not others:
+        return {}
+    close = (max(known.values()) - min(known.values())) / 100
+    apart = {
+        name: [(s, round(abs(x - known[s]), 12)) for s, _, x in points if s in known and math.isfinite(x)]
+        for name, points in others
+    }
+    if not any(points and max(far for _, far in points) <= close for points in apart.values()):
+        return {}
+    shown = {name: [(step, far) for step, far in points if far] for name, points in apart.items()}
+    return shown if any(shown.values()) else {}
 
 
 def _line(panel: Any, xs: Sequence[float], losses: Sequence[float], name: str, index: int) -> None:

@@ -32,6 +32,7 @@ from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.json_file import read_json
 from dynapipe_ext.tools.show.timeline import write_trace_html
+from dynapipe_ext.tools.wording import percent
 
 FILE_KINDS = (".csv", ".txt", ".json")
 FOR_COSTS = ("cyclic", "adaptive")  # schedules that follow from costs and a limit
@@ -250,11 +251,11 @@ def _figures(view: ScheduleView) -> list[tuple[str, str]]:
         ("makespan", _ms(view.makespan_ns)),
         (
             "lower bound",
-            f"{_ms(view.lower_bound_ns)} for any order on this placement; the makespan is {100 * gap:.1f} % above",
+            f"{_ms(view.lower_bound_ns)} for any order on this placement; the makespan is {percent(gap)} above",
         ),
         (
             "bubble ratio",
-            f"{100 * view.bubble_ratio:.1f} %, {100 * view.inner_bubble_ratio:.1f} % between each rank's first and"
+            f"{percent(view.bubble_ratio)}, {percent(view.inner_bubble_ratio)} between each rank's first and"
             " last action",
         ),
         ("peak in flight", _most(view.in_flight, "micro-batches")),

@@ -180,6 +180,7 @@ class _Run:
         self._tasks: dict[str, int] = {}
         self._file: str | None = None
         self._num_records = 0  # of that file
+        self.file_sizes: Counter[str] = Counter()
         self.totals: Counter[str] = Counter()
         self.num_kept_samples = self._num_kept_tokens = 0
 
@@ -238,6 +239,7 @@ class _Run:
             self._end_file()
             self._file, self._num_records = file, 0
         self._num_records += facts["samples"] + facts["skipped"]
+        self.file_sizes[file] += facts["samples"]
         self.totals.update({name: facts[name] for name in ("samples", "tokens", "truncated", "skipped")})
         if self._progress is not None:
             self._progress(
@@ -306,6 +308,7 @@ def _finish_dataset(
         facts={
             "num_truncated": run.totals["truncated"],
             "num_skipped": run.totals["skipped"],
+            "file_sizes": list(run.file_sizes.values()),
             "source": source,
             "settings": {"preprocess": journal.key},
         },

@@ -70,17 +70,17 @@ def _in_module(
     a: Architecture, group: TensorGroup, name: str, shape: tuple[int, ...]
 ) -> tuple[str, int, tuple[int, ...]]:
     """Name in transformers 5's module, first value, shape of the whole tensor there."""
-    if not a.num_experts or ".block_sparse_moe." not in name:
-        return name, 0, shape
-    layer = name.partition(".block_sparse_moe.")[0] + ".mlp"
+    if group.kind == "router":
+        return name.replace(".block_sparse_moe.", ".mlp."), 0, shape
     if group.expert < 0:
-        return f"{layer}.gate.weight", 0, shape
+        return name, 0, shape
+    experts = name.partition(".experts.")[0].replace(".block_sparse_moe", ".mlp") + ".experts"
     rows, columns = shape
     if group.kind == "mlp_out":
-        return f"{layer}.experts.down_proj", group.expert * rows * columns, (a.num_experts, rows, columns)
-    half = 1 if name.endswith(".w3.weight") else 0
+        return f"{experts}.down_proj", group.expert * rows * columns, (a.num_experts, rows, columns)
+    half = [info.name for info in group.tensors].index(name)
     whole = (a.num_experts, 2 * rows, columns)
-    return f"{layer}.experts.gate_up_proj", (2 * group.expert + half) * rows * columns, whole
+    return f"{experts}.gate_up_proj", (2 * group.expert + half) * rows * columns, whole
 
 
 def canonical(contents: DeepSpeedContents) -> DeepSpeedContents:

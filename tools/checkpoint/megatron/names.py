@@ -3,7 +3,8 @@
 Names are those of megatron-core's GPTModel and T5Model in their local layer specs, layers counted over the whole model.
 Three layouts differ from Hugging Face's:
 
-    linear_qkv   rows by query group: the group's queries, its key, its value; next group (GPT-2, too: there [q; k; v])
+    linear_qkv   rows by query group: the group's queries, its key, its value; next group (GPT-2's and Phi-3's one
+                 tensor, too: there [q; k; v])
     linear_kv    rows by head: key, value; next head (cross-attention of T5)
     linear_fc1   [gate; up] of a gated MLP; tensor parallel ranks cut each of both (`tp_parts` 2)
 
@@ -44,12 +45,18 @@ _IN_LAYER: Mapping[GroupKind, tuple[str, int | None]] = {
     "cross_kv": ("cross_attention.linear_kv", 0),
     "cross_out": ("cross_attention.linear_proj", 1),
     "mlp_norm": ("pre_mlp_layernorm", None),
+    "attention_post_norm": ("self_attention.linear_proj.post_layernorm", None),
+    "mlp_post_norm": ("mlp.linear_fc2.post_layernorm", None),
     "mlp_in": ("mlp.linear_fc1", 0),
     "mlp_in_bias": ("mlp.linear_fc1", 0),
     "mlp_out": ("mlp.linear_fc2", 1),
     "mlp_out_bias": ("mlp.linear_fc2", None),
     "router": ("mlp.router", None),
+    "shared_in": ("mlp.shared_experts.linear_fc1", 0),
+    "shared_out": ("mlp.shared_experts.linear_fc2", 1),
+    "shared_gate": ("mlp.shared_experts", None),
 }
+_NORMS = ("attention_norm", "attention_post_norm", "cross_norm", "mlp_norm", "mlp_post_norm", "final_norm")
 _TRANSPOSED = ("attention_in", "attention_out", "mlp_in", "mlp_out")  # of GPT-2
 
 
@@ -116,14 +123,16 @@ def _layer_tensors(a: Architecture, group: TensorGroup, layer: str) -> Iterator[
     module, tp_dim = _IN_LAYER[group.kind]
     if group.expert >= 0:
         module = module.replace("mlp.", f"mlp.experts.local_experts.{group.expert}.")
-    if group.kind in ("attention_norm", "cross_norm", "mlp_norm"):
+    if _is_norm(group):
         for part in _norm_parts(a):
             yield MegatronTensor(f"{layer}.{module}.{part}", (a.hidden_size,))
         return
     first = group.tensors[0].shape
     rows = sum(_oriented(a, group, tensor.shape)[0] for tensor in group.tensors)
-    part = "bias" if group.kind.endswith("_bias") else "weight"
-    parts = 2 if a.gated_mlp and group.kind in ("mlp_in", "mlp_in_bias") else 1
+    part = "bias" if group.kind.endswith("_bias") else "gate_weight" if group.kind == "shared_gate" else "weight"
+    parts = 2 if a.gated_mlp and group.kind in ("mlp_in", "mlp_in_bias", "shared_in") else 1
+    if a.qk_norm_whole and group.kind in ("q_norm", "k_norm"):
+        tp_dim = 0
     yield MegatronTensor(f"{layer}.{module}.{part}", (rows, *_oriented(a, group, first)[1:]), tp_dim, parts)
 
 
@@ -144,7 +153,7 @@ def _rows(a: Architecture, group: TensorGroup) -> tuple[int, tuple[int, ...]]:
     """How rows of several projections are laid into one: the number of repeats, and the rows of each in a repeat."""
     repeats = {"attention_in": a.num_query_groups, "attention_in_bias": a.num_query_groups, "cross_kv": a.num_heads}
     count = repeats.get(group.kind, 1)
-    if a.family == "gpt2" and group.kind in ("attention_in", "attention_in_bias"):
+    if a.family in ("gpt2", "phi3") and group.kind in ("attention_in", "attention_in_bias"):
         return count, (a.query_size // count, a.kv_size // count, a.kv_size // count)
     return count, tuple(_oriented(a, group, tensor.shape)[0] // count for tensor in group.tensors)
 
@@ -234,7 +243,7 @@ def transformer_engine_name(architecture: Architecture, name: str) -> str:
 
 def _is_norm(group: TensorGroup) -> bool:
     """Weight, and bias, of a norm: each stays a tensor of its own."""
-    return group.kind in ("attention_norm", "cross_norm", "mlp_norm", "final_norm")
+    return group.kind in _NORMS
 
 
 def _with_added(wanted: tuple[MegatronTensor, ...], parts: list[torch.Tensor]) -> list[torch.Tensor]:

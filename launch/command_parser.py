@@ -1,0 +1,114 @@
+"""What all subcommands' parsers share: help with defaults, examples and exit statuses; mistakes that say what is near.
+
+An option that several subcommands have has one form in all of them; tests/repo/test_options.py holds them to that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.suggestion import did_you_mean
+
+_STATUSES = {
+    0: "done",
+    1: "a defect of dynapipe, after its traceback",
+    2: "a mistake in what was given",
+    130: "Ctrl-C",
+}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Takes whole flags only, refuses what it does not know itself (not its parent), and suggests what may be meant."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("formatter_class", _Help)
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        if self._subparsers is None:  # before anything else is said to be wrong or missing
+            words = [str(word).partition("=")[0] for word in (sys.argv[1:] if args is None else args)]
+            for word in words[: words.index("--") if "--" in words else None]:
+                if word.startswith("--") and word not in self._option_string_actions:
+                    self.error(f"unknown {word}{did_you_mean(word, self._option_string_actions)}")
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unknown {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help says more)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            near = did_you_mean(str(value), map(str, action.choices))
+            known = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(action, f"{value!r} is unknown: choose from {known}{near}")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Says the default of each option that has one and does not say it itself."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        said, default = action.help or "", action.default
+        if "default" in said or action.required or default in (None, "", False, argparse.SUPPRESS):
+            return said
+        if isinstance(default, list | tuple):
+            return f"{said} (default: {','.join(map(str, default))})"
+        return f"{said} (default: %(default)s)"
+
+
+def ending(epilog: str, statuses: Mapping[int, str] | None = None) -> str:
+    """A subcommand's epilog, which opens with examples, and then what its exit statuses mean."""
+    meanings = _STATUSES | dict(statuses or {})
+    return f"{epilog.strip()}\n\nexit status: {'; '.join(f'{status} {what}' for status, what in meanings.items())}\n"
+
+
+def add_json(parser: argparse._ActionsContainer, what: str) -> None:
+    """`--json [FILE]`, whose value `tools.console.deliver` takes."""
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help=f"{what} as JSON: alone on standard output, or in FILE"
+    )
+
+
+def add_truncate(parser: argparse._ActionsContainer, longest: str) -> None:
+    """`--truncate [N]`, which `cut_at` reads; `longest` is what holds without N."""
+    parser.add_argument(
+        "--truncate", nargs="?", type=int, const=True, metavar="N", help=f"cut samples at N tokens (default: {longest})"
+    )
+
+
+def cut_at(truncate: int | bool | None, longest: int | None) -> int | None:
+    """Where to cut, by the value of `--truncate`; None for nowhere. `longest` is what holds without N.
+
+    Errors: ConfigError for an N below 1, and where neither says a length.
+    """
+    if truncate is not True:
+        if truncate is not None and truncate < 1:
+            raise ConfigError(f"--truncate is {short(truncate)} but must be at least 1")
+        return truncate
+    if longest is None:
+        raise ConfigError("--truncate cuts samples, but nothing says where: give --truncate N, or --max-seq-len N")
+    return longest
+
+
+def degrees(args: argparse.Namespace, *, of_file: bool) -> dict[str, int]:
+    """The degrees of parallelism that flags give; one that is not given is 1 as soon as another is, or the file's."""
+    given = {name: value for name in ("tp", "pp", "dp") if (value := getattr(args, name)) is not None}
+    return given if of_file or not given else {"tp": 1, "pp": 1, "dp": 1} | given
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """A type of arguments: whole numbers of at least 1 with commas.
+
+    >>> numbers("9,8, 8,7")
+    (9, 8, 8, 7)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers of at least 1, like 3,5")
+    return tuple(map(int, parts))

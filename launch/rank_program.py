@@ -1,0 +1,163 @@
+"""One rank's process under torchrun: `torchrun … -m dynapipe_ext.launch.train`, with the flags of `dynapipe train`.
+
+Of all ranks that fail, the first says why, in one line; those that fail because it did say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
+from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError
+from dynapipe_ext.launch.command_parser import CommandParser
+from dynapipe_ext.launch.commands.train import add_arguments, config_from, resumed_run
+from dynapipe_ext.launch.env import RankEnv, agent_attempt, limit_threads, rank_env, under_torchrun, use_interface
+from dynapipe_ext.launch.network import interface_towards
+from dynapipe_ext.launch.outcome import keeping_what_ran
+from dynapipe_ext.launch.process_title import set_process_title
+from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.launch.run_directory import RunDirectory
+from dynapipe_ext.launch.signals import ending_signals_raise
+from dynapipe_ext.launch.train import TrainingJob, greet_store, rank_title, store_address, train_rank
+from dynapipe_ext.tools.tensorboard_file import require_tensorboard
+
+_ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone
+_INTERRUPTED_STATUS = 130
+
+
+def run_and_exit() -> NoReturn:
+    """The program. A rank that fails leaves at once: with its peers gone, closing its process groups could hang."""
+    limit_threads()
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        os._exit(status)
+    sys.exit(0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parsed(arguments)
+    env: RankEnv | None = None
+    try:
+        with ending_signals_raise():
+            env = rank_env()
+            with _telling(env):
+                return _main(env, args)
+    except JobError as error:
+        return error.exit_status
+    except DynaPipeError as error:  # no rank yet
+        print(f"dynapipe: error: {in_one_line(error)}", file=sys.stderr)
+        return USER_ERROR_STATUS
+    except KeyboardInterrupt:
+        return _INTERRUPTED_STATUS
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Rank 0 alone shows the help and mistakes: all have the same arguments."""
+    parser = CommandParser(prog="python -m dynapipe_ext.launch.train", description=__doc__)
+    add_arguments(parser)
+    with ExitStack() as stack:
+        if under_torchrun() and rank_env().rank:
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        return parser.parse_args(arguments)
+
+
+def _main(env: RankEnv, args: argparse.Namespace) -> int:
+    config = config_from(args)
+    set_process_title(rank_title(env, config))
+    if config.run.tensorboard:
+        require_tensorboard()
+    run_dir, resumed = resumed_run(args, config)
+    address = store_address(args.store) if args.store else None
+    _settle_network(env, address)
+    asked = (signal.SIGTERM, signal.SIGUSR1)
+    if env.rank:
+        return train_rank(env, TrainingJob(config, args.compare, Path(), address, resumed=resumed, end_signals=asked))
+    with ExitStack() as stack:
+        if address is None:
+            address = _embedded_store(env, config, stack)
+        else:
+            greet_store(address)  # refused here, before data and costs are prepared
+        directory = stack.enter_context(RunDirectory(run_dir, overwrite=args.overwrite, resume=resumed is not None))
+        stack.enter_context(keeping_what_ran(directory))
+        job = TrainingJob(config, args.compare, directory.path, address, resumed=resumed, end_signals=asked)
+        with _telling(env):  # before the store goes, and others fail for that
+            return train_rank(env, job)
+
+
+def _embedded_store(env: RankEnv, config: TrainConfig, stack: ExitStack) -> StoreAddress:
+    """The store of a job that was given none: on this machine, so only where all ranks are."""
+    if env.local_world_size != env.world_size:
+        raise ConfigError(
+            f"{env.world_size} ranks on several machines need a store that all can reach:"
+            " pass --store redis://host:port (password in DYNAPIPE_STORE_PASSWORD)"
+        )
+    return stack.enter_context(RedisServer(binary=config.job.redis_server or None)).address
+
+
+def _settle_network(env: RankEnv, store: StoreAddress | None) -> None:
+    """Have gloo and NCCL take the interface on which ranks reach each other, unless the user chose."""
+    if env.local_world_size == env.world_size:
+        use_interface("lo")
+        return
+    store_host = urlsplit(store.url).hostname if store else None
+    name = interface_towards(host for host in (env.master_addr, store_host) if host)
+    if (taken := use_interface(name)) and env.local_rank == 0:
+        print(f"network of rank {env.rank}'s machine: {name} ({', '.join(taken)})", file=sys.stderr)
+
+
+@contextmanager
+def _telling(env: RankEnv) -> Iterator[None]:
+    """Errors become a JobError with the cause of the whole job's failure, which its rank has said."""
+    try:
+        yield
+    except JobError:
+        raise
+    except Exception as error:
+        status = USER_ERROR_STATUS if isinstance(error, DynaPipeError) else BUG_STATUS
+        mine = f"rank {env.rank}: {in_one_line(error)}"
+        if (cause := _first_cause(env, mine)) == mine:
+            print(f"dynapipe: error: {mine}", file=sys.stderr, flush=True)
+            _tell_torchrun(error, mine)
+        raise JobError(mine, status, cause) from error
+
+
+def _first_cause(env: RankEnv, mine: str) -> str:
+    """Why the first rank failed, by the store of torchrun's agent; `mine` where this is the first, or nobody knows."""
+    attempt = agent_attempt()
+    if attempt is None:
+        return mine
+    from torch.distributed import TCPStore
+
+    try:
+        limit = timedelta(seconds=_ASK_S)
+        store = TCPStore(env.master_addr, env.master_port, is_master=False, timeout=limit, wait_for_workers=False)
+        key = f"dynapipe/failure/{attempt}"
+        found: bytes = store.compare_set(key, "", mine)
+    except RuntimeError:  # the agent has gone
+        return mine
+    return found.decode(errors="replace")
+
+
+def _tell_torchrun(error: Exception, cause: str) -> None:
+    """For its summary, which shows the first failure: its cause, after the calls that led to it if it is a defect."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    try:
+        raise ExecutionError(cause) from (None if isinstance(error, DynaPipeError) else error)
+    except ExecutionError as told:
+        get_error_handler().record_exception(told)

@@ -1,0 +1,110 @@
+"""The options of all subcommands, as one table: what is called the same has the same form."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+import torch
+
+from dynapipe_ext.launch import cli
+from dynapipe_ext.launch.command_parser import CommandParser
+
+# Where one word means a choice of another set in another subcommand: figures of a GPU, or torch's device.
+OWN_CHOICES = {"device", "dtype", "schedule", "recompute"}
+# `estimate` searches: it takes several, with commas, of what others take one of.
+SEARCHED = {("estimate", name) for name in ("tp", "pp", "layout", "recompute", "tokens_per_batch")}
+SEARCHED.add(("profile", "recompute"))
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    made = {}
+    for subcommand in cli.SUBCOMMANDS:
+        made[subcommand.name] = CommandParser(prog=f"dynapipe {subcommand.name}")
+        importlib.import_module(subcommand.module).add_arguments(made[subcommand.name])
+    return made
+
+
+PARSERS = parsers()
+OPTIONS = [
+    (command, action)
+    for command, parser in PARSERS.items()
+    for action in parser._actions
+    if action.option_strings and action.dest != "help"
+]
+
+
+def form(action: argparse.Action) -> tuple[object, ...]:
+    choices = tuple(action.choices) if action.choices and action.dest not in OWN_CHOICES else bool(action.choices)
+    return (
+        type(action).__name__,
+        action.nargs,
+        action.const,
+        action.metavar,
+        getattr(action.type, "__name__", ""),
+        choices,
+    )
+
+
+def test_an_option_of_several_subcommands_has_one_form() -> None:
+    forms: dict[str, dict[object, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for command, action in OPTIONS:
+        if (command, action.dest) not in SEARCHED:
+            forms[action.option_strings[0]][form(action)].append(command)
+    assert {flag: dict(found) for flag, found in forms.items() if len(found) > 1} == {}
+
+
+def test_an_option_has_one_name() -> None:
+    assert [action.option_strings for _, action in OPTIONS if len(action.option_strings) != 1] == []
+    renamed = [action for _, action in OPTIONS if action.option_strings[0] != "--" + action.dest.replace("_", "-")]
+    assert {action.option_strings[0] for action in renamed} == {"--from"}  # a word of Python
+
+
+def test_memory_is_given_in_one_way() -> None:
+    limits = {action.option_strings[0] for _, action in OPTIONS if re.search(r"memory|mb$", action.dest)}
+    assert limits == {"--gpu-memory-gb", "--host-memory-gb", "--memory-limit-gb"}  # a device, a node, a run's rank
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_every_help_says_what_each_option_is_with_examples_and_exit_statuses(command: str) -> None:
+    text = PARSERS[command].format_help()
+    assert f"examples:\n  dynapipe {command}" in text
+    assert "exit status: 0 done; 1 " in text
+    for _, action in (option for option in OPTIONS if option[0] == command):
+        said = action.help or ""
+        assert said, action.option_strings
+        assert not said.endswith("."), said
+        assert not re.search(r"\((\d|none|line)[^)]*\)$", said), f"{said}: say (default: …)"
+
+
+def test_no_help_and_no_early_mistake_loads_what_is_slow_to_load() -> None:
+    """Each in a process of its own; of a CUDA build of torch, doctor asks for its devices."""
+    script = """
+import io, os, sys
+from contextlib import redirect_stdout
+import numpy, rich.console, rich.table
+from dynapipe_ext.launch import cli
+words = [[one.name, "--help"] for one in cli.SUBCOMMANDS]
+for arguments in [*words, ["convert", "nothere", "there", "--to", "hf"], ["doctor"]]:
+    if os.fork() == 0:
+        with redirect_stdout(io.StringIO()):
+            try:
+                cli.main(arguments)
+            except SystemExit:
+                pass
+        slow = {"torch", "transformers", "megatron", "scipy", "matplotlib", "tokenizers"} & {*sys.modules}
+        print(*arguments, *slow, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    wanted = [f"{one.name} --help" for one in cli.SUBCOMMANDS] + ["convert nothere there --to hf"]
+    if not torch.version.cuda:
+        wanted.append("doctor")
+    assert run.stdout.splitlines()[: len(wanted)] == wanted
