@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from dynapipe_ext.config import SPLIT_SCHEDULES, ScheduleName, SplitRule, TrainC
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
-from dynapipe_ext.costs.interchange import cost_model_from_json
+from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.batches import GlobalBatches
@@ -172,13 +171,7 @@ def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, 
 
     Errors: DataError for a file that holds none; ConfigError where it cannot be laid out over the topology.
     """
-    try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"cost file {path} cannot be read: {error}: give a cost model written as JSON") from error
-    if not isinstance(raw, dict):
-        raise DataError(f"cost file {path} holds {type(raw).__name__}: give a cost model written as JSON")
-    return over_topology(cost_model_from_json(raw), topology)
+    return over_topology(read_cost_file(path), topology)
 
 
 def settled_steps(config: TrainConfig, lengths: LengthArray) -> TrainConfig:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.costs.abilities import costs_as_json
@@ -37,6 +39,17 @@ def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
             raise DataError(f"costs of frozen weights have the base {short(base)}, not a cost model: write them again")
         return FrozenCosts.from_json(raw, _base_from_json(base))
     return _base_from_json(raw)
+
+
+def read_cost_file(path: str | Path) -> CostModel:
+    """The cost model in a JSON file of any kind. Errors: DataError for a file that holds none."""
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"cost file {path} cannot be read: {error}: give a cost model written as JSON") from error
+    if not isinstance(raw, dict):
+        raise DataError(f"cost file {path} holds {type(raw).__name__}: give a cost model written as JSON")
+    return cost_model_from_json(raw)
 
 
 def _base_from_json(raw: Mapping[str, Any]) -> CostModel:
