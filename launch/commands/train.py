@@ -18,7 +18,7 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.mixture import data_settings
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cluster import run_local
-from dynapipe_ext.launch.command_parser import add_truncate, cut_at, degrees, ending, numbers
+from dynapipe_ext.launch.command_parser import add_truncate, cut_at, degrees, dtype, ending, numbers
 from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads, num_cores
 from dynapipe_ext.launch.job import check_batches, check_fits, settled_steps, topology_of, variants
 from dynapipe_ext.launch.listeners import require_loggers
@@ -55,14 +55,6 @@ _EPILOG = """examples:
   dynapipe train --config launch/configs/quickstart.toml --layout packed --compare
   dynapipe train --resume latest --steps 80
 """
-
-
-def _dtype(text: str) -> str:
-    """
-    >>> _dtype("bf16")
-    'bfloat16'
-    """
-    return {"fp32": "float32", "bf16": "bfloat16"}.get(text, text)
 
 
 def _betas(text: str) -> tuple[float, ...]:
@@ -137,9 +129,9 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "model",
         "dtype",
         {
-            "type": _dtype,
+            "type": dtype,
             "choices": ("float32", "bfloat16"),
-            "help": "of weights (also fp32, bf16); their masters are fp32",
+            "help": "of weights (fp32, bf16 for short); their masters are fp32",
         },
     ),
     "--layout": ("plan", "layout", {"choices": get_args(Layout), "help": "of micro-batches"}),
