@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from dynapipe_ext.config_model import with_described
 from dynapipe_ext.config_values import checked_value, refuse_out_of_bounds, refuse_unknown
 from dynapipe_ext.data.mixture import weighted_files
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.models.transformers_sizes import Backend
 from dynapipe_ext.plan import Layout, LossNorm
 from dynapipe_ext.topology import PlacementName, placement_of
 
@@ -20,20 +21,25 @@ ScheduleName = Literal["adaptive", "1f1b", "gpipe", "zb-h1", "zb-h2"]
 SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2")  # every backward as I and W, asked for or not
 PlacementChoice = Literal[PlacementName, "auto"]
 _READ = "described"  # of [model]: no setting, but what one of them names
+SaveFormat = Literal["hf", "megatron", "deepspeed"]
+LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     """`run_dir` empty means a new directory under runs/, named by the time. Figures of all ranks are gathered every
-    `log_every` steps, and at the last `traced_steps`, whose timelines go into trace.html."""
+    `log_every` steps, and at the last `traced_steps`, whose timelines go into trace.html. `epochs` above 0 is how often
+    the data are gone through, and takes the place of `steps`. `wandb` names a project of Weights & Biases to log to."""
 
     steps: int = 40
+    epochs: float = 0.0
     seed: int = 0
     run_dir: str = ""
     log_every: int = 1
     traced_steps: int = 3
     tensorboard: bool = False
+    wandb: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +60,15 @@ class TopologySettings:
 class ModelSettings:
     """`architecture` names a published model (a config.json or its folder, Megatron's arguments as JSON, a preset) and
     gives all sizes; then `max_seq_len` alone may be said, to keep rows shorter. `init_from` is the folder of a
-    checkpoint whose weights the run starts with. `described` is read, not given: the model that `architecture` names.
+    checkpoint whose weights the run starts with. `backend`: what computes the model ("auto": megatron-core where it
+    can, else transformers). `described` is read, not given: the model that `architecture` names.
 
     With `num_decoder_layers` the model is T5 in sizes of one's own, `num_layers` those of its encoder; `max_seq_len`
     bounds input and target together, and may be above what a published T5 was trained on: its positions are relative.
     """
 
     architecture: str = ""
+    backend: Backend = "auto"
     init_from: str = ""
     num_layers: int = 4
     num_decoder_layers: int = 0
@@ -83,19 +91,29 @@ class ModelSettings:
         """Of encoder and decoder, or of a decoder alone: what stages are made of."""
         return self.num_layers + self.num_decoder_layers
 
+    @property
+    def uses_transformers(self) -> bool:
+        return self.described is not None and self.described.family == "transformers"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
     """`path` empty means the built-in generator. `mixture` names several files instead, all with weights, as
     "a.jsonl=0.7", or none: the shares of the samples that training sees. `tokenizer`: "bpe" (trained on the data,
-    `vocab_size` ids), "bytes", or what `dynapipe preprocess --tokenizer` takes. Exactly one of `tokens_per_batch` and
-    `batch_size` is above 0."""
+    `vocab_size` ids), "bytes", or what `dynapipe preprocess --tokenizer` takes. Of a model's folder of transformers the
+    tokenizer does what that model was trained with: `template` says of what the records are ("auto": what the first one
+    has), the keys name their fields where these are not input and target, prompt and response, or text. Exactly one of
+    `tokens_per_batch` and `batch_size` is above 0."""
 
     path: str = ""
     mixture: tuple[str, ...] = ()
     num_samples: int = 4000
     tokenizer: str = "bpe"
     vocab_size: int = 1024
+    template: Literal["auto", "chat", "prompt", "text"] = "auto"
+    input_key: str = ""
+    target_key: str = ""
+    text_key: str = ""
     truncate: bool = False
     tokens_per_batch: int = 8192
     batch_size: int = 0
@@ -131,14 +149,19 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """Adam with linear warm-up and cosine decay over the run; `clip_grad` is the global norm (0: off).
+    """AdamW with linear warm-up, then `lr_schedule` down to `min_lr` over the run ("wsd" is constant, and linear over
+    its last tenth). Warm-up takes `warmup_steps`, or where it is above 0 `warmup_fraction` of all steps. Weights decay
+    but for norms and biases; `clip_grad` is the global norm (0: off).
 
     A step whose loss or gradients are not finite changes no weight: `nan_policy` "stop" ends the run there, "skip"
     leaves out up to `max_skips` such steps in a row."""
 
     lr: float = 2e-3
     min_lr: float = 2e-4
+    lr_schedule: LrSchedule = "cosine"
     warmup_steps: int = 5
+    warmup_fraction: float = 0.0
+    betas: tuple[float, ...] = (0.9, 0.999)
     weight_decay: float = 0.01
     clip_grad: float = 1.0
     distributed: bool = False
@@ -151,8 +174,11 @@ class CheckpointSettings:
     """A run saves every `save_every` steps and every `save_minutes` (0: not by these), and always at its end. The
     `keep_last` newest stay (0: all), with `keep_best` also that of the least loss, by validation where there is one.
     `background`: training goes on while a copy is written. A run that is asked to end by a signal saves and has ended
-    within `grace_s`."""
+    within `grace_s`. One that ends well leaves its model in the folder `output`, if named, as `save_format`: that of
+    the checkpoint `keep_best` has kept, else the last one's."""
 
+    output: str = ""
+    save_format: SaveFormat = "hf"
     save_every: int = 0
     save_minutes: float = 0.0
     keep_last: int = 2
@@ -219,7 +245,7 @@ class TrainConfig:
             refuse_unknown(values, hints, f"{where}: [{name}]", names)
             checked = {key: checked_value(v, hints[key], f"{where}: [{name}] {key}") for key, v in values.items()}
             built[name] = table(**checked)
-        built["model"] = _described(built["model"], raw.get("model", {}), where)
+        built["model"] = with_described(built["model"], raw.get("model", {}), where)
         config = cls(**built)
         config.check(where)
         return config
@@ -231,7 +257,7 @@ class TrainConfig:
         """The same settings with some replaced, for command-line flags: with_values(run={"steps": 5})."""
         changed = {name: replace(getattr(self, name), **values) for name, values in tables.items() if values}
         if "model" in changed:
-            changed["model"] = _described(changed["model"], tables["model"], "command line")
+            changed["model"] = with_described(changed["model"], tables["model"], "command line")
         config = replace(self, **changed)
         config.check("command line")
         return config
@@ -255,6 +281,17 @@ class TrainConfig:
             raise ConfigError(
                 f"{where}: [data] prefetch_steps is {data.prefetch_steps} but must be at least 2 with planner processes"
                 f" (num_workers is {data.num_workers})"
+            )
+        if bool(data.input_key) != bool(data.target_key):
+            raise ConfigError(
+                f"{where}: [data] input_key is {data.input_key!r} and target_key {data.target_key!r}: give both"
+            )
+        if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
+            raise ConfigError(f"{where}: [optimizer] betas is {optimizer.betas} but must be two numbers in 0..1")
+        if not 0 <= optimizer.warmup_fraction < 1:
+            raise ConfigError(
+                f"{where}: [optimizer] warmup_fraction is {optimizer.warmup_fraction} but must lie in 0..1:"
+                " warmup_steps counts steps"
             )
         if not 0 <= self.model.dropout < 1:
             raise ConfigError(f"{where}: [model] dropout is {self.model.dropout} but must lie in 0..1")
@@ -355,40 +392,3 @@ def _check_evaluation(settings: EvalSettings, where: str) -> None:
         raise ConfigError(
             f"{table} {' and '.join(named)} but every is 0, which never evaluates: set every, or leave the others out"
         )
-
-
-def _described(model: ModelSettings, said: Mapping[str, Any], where: str) -> ModelSettings:
-    """The settings with the sizes of the model that `architecture` names. Errors: ConfigError for a size in `said` that
-    contradicts them."""
-    if not model.architecture:
-        own: dict[str, Any] = {}
-        if model.num_decoder_layers:
-            own = {"position": "relative", "norm": "rmsnorm", "bias": False, "num_query_groups": model.num_heads}
-        _refuse_contradiction(model, own, said, f"{where}: [model] num_decoder_layers makes a T5, which")
-        return replace(model, described=None, **own)
-    a, _ = read_model(model.architecture)
-    place = f"{where}: [model] architecture {model.architecture}"
-    own = {
-        "num_layers": a.num_layers,
-        "num_decoder_layers": a.num_decoder_layers,
-        "hidden_size": a.hidden_size,
-        "num_heads": a.num_heads,
-        "num_query_groups": a.num_query_groups,
-        "ffn_hidden_size": a.ffn_hidden_size,
-        "gated_mlp": a.gated_mlp,
-        "max_seq_len": a.max_seq_len,
-        "tied_embeddings": a.tied_embeddings,
-        "position": a.position,
-        "norm": a.norm,
-        "bias": a.mlp_bias,
-    }
-    if "max_seq_len" in said and (model.max_seq_len <= a.max_seq_len or a.position == "relative"):
-        own["max_seq_len"] = model.max_seq_len
-    _refuse_contradiction(model, own, said, place)
-    return replace(model, described=a, **own)
-
-
-def _refuse_contradiction(model: ModelSettings, own: Mapping[str, Any], said: Mapping[str, Any], place: str) -> None:
-    for name in said:
-        if name in own and getattr(model, name) != own[name]:
-            raise ConfigError(f"{place} has {name} {own[name]}, but {name} is {getattr(model, name)}: leave it out")

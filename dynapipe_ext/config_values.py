@@ -10,7 +10,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.suggestion import did_you_mean
 
 _AT_LEAST = {
-    "run": {"steps": 1, "seed": 0, "log_every": 1, "traced_steps": 0},
+    "run": {"steps": 1, "epochs": 0, "seed": 0, "log_every": 1, "traced_steps": 0},
     "topology": {"tp": 1, "pp": 1, "dp": 1, "stages_per_rank": 0},
     "model": {
         "num_layers": 1,
@@ -75,10 +75,12 @@ def checked_value(value: Any, hint: Any, where: str) -> Any:
             raise ConfigError(f"{where} is {value!r}: choose from {list(get_args(hint))}{near}")
         return value
     if get_origin(hint) is tuple:
-        kind, kinds = (str, "strings") if get_args(hint)[0] is str else (int, "integers")
-        if not isinstance(value, list | tuple) or any(not isinstance(v, kind) or isinstance(v, bool) for v in value):
+        kind = get_args(hint)[0]
+        kinds, allowed = {str: ("strings", str), int: ("integers", int), float: ("numbers", int | float)}[kind]
+        listed = value if isinstance(value, list | tuple) else [None]
+        if any(not isinstance(v, allowed) or isinstance(v, bool) for v in listed):
             raise ConfigError(f"{where} is {value!r} but must be a list of {kinds}")
-        return tuple(value)
+        return tuple(kind(v) for v in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):

@@ -63,6 +63,9 @@ class Reductions(Protocol):
 
     def sum_over_job(self, tensor: Any) -> None: ...
 
+    def sum_over_ends(self, tensor: Any) -> None:
+        """Over the ranks that hold the first and the last stage of one replica; no other rank calls it."""
+
 
 class Pending(Protocol):
     """A transfer under way."""

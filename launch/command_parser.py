@@ -102,6 +102,15 @@ def degrees(args: argparse.Namespace, *, of_file: bool) -> dict[str, int]:
     return given if of_file or not given else {"tp": 1, "pp": 1, "dp": 1} | given
 
 
+def dtype(text: str) -> str:
+    """A type of weights by torch's name or the short one.
+
+    >>> dtype("bf16"), dtype("float16")
+    ('bfloat16', 'float16')
+    """
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(text, text)
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """A type of arguments: whole numbers of at least 1 with commas.
 

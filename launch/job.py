@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,12 +14,12 @@ from dynapipe_ext.config import SPLIT_SCHEDULES, ScheduleName, SplitRule, TrainC
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
-from dynapipe_ext.costs.interchange import cost_model_from_json
+from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.lengths import LengthArray, sample_lengths
+from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, round_up
 from dynapipe_ext.schedules.planner import Planner
@@ -172,22 +171,38 @@ def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, 
 
     Errors: DataError for a file that holds none; ConfigError where it cannot be laid out over the topology.
     """
-    try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"cost file {path} cannot be read: {error}: give a cost model written as JSON") from error
-    if not isinstance(raw, dict):
-        raise DataError(f"cost file {path} holds {type(raw).__name__}: give a cost model written as JSON")
-    return over_topology(cost_model_from_json(raw), topology)
+    return over_topology(read_cost_file(path), topology)
+
+
+def settled_steps(config: TrainConfig, lengths: LengthArray) -> TrainConfig:
+    """The settings with the steps that their epochs come to on data of these lengths, and no epochs.
+
+    Errors: DataError for a sample over the token budget.
+    """
+    if not config.run.epochs:
+        return config
+    whole, part = int(config.run.epochs), config.run.epochs % 1
+    drop_last = config.data.drop_last
+    epochs = range(whole + (part > 0))
+    num_batches = [len(_global_batches(config, lengths, epoch, drop_last=drop_last)) for epoch in epochs]
+    steps = sum(num_batches[:whole]) + (round(part * num_batches[whole]) if part else 0)
+    return replace(config, run=replace(config.run, steps=max(1, steps), epochs=0.0))
 
 
 def check_batches(config: TrainConfig, lengths: LengthArray) -> None:
     """Refuse a sample over the token budget before anything is started. Errors: DataError naming it."""
-    GlobalBatches(
+    _global_batches(config, lengths, 0, drop_last=False)
+
+
+def _global_batches(config: TrainConfig, lengths: LengthArray, epoch: int, *, drop_last: bool) -> GlobalBatches:
+    data = config.data
+    return GlobalBatches(
         lengths,
-        batch_size=config.data.batch_size or None,
-        tokens_per_batch=config.data.tokens_per_batch or None,
+        batch_size=data.batch_size or None,
+        tokens_per_batch=data.tokens_per_batch or None,
         seed=config.run.seed,
+        epoch=epoch,
+        drop_last=drop_last,
     )
 
 
@@ -199,13 +214,31 @@ def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> N
     _check_max_tokens(config, lengths)
     longest = int(np.argmax(lengths[:, 0] + lengths[:, 1]))
     (sample,) = sample_lengths(lengths, [longest])
-    plan, limit, topology = config.plan, config.plan.memory_limit_bytes, topology_of(config)
-    needs: list[tuple[int, int]] = []  # (bytes, rank) of the fullest rank, for each kind of recomputation
+    plan, limit = config.plan, config.plan.memory_limit_bytes
+    try:
+        num_bytes, rank = _bytes_alone(config, costs, sample)
+    except PlanError as error:
+        raise PlanError(f"sample {longest} with {sample.tokens} tokens cannot be priced: {error}") from None
+    if num_bytes > limit:
+        raise PlanError(
+            f"sample {longest} with {sample.tokens} tokens needs {num_bytes} B on pipeline rank {rank} even alone, but"
+            f" memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: raise it,"
+            f" {_what_fits(config, costs, sample)}, or lower max_seq_len with --truncate"
+        )
+
+
+def _bytes_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) -> tuple[int, int]:
+    """What a sample alone needs on the fullest pipeline rank, and which that is, recomputed as far as the plan may.
+
+    Errors: PlanError for a kind of recomputation that was not measured, or a shape outside of the table.
+    """
+    plan, topology = config.plan, topology_of(config)
+    needs: list[tuple[int, int]] = []
     refusal: PlanError | None = None
     for kind in RECOMPUTES if plan.recompute == "auto" else (plan.recompute,):
         try:
             alone = costs.evaluate([MicroBatch((sample,), plan.layout, kind, pad_multiple=plan.pad_multiple)])
-        except PlanError as error:  # a kind that was not measured, or a shape outside the table
+        except PlanError as error:
             refusal = refusal or error
             continue
         held = alone.static_bytes + alone.stored_bytes[:, 0]
@@ -214,14 +247,24 @@ def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> N
         needs.append((max(totals), totals.index(max(totals))))
     if not needs:
         assert refusal is not None
-        raise PlanError(f"sample {longest} with {sample.tokens} tokens cannot be priced: {refusal}")
-    num_bytes, rank = min(needs)
-    if num_bytes > limit:
-        raise PlanError(
-            f"sample {longest} with {sample.tokens} tokens needs {num_bytes} B on pipeline rank {rank} even alone, but"
-            f" memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: raise it, raise tp or pp, or lower"
-            " max_seq_len with --truncate"
-        )
+        raise refusal
+    return min(needs)
+
+
+def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength) -> str:
+    """The fewest ranks of a replica that a sample fits on, as advice; of as many, those of the least tp."""
+    linear = replace(config.topology, placement="linear", stages_per_rank=0, layers_per_stage=())
+    for num_ranks in (2, 4, 8, 16, 32, 64, 128, 256):
+        for tp in (1, 2, 4, 8):
+            try:
+                at = replace(config, topology=replace(linear, tp=tp, pp=num_ranks // tp))
+                placed = over_topology(costs, topology_of(at))[0]
+                num_bytes, _ = _bytes_alone(at, placed, sample)
+            except (ConfigError, PlanError):  # sizes that this topology does not divide, costs of another one
+                continue
+            if num_bytes <= config.plan.memory_limit_bytes:
+                return f"take tp {tp} x pp {num_ranks // tp}, where it needs {num_bytes / 1e9:.3g} GB a rank"
+    return "raise tp or pp"
 
 
 def _check_max_tokens(config: TrainConfig, lengths: LengthArray) -> None:
@@ -276,6 +319,7 @@ def configured_format(config: TrainConfig) -> ActivationFormat:
     m, topology = config.model, topology_of(config)
     shards = topology.tp if config.topology.sequence_parallel else 1
     layers = layers_of_stages(m.num_layers, m.total_layers, topology.num_stages, topology.layers_per_stage)
+    order: Literal["sbh", "bsh"] = "bsh" if m.uses_transformers else "sbh"
     return ActivationFormat(
-        m.hidden_size, m.dtype, sequence_shards=shards, first_decoder_stage=first_decoder_stage(layers)
+        m.hidden_size, m.dtype, order=order, sequence_shards=shards, first_decoder_stage=first_decoder_stage(layers)
     )

@@ -23,6 +23,7 @@ from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.commands.train import add_arguments, config_from, resumed_run
 from dynapipe_ext.launch.env import RankEnv, agent_attempt, limit_threads, rank_env, under_torchrun, use_interface
+from dynapipe_ext.launch.listeners import require_loggers
 from dynapipe_ext.launch.network import interface_towards
 from dynapipe_ext.launch.outcome import keeping_what_ran
 from dynapipe_ext.launch.process_title import set_process_title
@@ -30,7 +31,7 @@ from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_directory import RunDirectory
 from dynapipe_ext.launch.signals import ending_signals_raise
 from dynapipe_ext.launch.train import TrainingJob, greet_store, rank_title, store_address, train_rank
-from dynapipe_ext.tools.tensorboard_file import require_tensorboard
+from dynapipe_ext.launch.trained_model import refuse_output
 
 _ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone
 _INTERRUPTED_STATUS = 130
@@ -79,8 +80,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _main(env: RankEnv, args: argparse.Namespace) -> int:
     config = config_from(args)
     set_process_title(rank_title(env, config))
-    if config.run.tensorboard:
-        require_tensorboard()
+    require_loggers(config)
+    refuse_output(config, overwrite=args.overwrite)
     run_dir, resumed = resumed_run(args, config)
     address = store_address(args.store) if args.store else None
     _settle_network(env, address)
@@ -92,9 +93,19 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
             address = _embedded_store(env, config, stack)
         else:
             greet_store(address)  # refused here, before data and costs are prepared
-        directory = stack.enter_context(RunDirectory(run_dir, overwrite=args.overwrite, resume=resumed is not None))
+        overwrite = args.overwrite and resumed is None  # else it is what --output holds that may be lost
+        directory = stack.enter_context(RunDirectory(run_dir, overwrite=overwrite, resume=resumed is not None))
         stack.enter_context(keeping_what_ran(directory))
-        job = TrainingJob(config, args.compare, directory.path, address, resumed=resumed, end_signals=asked)
+        job = TrainingJob(
+            config,
+            args.compare,
+            directory.path,
+            address,
+            resumed=resumed,
+            end_signals=asked,
+            overwrite=args.overwrite,
+            num_shown=args.show_samples,
+        )
         with _telling(env):  # before the store goes, and others fail for that
             return train_rank(env, job)
 
@@ -141,7 +152,7 @@ def _first_cause(env: RankEnv, mine: str) -> str:
     attempt = agent_attempt()
     if attempt is None:
         return mine
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     try:
         limit = timedelta(seconds=_ASK_S)

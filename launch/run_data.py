@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.config import DataSettings, TrainConfig
 from dynapipe_ext.data.dataset import (
     TokenDataset,
     TokenizerKind,
@@ -24,12 +24,16 @@ from dynapipe_ext.data.generation import generate_examples, generator_settings
 from dynapipe_ext.data.held_out import SampleSubset, hold_out
 from dynapipe_ext.data.mixture import samples_of_epoch, weighted_files
 from dynapipe_ext.data.pairs import PairDataset, pair_lengths
-from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, load_encoder, with_separator
+from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, is_own, load_encoder, with_separator
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess
+from dynapipe_ext.data.preprocessing.rendering import RecordFields
+from dynapipe_ext.data.preprocessing.transformers_encoder import load_model_tokenizer
 from dynapipe_ext.data.reading import Example, read_examples
+from dynapipe_ext.data.tokenizer import FILE_NAME
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
+from dynapipe_ext.launch.data_form import DataForm, form_of
 from dynapipe_ext.launch.file_lock import FileLock
 from dynapipe_ext.launch.run_directory import runs_folder
 from dynapipe_ext.lengths import LengthArray
@@ -46,6 +50,7 @@ class _Source:
     examples: Callable[[], Iterator[Example]]
     fingerprint: str
     tokenizer: TokenizerKind | Encoder
+    form: DataForm
     folder: Path
 
 
@@ -66,7 +71,7 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
     lock = source.folder.with_name(f".{source.folder.name}.lock")
     with FileLock(lock, f"the tokenized data in {source.folder}", wait_s=PREPARE_LIMIT_S):
         if not isinstance(source.tokenizer, str):
-            return _preprocessed(config, _paths(config), source.folder, source.tokenizer, progress)
+            return _preprocessed(config, _paths(config), source.folder, source.tokenizer, source.form, progress)
         return prepare(
             source.examples,
             source.folder,
@@ -117,12 +122,13 @@ def _parts(
     if is_prepared(settings.path):
         return train, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole)
     encoder = whole.tokenizer()
-    made_by = [digest_of(encoder), config.model.max_seq_len, config.data.truncate]
+    form = form_of(config.data, Path(settings.path), encoder)
+    made_by = [digest_of(encoder), *form.described(), config.model.max_seq_len, config.data.truncate]
     folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
     if is_prepared(folder):
         return train, TokenDataset.open(folder)
     with FileLock(folder.with_name(f".{folder.name}.lock"), f"the tokenized data in {folder}", wait_s=PREPARE_LIMIT_S):
-        return train, _preprocessed(config, [settings.path], folder, encoder, None)
+        return train, _preprocessed(config, [settings.path], folder, encoder, form, None)
 
 
 def _mixed(config: TrainConfig, part: TokenDataset | SampleSubset) -> TokenDataset | SampleSubset:
@@ -171,6 +177,15 @@ def check_data(data: RunData, check: Callable[[LengthArray], None]) -> None:
         raise type(error)(f"[eval] of the held-out data, {error}") from error
 
 
+def refuse_pieces(config: TrainConfig, data: RunData, *, compare: bool) -> None:
+    """Errors: ConfigError for plans that cut samples whose targets are not all at the end: lengths do not say where."""
+    if data.whole.targets is not None and (compare or config.plan.rule == "fixed-rows"):
+        raise ConfigError(
+            "--compare, and [plan] rule fixed-rows, cut long samples, of which only those with all targets at their end"
+            " can be cut: leave it out for chats"
+        )
+
+
 def _same_tokens(held_out: TokenDataset, whole: TokenDataset) -> TokenDataset:
     """Errors: DataError for data whose ids mean something else than those that the model trains on."""
     if digest_of(held_out.tokenizer()) != digest_of(whole.tokenizer()):
@@ -205,19 +220,29 @@ def _source(config: TrainConfig) -> _Source:
                     f"[data] tokenizer is {data.tokenizer!r} but no path is given: the built-in generator's text takes"
                     " bpe or bytes; name your own data"
                 )
-            tokenizer = load_encoder(data.tokenizer)
             if config.model.num_decoder_layers:
-                tokenizer = with_separator(tokenizer)
+                tokenizer = with_separator(load_encoder(data.tokenizer))
+            else:
+                tokenizer = _own_tokenizer(Path(data.tokenizer)) or load_encoder(data.tokenizer)
             made_by = [digest_of(tokenizer)]
     if paths:
-        examples = partial(_examples_of, paths)
+        form = _form_of_all(data, paths, tokenizer)
+        examples = partial(_examples_of, paths, form)
         prints = [fingerprint_of_source(path) for path in paths]
         fingerprint = prints[0] if len(paths) == 1 else hashlib.sha256(json.dumps(prints).encode()).hexdigest()
     else:
+        form = DataForm(None, RecordFields())
         examples = partial(generate_examples, num_samples=data.num_samples, seed=seed)
         fingerprint = fingerprint_of_source(generator_settings(num_samples=data.num_samples, seed=seed))
-    made_from = [fingerprint, *made_by, config.model.max_seq_len, data.truncate]
-    return _Source(examples, fingerprint, tokenizer, _tokenized(config, made_from))
+    made_from = [fingerprint, *made_by, *form.described(), config.model.max_seq_len, data.truncate]
+    return _Source(examples, fingerprint, tokenizer, form, _tokenized(config, made_from))
+
+
+def _own_tokenizer(path: Path) -> Encoder | None:
+    """That of a model's folder, with all that it does; None where `path` is no such folder."""
+    if not path.is_dir() or is_own(path / FILE_NAME):
+        return None
+    return load_model_tokenizer(path)
 
 
 def _paths(config: TrainConfig) -> list[str]:
@@ -231,12 +256,30 @@ def _paths(config: TrainConfig) -> list[str]:
     return paths or ([config.data.path] if config.data.path else [])
 
 
-def _examples_of(paths: Sequence[str]) -> Iterator[Example]:
-    return (example for path in paths for example in read_examples(path))
+def _form_of_all(data: DataSettings, paths: Sequence[str], tokenizer: Encoder | str) -> DataForm:
+    """Errors: ConfigError for files of several forms."""
+    form, *others = (form_of(data, Path(path), tokenizer) for path in paths)
+    for path, other in zip(paths[1:], others, strict=True):
+        if other != form:
+            raise ConfigError(
+                f"the records of {path} are of another form ({other.template or other.fields}) than those of {paths[0]}"
+                f" ({form.template or form.fields}): give files of one form"
+            )
+    return form
+
+
+def _examples_of(paths: Sequence[str], form: DataForm) -> Iterator[Example]:
+    pair, text = form.fields.pair, form.fields.text
+    return (example for path in paths for example in read_examples(path, pair=pair, text=text))
 
 
 def _preprocessed(
-    config: TrainConfig, paths: Sequence[str], folder: Path, encoder: Encoder, progress: Callable[[int], None] | None
+    config: TrainConfig,
+    paths: Sequence[str],
+    folder: Path,
+    encoder: Encoder,
+    form: DataForm,
+    progress: Callable[[int], None] | None,
 ) -> TokenDataset:
     """Files of the user's by a tokenizer of any make, as `dynapipe preprocess` does it."""
     if not is_prepared(folder):
@@ -244,7 +287,14 @@ def _preprocessed(
         preprocess(
             find_inputs(paths),
             folder,
-            settings=EncodeSettings(target="dataset", max_seq_len=longest, truncate=truncate),
+            settings=EncodeSettings(
+                target="dataset",
+                keys=(form.fields.text,),
+                pair=form.fields.pair,
+                template=form.template,
+                max_seq_len=longest,
+                truncate=truncate,
+            ),
             encoder=encoder,
             overwrite=True,
             progress=None if progress is None else lambda done: progress(done.num_samples),

@@ -7,12 +7,11 @@ process group, so no secret passes through the store.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -36,13 +35,14 @@ from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.env import RankEnv, limit_threads, num_cores, store_password
 from dynapipe_ext.launch.job import (
-    Variant,
     architecture_of,
     check_batches,
     check_fits,
+    settled_steps,
     topology_of,
     variants,
 )
+from dynapipe_ext.launch.listeners import shown, written
 from dynapipe_ext.launch.outcome import begin_run, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.placement import settled_placement, trials_table
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
@@ -53,15 +53,17 @@ from dynapipe_ext.launch.run_data import (
     data_folder,
     data_lines,
     prepare_data,
+    refuse_pieces,
     run_data,
 )
 from dynapipe_ext.launch.run_directory import CHECKPOINTS
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
+from dynapipe_ext.launch.trained_model import write_trained_model
+from dynapipe_ext.launch.transformers_settings import refuse_unsupported
 from dynapipe_ext.tools.account.report import StoreInfo
-from dynapipe_ext.tools.account.run_events import EVENTS_FILE, EventsFile
 from dynapipe_ext.tools.console import say_loading, show
-from dynapipe_ext.tools.progress import StepProgress, WorkProgress
-from dynapipe_ext.tools.tensorboard_file import TensorBoardFile
+from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.tools.show.samples import sample_text
 from dynapipe_ext.tools.wording import counted
 from dynapipe_ext.topology import Topology
 
@@ -74,7 +76,8 @@ class TrainingJob:
     """What `dynapipe train` has settled before it forks ranks; under torchrun rank 0 settles it.
 
     `run_dir` is the directory that rank 0 fills; its owner has claimed it, and holds it for as long as the ranks run.
-    `resumed` is the checkpoint to go on from. `end_signals` ask a rank to save and end.
+    `resumed` is the checkpoint to go on from. `end_signals` ask a rank to save and end. `overwrite`: the trained model
+    may take the place of what its folder holds. `num_shown`: samples to print, where the rank prepares the data.
     """
 
     config: TrainConfig
@@ -84,6 +87,8 @@ class TrainingJob:
     costs: CostModel | None = None
     resumed: Path | None = None
     end_signals: tuple[signal.Signals, ...] = (signal.SIGUSR1,)
+    overwrite: bool = False
+    num_shown: int = 0
 
 
 def train_rank(env: RankEnv, job: TrainingJob) -> int:
@@ -97,6 +102,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
     from dynapipe_ext.executor.device import process_group_backend, rank_device
 
     config = job.config
+    refuse_unsupported(config, resumes=job.resumed is not None)
     topology = topology_of(config)
     variants(config, compare=job.compare)  # refused on all ranks before they meet
     if env.world_size != topology.world_size:
@@ -118,6 +124,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
             dataset = prepare_data(config, advance)
         prepared = run_data(config, dataset)
         print("\n".join(data_lines(config, prepared)), file=sys.stderr)
+        show_samples(dataset, job.num_shown, Console(stderr=True, highlight=False))
         costs = settle_costs(config, dataset.vocab_size, resumed_costs(job.resumed))
         config, costs, trials = settled_placement(config, costs, prepared.train.lengths, job_cores(env, device))
         job = replace(job, config=config)
@@ -139,6 +146,9 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
         write_outcome(
             job.run_dir, context.config, context.costs, context.data, variants(config, compare=False)[0], spans
         )
+        if output := context.config.checkpoint.output:
+            step = write_trained_model(context.config, job.run_dir, overwrite=job.overwrite)
+            print(f"the model after step {step} is in {output} ({config.checkpoint.save_format})")
     return 0
 
 
@@ -182,6 +192,10 @@ def _run(
     config = replace(config, topology=TrainConfig.from_json({"topology": shared["topology"]}).topology)
     topology = topology_of(config)
     data = _data(env, config)
+    refuse_pieces(config, data, compare=job.compare)
+    config = settled_steps(config, data.train.lengths)
+    if job.resumed is not None:
+        refuse_done(job.resumed, config)
     agreed = cost_model_from_json(shared["costs"])
     if job.costs is None:  # dynapipe train has checked this before it forked the ranks
         check_data(data, lambda lengths: check_batches(config, lengths))
@@ -224,9 +238,9 @@ def _run(
             for index in turn:
                 listeners: list[Listener] = [] if index else [traced]
                 if env.rank == 0:
-                    listeners += _written(config, job.run_dir, chosen[index])
+                    listeners += written(config, job.run_dir, chosen[index], index)
                     if index == turn[0]:
-                        listeners.append(_shown(config, [chosen[i].name for i in turn if i], first_step))
+                        listeners.append(shown(config, [chosen[i].name for i in turn if i], first_step))
                 for listener in listeners:
                     listening.callback(listener.close)
                 steps = run_variant(
@@ -256,20 +270,10 @@ def turns(num_variants: int, device_type: str) -> list[list[int]]:
     return [list(every)] if device_type == "cpu" else [[index] for index in every]
 
 
-def _shown(config: TrainConfig, compared: Sequence[str], first_step: int) -> StepProgress:
-    """What people see on rank 0 while variants run, of the first of them."""
-    progress = StepProgress(config.run.steps - first_step, every=config.run.log_every)
-    if compared:
-        progress.log(f"comparing: {'; '.join(compared)}")
-    return progress
-
-
-def _written(config: TrainConfig, run_dir: Path, variant: Variant) -> list[Listener]:
-    """Files of rank 0 that are told of a variant's steps."""
-    listeners: list[Listener] = [EventsFile(run_dir / EVENTS_FILE, variant.name)]
-    if config.run.tensorboard:
-        listeners.append(TensorBoardFile(run_dir / "tensorboard" / (re.sub(r"\W+", "-", variant.name))))
-    return listeners
+def show_samples(dataset: TokenDataset, number: int, console: Console) -> None:
+    """Print what the first samples have become, what carries loss in colour."""
+    for index in range(min(number, len(dataset))):
+        console.print(f"sample {index}:", sample_text(dataset[index], dataset.tokenizer()), soft_wrap=True)
 
 
 def ranks_line(topology: Topology) -> str:
@@ -314,15 +318,22 @@ def data_progress(config: TrainConfig) -> tuple[WorkProgress, Callable[[int], No
 
 def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrite: bool) -> Path:
     """The newest checkpoint of a run. Errors: ConfigError where the settings leave it nothing to do."""
+    overwrite = overwrite and not config.checkpoint.output  # what that holds may be lost
     if compare or overwrite:
         raise ConfigError(f"--resume goes on with {run_dir}: leave out {'--compare' if compare else '--overwrite'}")
     newest = latest(run_dir / CHECKPOINTS)
+    if not config.run.epochs:
+        refuse_done(newest, config)
+    return newest
+
+
+def refuse_done(newest: Path, config: TrainConfig) -> None:
+    """Errors: ConfigError where a checkpoint has done all the steps of the settings."""
     done = read_manifest(newest).run.step
     if done >= config.run.steps:
         raise ConfigError(
             f"{newest} has done {counted(done, 'step')} and steps is {config.run.steps}: raise --steps to go on"
         )
-    return newest
 
 
 def rank_title(env: RankEnv, config: TrainConfig) -> str:

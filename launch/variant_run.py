@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.checkpoints.manifest import RunState
-from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.checkpoints.periodic import EndRequest, PeriodicCheckpoints, SoFar
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.evaluation import PeriodicEvaluation
@@ -26,19 +25,15 @@ from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.protocols import Store, Transport
 from dynapipe_ext.executor.stages.collectives import named_collectives
-from dynapipe_ext.executor.stages.megatron import Chunks, MegatronStage, wrap_ddp
-from dynapipe_ext.executor.stages.megatron_model import build_model, transformer_config
-from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.training_loop import LoopSettings, SpanRecorder, StepExecutors, train_steps
 from dynapipe_ext.executor.transport.groups import Groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
 from dynapipe_ext.executor.transport.watched import WatchedTransport
-from dynapipe_ext.launch.initial_weights import load_initial_weights
+from dynapipe_ext.launch.built_model import BuiltModel
 from dynapipe_ext.launch.job import Variant, architecture_of, make_planner, topology_of
 from dynapipe_ext.launch.run_data import RunData
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.megatron_arguments import run_arguments
 from dynapipe_ext.models.memory import reading_stages
 
 
@@ -82,38 +77,14 @@ def run_variant(
     `namespace` is its own in the store. Weights are fresh, or those of the checkpoint that `checkpoints` goes on from;
     a variant without them is there to be compared, and not evaluated.
     """
-    from dynapipe_ext.executor.stages.megatron_placement import build_chunks  # its CUDA calls are settled by now
-
     config, device = context.config, context.device
     topology = topology_of(config)
     me = topology.coordinates(context.rank)
-    architecture = architecture_of(config, context.data.whole.vocab_size)
-    settings = transformer_config(
-        architecture,
-        topology,
-        dtype=config.model.dtype,
-        sequence_parallel=config.topology.sequence_parallel,
-        dropout=config.model.dropout,
-    )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    seed = None if config.model.init_from else config.run.seed
-
-    def build(stage: int) -> torch.nn.Module:
-        return build_model(architecture, topology, stage, settings, seed=seed, device=device)
-
-    models = build_chunks(topology, me.pp_rank, build, tied_embeddings=architecture.tied_embeddings)
-    if config.model.init_from:
-        for number, model in zip(topology.stages_of(me.pp_rank), models, strict=True):
-            load_initial_weights(model, config.model.init_from, architecture, topology, number)
-    chunks = [wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed) for model in models]
-    optimizer = MegatronOptimizer(chunks, settings, config.optimizer, num_steps=config.run.steps)
-    make_stage: Callable[..., MegatronStage] = MegatronStage
-    if architecture.num_decoder_layers:
-        from dynapipe_ext.executor.stages.megatron_t5 import t5_stage
-
-        make_stage = t5_stage
-    stage = make_stage(chunks, dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
+    architecture = architecture_of(config, context.data.whole.vocab_size)
+    built = _built(context, architecture)
+    stage = built.stage
     recorder = SpanRecorder(context.clock_offset_s)
     with ExitStack() as stack:
         transport = _transport(context, variant)
@@ -153,40 +124,46 @@ def run_variant(
             # Planned in line: the planner processes are training's, and its next plans wait for nothing.
             held_out = stack.enter_context(load(context.data.held_out, planner.for_forwards()))
             forwards = PipelineExecutor(stage, transport)
-            evaluate = PeriodicEvaluation(forwards, held_out, list(chunks), config.eval, num_steps=config.run.steps)
+            evaluate = PeriodicEvaluation(forwards, held_out, built.modules, config.eval, num_steps=config.run.steps)
         if checkpoints is not None:
-            listeners = [*listeners, _saving(context, checkpoints, chunks, optimizer, loader, architecture)]
+            listeners = [*listeners, _saving(context, checkpoints, built, loader)]
             stack.callback(listeners[-1].close)
             stack.enter_context(checkpoints.request.listening(checkpoints.end_signals))
         yield from train_steps(
             loader,
             StepExecutors(plain=plain, traced=recording, recorder=recorder),
-            optimizer,
+            built.optimizer,
             LoopSettings(
                 num_steps=config.run.steps, log_every=config.run.log_every, traced_steps=config.run.traced_steps
             ),
             listeners,
             gather=partial(_gather, device=device),
-            own_bytes=partial(_own_bytes, optimizer, stage, device),
+            own_bytes=partial(_own_bytes, built, device),
             counts_work=me.pp_rank == me.tp_rank == 0,
             micro_batch_losses=stage.losses,
             evaluate=evaluate,
         )
 
 
+def _built(context: RankContext, architecture: Architecture) -> BuiltModel:
+    """This rank's part of the model, of the framework that the settings name."""
+    config, device = context.config, context.device
+    if config.model.uses_transformers:
+        from dynapipe_ext.launch.transformers_run import build_transformers
+
+        return build_transformers(config, architecture, device)
+    from dynapipe_ext.launch.megatron_run import build_megatron  # its CUDA calls are settled by now
+
+    return build_megatron(config, architecture, context.rank, device)
+
+
 def _saving(
-    context: RankContext,
-    checkpoints: RunCheckpoints,
-    chunks: Chunks,
-    optimizer: MegatronOptimizer,
-    loader: DynaPipeDataLoader,
-    architecture: Architecture,
+    context: RankContext, checkpoints: RunCheckpoints, built: BuiltModel, loader: DynaPipeDataLoader
 ) -> PeriodicCheckpoints:
     """The listener that saves the run; where it goes on from a checkpoint, all is first put back from there."""
-    config, model = context.config, asdict(architecture) | {"dtype": context.config.model.dtype}
-    settings, so_far = config.checkpoint, SoFar()
+    config, so_far = context.config, SoFar()
     if checkpoints.resumed is not None:
-        run = load_checkpoint(checkpoints.resumed, chunks, optimizer, model=model).run
+        run = built.restore(checkpoints.resumed)
         loader.load_state_dict(run.loader)
         so_far = SoFar(run.losses, run.num_samples)
 
@@ -195,7 +172,7 @@ def _saving(
             step=done.number,
             num_samples=so_far.num_samples,
             loader=loader.state_dict(),
-            model=model,
+            model=built.description,
             settings=config.to_json(),
             costs=cost_model_to_json(context.costs),
             costs_fingerprint=context.costs.fingerprint(),
@@ -203,18 +180,9 @@ def _saving(
             validation_loss=done.evaluation.loss if done.evaluation else None,
         )
 
-    saver = CheckpointSaver(
-        checkpoints.root,
-        chunks,
-        optimizer,
-        run_arguments(architecture, config.model.dtype),
-        keep_last=settings.keep_last,
-        keep_best=settings.keep_best,
-        background=settings.background,
-    )
     return PeriodicCheckpoints(
-        saver,
-        settings,
+        built.saver(checkpoints.root),
+        config.checkpoint,
         state,
         checkpoints.request,
         num_steps=config.run.steps,
@@ -223,10 +191,10 @@ def _saving(
     )
 
 
-def _own_bytes(optimizer: MegatronOptimizer, stage: MegatronStage, device: torch.device, activation_bytes: int) -> int:
+def _own_bytes(built: BuiltModel, device: torch.device, activation_bytes: int) -> int:
     """What this rank held at most; on a CPU, where nobody measures it, the sum of what it is known to hold."""
     if device.type == "cpu":
-        return optimizer.state_bytes() + stage.weight_bytes() + activation_bytes
+        return built.held_bytes() + activation_bytes
     return torch.cuda.max_memory_allocated(device)
 
 

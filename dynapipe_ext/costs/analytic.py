@@ -16,69 +16,13 @@ from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.parameters import checked_topology, layer_parameters, replica_and_expert_parameters
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, ZeroStage, check_states, state_bytes
 from dynapipe_ext.costs.tokens import fingerprint, sum_of_squares, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
-
-
-def _check(a: Architecture, topology: Topology, ep: int = 1) -> Topology:
-    if a.num_decoder_layers:
-        raise ConfigError(f"a {a.family} model has a decoder side: count it by EncoderDecoderCosts")
-    for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
-        if getattr(a, name) % topology.tp:
-            raise ConfigError(f"{name} {getattr(a, name)} does not divide over tp {topology.tp}: lower tp or pad it")
-    if ep < 1 or topology.dp % ep or a.num_experts % ep or (ep > 1 and not a.num_experts):
-        raise ConfigError(
-            f"ep is {ep} but experts lie on replicas: it must be at least 1 and divide dp {topology.dp} and num_experts"
-            f" {a.num_experts}, which must be above 0 for an ep above 1"
-        )
-    return topology.with_layers(a.num_layers)
-
-
-def _layer_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
-    """Parameters of one layer on one rank: those that every replica has, and those of experts."""
-    h = a.hidden_size
-    norms = a.norm_parameters
-    norms += sum(a.qk_norm_sizes) // (tp if a.qk_norm_whole else 1)
-    biases = int(a.qkv_bias) * (a.query_size + 2 * a.kv_size) // tp + int(a.attention_output_bias) * h
-    attention = a.attention_parameters // tp + biases
-    mlp = a.mlp_parameters // tp + int(a.mlp_bias) * (a.fc1_size // tp + h)
-    if not a.num_experts:
-        return norms + attention + mlp, 0
-    shared = a.shared_parameters // tp + h * int(a.shared_expert_gate)
-    return norms + attention + h * a.num_experts + shared, a.num_experts // ep * mlp
-
-
-def _parameters(a: Architecture, topology: Topology, ep: int) -> IntArray:
-    """Shape (2, stages): parameters of one rank that every replica has, and those of experts."""
-    topology = _check(a, topology, ep)
-    h, embedding = a.hidden_size, a.vocab_size * a.hidden_size // topology.tp
-    stages = np.outer(_layer_parameters(a, topology.tp, ep), topology.layers_per_stage).astype(np.int64)
-    stages[0, 0] += embedding + (a.max_seq_len * h if a.position == "learned" else 0)
-    stages[0, -1] += h * (2 if a.norm == "layernorm" else 1)
-    if not a.tied_embeddings or topology.num_stages > 1:
-        stages[0, -1] += embedding
-    return stages
-
-
-def parameters_per_stage(architecture: Architecture, topology: Topology, ep: int = 1) -> tuple[int, ...]:
-    """Parameters of one tensor-parallel rank of every stage, the vocabulary as it is (see `Architecture.padded`).
-
-    Sharded over TP: matrices (experts' too), the biases of qkv and fc1, embedding and LM head. Copied: norms, routers,
-    the biases of proj and fc2, position embeddings. The LM head of tied embeddings is a copy on the last stage, none if
-    that is the first too. `ep` replicas share the experts among them; 1 counts all experts on each rank.
-
-    >>> gpt2 = Architecture.gpt(
-    ...     num_layers=12, hidden_size=768, num_heads=12, num_query_groups=12, ffn_hidden_size=3072, gated_mlp=False,
-    ...     vocab_size=50257, max_seq_len=1024, tied_embeddings=True,
-    ... )
-    >>> parameters_per_stage(gpt2, Topology())
-    (124439808,)
-    """
-    return tuple(int(n) for n in _parameters(architecture, topology, ep).sum(axis=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +83,7 @@ class AnalyticCosts:
     capacity_factor: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self.architecture, self.topology, self.ep)
+        checked_topology(self.architecture, self.topology, self.ep)
         check_states(self.state_recipe, self.zero_stage)
         if self.state_recipe == "fp32":
             raise ConfigError("state_recipe is 'fp32': give megatron, mixed or deepspeed, and for fp32 param_bytes 4")
@@ -354,7 +298,7 @@ class AnalyticCosts:
 
     def static_parts(self) -> StateBytes:
         """Weights, gradients and Adam states of one rank of every stage."""
-        common, experts = _parameters(self.architecture, self.topology, self.ep)
+        common, experts = replica_and_expert_parameters(self.architecture, self.topology, self.ep)
         zero, dp = self._zero_stage, self.topology.dp
         parts = state_bytes(common, self._recipe, zero_stage=zero, dp=dp)
         return parts + state_bytes(experts, self._recipe, zero_stage=zero, dp=dp // self.ep)
@@ -368,7 +312,7 @@ class AnalyticCosts:
         stages = np.zeros(self.num_stages, np.int64)
         dp = self.topology.dp
         if self._zero_stage >= 2 and dp > 1:
-            common, experts = _layer_parameters(self.architecture, self.topology.tp, self.ep)
+            common, experts = layer_parameters(self.architecture, self.topology.tp, self.ep)
             stages[np.array(self.layers_per_stage) > 0] = common + (experts if dp > self.ep else 0)
             embedding = self.architecture.vocab_size * self.architecture.hidden_size // self.topology.tp
             stages[[0, -1]] = np.maximum(stages[[0, -1]], embedding)

@@ -1,14 +1,17 @@
-"""Cost models as JSON, whichever of the four they are, for training or forwards alone: how planners receive them."""
+"""Cost models as JSON, whichever of the four they are, and views of them: how planners receive them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.costs.abilities import costs_as_json
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.forwards import ForwardCosts
+from dynapipe_ext.costs.frozen import FrozenCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -16,8 +19,10 @@ from dynapipe_ext.errors import ConfigError, DataError, short
 
 
 def cost_model_to_json(model: CostModel) -> dict[str, Any]:
-    """A cost model as JSON; its "kind" says which of the four it is, or that it is one of forwards alone. Errors:
-    ConfigError for one of another kind."""
+    """A cost model as JSON; its "kind" says which of the four it is, or what view of one (forwards, frozen).
+
+    Errors: ConfigError for one of another kind.
+    """
     return costs_as_json(model)
 
 
@@ -28,7 +33,23 @@ def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
         if not isinstance(base, Mapping) or base.get("kind") == "forwards":
             raise DataError(f"costs of forwards alone have the base {short(base)}, not a cost model: write them again")
         return ForwardCosts(cost_model_from_json(base))
+    if raw.get("kind") == "frozen":
+        base = raw.get("base")
+        if not isinstance(base, Mapping):
+            raise DataError(f"costs of frozen weights have the base {short(base)}, not a cost model: write them again")
+        return FrozenCosts.from_json(raw, _base_from_json(base))
     return _base_from_json(raw)
+
+
+def read_cost_file(path: str | Path) -> CostModel:
+    """The cost model in a JSON file of any kind. Errors: DataError for a file that holds none."""
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"cost file {path} cannot be read: {error}: give a cost model written as JSON") from error
+    if not isinstance(raw, dict):
+        raise DataError(f"cost file {path} holds {type(raw).__name__}: give a cost model written as JSON")
+    return cost_model_from_json(raw)
 
 
 def _base_from_json(raw: Mapping[str, Any]) -> CostModel:

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dynapipe_ext.costs.analytic import parameters_per_stage
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import LayerKind
+from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.surface import (
     PARTS,
     QUANTITIES,

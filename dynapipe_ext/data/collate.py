@@ -52,7 +52,7 @@ def collate(
         tokens[place] = sample.tokens[planned.start : end]
         labels[place] = sample.tokens[planned.start + 1 : end + 1]
         weight = 1.0 if loss_norm == "tokens" else 1.0 / max(1, sample.target)
-        weights[place] = np.where(np.arange(planned.start + 1, end + 1) >= sample.first_target, weight, 0.0)
+        weights[place] = np.where(sample.is_target[planned.start + 1 : end + 1], weight, 0.0)
         first += planned.encoder
 
     arrays: dict[str, npt.NDArray[np.generic]] = {"tokens": tokens, "labels": labels, "loss_weights": weights}
@@ -110,7 +110,7 @@ def _check_sample(planned: SampleLength, sample: TokenSample) -> None:
             f"{planned.start + planned.encoder}: the plan was made for other data"
         )
     end = planned.start + planned.encoder
-    target = max(0, end - max(planned.start, sample.first_target - 1))
+    target = int(np.count_nonzero(sample.is_target[planned.start + 1 : end + 1]))
     if target != planned.target:
         raise DataError(
             f"sample {sample.index} has {target} target tokens in positions {planned.start} to {end} but its plan has "

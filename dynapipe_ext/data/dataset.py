@@ -2,7 +2,8 @@
 
 A directory holds tokens.bin (uint16, or uint32 for vocabularies over 65,536), offsets.npy (int64, N + 1 places in
 tokens.bin), first_target.npy (int32), task_ids.npy (int32), lengths.npy (int64, (N, 3): positions, 0, target tokens),
-tokenizer.json, and meta.json. A sample is: input tokens, separator, target tokens, eos; plain text has no input.
+tokenizer.json, and meta.json. A sample is: input tokens, separator, target tokens, eos; plain text has no input. Where
+targets are not all at the end (a chat's turns), targets.bin says which they are (uint8, 1 a target, as many as tokens).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.data.reading import Example
-from dynapipe_ext.data.token_file import ARRAYS, FORMAT, TOKENS_FILE, seal
+from dynapipe_ext.data.token_file import ARRAYS, FORMAT, TARGETS_FILE, TOKENS_FILE, seal
 from dynapipe_ext.data.tokenizer import FILE_NAME, BytesTokenizer, Tokenizer, train_tokenizer
 from dynapipe_ext.data.truncation import Truncation
 from dynapipe_ext.errors import ConfigError, DataError
@@ -38,11 +39,15 @@ _BATCH_CHARACTERS = 4 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSample:
-    """One sample: int64 `tokens`, and the place among them of the first target token."""
+    """One sample: int64 `tokens`, and the place among them of the first target token.
+
+    `targets` says of each token whether it is a target; None: all are, from the first one on.
+    """
 
     index: int
     tokens: npt.NDArray[np.int64]
     first_target: int
+    targets: npt.NDArray[np.bool_] | None = None
 
     @property
     def positions(self) -> int:
@@ -52,7 +57,12 @@ class TokenSample:
     @property
     def target(self) -> int:
         """Labels that carry loss."""
-        return len(self.tokens) - self.first_target
+        return int(np.count_nonzero(self.is_target))
+
+    @property
+    def is_target(self) -> npt.NDArray[np.bool_]:
+        """Of each token, whether it carries loss as a label."""
+        return np.arange(len(self.tokens)) >= self.first_target if self.targets is None else self.targets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +76,7 @@ class TokenDataset:
     offsets: npt.NDArray[np.int64]
     first_target: npt.NDArray[np.int32]
     task_ids: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.uint8] | None = None
 
     @staticmethod
     def open(directory: str | Path) -> TokenDataset:
@@ -75,6 +86,8 @@ class TokenDataset:
         try:
             arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ARRAYS}
             tokens = np.memmap(folder / TOKENS_FILE, dtype=np.dtype(str(meta["dtype"])), mode="r")
+            has_mask = (folder / TARGETS_FILE).is_file()
+            targets = np.memmap(folder / TARGETS_FILE, dtype=np.uint8, mode="r") if has_mask else None
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{folder} is damaged ({error}): remove it and prepare the data again") from None
         num_samples = meta["num_samples"]
@@ -87,7 +100,12 @@ class TokenDataset:
                 f"{folder}/tokens.bin holds {len(tokens)} tokens but should hold {int(arrays['offsets'][-1])}: "
                 "remove the folder and prepare the data again"
             )
-        return TokenDataset(directory=folder, meta=meta, tokens=tokens, **arrays)
+        if targets is not None and len(targets) != len(tokens):
+            raise DataError(
+                f"{folder}/{TARGETS_FILE} is of {len(targets)} tokens but there are {len(tokens)}: remove the folder"
+                " and prepare the data again"
+            )
+        return TokenDataset(directory=folder, meta=meta, tokens=tokens, targets=targets, **arrays)
 
     def __reduce__(self) -> tuple[Callable[[Path], TokenDataset], tuple[Path]]:
         return TokenDataset.open, (self.directory,)  # a pickled memmap would carry its whole file to each worker
@@ -98,8 +116,9 @@ class TokenDataset:
     def __getitem__(self, index: int) -> TokenSample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is outside of the {len(self)} samples of {self.directory}")
-        tokens = self.tokens[int(self.offsets[index]) : int(self.offsets[index + 1])].astype(np.int64)
-        return TokenSample(int(index), tokens, int(self.first_target[index]))
+        place = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        targets = None if self.targets is None else self.targets[place].astype(np.bool_)
+        return TokenSample(int(index), self.tokens[place].astype(np.int64), int(self.first_target[index]), targets)
 
     @property
     def fingerprint(self) -> str:

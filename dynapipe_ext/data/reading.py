@@ -40,12 +40,15 @@ class Example:
         return f"{self.file}, line {self.line}: " if self.file else ""
 
 
-def read_examples(path: str | Path) -> Iterator[Example]:
+def read_examples(
+    path: str | Path, *, pair: tuple[str, str] = ("input", "target"), text: str = "text"
+) -> Iterator[Example]:
     """The records of a JSON Lines file in order, in constant memory (one line at a time).
 
     `.gz`, `.xz`, `.zst` and `.bz2` are decompressed; any other name is plain text. A record is an object with "input"
-    and "target", or with "text" (then everything is target); "task" is an optional name, other fields are ignored, as
-    are blank lines and a byte order mark. A record with all three of them is an input and a target.
+    and "target", or with "text" (then everything is target), or with the fields named instead; "task" is an optional
+    name, other fields are ignored, as are blank lines and a byte order mark. A record with all three of them is an
+    input and a target.
 
     Errors: DataError with file and line number, at the call for a missing file, else when the line is reached.
     """
@@ -55,7 +58,7 @@ def read_examples(path: str | Path) -> Iterator[Example]:
     check_readable(file)
     if file.is_file() and file.stat().st_size == 0:
         raise _empty(file)  # no stream at all: lzma would call it cut short
-    return _examples(file)
+    return _examples(file, pair, text)
 
 
 def check_readable(file: Path) -> None:
@@ -66,12 +69,13 @@ def check_readable(file: Path) -> None:
         raise DataError(f"{file} may not be read by this user: check its permissions")
 
 
-def _examples(file: Path) -> Iterator[Example]:
+def _examples(file: Path, pair: tuple[str, str], text: str) -> Iterator[Example]:
     found = False
     for number, line in _numbered_lines(file):
         if line.strip():
             found = True
-            yield replace(parse_record(line, where=f"{file}, line {number}"), file=str(file), line=number)
+            example = parse_record(line, where=f"{file}, line {number}", pair=pair, text=text)
+            yield replace(example, file=str(file), line=number)
     if not found:
         raise _empty(file)
 
@@ -80,9 +84,11 @@ def _empty(file: Path) -> DataError:
     return DataError(f"{file} is empty: it needs at least one record a line, {_FIELDS}")
 
 
-def parse_record(line: bytes, *, where: str) -> Example:
+def parse_record(
+    line: bytes, *, where: str, pair: tuple[str, str] = ("input", "target"), text: str = "text"
+) -> Example:
     """The example in one line of JSON; `where` opens the message of a DataError."""
-    return example_of(parse_object(line, where=where, fields=_FIELDS), where=where)
+    return example_of(parse_object(line, where=where, fields=_FIELDS), where=where, pair=pair, text=text)
 
 
 def parse_object(line: bytes, *, where: str, fields: str = "write one object a line") -> dict[str, object]:

@@ -20,6 +20,7 @@ from dynapipe_ext.errors import DataError
 
 FORMAT = "dynapipe-tokens/1"
 TOKENS_FILE = "tokens.bin"
+TARGETS_FILE = "targets.bin"
 ARRAYS = ("offsets", "first_target", "task_ids", "lengths")
 _CHUNK_SAMPLES = 1 << 18
 _READ_BYTES = 4 << 20
@@ -39,14 +40,18 @@ def seal(
 ) -> None:
     """Write all files of a dataset beside its tokens.bin: arrays, tokenizer.json if given, and meta.json, with `facts`.
 
-    `sizes` are tokens of each sample. The fingerprint is the sha256 of tokens, arrays and tokenizer.
+    `sizes` are tokens of each sample. Beside tokens.bin may lie targets.bin, a byte a token: 1 where it is a target;
+    else all tokens from `first_target` on are. The fingerprint is the sha256 of tokens, arrays and tokenizer.
 
     Errors: DataError where the disk has no room.
     """
     digest = hashlib.sha256()
-    with (folder / TOKENS_FILE).open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
+    has_mask = (folder / TARGETS_FILE).is_file()
+    for name in (TOKENS_FILE, TARGETS_FILE) if has_mask else (TOKENS_FILE,):
+        with (folder / name).open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
+    is_target = np.memmap(folder / TARGETS_FILE, np.uint8, "r") if has_mask else None
     num_samples = len(sizes)
     starts = range(0, num_samples, _CHUNK_SAMPLES)
 
@@ -60,8 +65,12 @@ def seal(
         size = np.asarray(sizes[part], np.int64)
         ends = end + np.cumsum(size)
         offsets[part.start + 1 : part.stop + 1] = ends
+        if is_target is None:
+            num_targets = size - first_target[part]
+        else:
+            num_targets = np.add.reduceat(is_target[end : ends[-1]], ends - size - end, dtype=np.int64)
         end = int(ends[-1])
-        lengths[part] = np.stack([size - 1, np.zeros_like(size), size - first_target[part]], axis=1)
+        lengths[part] = np.stack([size - 1, np.zeros_like(size), num_targets], axis=1)
         for name, source in copies.items():
             copied[name][part] = source[part]
     for name, array in {"offsets": offsets, **copied, "lengths": lengths}.items():

@@ -13,7 +13,9 @@ PublishedFamily = Literal[
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2", "gemma3_text",
     "gpt2", "t5",
 ]  # fmt: skip
-Family = PublishedFamily | Literal["gpt"]  # "gpt": Megatron's GPT in sizes of one's own, which no published name has
+# "gpt": Megatron's GPT in sizes of one's own, which no published name has; "transformers": what that package computes,
+# of which the sizes alone are known.
+Family = PublishedFamily | Literal["gpt", "transformers"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "relative"]
 Norm = Literal["rmsnorm", "layernorm"]
@@ -218,7 +220,7 @@ class Architecture:
         return {name: value for name, value in asdict(self).items() if name not in _LATER or value != defaults[name]}
 
     def __post_init__(self) -> None:
-        if self.family not in (*FAMILIES, "gpt"):
+        if self.family not in (*FAMILIES, "gpt", "transformers"):
             raise ConfigError(f"family {self.family!r} is not known: give one of {', '.join(FAMILIES)}")
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)

@@ -247,7 +247,7 @@ def _read_t5(fields: ConfigFields, _: str) -> dict[str, Any]:
 def write_config(architecture: Architecture) -> dict[str, Any]:
     """A config.json that transformers builds the same model from; `read_config` gives the architecture back."""
     a = architecture
-    if a.family == "gpt":
+    if a.family in ("gpt", "transformers"):
         raise ConfigError("a model in sizes of its own is none that transformers knows: it has no config.json")
     common: dict[str, Any] = {
         "architectures": [_CLASSES[a.family]],

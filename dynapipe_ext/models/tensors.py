@@ -67,7 +67,7 @@ def tensor_groups(architecture: Architecture) -> tuple[TensorGroup, ...]:
 
     Errors: ConfigError for a model of no published family, whose tensors have no names on the Hub.
     """
-    if architecture.family == "gpt":
+    if architecture.family in ("gpt", "transformers"):
         raise ConfigError(
             "a model in sizes of its own has no published names of tensors: give a published model's config.json"
         )

@@ -119,7 +119,7 @@ def _limits(model: Any, collator: PackingCollator, longest: int | None) -> dict[
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk and (not kinds or "chunked_attention" in kinds):
         found["attention_chunk_size"] = int(chunk)
-    for rope in _ropes(config):
+    for rope in rotary_settings(config):
         if rope.get("rope_type") in ("dynamic", "longrope"):  # their frequencies follow the longest document of a row
             original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
             found["original_max_position_embeddings"] = int(original)
@@ -132,7 +132,7 @@ def _limits(model: Any, collator: PackingCollator, longest: int | None) -> dict[
     return found
 
 
-def _ropes(config: Any) -> list[dict[str, Any]]:
+def rotary_settings(config: Any) -> list[dict[str, Any]]:
     """The rotary settings of a configuration: one, or one a kind of layers."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return [rope] if "rope_type" in rope or "rope_theta" in rope else [r for r in rope.values() if isinstance(r, dict)]
@@ -190,9 +190,9 @@ def _twin_config(config: Any, limit: str) -> Any:
         case "sliding_window" | "attention_chunk_size" | "floor_scale":
             setattr(twin, limit, _SHORT)
         case _:
-            for rope in _ropes(twin):
+            for rope in rotary_settings(twin):
                 rope["original_max_position_embeddings"] = _SHORT
-            if any(rope.get("rope_type") == "dynamic" for rope in _ropes(twin)):
+            if any(rope.get("rope_type") == "dynamic" for rope in rotary_settings(twin)):
                 twin.max_position_embeddings = _SHORT
             if getattr(twin, "original_max_position_embeddings", None):
                 twin.original_max_position_embeddings = _SHORT

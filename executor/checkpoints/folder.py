@@ -54,6 +54,12 @@ def latest(root: Path) -> Path:
     return found[-1]
 
 
+def best(root: Path) -> Path:
+    """The complete checkpoint of the least score (`RunState.score`). Errors: DataError where there is none."""
+    latest(root)
+    return min(checkpoints(root), key=_score)
+
+
 def begin(root: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of `step` into."""
     part = part_folder(root, step)
@@ -92,7 +98,7 @@ def retain(root: Path, *, last: int, best: bool) -> tuple[Path, ...]:
         return ()
     kept = set(found[-last:])
     if best:
-        kept.add(min(found, key=lambda folder: read_manifest(folder).run.score))
+        kept.add(min(found, key=_score))
     removed = tuple(folder for folder in found if folder not in kept)
     for folder in removed:
         doomed = root / f".{folder.name}{_REMOVED}"
@@ -116,6 +122,10 @@ def tidy(root: Path) -> None:
             entry.unlink()
     if found := checkpoints(root):
         _point(root, int(found[-1].name.removeprefix("iter_")))
+
+
+def _score(folder: Path) -> tuple[bool, float]:
+    return read_manifest(folder).run.score
 
 
 def _point(root: Path, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -66,7 +67,8 @@ class Saver(Protocol):
 
 
 class PeriodicCheckpoints:
-    """A listener, given to every rank: saves when a rank finds it due, and after `num_steps`.
+    """A listener, given to every rank: saves when a rank finds it due, and after `num_steps`. Where the best checkpoint
+    is kept, weights of a lower validation loss than any before are due.
 
     `state(done, so_far)` describes the run after a step; `so_far` begins at that of a resumed run. `num_samples(done)`
     are those of the step's batch. Once a rank was asked to end, all save and raise SystemExit with 128 and the signal's
@@ -88,6 +90,7 @@ class PeriodicCheckpoints:
         self._saver, self._settings, self._state, self._request = saver, settings, state, request
         self._num_steps, self._num_samples, self._so_far, self._clock = num_steps, num_samples, so_far, clock
         self._saved_s = clock()
+        self._least_loss = math.inf
 
     def step_done(self, done: StepDone) -> None:
         self._so_far = self._so_far.and_step(done.loss, self._num_samples(done))
@@ -105,7 +108,10 @@ class PeriodicCheckpoints:
     def _is_due(self, done: StepDone) -> bool:
         every, minutes = self._settings.save_every, self._settings.save_minutes
         by_steps = bool(every) and done.number % every == 0
-        return by_steps or (minutes > 0 and self._clock() - self._saved_s >= 60 * minutes)
+        loss = done.evaluation.loss if self._settings.keep_best and done.evaluation else math.inf
+        if is_best := loss < self._least_loss:
+            self._least_loss = loss
+        return by_steps or is_best or (minutes > 0 and self._clock() - self._saved_s >= 60 * minutes)
 
     def close(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -63,6 +63,37 @@ class PlainAccumulator:
             _scatter(flat, self._parameters)
 
 
+class Float32Accumulator:
+    """Sums in float32, in arrival order, left in `parameter.main_grad`: for weights of 16 bits."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], sum_over_replicas: Sum | None = None) -> None:
+        self._parameters = list(parameters)
+        self._sum_over_replicas = sum_over_replicas
+        sizes = [parameter.numel() for parameter in self._parameters]
+        device = self._parameters[0].device if sizes else None
+        self._sums = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        for parameter, own in zip(self._parameters, torch.split(self._sums, sizes), strict=True):
+            parameter.main_grad = own.view_as(parameter)  # type: ignore[attr-defined]
+
+    def begin(self) -> None:
+        self._sums.zero_()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def add(self) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                gradient_of(parameter).add_(parameter.grad)
+                parameter.grad = None
+
+    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        weight.main_grad.add_(gradient)  # type: ignore[attr-defined]
+
+    def reduce(self) -> None:
+        if self._sum_over_replicas is not None and self._parameters:
+            self._sum_over_replicas(self._sums)
+
+
 class ExactAccumulator:
     """Sums that do not depend on order or grouping: int64 fixed point with `scale_bits` fractional bits.
 
@@ -115,6 +146,14 @@ class ExactAccumulator:
             if self._sum_over_replicas is not None:
                 self._sum_over_replicas(total)
             parameter.grad = (total.double() / self._scale).to(parameter.dtype)
+
+
+def gradient_of(weight: torch.Tensor) -> torch.Tensor:
+    """The sum that an accumulator left, whichever it is."""
+    gradient = getattr(weight, "main_grad", None)
+    found = weight.grad if gradient is None else gradient
+    assert found is not None
+    return found
 
 
 def _add_to_grad(weight: torch.Tensor, gradient: torch.Tensor) -> None:

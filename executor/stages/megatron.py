@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -17,6 +16,7 @@ from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages import megatron_split
 from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
+from dynapipe_ext.executor.stages.keyed_random import random_key, seed_of
 
 Chunks = Sequence[Any]  # a rank's model chunks, one a stage and in their order, each in megatron-core's DDP
 
@@ -200,10 +200,8 @@ class MegatronStage:
     def _seed(self, layer: str) -> None:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        plan = self._plan
-        samples = [(s.index, s.start) for s in plan.micro_batches[self._working_on].samples]
-        key = hashlib.sha256(f"{plan.seed}/{plan.step}/{samples}/{layer}".encode()).digest()
-        model_parallel_cuda_manual_seed(int.from_bytes(key[:4], "little") >> 1, force_reset_rng=True)
+        seed = seed_of(random_key(self._plan, self._working_on), layer)
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def unwrapped(chunk: Any) -> Any:

@@ -7,32 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 from dynapipe_ext.executor.stages.megatron import Chunks
 from dynapipe_ext.executor.stages.megatron_weights import global_names
-from dynapipe_ext.executor.update import ExecutedStep, Refused
+from dynapipe_ext.executor.update import ExecutedStep, NanPolicy, Refused, SkipPolicy
 
-NanPolicy = Literal["stop", "skip"]
 _MOST_SAMPLES = 8
 
 
 class StepGuard:
-    """Refuses steps whose loss or gradients are not finite, or that have no target token; one per rank.
-
-    policy "stop": an ExecutionError; "skip": up to `max_skips` steps in a row are left out, then the error.
-    """
+    """Refuses steps whose loss or gradients are not finite (see `SkipPolicy`), or that have no target token; one per
+    rank."""
 
     def __init__(self, chunks: Chunks, policy: NanPolicy = "stop", max_skips: int = 0) -> None:
-        self._chunks, self._max_skips = chunks, max_skips if policy == "skip" else 0
+        self._chunks, self._policy = chunks, SkipPolicy(policy, max_skips)
         self._device = next(chunks[0].parameters()).device
-        self._skips = 0
 
     def check(self, executed: ExecutedStep) -> Refused | None:
         """The same answer, or error, on every rank: one sum of two numbers, and more only where it is bad."""
@@ -44,7 +38,7 @@ class StepGuard:
         num_not_finite, num_targets = agreed.tolist()
         if num_not_finite:
             return self._refuse(executed)
-        self._skips = 0
+        self._policy.passed()
         if num_targets == 0:
             return Refused(f"step {plan.step} has no target tokens: it has nothing to learn from")
         return None
@@ -62,14 +56,7 @@ class StepGuard:
         faults = list(dict.fromkeys(fault for _, fault in sorted(map(tuple, found))))
         said = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
         reason = f"step {step} is not finite (loss {executed.loss:g}): {said}"
-        if self._skips == self._max_skips:
-            before = f", after {self._skips} steps that were skipped in a row" if self._skips else ""
-            raise ExecutionError(
-                f"{reason}{before}; no weight was changed: lower lr or look at these samples, or let single steps pass"
-                ' with [optimizer] nan_policy = "skip"'
-            )
-        self._skips += 1
-        return Refused(reason)
+        return self._policy.refused(reason)
 
     def _faults(self, executed: ExecutedStep) -> Iterator[tuple[int, str]]:
         """What this rank sees, each with its order of worth: losses, then weights, then the gradient that the backward

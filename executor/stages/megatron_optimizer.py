@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.config import LrSchedule, OptimizerSettings
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
 from dynapipe_ext.executor.stages.megatron import Chunks
 from dynapipe_ext.executor.stages.megatron_guard import StepGuard
+from dynapipe_ext.executor.stages.megatron_weights import take_unrounded
 from dynapipe_ext.executor.update import ExecutedStep, Refused
 
 # How Megatron cuts and names what it saves: the same for any number of replicas, and for any order of its groups.
@@ -20,6 +21,8 @@ SHARDING = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+_LR_STYLES: dict[LrSchedule, str] = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "WSD"}
+_WSD_DECAY = 0.1  # of all steps
 
 
 class MegatronOptimizer:
@@ -27,7 +30,6 @@ class MegatronOptimizer:
 
     def __init__(self, chunks: Chunks, config: Any, settings: OptimizerSettings, *, num_steps: int) -> None:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         self._optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -36,6 +38,8 @@ class MegatronOptimizer:
                 min_lr=settings.min_lr,
                 weight_decay=settings.weight_decay,
                 clip_grad=settings.clip_grad,
+                adam_beta1=settings.betas[0],
+                adam_beta2=settings.betas[1],
                 bf16=config.bf16,
                 params_dtype=config.params_dtype,
                 use_distributed_optimizer=settings.distributed,
@@ -44,22 +48,22 @@ class MegatronOptimizer:
         )
         self._has_masters = bool(config.bf16)
         self._is_distributed = settings.distributed
+        self._fill_masters(chunks)
         self._guard = StepGuard(chunks, settings.nan_policy, settings.max_skips)
         self._num_updates = 0
-        self._scheduler = OptimizerParamScheduler(
-            self._optimizer,
-            init_lr=0.0,
-            max_lr=settings.lr,
-            min_lr=settings.min_lr,
-            lr_warmup_steps=min(settings.warmup_steps, num_steps - 1),
-            lr_decay_steps=num_steps,
-            lr_decay_style="cosine",
-            start_wd=settings.weight_decay,
-            end_wd=settings.weight_decay,
-            wd_incr_steps=num_steps,
-            wd_incr_style="constant",
-        )
-        self._scheduler.step(1)  # at step 0 Megatron's warm-up has a learning rate of zero
+        self._scheduler = learning_rates(self._optimizer, settings, num_steps=num_steps)
+
+    def _fill_masters(self, chunks: Chunks) -> None:
+        """Masters begin as the checkpoint's own weights, where those are wider than the model's."""
+        for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+            if (unrounded := take_unrounded(parameter)) is None or (master := parameter.main_param) is None:
+                continue  # another replica's rank has the master
+            if self._is_distributed:
+                own = (o for o in self._optimizer.chained_optimizers if parameter in o.model_param_gbuf_map)
+                part = next(own)._get_model_param_range_map(parameter)["param"]
+                unrounded = unrounded.view(-1)[part.start : part.end]
+            with torch.no_grad():
+                master.copy_(unrounded)
 
     def step(self, executed: ExecutedStep) -> float | Refused:
         """Update, if the step may be taken; the gradient norm before clipping, or why nothing was changed.
@@ -128,3 +132,28 @@ class MegatronOptimizer:
     @property
     def lr(self) -> float:
         return float(self._optimizer.param_groups[0]["lr"])
+
+
+def learning_rates(optimizer: Any, settings: OptimizerSettings, *, num_steps: int) -> Any:
+    """Megatron's schedule of an optimizer's learning rates over a run, at its first step."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    fraction = settings.warmup_fraction
+    warmup_steps = round(fraction * num_steps) if fraction else settings.warmup_steps
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=min(warmup_steps, num_steps - 1),
+        lr_decay_steps=num_steps,
+        lr_decay_style=_LR_STYLES[settings.lr_schedule],
+        wsd_decay_steps=max(1, round(_WSD_DECAY * num_steps)),
+        lr_wsd_decay_style="linear",
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=num_steps,
+        wd_incr_style="constant",
+    )
+    schedule.step(1)  # at step 0 Megatron's warm-up has a learning rate of zero
+    return schedule

@@ -69,7 +69,8 @@ def initialize_weights(model: Any, config: Any, *, seed: int) -> None:
 def fill_weights(model: Any, whole: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fill a part's weights, every one, from whole tensors by name; rows of a padded vocabulary are zero.
 
-    Errors: DataError for a tensor that is missing, misshapen, or not the same in the weights' precision.
+    Of a tensor that is not the same in the weights' precision what was given stays beside the weight, until
+    `take_unrounded` has it. Errors: DataError for a tensor that is missing or misshapen.
     """
     from megatron.core import parallel_state
 
@@ -85,14 +86,17 @@ def fill_weights(model: Any, whole: Iterable[tuple[str, torch.Tensor]]) -> None:
             raise DataError(f"{name} is {list(tensor.shape)} but the model's is {shape}: give the model's own weights")
         mine = tensor_slice(tensor, parameter, tp_rank, tp)
         if mine.dtype != parameter.dtype and not torch.equal(mine.to(parameter.dtype).to(mine.dtype), mine):
-            raise DataError(
-                f"{name} is stored as {mine.dtype} and would be rounded to {parameter.dtype}: train in float32, or"
-                " round the checkpoint first"
-            )
+            parameter.unrounded = mine.float().clone()  # type: ignore[attr-defined]
         with torch.no_grad():
             parameter.copy_(mine)
     if held:
         raise DataError(f"the checkpoint has no {', '.join(sorted(held))}: give the model's own weights")
+
+
+def take_unrounded(parameter: torch.Tensor) -> torch.Tensor | None:
+    """What `fill_weights` was given of a weight, in float32, where the weight is rounded; once."""
+    unrounded: torch.Tensor | None = parameter.__dict__.pop("unrounded", None)
+    return unrounded
 
 
 def full_shape(parameter: torch.Tensor, tp: int) -> list[int]:

@@ -73,43 +73,72 @@ def deferred_bytes(work: DeferredWork) -> int:
 
 
 class _SplitLinear(torch.autograd.Function):
-    """y = x W^T (+ b), as torch.nn.functional.linear."""
+    """y = x W^T (+ b), as torch.nn.functional.linear, or y = x W where the weight is `transposed`.
+
+    A frozen weight has no gradient, and no input is kept for one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.transposed = transposed
         # Under saved-tensor hooks the weight that comes back from the saved tensors is another object, without the
         # attribute that says where its gradient goes.
         ctx.weight = weight
-        return torch.nn.functional.linear(x, weight, bias)
+        return torch.nn.functional.linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (y_grad,) = grads
         x, weight = ctx.saved_tensors
-        flat_grad, flat_x = y_grad.reshape(-1, y_grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        x_grad = y_grad.matmul(weight) if ctx.needs_input_grad[0] else None
-        bias_grad = flat_grad.sum(dim=0) if ctx.has_bias else None
+        flat_grad = y_grad.reshape(-1, y_grad.shape[-1])
+        x_grad = y_grad.matmul(weight.t() if ctx.transposed else weight) if ctx.needs_input_grad[0] else None
+        bias_grad = flat_grad.sum(dim=0) if ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[1]:
+            return x_grad, None, bias_grad, None
+        pair = x.reshape(-1, x.shape[-1]), flat_grad
+        inputs, output_grads = pair[::-1] if ctx.transposed else pair  # the gradient of W^T, transposed
         if (queue := deferred_of(ctx.weight)) is not None:
-            queue.put_off(ctx.weight, flat_x, flat_grad)
-            return x_grad, None, bias_grad
-        return x_grad, flat_grad.t().matmul(flat_x), bias_grad
+            queue.put_off(ctx.weight, inputs, output_grads)
+            return x_grad, None, bias_grad, None
+        return x_grad, output_grads.t().matmul(inputs), bias_grad, None
 
 
 def make_linears_splittable(module: torch.nn.Module) -> list[torch.Tensor]:
     """Route every torch.nn.Linear of a module through a function that can put weight gradients off; its weights.
 
-    Results are those of torch.nn.Linear; the change is to this module's instances, not to torch.
+    So are the linear layers of GPT-2 in transformers, which keep their weight transposed and are called Conv1D.
+    Results are those of the layer's own; the change is to this module's instances, not to torch.
     """
     weights: list[torch.Tensor] = []
     for layer in module.modules():
-        if type(layer) is torch.nn.Linear:
+        transposed = _is_conv1d(layer)
+        if transposed or type(layer) is torch.nn.Linear:
 
-            def forward(x: torch.Tensor, layer: torch.nn.Linear = layer) -> torch.Tensor:
-                output: torch.Tensor = _SplitLinear.apply(x, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
+            def forward(x: torch.Tensor, layer: Any = layer, transposed: bool = transposed) -> torch.Tensor:
+                output: torch.Tensor = _SplitLinear.apply(x, layer.weight, layer.bias, transposed)  # type: ignore[no-untyped-call]
                 return output
 
-            layer.forward = forward  # type: ignore[method-assign, assignment]
-            weights.append(layer.weight)
+            layer.forward = forward
+            weights.append(layer.weight)  # type: ignore[arg-type]
     return weights
+
+
+def trained_share(module: torch.nn.Module) -> float:
+    """Of the weights of linear layers, counted in values, those that are not frozen: W's share of its work.
+
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2).requires_grad_(False))
+    >>> trained_share(layers)
+    0.5
+    """
+    linear = (layer for layer in module.modules() if isinstance(layer, torch.nn.Linear) or _is_conv1d(layer))
+    weights: list[Any] = [layer.weight for layer in linear]
+    num_values: int = sum(weight.numel() for weight in weights)
+    num_trained: int = sum(weight.numel() for weight in weights if weight.requires_grad)
+    return num_trained / max(1, num_values)
+
+
+def _is_conv1d(layer: torch.nn.Module) -> bool:
+    return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")

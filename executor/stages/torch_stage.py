@@ -104,6 +104,10 @@ class TorchStage:
     def finish_step(self) -> float:
         return self._runner.finish_step(self._parallel.sum_over_job if self._parallel else _only_rank)
 
+    def losses(self) -> dict[int, float]:
+        """Micro-batch -> its share of the step's loss; empty where the last stage does not run."""
+        return self._runner.losses()
+
     def held_bytes(self) -> int:
         return self._runner.held_bytes()
 

@@ -109,15 +109,31 @@ class InlineReductions:
             raise ConfigError(f"tp {topology.tp} and dp {topology.dp} must be 1 where ranks are threads of one process")
         check_timeout(timeout_s)
         self.topology = topology
-        self._lock = threading.Lock()
-        self._total: Any = None
-        self._given = threading.Barrier(topology.pp, timeout=timeout_s)
-        self._taken = threading.Barrier(topology.pp, action=self._reset, timeout=timeout_s)
+        self._job = _ThreadSum(topology.pp, "the job", timeout_s)
+        self._ends = _ThreadSum(len({topology.stage_ranks[0], topology.stage_ranks[-1]}), "both ends", timeout_s)
 
     def sum_over_replicas(self, tensor: Any) -> None:
         """There is one."""
 
     def sum_over_job(self, tensor: Any) -> None:
+        self._job.add(tensor)
+
+    def sum_over_ends(self, tensor: Any) -> None:
+        self._ends.add(tensor)
+
+
+class _ThreadSum:
+    """Sums, one after the other, to which so many threads come."""
+
+    def __init__(self, num_threads: int, name: str, timeout_s: float) -> None:
+        self._num_threads, self._name = num_threads, name
+        self._lock = threading.Lock()
+        self._total: Any = None
+        self._given = threading.Barrier(num_threads, timeout=timeout_s)
+        self._taken = threading.Barrier(num_threads, action=self._reset, timeout=timeout_s)
+
+    def add(self, tensor: Any) -> None:
+        """`tensor` becomes the sum over all threads, in place."""
         with self._lock:
             self._total = tensor.clone() if self._total is None else self._total + tensor
         try:
@@ -125,7 +141,7 @@ class InlineReductions:
             tensor.copy_(self._total)
             self._taken.wait()
         except threading.BrokenBarrierError as error:
-            raise ExecutionError(f"not all {self.topology.pp} ranks came to a sum over the job") from error
+            raise ExecutionError(f"not all {self._num_threads} ranks came to a sum over {self._name}") from error
 
     def _reset(self) -> None:
         self._total = None

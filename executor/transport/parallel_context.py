@@ -44,6 +44,14 @@ class ParallelContext:
                 group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
                 if rank in ranks:
                     self._replicas = group
+        self._ends = None
+        pp_ends = sorted({topology.stage_ranks[0], topology.stage_ranks[-1]})
+        for dp_rank in range(topology.dp if len(pp_ends) > 1 else 0):
+            for tp_rank in range(topology.tp):
+                ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=dp_rank) for p in pp_ends]
+                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+                if rank in ranks:
+                    self._ends = group
 
     def sum_over_replicas(self, tensor: torch.Tensor) -> None:
         """Over the ranks that hold the same stages, one of each replica."""
@@ -52,3 +60,8 @@ class ParallelContext:
 
     def sum_over_job(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)
+
+    def sum_over_ends(self, tensor: torch.Tensor) -> None:
+        """Over the ranks that hold the first and the last stage of one replica; no other rank calls it."""
+        if self._ends is not None:
+            dist.all_reduce(tensor, group=self._ends)

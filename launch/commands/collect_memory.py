@@ -10,7 +10,7 @@ from rich.table import Table
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.inference.memory_records import MemoryRecord, RecordFile
 from dynapipe_ext.inference.memory_shapes import CHOICES, ShapeLimits
-from dynapipe_ext.launch.command_parser import add_json, ending
+from dynapipe_ext.launch.command_parser import add_json, dtype, ending
 from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.progress import WorkProgress
 from dynapipe_ext.tools.wording import counted
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", required=True, metavar="FILE", help="records, one a line; appended to if they exist")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="to measure on (default: cuda where there is one)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights (default: the model's own)")
+    parser.add_argument("--dtype", type=dtype, choices=DTYPES, help="of weights (default: the model's own)")
     parser.add_argument(
         "--generate", type=int, default=32, metavar="N", help="new tokens of each text; 0: one forward pass"
     )

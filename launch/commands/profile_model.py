@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.analytic import parameters_per_stage
+from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cluster import run_local
-from dynapipe_ext.launch.command_parser import add_json, ending
+from dynapipe_ext.launch.command_parser import add_json, dtype, ending
 from dynapipe_ext.launch.env import RankEnv, limit_threads
 from dynapipe_ext.launch.job import architecture_of
 from dynapipe_ext.launch.outcome import versions
@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="MODEL", help="config.json, Megatron's arguments as JSON, or a preset's name")
     parser.add_argument("--out", metavar="FILE", required=True, help="the cost table to write (JSON)")
     parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel ranks (default: the settings', or 1)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of weights (default: the model's)")
+    parser.add_argument("--dtype", type=dtype, choices=("float32", "bfloat16"), help="default: the model's")
+        "--dtype", type=dtype, choices=("float32", "bfloat16"), help="of weights (default: the model's)"
+    )
     parser.add_argument("--min-len", type=int, metavar="N", help="shortest row (default: 16)")
     parser.add_argument("--max-len", type=int, metavar="N", help=f"longest row (default: its model's, to {_MOST_LEN})")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="most rows x length (default: 4 x the longest row)")

@@ -12,21 +12,23 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from dynapipe_ext.config import PlacementChoice, ScheduleName, TrainConfig
+from dynapipe_ext.config import LrSchedule, PlacementChoice, SaveFormat, ScheduleName, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.mixture import data_settings
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cluster import run_local
-from dynapipe_ext.launch.command_parser import add_truncate, cut_at, degrees, ending, numbers
+from dynapipe_ext.launch.command_parser import add_truncate, cut_at, degrees, dtype, ending, numbers
 from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads, num_cores
-from dynapipe_ext.launch.job import check_batches, check_fits, topology_of, variants
+from dynapipe_ext.launch.job import check_batches, check_fits, settled_steps, topology_of, variants
+from dynapipe_ext.launch.listeners import require_loggers
+from dynapipe_ext.launch.model_folder import settings_of_model, usual_settings
 from dynapipe_ext.launch.outcome import keeping_what_ran
 from dynapipe_ext.launch.placement import settled_placement, trials_table
 from dynapipe_ext.launch.process_title import set_process_title
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
-from dynapipe_ext.launch.run_data import check_data, data_lines, prepare_data, run_data
+from dynapipe_ext.launch.run_data import check_data, data_lines, prepare_data, refuse_pieces, run_data
 from dynapipe_ext.launch.run_directory import RunDirectory, run_to_resume
 from dynapipe_ext.launch.train import (
     TrainingJob,
@@ -34,20 +36,30 @@ from dynapipe_ext.launch.train import (
     greet_store,
     rank_title,
     ranks_line,
+    refuse_done,
+    show_samples,
     store_address,
     to_go_on_from,
     train_rank,
 )
+from dynapipe_ext.launch.trained_model import refuse_output
+from dynapipe_ext.launch.transformers_settings import refuse_unsupported
+from dynapipe_ext.models.transformers_sizes import Backend
 from dynapipe_ext.plan import Layout, LossNorm
 from dynapipe_ext.tools.console import say_loading
-from dynapipe_ext.tools.tensorboard_file import require_tensorboard
 
 _EPILOG = """examples:
   dynapipe train
   dynapipe train --data my.jsonl --truncate --steps 100 --run-dir runs/mine
+  dynapipe train --model my-llama --data chats.jsonl --output tuned --epochs 2 --eval-fraction 0.05 --eval-every 50
   dynapipe train --config launch/configs/quickstart.toml --layout packed --compare
   dynapipe train --resume latest --steps 80
 """
+
+
+def _betas(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
 
 # flag -> (table, name, keyword arguments of argparse); a flag left out keeps the setting of the file.
 _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -70,11 +82,21 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "batch_size",
         {"type": int, "metavar": "N", "help": "samples of a step, instead"},
     ),
+    "--template": (
+        "data",
+        "template",
+        {"choices": ("auto", "chat", "prompt", "text"), "help": "what records are (auto: as the first one)"},
+    ),
+    "--input-key": ("data", "input_key", {"metavar": "KEY", "help": "field of the prompt (input, prompt)"}),
+    "--target-key": ("data", "target_key", {"metavar": "KEY", "help": "field of the response (target, response)"}),
+    "--text-key": ("data", "text_key", {"metavar": "KEY", "help": "field of plain text (text)"}),
     "--num-workers": ("data", "num_workers", {"type": int, "metavar": "N", "help": "planner processes; 0: in line"}),
     "--steps": ("run", "steps", {"type": int, "metavar": "N", "help": "optimizer steps"}),
+    "--epochs": ("run", "epochs", {"type": float, "metavar": "N", "help": "passes over the data, instead of steps"}),
     "--seed": ("run", "seed", {"type": int, "metavar": "N", "help": "of data order, weights and dropout"}),
     "--run-dir": ("run", "run_dir", {"metavar": "DIR", "help": "report, traces, events (default: runs/ and the time)"}),
     "--log-every": ("run", "log_every", {"type": int, "metavar": "N", "help": "steps between lines of the log"}),
+    "--wandb": ("run", "wandb", {"metavar": "PROJECT", "help": "log to Weights & Biases"}),
     "--tp": ("topology", "tp", {"type": int, "metavar": "N", "help": "tensor parallel ranks"}),
     "--pp": ("topology", "pp", {"type": int, "metavar": "N", "help": "pipeline ranks"}),
     "--dp": ("topology", "dp", {"type": int, "metavar": "N", "help": "data parallel replicas"}),
@@ -99,10 +121,19 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "architecture",
         {"metavar": "MODEL", "help": "config.json or its folder, or a preset: a published model instead of own sizes"},
     ),
+    "--backend": ("model", "backend", {"choices": get_args(Backend), "help": "what computes the model"}),
     "--init-from": ("model", "init_from", {"metavar": "DIR", "help": "start from the weights of a checkpoint"}),
     "--tokenizer": ("data", "tokenizer", {"metavar": "NAME", "help": "bpe, bytes, or as dynapipe preprocess takes it"}),
     "--max-seq-len": ("model", "max_seq_len", {"type": int, "metavar": "N", "help": "longest sample in tokens"}),
-    "--dtype": ("model", "dtype", {"choices": ("float32", "bfloat16"), "help": "of weights; gradients are float32"}),
+    "--dtype": (
+        "model",
+        "dtype",
+        {
+            "type": dtype,
+            "choices": ("float32", "bfloat16"),
+            "help": "of weights (fp32, bf16 for short); their masters are fp32",
+        },
+    ),
     "--layout": ("plan", "layout", {"choices": get_args(Layout), "help": "of micro-batches"}),
     "--schedule": ("plan", "schedule", {"choices": get_args(ScheduleName), "help": "of the pipeline"}),
     "--split-backward": ("plan", "split_backward", {"action": "store_true", "help": "run B as I and W"}),
@@ -110,6 +141,19 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--costs": ("plan", "costs", {"metavar": "FILE", "help": "cost model as JSON (default: measure this machine)"}),
     "--memory-limit-gb": ("plan", "memory_limit_gb", {"type": float, "metavar": "GB", "help": "of a rank, 10^9 bytes"}),
     "--loss-norm": ("plan", "loss_norm", {"choices": get_args(LossNorm), "help": "divide by target tokens or samples"}),
+    "--lr": ("optimizer", "lr", {"type": float, "metavar": "LR", "help": "highest learning rate"}),
+    "--min-lr": ("optimizer", "min_lr", {"type": float, "metavar": "LR", "help": "at the end (in proportion to --lr)"}),
+    "--lr-schedule": (
+        "optimizer",
+        "lr_schedule",
+        {"choices": get_args(LrSchedule), "help": "after the warm-up"},
+    ),
+    "--weight-decay": ("optimizer", "weight_decay", {"type": float, "metavar": "W", "help": "not of norms and biases"}),
+    "--clip-grad": ("optimizer", "clip_grad", {"type": float, "metavar": "NORM", "help": "of all gradients; 0: off"}),
+    "--betas": ("optimizer", "betas", {"type": _betas, "metavar": "B1,B2", "help": "of Adam"}),
+    "--output": ("checkpoint", "output", {"metavar": "DIR", "help": "folder to make of the trained model"}),
+    "--save-format": ("checkpoint", "save_format", {"choices": get_args(SaveFormat), "help": "of --output"}),
+    "--keep-best": ("checkpoint", "keep_best", {"action": "store_true", "help": "by validation; --output is then it"}),
     "--save-every": ("checkpoint", "save_every", {"type": int, "metavar": "STEPS", "help": "between checkpoints"}),
     "--save-minutes": ("checkpoint", "save_minutes", {"type": float, "metavar": "M", "help": "between checkpoints"}),
     "--keep-last": ("checkpoint", "keep_last", {"type": int, "metavar": "N", "help": "checkpoints that stay; 0: all"}),
@@ -126,14 +170,17 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = ending(_EPILOG)
     parser.add_argument("--config", metavar="FILE", help="settings in TOML; flags override them")
+    parser.add_argument("--model", metavar="MODEL", help="its folder: sizes, weights, tokenizer and chat template")
     for flag, (table, name, options) in _FLAGS.items():
         default = getattr(getattr(TrainConfig(), table), name)
         known = "default" in options["help"] or default in ("", False, ())
         said = options["help"] if known else f"{options['help']} (default: {default})"
         parser.add_argument(flag, default=None, **options | {"help": said})
+    parser.add_argument("--warmup", metavar="N", help="steps of rising learning rate, or below 1 the part of all steps")
+    parser.add_argument("--show-samples", type=int, default=0, metavar="N", help="print what N samples become")
     add_truncate(parser, "--max-seq-len; without --truncate longer ones are refused")
     parser.add_argument("--store", metavar="URL", help="your own Redis-compatible server (default: an embedded one)")
-    parser.add_argument("--overwrite", action="store_true", help="lose the run that --run-dir holds")
+    parser.add_argument("--overwrite", action="store_true", help="lose what --run-dir and --output hold")
     parser.add_argument(
         "--resume", metavar="RUN_DIR", help='go on from its newest checkpoint; "latest": the newest run'
     )
@@ -147,11 +194,20 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         config = TrainConfig.read(args.config)
     elif args.resume:
         config = TrainConfig.read(run_to_resume(args.resume) / "config.toml")
+    if args.model:
+        config = _with_model(config, args)
     tables: dict[str, dict[str, Any]] = {}
     for flag, (table, name, _) in _FLAGS.items():
         value = getattr(args, flag.lstrip("-").replace("-", "_"))
         if value is not None:
             tables.setdefault(table, {})[name] = value
+    optimizer = tables.setdefault("optimizer", {})
+    if "lr" in optimizer and "min_lr" not in optimizer:
+        optimizer["min_lr"] = config.optimizer.min_lr * optimizer["lr"] / config.optimizer.lr
+    if args.warmup is not None:
+        optimizer |= _warmup(args.warmup)
+    if args.steps is not None and args.epochs is None:
+        tables["run"]["epochs"] = 0.0
     if args.placement is not None:  # another one's stages and layers are not for it
         tables["topology"] = {"stages_per_rank": 0, "layers_per_stage": ()} | tables["topology"]
     if args.batch_size is not None and args.tokens_per_batch is None:
@@ -180,23 +236,53 @@ def resumed_run(args: argparse.Namespace, config: TrainConfig) -> tuple[str, Pat
     return str(run_dir), to_go_on_from(run_dir, config, compare=args.compare, overwrite=args.overwrite)
 
 
+def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
+    """With what `--model` says; the flags come on top. Errors: ConfigError where another flag says it too."""
+    given = {"--resume": args.resume, "--architecture": args.architecture, "--init-from": args.init_from}
+    if also := [flag for flag, value in given.items() if value]:
+        raise ConfigError(f"--model {args.model} says what {', '.join(also)} would: leave one of them out")
+    tables = settings_of_model(args.model, tokenizer=args.tokenizer)
+    if not args.config:
+        num_ranks = (args.tp or 1) * (args.pp or 1) * (args.dp or 1)
+        tables = usual_settings(tables, num_ranks=num_ranks) | tables
+    return config.with_values(**tables)
+
+
+def _warmup(text: str) -> dict[str, Any]:
+    """
+    >>> _warmup("100"), _warmup("0.03")
+    ({'warmup_steps': 100, 'warmup_fraction': 0.0}, {'warmup_fraction': 0.03})
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        raise ConfigError(f"--warmup is {text!r} but must be steps, like 100, or a part of them, like 0.03") from None
+    if 0 < value < 1:
+        return {"warmup_fraction": value}
+    if not value.is_integer():
+        raise ConfigError(f"--warmup is {text}, neither a number of steps nor a part of them below 1")
+    return {"warmup_steps": int(value), "warmup_fraction": 0.0}
+
+
 def run(args: argparse.Namespace) -> int:
     config = config_from(args)
     limit_threads()
     keep_cuda_forkable()
     console = Console(stderr=True, highlight=False)
+    refuse_unsupported(config, resumes=bool(args.resume))
     topology = topology_of(config)  # refuses what does not divide before anything is prepared
     variants(config, compare=args.compare)
-    if config.model.init_from:
+    if config.model.init_from and not config.model.uses_transformers:
         say_loading("torch")
         from dynapipe_ext.launch.initial_weights import open_initial_weights
 
         open_initial_weights(config.model.init_from, config.model.described)
+    refuse_output(config, overwrite=args.overwrite)
     address = store_address(args.store) if args.store else None
-    if config.run.tensorboard:
-        require_tensorboard()
+    require_loggers(config)
     run_dir, resumed = resumed_run(args, config)
-    with RunDirectory(run_dir, overwrite=args.overwrite, resume=resumed is not None) as directory:
+    overwrite = args.overwrite and resumed is None  # else it is what --output holds that may be lost
+    with RunDirectory(run_dir, overwrite=overwrite, resume=resumed is not None) as directory:
         if address is not None:
             greet_store(address)  # refused here, once, rather than by every rank
         progress, advance = data_progress(config)
@@ -204,7 +290,12 @@ def run(args: argparse.Namespace) -> int:
             dataset = prepare_data(config, advance)
         data = run_data(config, dataset)
         console.print("\n".join(data_lines(config, data)), markup=False, soft_wrap=True)
+        show_samples(dataset, args.show_samples, console)
+        refuse_pieces(config, data, compare=args.compare)
         check_data(data, lambda lengths: check_batches(config, lengths))
+        config = settled_steps(config, data.train.lengths)
+        if resumed is not None:
+            refuse_done(resumed, config)
         given = None
         if config.plan.costs or resumed is not None:
             given = settle_costs(config, dataset.vocab_size, resumed_costs(resumed))
@@ -221,7 +312,7 @@ def run(args: argparse.Namespace) -> int:
                 console.print(trials_table(trials))
             check_data(data, lambda lengths: check_fits(config, costs, lengths))
             console.print(ranks_line(topology), soft_wrap=True)
-            job = TrainingJob(config, args.compare, directory.path, address, costs, resumed)
+            job = TrainingJob(config, args.compare, directory.path, address, costs, resumed, overwrite=args.overwrite)
             run_local(partial(_rank, job), topology.world_size, save_s=config.checkpoint.grace_s)
     return 0
 

@@ -344,8 +344,6 @@ def test_a_weight_that_was_not_loaded_shows_and_a_seed_gives_the_same_model_agai
             config = transformer_config(one, Topology(), dtype="bfloat16")
             return build_model(one, Topology(), 0, config, seed=seed, device=CPU).eval()
 
-        with pytest.raises(DataError, match=r"stored as torch\.float32 and would be rounded to torch\.bfloat16"):
-            load_initial_weights(build(3), str(models["mixtral"].folder), one, Topology(), 0)
         unloaded, first, second = (list(build(seed).parameters()) for seed in (None, 3, 3))
         with torch.no_grad():
             is_finite = bool(said(build(3), tokens()).isfinite().all())

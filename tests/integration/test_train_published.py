@@ -78,10 +78,10 @@ def loss_of(model: Any, dataset: TokenDataset) -> float:
 def test_the_first_loss_is_that_of_transformers(
     preloaded: Preloaded, family: str, converted: list[str] | None, tmp_path: Path
 ) -> None:
-    """Two by two ranks with uneven stages, packed rows, from the Hub's folder or one in Megatron's form."""
+    """Two by two ranks with uneven stages, packed rows, from the Hub's folder or one in Megatron's form. The other
+    families: test_fine_tuning.py."""
     # A large epsilon shows in the loss; a default in its place would not.
-    eps = "layer_norm_epsilon" if family == "gpt2" else "rms_norm_eps"
-    model = tiny(family, vocab_size=VOCABULARY, **{eps: 0.03})
+    model = tiny(family, vocab_size=VOCABULARY, rms_norm_eps=0.03)
     folder = saved(model, tmp_path / "model")
     weights = folder
     if converted:

@@ -28,6 +28,7 @@ RIM = {
         "executor/device.py",
         "executor/stages/chunk_runner.py",
         "executor/loader.py",
+        "executor/megatron/*.py",  # inside Megatron's own loops
         "executor/measuring/rate.py",  # it times the user's model
         "executor/measuring/profiling.py",  # so does this one
         "executor/measuring/profiler_ranges.py",
@@ -45,6 +46,9 @@ RIM = {
         "executor/transport/torch_p2p.py",
         "launch/commands/doctor.py",
         "launch/commands/profile_model.py",  # the name of the device
+        "launch/megatron_run.py",
+        "launch/transformers_run.py",
+        "launch/megatron_core.py",  # a training script to copy from
         "launch/variant_run.py",
         "launch/train.py",
         "launch/rank_program.py",  # the store of torchrun's agent, and its record of failures
@@ -54,7 +58,9 @@ RIM = {
     "megatron": (
         "dynapipe_ext/megatron.py",
         "executor/checkpoints/megatron*.py",
+        "executor/megatron/*.py",
         "executor/stages/megatron*.py",
+        "launch/megatron_core.py",
     ),
     "deepspeed": ("executor/stages/deepspeed*.py",),
     "transformers": (

@@ -56,6 +56,9 @@ TESTED_COMMANDS = {
     "dynapipe train --architecture DIR --init-from DIR --tokenizer DIR --data my.jsonl": (
         "tests/integration/test_train_published.py::test_the_first_loss_is_that_of_transformers"
     ),
+    "dynapipe train --model DIR --data chats.jsonl --output tuned --epochs 2 --lr 1e-5 --dtype bf16 --show-samples 3": (
+        "tests/integration/test_fine_tuning.py::test_losses_and_the_saved_model_are_those_of_a_plain_loop"
+    ),
     "dynapipe flops runs/latest": AS_IT_STANDS,
     "dynapipe preprocess --input corpus.jsonl --tokenizer bytes --output prepared": AS_IT_STANDS,
     "dynapipe estimate --model llama-2-70b --nodes 6 --gpus-per-node 4 --gpu-memory-gb 80": AS_IT_STANDS,
@@ -71,6 +74,9 @@ TESTED_COMMANDS = {
     "dynapipe train --compare": (
         "tests/integration/test_train_command.py::"
         "test_compare_runs_the_usual_ways_on_the_same_tokens_over_epochs_that_end_small"
+    ),
+    "torchrun … -m dynapipe_ext.megatron pretrain_gpt.py …": (
+        "tests/integration/test_megatron_script.py::test_each_line_of_the_log_agrees_with_megatrons_own_schedule"
     ),
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
     " -m dynapipe_ext.launch.train --config mine.toml --store redis://HOST:6379/0": (

@@ -30,7 +30,7 @@ _ON_A_CPU = """--transformer-impl local --distributed-backend gloo --no-gradient
 --no-masked-softmax-fusion --no-bias-dropout-fusion --no-persist-layer-norm --use-cpu-initialization
 --attention-backend unfused --no-rope-fusion --disable-jit-fuser"""
 # Saving starts a process for a queue, which needs nothing of the program; as it is, it would import Megatron-LM again.
-_SITE = """import sys
+SITE = """import sys
 if "--multiprocessing-fork" in sys.orig_argv:
     import multiprocessing.spawn
     multiprocessing.spawn._fixup_main_from_path = lambda path: None
@@ -101,7 +101,7 @@ def _run(folder: Path, megatron_lm: Path) -> dict[int, float]:
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(TP * PP)]
     program = [*ranks, str(SHARED / "megatron_on_cpu.py"), str(megatron_lm), "pretrain_gpt.py"]
     options = [*_TRAINING.split(), *_ON_A_CPU.split(), *data, "--save", str(folder / "saved")]
-    (folder / "sitecustomize.py").write_text(_SITE)
+    (folder / "sitecustomize.py").write_text(SITE)
     places = os.pathsep.join([str(folder), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     done = subprocess.run(
         ["bash", "-c", _COMMAND + " ".join(options), str(folder / "megatron"), *program],

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from dynapipe_ext.costs.analytic import AnalyticCosts, parameters_per_stage
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import dynapipe_ext
-from dynapipe_ext import inference, packing, sampling
+from dynapipe_ext import inference, megatron, packing, sampling
 
 
-@pytest.mark.parametrize("facade", [dynapipe_ext, inference, packing, sampling])
+@pytest.mark.parametrize("facade", [dynapipe_ext, inference, megatron, packing, sampling])
 def test_every_name_that_a_package_offers_is_there_under_its_own_name(facade: Any) -> None:
     for name in facade.__all__:
         assert getattr(facade, name).__name__ == name

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from dynapipe_ext.config import CheckpointSettings
 from dynapipe_ext.executor.checkpoints.manifest import RunState
 from dynapipe_ext.executor.checkpoints.periodic import EndRequest, PeriodicCheckpoints, SoFar
-from dynapipe_ext.executor.events import StepDone
+from dynapipe_ext.executor.events import EvalDone, StepDone
 from tests.support.steps import a_step
 
 
@@ -39,9 +42,14 @@ def state(done: StepDone, so_far: SoFar) -> RunState:
 
 
 def steps_saved(
-    settings: CheckpointSettings, *, saver: Kept | None = None, request: EndRequest | None = None, first: int = 0
+    settings: CheckpointSettings,
+    *,
+    saver: Kept | None = None,
+    request: EndRequest | None = None,
+    first: int = 0,
+    validation: Mapping[int, float] | None = None,
 ) -> list[int]:
-    """Of 7 steps, each of which lasts a minute."""
+    """Of 7 steps, each of which lasts a minute; `validation` losses are by the number of their step."""
     kept, now_s = saver or Kept(), 0.0
     checkpoints = PeriodicCheckpoints(
         kept,
@@ -55,7 +63,9 @@ def steps_saved(
     )
     for step in range(first, 7):
         now_s += 60
-        checkpoints.step_done(a_step(step))
+        loss = (validation or {}).get(step + 1)
+        evaluated = loss and EvalDone(step=step, loss=loss, real_tokens=1, num_samples=1, seconds=0.0)
+        checkpoints.step_done(replace(a_step(step), evaluation=evaluated or None))
     return [run.step for run in kept.saved]
 
 
@@ -65,6 +75,12 @@ def test_a_run_saves_by_steps_by_the_clock_and_after_its_last_step() -> None:
     assert steps_saved(CheckpointSettings(save_minutes=2)) == [2, 4, 6, 7]
     assert steps_saved(CheckpointSettings(save_every=5, save_minutes=2)) == [2, 4, 5, 7]
     assert steps_saved(CheckpointSettings(save_every=3), first=4) == [6, 7]
+
+
+def test_a_lower_validation_loss_than_any_before_is_saved_where_the_best_is_kept() -> None:
+    validation = {1: 5.0, 2: 4.0, 4: 4.5, 5: math.nan, 6: 3.0}
+    assert steps_saved(CheckpointSettings(keep_best=True), validation=validation) == [1, 2, 6, 7]
+    assert steps_saved(CheckpointSettings(), validation=validation) == [7]
 
 
 def test_losses_and_samples_go_on_from_those_of_a_resumed_run() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dynapipe_ext.costs.analytic import AnalyticCosts, parameters_per_stage
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, RECIPES, ZERO_STAGES, state_bytes
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.lengths import SampleLength

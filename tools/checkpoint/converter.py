@@ -95,9 +95,11 @@ def prepare_conversion(
     *,
     source_format: str = "",
     verify: bool = False,
+    carry: Sequence[Path] | None = None,
     **own: Any,
 ) -> Conversion:
-    """Check source, destination and options. `own` goes to the target's writer.
+    """Check source, destination and options. `own` goes to the target's writer; `carry` are the files that go along
+    with the weights, instead of those of the source.
 
     Errors: ConfigError, DataError; nothing has been written then.
     """
@@ -115,6 +117,8 @@ def prepare_conversion(
     written_as = format_of(target)
     reader = read_as.open(source)
     reader.check()
+    if carry is not None:
+        reader.files = tuple(carry)
     writer = written_as.new_writer(_partial(destination), reader, options, **own)
     pieces = tuple(writer.pieces())
     _refuse_lost(reader, pieces)

@@ -142,11 +142,13 @@ def _line(panel: Any, xs: Sequence[float], losses: Sequence[float], name: str, i
 
 
 def _points(panel: Any, points: Sequence[tuple[float, float]]) -> None:
-    """Validation losses: ringed in white, so that they stay visible on the line of the training loss."""
+    """Validation losses, joined by dots; ringed in white, so that they stay visible on the training loss's line."""
     if points:
         xs, losses = zip(*points, strict=True)
         look = {"marker": "D", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 1.0, "zorder": 4}
-        panel.plot(xs, losses, linestyle="", color=_INK, label=f"validation loss: {losses[-1]:.3f}", **look)
+        panel.plot(
+            xs, losses, linestyle=":", linewidth=1.2, color=_INK, label=f"validation loss: {losses[-1]:.3f}", **look
+        )
 
 
 def _style(panel: Any, label: str) -> None:

@@ -16,12 +16,23 @@ from dynapipe_ext.data.indexed_dataset import token_dtype
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
 from dynapipe_ext.data.preprocessing.inputs import Block, TextUnit
 from dynapipe_ext.data.preprocessing.records import TextRecord, records
+from dynapipe_ext.data.preprocessing.rendering import (
+    MESSAGES,
+    TASK,
+    TOOLS,
+    RecordFields,
+    Renderer,
+    Template,
+    first_target,
+)
+from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.reading import Example, example_of, lacking, string_field
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import ConfigError, DataError
 
 Target = Literal["dataset", "megatron"]
 TOKENS, SIZES, FIRST_TARGET, TASKS, SENTENCES = "tokens", "sizes", "first_target", "task_ids", "sentences"
-_VERSION = 2  # raise it with every change of what comes out, so that kept work is done again
+IS_TARGET = "is_target"  # of each token of a chat, a byte
+_VERSION = 3  # raise it with every change of what comes out, so that kept work is done again
 _BATCH_CHARACTERS = 1 << 19
 
 
@@ -31,6 +42,7 @@ class EncodeSettings:
 
     dataset: input and target by `pair`, else the text of `keys[0]` as target; a separator between them where the
     tokenizer has one; the end of text at the end. `keys_only` has records with a pair read as plain text, too.
+    With a `template` records become what that makes of them, by a model's own tokenizer.
     megatron: the tokens of each text, or of each sentence in a list of them, with the end of text after the last where
     `append_eod` says so; a text without tokens is a document without a sequence, as in Megatron's preprocess_data.py.
     """
@@ -44,12 +56,15 @@ class EncodeSettings:
     max_seq_len: int | None = None
     truncate: bool = False
     skip_empty: bool = False
+    template: Template | None = None
 
     @property
     def columns(self) -> frozenset[str]:
         """The fields that are read of a record."""
         if self.target == "megatron" or self.keys_only:
             return frozenset(self.keys)
+        if self.template == "chat":
+            return frozenset((MESSAGES, TOOLS, TASK))
         return frozenset((*self.keys, *self.pair, "task"))
 
     def digest(self, encoder: Encoder) -> str:
@@ -82,7 +97,8 @@ class EncodedBlock:
 def stream_names(settings: EncodeSettings) -> tuple[str, ...]:
     """The streams of the output."""
     if settings.target == "dataset":
-        return (TOKENS, SIZES, FIRST_TARGET, TASKS)
+        masks = (IS_TARGET,) if settings.template == "chat" else ()
+        return (TOKENS, SIZES, FIRST_TARGET, TASKS, *masks)
     return tuple(f"{name}-{place}" for place in range(len(settings.keys)) for name in (TOKENS, SIZES, SENTENCES))
 
 
@@ -91,6 +107,8 @@ def encode_block(block: Block, settings: EncodeSettings, encoder: Encoder) -> En
     rows = records(block, text_key=settings.keys[0])
     if settings.target == "megatron":
         return _encode_texts(block, rows, settings, encoder)
+    if settings.template is not None:
+        return _encode_rendered(block, rows, settings, encoder)
     return _encode_examples(block, rows, settings, encoder)
 
 
@@ -145,6 +163,45 @@ def _encode_examples(
         sum(sizes),
         num_truncated,
         num_skipped,
+    )
+
+
+def _encode_rendered(
+    block: Block, rows: Iterable[tuple[str, TextRecord]], settings: EncodeSettings, encoder: Encoder
+) -> EncodedBlock:
+    if settings.template is None or not isinstance(encoder, FolderEncoder):
+        raise ConfigError(f"the template {settings.template} needs the tokenizer of a model's folder: name the folder")
+    renderer = Renderer.of(
+        settings.template,
+        RecordFields(settings.pair, settings.keys[0]),
+        encoder,
+        max_seq_len=settings.max_seq_len,
+        truncate=settings.truncate,
+    )
+    dtype, tasks = settings.dtype(encoder), dict[str, int]()
+    samples, task_ids = [], []
+    for where, record in rows:
+        samples.append(renderer.render(record, where))
+        task = string_field(record, TASK, where=where) if TASK in record else "unnamed"
+        task_ids.append(tasks.setdefault(task, len(tasks)))
+    sizes = [len(one.tokens) for one in samples]
+    streams = {
+        TOKENS: b"".join(np.array(one.tokens, dtype).tobytes() for one in samples),
+        SIZES: np.array(sizes, "<i8").tobytes(),
+        FIRST_TARGET: np.array([first_target(one.is_target) for one in samples], "<i4").tobytes(),
+        TASKS: np.array(task_ids, "<i4").tobytes(),
+        IS_TARGET: b"".join(bytes(one.is_target) for one in samples),
+    }
+    return EncodedBlock(
+        block.file,
+        block.upto_bytes,
+        block.digest(),
+        {name: streams[name] for name in stream_names(settings)},
+        tuple(tasks),
+        len(samples),
+        sum(sizes),
+        sum(one.truncated for one in samples),
+        0,
     )
 
 

@@ -27,6 +27,7 @@ from dynapipe_ext.data.indexed_dataset import bin_path, idx_path, lengths_path, 
 from dynapipe_ext.data.preprocessing.encoders import Encoder
 from dynapipe_ext.data.preprocessing.encoding import (
     FIRST_TARGET,
+    IS_TARGET,
     SENTENCES,
     SIZES,
     TASKS,
@@ -39,7 +40,7 @@ from dynapipe_ext.data.preprocessing.encoding import (
 from dynapipe_ext.data.preprocessing.inputs import BlockStream, InputFile
 from dynapipe_ext.data.preprocessing.journal import StreamJournal, unfinished
 from dynapipe_ext.data.preprocessing.workers import InlineWorkers, Workers
-from dynapipe_ext.data.token_file import TOKENS_FILE, seal
+from dynapipe_ext.data.token_file import TARGETS_FILE, TOKENS_FILE, seal
 from dynapipe_ext.data.tokenizer import BpeTokenizer, train_tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
 
@@ -296,6 +297,8 @@ def _finish_dataset(
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
     _same_file(journal.path(TOKENS), whole / TOKENS_FILE)
+    if settings.template == "chat":
+        _same_file(journal.path(IS_TARGET), whole / TARGETS_FILE)
     seal(
         whole,
         dtype=settings.dtype(encoder),

@@ -1,9 +1,13 @@
-"""Tokenizers of transformers out of a folder: by their `tokenizers` object where they have one, else by themselves."""
+"""Tokenizers of transformers out of a folder: by their `tokenizers` object where they have one, else by themselves.
+
+A model's own tokenizer (`load_model_tokenizer`) keeps all of its folder: its chat template, what it puts before a text.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +18,12 @@ from dynapipe_ext.errors import ConfigError, DataError
 
 _MOST_FILE_BYTES = 256 << 20
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".vocab")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # what a template puts around the turns that carry loss
 _PROBE = "The 12,345 quick  brown\tfox\n\n  jumped. Größe — 你好, مرحبا! <s></s><|endoftext|> e\u0301 \U0001f600 x_y=1;"
 
 
 class FolderEncoder:
-    """A tokenizer without a `tokenizers` object (SentencePiece, ByT5, ...), called as transformers calls it."""
+    """A folder's tokenizer, called as transformers calls it, with what it does to whole texts and to chats."""
 
     kind = "transformers"
 
@@ -56,6 +61,67 @@ class FolderEncoder:
                 "files": self._files,
             }
         )
+
+    @property
+    def start(self) -> list[int]:
+        """What the tokenizer puts before a text by itself: mostly its beginning of text, or nothing."""
+        (bare,), (whole,) = (_called(self._tokenizer, ["a"], self._specials, added) for added in (False, True))
+        found = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
+        return whole[: found[0]] if found else []
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def marks_generation(self) -> bool:
+        """Whether the chat template itself says which of its text an assistant wrote."""
+        return bool(_GENERATION.search(self._tokenizer.get_chat_template()))
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, answer_next: bool = False
+    ) -> str:
+        """The chat as text; `answer_next` ends it where the assistant begins. Errors: DataError, as the template's."""
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=answer_next
+                )
+            )
+        except Exception as error:
+            raise DataError(f"the chat template refuses the messages ({error})") from error
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of a chat and which of them the template marks as the assistant's. Errors: as those of `render`."""
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except Exception as error:
+            raise DataError(f"the chat template refuses the messages ({error})") from error
+        return list(encoded["input_ids"]), [bool(one) for one in encoded["assistant_masks"]]
+
+    def encode_places(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids of a text, and for each the character at which it ends. Errors: DataError where that is not known."""
+        if not self._tokenizer.is_fast:
+            raise DataError(
+                "the tokenizer does not say which characters a token is of, so turns of a chat cannot be told apart:"
+                " save it with a tokenizer.json, or mark the turns in its chat template by {% generation %}"
+            )
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+        )
+        return list(encoded["input_ids"]), [end for _, end in encoded["offset_mapping"]]
+
+    def is_special(self, token: int) -> bool:
+        added = self._tokenizer.added_tokens_decoder.get(token)
+        return token in self._tokenizer.all_special_ids or (added is not None and bool(added.special))
+
+    def spell(self, tokens: Iterable[int]) -> str:
+        """The text of ids with the special ones spelt out."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> FolderEncoder:
@@ -113,6 +179,27 @@ def load_folder(
         separator=separator_id,
         specials=chosen,
         add_special_tokens=add_special_tokens,
+    )
+
+
+def load_model_tokenizer(folder: Path) -> FolderEncoder:
+    """The tokenizer of a model's folder, to train that model with. Code in the folder is never run.
+
+    Errors: DataError for a folder without a tokenizer that transformers can load, or one that ends no text.
+    """
+    tokenizer = _load(folder)
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"{folder} has a tokenizer that does not say which token ends a text: name it as eos_token in its"
+            " tokenizer_config.json"
+        )
+    return FolderEncoder(
+        tokenizer,
+        _files(folder),
+        eos=tokenizer.eos_token_id,
+        separator=None,
+        specials="parse",
+        add_special_tokens=False,
     )
 
 

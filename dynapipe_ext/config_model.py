@@ -1,0 +1,50 @@
+"""The sizes of the model that a run's settings name, which what else they say may not contradict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.models.transformers_sizes import read_trainable
+
+if TYPE_CHECKING:
+    from dynapipe_ext.config import ModelSettings
+
+
+def with_described(model: ModelSettings, said: Mapping[str, Any], where: str) -> ModelSettings:
+    """The settings with the sizes of the model that `architecture` names. Errors: ConfigError for a size in `said` that
+    contradicts them."""
+    if not model.architecture:
+        own: dict[str, Any] = {}
+        if model.num_decoder_layers:
+            own = {"position": "relative", "norm": "rmsnorm", "bias": False, "num_query_groups": model.num_heads}
+        _refuse_contradiction(model, own, said, f"{where}: [model] num_decoder_layers makes a T5, which")
+        return replace(model, described=None, **own)
+    a = read_trainable(model.architecture, model.backend)
+    place = f"{where}: [model] architecture {model.architecture}"
+    own = {
+        "num_layers": a.num_layers,
+        "num_decoder_layers": a.num_decoder_layers,
+        "hidden_size": a.hidden_size,
+        "num_heads": a.num_heads,
+        "num_query_groups": a.num_query_groups,
+        "ffn_hidden_size": a.ffn_hidden_size,
+        "gated_mlp": a.gated_mlp,
+        "max_seq_len": a.max_seq_len,
+        "tied_embeddings": a.tied_embeddings,
+        "position": a.position,
+        "norm": a.norm,
+        "bias": a.mlp_bias,
+    }
+    if "max_seq_len" in said and (model.max_seq_len <= a.max_seq_len or a.position == "relative"):
+        own["max_seq_len"] = model.max_seq_len
+    _refuse_contradiction(model, own, said, place)
+    return replace(model, described=a, **own)
+
+
+def _refuse_contradiction(model: ModelSettings, own: Mapping[str, Any], said: Mapping[str, Any], place: str) -> None:
+    for name in said:
+        if name in own and getattr(model, name) != own[name]:
+            raise ConfigError(f"{place} has {name} {own[name]}, but {name} is {getattr(model, name)}: leave it out")

@@ -1,0 +1,284 @@
+"""What a model reads of a record, by a template: a chat's turns, a prompt with its response, or a text.
+
+chat      the model's own chat template; loss on what the assistant says
+prompt    START prompt response END; loss on the response and its end
+text      START text END; loss on all but what the tokenizer itself puts first
+
+START is what the model's tokenizer puts before a text (mostly a beginning of text, or nothing), END its end of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, assert_never
+
+from dynapipe_ext.data.reading import lacking, string_field
+from dynapipe_ext.errors import DataError
+
+Template = Literal["chat", "prompt", "text"]
+MESSAGES, TOOLS, TASK = "messages", "tools", "task"
+# The fields of a prompt and its response, by the names that people give them.
+PAIRS = (("input", "target"), ("prompt", "response"), ("prompt", "completion"))
+_ROLES_KEPT = ("system", "user")  # whose words a template must not drop; of an assistant's it may leave out reasoning
+
+
+class ModelTokenizer(Protocol):
+    """A model's own tokenizer, as templates need it: `FolderEncoder`, where each is described."""
+
+    @property
+    def eos(self) -> int | None: ...
+    @property
+    def start(self) -> list[int]: ...
+    @property
+    def has_chat_template(self) -> bool: ...
+    @property
+    def marks_generation(self) -> bool: ...
+    def encode(self, texts: Sequence[str]) -> Sequence[Sequence[int]]: ...
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, answer_next: bool = False
+    ) -> str: ...
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
+    ) -> tuple[list[int], list[bool]]: ...
+    def encode_places(self, text: str) -> tuple[list[int], list[int]]: ...
+    def is_special(self, token: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFields:
+    """The names of the fields that a record is read by."""
+
+    pair: tuple[str, str] = PAIRS[0]
+    text: str = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The tokens of a sample, of each whether it is a target, and whether some were cut off."""
+
+    tokens: list[int]
+    is_target: list[bool]
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Renderer:
+    """Records to samples of at most `max_seq_len` positions (a sample of n + 1 tokens has n): cut, or refused."""
+
+    template: Template
+    fields: RecordFields
+    tokenizer: ModelTokenizer
+    max_seq_len: int | None
+    truncate: bool
+    start: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        template: Template,
+        fields: RecordFields,
+        tokenizer: ModelTokenizer,
+        *,
+        max_seq_len: int | None,
+        truncate: bool,
+    ) -> Renderer:
+        """Errors: DataError where the tokenizer has no chat template and one is needed."""
+        if template == "chat" and not tokenizer.has_chat_template:
+            raise DataError(
+                "the records are chats, but the tokenizer has no chat template: give a folder that has one"
+                " (chat_template.jinja), by --tokenizer, or records of prompt and response"
+            )
+        return cls(template, fields, tokenizer, max_seq_len, truncate, tuple(tokenizer.start))
+
+    def render(self, record: Mapping[str, object], where: str) -> Rendered:
+        """Errors: DataError, opening with `where`, for a record that is not of the template, or is too long."""
+        match self.template:
+            case "chat":
+                return self._chat(record, where)
+            case "prompt":
+                return self._prompt(record, where)
+            case "text":
+                (text,) = _strings(record, (self.fields.text,), where)
+                return self._ended([], list(self.tokenizer.encode([text])[0]), where)
+            case _:
+                assert_never(self.template)
+
+    def _prompt(self, record: Mapping[str, object], where: str) -> Rendered:
+        """The response's tokens are those that follow the prompt's in the whole text; where the two flow into one
+        token there, those of the response alone: the prompt's are always what the model will be asked with."""
+        prompt, response = _strings(record, self.fields.pair, where)
+        asked, whole, alone = (list(ids) for ids in self.tokenizer.encode([prompt, prompt + response, response]))
+        return self._ended(asked, whole[len(asked) :] if whole[: len(asked)] == asked else alone, where)
+
+    def _ended(self, prompt: list[int], target: list[int], where: str) -> Rendered:
+        """Between START and END, shortened at the prompt's start first, then at the target's end."""
+        if not prompt and not target:
+            raise DataError(f"{where}: the record is empty (nothing to train on): remove it or fill it")
+        assert self.tokenizer.eos is not None
+        if not target or target[-1] != self.tokenizer.eos:
+            target = [*target, self.tokenizer.eos]
+        excess = self._excess(len(self.start) + len(prompt) + len(target), where)
+        kept = prompt[min(excess, len(prompt)) :]
+        target = target[: len(target) - max(0, excess - len(prompt))]
+        num_given = len(self.start) + len(kept)
+        # The very first token follows nothing, so it is no label.
+        is_target = [i >= max(1, num_given) for i in range(num_given + len(target))]
+        return _with_targets(Rendered([*self.start, *kept, *target], is_target, excess > 0), where)
+
+    def _chat(self, record: Mapping[str, object], where: str) -> Rendered:
+        messages = _messages(record, where)
+        tools = record.get(TOOLS)
+        if tools is not None and not isinstance(tools, list):
+            raise DataError(f"{where}: field {TOOLS!r} must be a list of the tools' descriptions, or left out")
+        try:
+            if self.tokenizer.marks_generation:
+                tokens, is_target = self.tokenizer.render_marked(messages, tools)
+                self._check_kept(messages, self.tokenizer.render(messages, tools), where)
+            else:
+                tokens, is_target = self._assistant_turns(messages, tools, where)
+        except DataError as error:
+            if str(error).startswith(where):
+                raise
+            raise self._refused(messages, tools, where, error) from error
+        if not any(is_target):
+            raise DataError(
+                f"{where}: the chat template marks nothing of this chat as the assistant's: see its generation blocks"
+            )
+        excess = self._excess(len(tokens), where)
+        kept = len(tokens) - excess
+        return _with_targets(Rendered(tokens[:kept], [False, *is_target[1:kept]], excess > 0), where)
+
+    def _assistant_turns(
+        self, messages: list[Mapping[str, Any]], tools: list[Any] | None, where: str
+    ) -> tuple[list[int], list[bool]]:
+        """By what the template makes of the chat up to each answer, and up to its end: parts of the whole, in order.
+
+        A token is of the turn that its last character is of. An answer that no special token ends gets END.
+        """
+        whole = self.tokenizer.render(messages, tools)
+        self._check_kept(messages, whole, where)
+        spans = []
+        for number, message in enumerate(messages, 1):
+            if message["role"] != "assistant":
+                continue
+            before = self.tokenizer.render(messages[: number - 1], tools, answer_next=True)
+            upto = self.tokenizer.render(messages[:number], tools)
+            if not (whole.startswith(before) and whole.startswith(upto) and len(before) < len(upto)):
+                raise DataError(
+                    f"{where}: the chat template writes message {number} in another way once more messages follow, so"
+                    " what the assistant says in it cannot be told: mark it in the template by {% generation %}, or"
+                    " give chats of one answer each"
+                )
+            spans.append((len(before), len(upto)))
+        tokens, ends = self.tokenizer.encode_places(whole)
+        is_target = [any(start < end <= stop for start, stop in spans) for end in ends]
+        start, stop = spans[-1]
+        answer = [token for token, end in zip(tokens, ends, strict=True) if start < end <= stop]
+        if stop == len(whole) and not any(map(self.tokenizer.is_special, answer)):
+            assert self.tokenizer.eos is not None
+            return [*tokens, self.tokenizer.eos], [*is_target, True]
+        return tokens, is_target
+
+    def _check_kept(self, messages: Sequence[Mapping[str, Any]], whole: str, where: str) -> None:
+        for number, message in enumerate(messages, 1):
+            content, role = message.get("content"), message["role"]
+            if role in _ROLES_KEPT and isinstance(content, str) and content.strip() not in whole:
+                raise DataError(
+                    f"{where}: the chat template leaves out message {number}, of role {role!r}: {_NO_ROLE[role]}"
+                )
+
+    def _refused(
+        self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, where: str, error: DataError
+    ) -> DataError:
+        """What to tell of a chat that the template refuses: its system role, if that is why."""
+        others = [message for message in messages if message["role"] != "system"]
+        advice = "change the messages, or give another tokenizer's folder"
+        if others and len(others) < len(messages):
+            try:
+                self.tokenizer.render(others, tools)
+                return DataError(f"{where}: the chat template has no system role ({error}): {_NO_ROLE['system']}")
+            except DataError:
+                pass
+        return DataError(f"{where}: {error}: {advice}")
+
+    def _excess(self, num_tokens: int, where: str) -> int:
+        """How many tokens are over the bound. Errors: DataError where they may not be cut off."""
+        if self.max_seq_len is None or num_tokens - 1 <= self.max_seq_len:
+            return 0
+        if not self.truncate:
+            raise DataError(
+                f"{where}: the sample has {num_tokens - 1} tokens but max_seq_len is {self.max_seq_len}: pass"
+                f" --truncate, or raise it to at least {num_tokens - 1} with --max-seq-len"
+            )
+        return num_tokens - 1 - self.max_seq_len
+
+
+_NO_ROLE = {
+    "system": "put its words into the first user message, or give a template that has one",
+    "user": "give a template that has all of them",
+}
+
+
+def template_of(record: Mapping[str, object], named: RecordFields, where: str) -> tuple[Template, RecordFields]:
+    """What a record is by what it has, and the fields that say so; where none are `named`, any pair of `PAIRS` does.
+
+    Errors: DataError for one that is nothing of all.
+    """
+    pairs = (named.pair,) if named.pair != PAIRS[0] else PAIRS
+    if MESSAGES in record:
+        return "chat", named
+    for pair in pairs:
+        if all(name in record for name in pair):
+            return "prompt", RecordFields(pair, named.text)
+    if named.text in record:
+        return "text", named
+    kinds = [MESSAGES, *(" and ".join(pair) for pair in pairs), named.text]
+    raise lacking(
+        record,
+        [named.text],
+        where=where,
+        fields=f"give one of {'; '.join(kinds)}, or name yours with --input-key and --target-key, or --text-key",
+    )
+
+
+def _strings(record: Mapping[str, object], names: tuple[str, ...], where: str) -> list[str]:
+    if missing := [name for name in names if name not in record]:
+        raise lacking(record, missing, where=where, fields="all records of the data must be of one kind")
+    return [string_field(record, name, where=where) for name in names]
+
+
+def _messages(record: Mapping[str, object], where: str) -> list[Mapping[str, Any]]:
+    """The chat's messages. Errors: DataError for what is none."""
+    if MESSAGES not in record:
+        raise lacking(record, [MESSAGES], where=where, fields="all records of the data must be of one kind")
+    messages = record[MESSAGES]
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'{where}: field {MESSAGES!r} must be a list of {{"role", "content"}}, at least one')
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f'{where}: message {number} must be an object with a "role", like "user"')
+        if message.get("content") is None and (message.get("tool_calls") or message["role"] == "tool"):
+            continue
+        if "content" not in message:
+            raise DataError(f"{where}: message {number}, of role {message['role']!r}, lacks 'content': give its text")
+        string_field(message, "content", where=f"{where}, message {number}")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on: remove it")
+    return messages
+
+
+def _with_targets(rendered: Rendered, where: str) -> Rendered:
+    if any(rendered.is_target):
+        return rendered
+    raise DataError(
+        f"{where}: nothing is left to train on within max_seq_len: raise it with --max-seq-len, or remove the record"
+    )
+
+
+def first_target(is_target: Sequence[bool]) -> int:
+    """
+    >>> first_target([False, False, True, False])
+    2
+    """
+    return list(is_target).index(True)

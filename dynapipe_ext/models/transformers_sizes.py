@@ -1,0 +1,89 @@
+"""The sizes in a config.json of any causal model of transformers, for counting what it costs: not how it computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, pattern_of
+from dynapipe_ext.models.presets import read_model
+
+Backend = Literal["auto", "megatron", "transformers"]
+
+# Names of the same size in the configurations of different families; the first that is there counts.
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+_GATED = ("silu", "gelu_pytorch_tanh")
+
+
+def read_trainable(model: str, backend: Backend) -> Architecture:
+    """A model to train: as megatron-core computes it, or of the family "transformers", by its sizes.
+
+    "auto" takes transformers for a config.json that has no twin in megatron-core, if its family can be cut. Errors:
+    ConfigError, DataError.
+    """
+    folder = Path(model)
+    path = folder / "config.json" if folder.is_dir() else folder
+    if backend != "transformers":
+        try:
+            return read_model(model)[0]
+        except ConfigError:
+            if backend == "megatron" or not path.is_file() or _raw(path).get("model_type") not in LAYER_PATTERNS:
+                raise
+    if not path.is_file():
+        raise ConfigError(f"{model} has no config.json, of which transformers could build a model: give its folder")
+    raw = _raw(path)
+    pattern_of(raw.get("model_type"))
+    return read_sizes(raw, str(path))
+
+
+def _raw(path: Path) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as a model's configuration ({error})") from error
+    return raw if isinstance(raw, dict) else {}
+
+
+def read_sizes(raw: Mapping[str, Any], where: str = "config.json") -> Architecture:
+    """A GPT of the sizes that are named; what a family does besides (norms, windows, experts) is not told.
+
+    Errors: ConfigError naming the size that is missing, and a model with an encoder.
+    """
+    kind = short(raw.get("model_type"))
+    if raw.get("is_encoder_decoder"):
+        raise ConfigError(f"{where}: {kind} has an encoder and a decoder: give a model that is a decoder only")
+    if raw.get("quantization_config") is not None:
+        raise ConfigError(f"{where}: {kind} is quantized, and cannot be trained so: give the model in full precision")
+
+    def size(names: tuple[str, ...], default: int | None = None) -> int:
+        found = next((raw[name] for name in names if raw.get(name) is not None), default)
+        if type(found) is not int or found < 1:
+            raise ConfigError(f"{where}: {' or '.join(names)} is {short(found)} but must be an integer above 0")
+        return found
+
+    hidden, heads = size(_HIDDEN), size(_HEADS)
+    gpt = Architecture.gpt(
+        num_layers=size(_LAYERS),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_query_groups=size(("num_key_value_heads",), heads),
+        head_dim=size(("head_dim",), max(1, hidden // heads)),
+        ffn_hidden_size=size(_FFN, 4 * hidden),
+        gated_mlp=(raw.get("hidden_activation") or raw.get("hidden_act")) in _GATED,
+        vocab_size=size(("vocab_size",)),
+        max_seq_len=size(_POSITIONS),
+        tied_embeddings=bool(raw.get("tie_word_embeddings", True)),
+        position="rope",
+        norm="rmsnorm",
+        bias=False,
+    )
+    return replace(gpt, family="transformers")

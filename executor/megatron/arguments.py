@@ -1,0 +1,79 @@
+"""The arguments that this package adds to Megatron-LM's, all beginning with --dynapipe-."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from dynapipe_ext.costs.interchange import read_cost_file
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.executor.megatron.drop_in import DropInSettings
+from dynapipe_ext.plan import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a script's own code asks for; where it is silent (None), the command line speaks."""
+
+    costs: CostModel | str | Path | None = None
+    memory_limit_gb: float | None = None
+    split_backward: bool | None = None
+    layout: Layout | None = None
+    data: str | Path | None = None
+
+    def wish(self, args: Any, name: str) -> Any:
+        own = getattr(self, name)
+        return own if own is not None else getattr(args, f"dynapipe_{name}", None)
+
+    def settings(self, args: Any) -> DropInSettings:
+        """With `args`, Megatron-LM's, or None for a script without. Errors: DataError for costs that cannot be read."""
+
+        wish = partial(self.wish, args)
+        costs = wish("costs")
+        minutes = getattr(args, "distributed_timeout_minutes", None)
+        settings = DropInSettings(
+            costs=read_cost_file(costs) if isinstance(costs, str | Path) else costs,
+            memory_limit_gb=wish("memory_limit_gb"),
+            split_backward=bool(wish("split_backward")),
+            layout=wish("layout") or "padded",
+        )
+        return settings if minutes is None else replace(settings, timeout_s=60.0 * minutes)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --dynapipe-*, once; an `extra_args_provider` of Megatron-LM."""
+    if "--dynapipe-costs" in parser._option_string_actions:
+        return parser
+    group = parser.add_argument_group(title="dynapipe-ext")
+    group.add_argument(
+        "--dynapipe-costs",
+        metavar="FILE",
+        help="costs of the model (`dynapipe profile`); counted from its description without",
+    )
+    group.add_argument(
+        "--dynapipe-memory-limit-gb",
+        type=float,
+        metavar="X",
+        help="most 1e9 bytes of a rank; without, what Megatron's own schedule would hold",
+    )
+    group.add_argument(
+        "--dynapipe-split-backward",
+        action="store_true",
+        default=None,
+        help="run backwards in two parts: input gradients first, weight gradients where a rank would wait",
+    )
+    group.add_argument(
+        "--dynapipe-data",
+        metavar="PATH",
+        help="samples of uneven length, cut into planned micro-batches: a folder that `dynapipe preprocess` wrote,"
+        " Megatron's .bin/.idx (a sample a document), or with --sft JSON lines of messages; divided by --split",
+    )
+    group.add_argument(
+        "--dynapipe-layout",
+        choices=get_args(Layout),
+        help="of the rows of planned data: padded to the longest of a micro-batch (default), or packed end to end",
+    )
+    return parser

@@ -1,0 +1,234 @@
+"""The drop-in: what `megatron.core.pipeline_parallel.get_forward_backward_func()` returns, by proven plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, get_args
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.megatron.forward_step import Around, BatchIterator, ForwardStepStage, LoopStep
+from dynapipe_ext.executor.megatron.gradient_sync import StepGradients, check_sync
+from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments
+from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline, megatron_pipeline
+from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, planned_steps_in
+from dynapipe_ext.executor.megatron.refusals import check_call, check_config, check_shapes
+from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
+from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, check_same_on_all_ranks, uniform_plan
+from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.executor.stages.megatron_split import split_megatron_linears
+from dynapipe_ext.plan import Layout
+
+_TIMEOUT_S = 600.0  # torch's own for process groups: first steps and saves may keep a neighbour waiting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropInSettings:
+    """How steps are planned: `costs` (counted from the model without), the limit of a rank's memory, split backwards.
+
+    Without `memory_limit_gb` (1e9 bytes) steps of equal micro-batches hold no more than under Megatron's schedules, and
+    planned data fill the device. `layout` is that of planned data.
+    """
+
+    costs: CostModel | None = None
+    memory_limit_gb: float | None = None
+    split_backward: bool = False
+    layout: Layout = "padded"
+    timeout_s: float = _TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        limit = self.memory_limit_gb
+        if limit is not None and not 0 < limit < math.inf:
+            raise ConfigError(f"memory_limit_gb is {limit} but must be above 0: give the gigabytes of a rank's device")
+
+        if self.layout not in get_args(Layout):
+            raise ConfigError(f"layout is {self.layout!r}: choose from {', '.join(get_args(Layout))}")
+
+    @property
+    def choices(self) -> PlanChoices:
+        limit_bytes = None if self.memory_limit_gb is None else int(self.memory_limit_gb * 1e9)
+        return PlanChoices(layout=self.layout, split_backward=self.split_backward, limit_bytes=limit_bytes)
+
+
+@dataclass(slots=True)
+class _PlannedModel:
+    """A model's pipeline and the plans that were made for it."""
+
+    pipeline: MegatronPipeline
+    plans: dict[UniformShape, ExecutionPlan] = field(default_factory=dict)
+    shapes: MicroBatchShapes | None = None  # of planned data
+
+
+class ForwardBackward:
+    """A forward-backward function with Megatron's keywords and return value; all ranks call it alike.
+
+    It keeps, for each model it has seen, its process groups and plans.
+    """
+
+    def __init__(self, settings: DropInSettings | None = None) -> None:
+        self.settings = settings or DropInSettings()
+        self._models: WeakKeyDictionary[Any, _PlannedModel] = WeakKeyDictionary()
+
+    def __call__(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """Run the forwards and backwards of one step: on ranks of the last stage, what the loss functions reported.
+
+        With `PlannedSteps` as data iterator each call runs the next of its steps, and numbers and lengths of
+        micro-batches are the plan's; else they are those given, for rows of one length.
+
+
+        Errors: ConfigError for what is not supported, PlanError where micro-batches do not fit the memory limit,
+        ExecutionError for a neighbour that is late.
+        """
+        from megatron.core.utils import get_model_config
+
+        chunks = list(model) if isinstance(model, Sequence) else [model]
+        config = get_model_config(chunks[0])
+        check_call(
+            num_microbatches=num_microbatches,
+            adjust_tensor_shapes_fn=adjust_tensor_shapes_fn,
+            p2p_communicator=p2p_communicator,
+            pg_collection=pg_collection,
+        )
+        found = self._planned(chunks, config)
+        if not forward_only:
+            check_sync(chunks, config)
+        step = LoopStep(
+            forward_step_func=forward_step_func,
+            chunks=chunks,
+            iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks),
+            config=config,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            force_all_reduce=bool(force_all_reduce),
+        )
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        if (planned := planned_steps_in(data_iterator)) is not None:
+            reports = self._run_planned(step, found, *planned)
+        else:
+            if found.pipeline.topology.pp > 1:
+                check_shapes(config)
+            shape = UniformShape(
+                num_micro_batches=num_microbatches, rows=micro_batch_size, seq_len=seq_length, forward_only=forward_only
+            )
+            plan = self._uniform_plan(found, shape, compare=not collect_non_loss_data)
+            empty: list[Batch] = [{} for _ in plan.micro_batches]
+            reports = _run(step, found.pipeline, plan, empty, lambda number, _: step.iterators[number])
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return reports
+
+    def _run_planned(self, step: LoopStep, model: _PlannedModel, steps: PlannedSteps, iterator: Any) -> list[Any]:
+        """Errors: ConfigError for data that were planned for training where none is, or the other way round."""
+        if steps.forward_only != step.forward_only:
+            raise ConfigError(
+                f"forward_only is {step.forward_only} but these data are planned with {steps.forward_only}:"
+                " evaluate on validation data, train on training data"
+            )
+        choices = self.settings.choices
+        if model.shapes is None:
+            model.shapes = MicroBatchShapes(step.chunks, parsed_arguments(), model.pipeline.device, choices.layout)
+            _say_planned(step.config, choices)
+        if (told := steps.bind(model.pipeline, choices)) is not None:
+            check_same_on_all_ranks(told, model.pipeline.device, what="steps of these data")
+        micro_batches, plan = next(iterator)
+        return _run(step, model.pipeline, plan, micro_batches, lambda _, batch: iter([batch]), around=model.shapes.of)
+
+    def _planned(self, chunks: list[Any], config: Any) -> _PlannedModel:
+        found = self._models.get(chunks[0])
+        if found is None:
+            check_config(config, chunks)
+            if self.settings.split_backward:
+                split_megatron_linears()
+            pipeline = megatron_pipeline(chunks, config, costs=self.settings.costs, timeout_s=self.settings.timeout_s)
+            found = self._models[chunks[0]] = _PlannedModel(pipeline)
+        return found
+
+    def _uniform_plan(self, planned: _PlannedModel, shape: UniformShape, *, compare: bool) -> ExecutionPlan:
+        """`compare` unless one rank may call alone, as Megatron-LM's evaluation does to collect what is no loss."""
+        if shape not in planned.plans:
+            planned.plans[shape] = uniform_plan(
+                UniformPlanner(
+                    pipeline=planned.pipeline,
+                    shape=shape,
+                    split_backward=self.settings.split_backward,
+                    limit_bytes=self.settings.choices.limit_bytes,
+                ),
+                compare=compare,
+            )
+            _say(planned.plans[shape], shape)
+        return planned.plans[shape]
+
+
+def _say(plan: ExecutionPlan, shape: UniformShape) -> None:
+    """On the first rank, once a shape: nobody should have to guess whose schedule runs."""
+    if dist.get_rank() == 0:
+        what = "forwards" if shape.forward_only else "forwards and backwards"
+        print(
+            f"dynapipe: {what} of {shape.num_micro_batches} micro-batches of {shape.rows} x {shape.seq_len} tokens on"
+            f" {plan.num_stages} stages by a proven plan, predicted bubble {plan.prediction.bubble_ratio:.1%}",
+            flush=True,
+        )
+
+
+def _say_planned(config: Any, choices: PlanChoices) -> None:
+    """On the first rank: that data are planned, and what a loss of the older kinds then comes to."""
+    if dist.get_rank() != 0:
+        return
+    print(f"dynapipe: samples are cut into planned micro-batches, rows {choices.layout}", flush=True)
+    if not config.calculate_per_token_loss:
+        print(
+            "dynapipe: without --calculate-per-token-loss every micro-batch weighs the same, however few tokens it has,"
+            " so the loss depends on the plan: give it, and a loss function that returns (sum, tokens, report)",
+            flush=True,
+        )
+
+
+def _run(
+    step: LoopStep,
+    pipeline: MegatronPipeline,
+    plan: ExecutionPlan,
+    micro_batches: Sequence[Batch],
+    data: BatchIterator,
+    *,
+    around: Around = lambda _: nullcontext(),
+) -> list[Any]:
+    with StepGradients(step.chunks, step.config, force_all_reduce=step.force_all_reduce) as gradients:
+        stage = ForwardStepStage(step, gradients, data, around)
+        PipelineExecutor(stage, pipeline.transport).execute(plan, micro_batches)
+    return stage.reports
+
+
+# What it keeps is keyed by model, weakly: two models, or two trainings in one process, do not meet.
+_UNCONFIGURED = ForwardBackward()
+
+
+def forward_backward_func(**keywords: Any) -> list[Any]:
+    """What `get_forward_backward_func()` returns, by plans under default settings: see `ForwardBackward.__call__`."""
+    return _UNCONFIGURED(**keywords)

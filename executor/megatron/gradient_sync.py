@@ -1,0 +1,117 @@
+"""When a training loop's gradients are reduced: once a step, after its last backward, in one order on every replica.
+
+Megatron's schedules let the last micro-batch's backward start the reduction of each bucket as it comes (overlap). Plans
+of replicas differ, and so would the order in which their ranks come to the buckets, which then wait for each other for
+ever. So all backwards run within `no_sync`; then each chunk, the first first, starts all its buckets in Megatron's
+order, and `finalize_model_grads_func` waits for them. Buckets still travel side by side, none beside a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from dynapipe_ext.errors import ConfigError
+
+
+class StepGradients:
+    """GradientAccumulator of a model in a Megatron training loop, which itself zeroes the buffers before a step.
+
+    A context manager around the step: gradients are not synchronised within until `reduce`.
+    """
+
+    def __init__(self, chunks: Sequence[Any], config: Any, *, force_all_reduce: bool = False) -> None:
+        self._chunks, self._config, self._force_all_reduce = chunks, config, force_all_reduce
+        self._unsynchronised = ExitStack()
+        self._num_tokens = torch.zeros((), dtype=torch.int, device=_device(chunks))
+
+    def __enter__(self) -> StepGradients:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._unsynchronised.close()
+
+    def count_tokens(self, num_tokens: torch.Tensor) -> None:
+        """Take in the number of target tokens of one micro-batch, as its loss function counted them."""
+        self._num_tokens += num_tokens
+
+    def begin(self) -> None:
+        no_sync = self._config.no_sync_func
+        for enter in no_sync if isinstance(no_sync, list) else [no_sync] * (no_sync is not None):
+            self._unsynchronised.enter_context(enter())
+        for chunk in self._chunks:
+            if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
+                self._unsynchronised.enter_context(_as_without_overlap(chunk.ddp_config))
+        if len(self._chunks) > 1:  # as Megatron's interleaved schedule, which alone calls it
+            for chunk, start in zip(
+                self._chunks, functions_of_chunks(self._config.param_sync_func, self._chunks), strict=False
+            ):
+                start(chunk.parameters())
+
+    def add(self) -> None: ...
+
+    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        if (main_grad := getattr(weight, "main_grad", None)) is not None:
+            main_grad.add_(gradient)
+        else:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+    def reduce(self) -> None:
+        self._unsynchronised.close()
+        starts = functions_of_chunks(self._config.grad_sync_func, self._chunks)
+        if self._force_all_reduce:
+            starts = []  # only `finish_grad_sync`, which then starts them itself, can be told
+        elif not starts and self._config.no_sync_func is not None:
+            starts = [chunk.start_grad_sync for chunk in self._chunks]
+        for chunk, start in zip(self._chunks, starts, strict=False):
+            start(chunk.parameters())
+        if self._config.finalize_model_grads_func is not None:
+            num_tokens = self._num_tokens if self._config.calculate_per_token_loss else None
+            others = {"force_all_reduce": True} if self._force_all_reduce else {}
+            self._config.finalize_model_grads_func(list(self._chunks), num_tokens, **others)
+
+
+@contextmanager
+def _as_without_overlap(ddp_config: Any) -> Iterator[None]:
+    """DDP's hooks add up as ever, and neither start a reduction nor insist on a gradient that a split backward has put
+    off."""
+    ddp_config.overlap_grad_reduce = False
+    try:
+        yield
+    finally:
+        ddp_config.overlap_grad_reduce = True
+
+
+def functions_of_chunks(given: Any, chunks: Sequence[Any]) -> list[Callable[..., Any]]:
+    """A configuration's function, one for all chunks or a list of one each, as a list; empty for None."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list) else [given] * len(chunks)
+
+
+def check_sync(chunks: Sequence[Any], config: Any) -> None:
+    """Refuse what would reduce gradients in the order of the plan, or never. Errors: ConfigError."""
+    for chunk in chunks:
+        ddp_config = getattr(chunk, "ddp_config", None)
+        if getattr(ddp_config, "overlap_grad_reduce", False) and config.no_sync_func is None:
+            raise ConfigError(
+                "overlap_grad_reduce is on but config.no_sync_func is None: each micro-batch would reduce its gradients"
+                " by itself; set config.no_sync_func = model.no_sync (a list, one a chunk, with virtual stages)"
+            )
+        if config.no_sync_func is not None and config.grad_sync_func is None and not hasattr(chunk, "start_grad_sync"):
+            raise ConfigError(
+                f"config.no_sync_func is set but a {type(chunk).__name__} starts its reduction in backwards alone,"
+                " which a plan orders: wrap chunks in megatron-core's DistributedDataParallel, or set"
+                " config.grad_sync_func"
+            )
+
+
+def _device(chunks: Sequence[Any]) -> torch.device:
+    parameter = next((parameter for chunk in chunks for parameter in chunk.parameters()), None)
+    return torch.device("cpu") if parameter is None else parameter.device

@@ -1,0 +1,117 @@
+"""Puts the drop-in where Megatron looks for its schedules, and takes it away again."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.megatron.arguments import Wishes, add_arguments
+from dynapipe_ext.executor.megatron.datasets import planned_iterators, real_flops
+from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
+from dynapipe_ext.executor.megatron.megatron_lm import has_training_loop, parsed_arguments
+from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
+from dynapipe_ext.executor.megatron.refusals import check_arguments
+from dynapipe_ext.plan import Layout
+
+
+@contextmanager
+def installed(
+    *,
+    costs: CostModel | str | Path | None = None,
+    memory_limit_gb: float | None = None,
+    split_backward: bool | None = None,
+    data: str | Path | None = None,
+    layout: Layout | None = None,
+) -> Iterator[None]:
+    """Within: Megatron's training loops run planned schedules; on exit all is as before.
+
+    What is given here comes before what the command line says (--dynapipe-*, which Megatron-LM's parser then knows).
+    Settings that cannot go with plans are refused when Megatron-LM has parsed its arguments, others at the first step.
+    """
+    wishes = Wishes(
+        costs=costs, memory_limit_gb=memory_limit_gb, split_backward=split_backward, data=data, layout=layout
+    )
+    with ExitStack() as patches:
+        install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments())))
+        if has_training_loop():
+            _install_arguments(patches, wishes)
+            _install_data(patches, wishes)
+        yield
+
+
+def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -> None:
+    """`get_forward_backward_func` returns what `make` makes when it is first asked."""
+    made: list[ForwardBackward] = []
+
+    def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
+        if pp_size is not None or vp_size is not None:
+            raise ConfigError(
+                f"get_forward_backward_func was asked for pp_size {pp_size} and vp_size {vp_size}, but planned"
+                " schedules run on the ranks of megatron.core.parallel_state: leave both out"
+            )
+        if not made:
+            made.append(make())
+        return made[0]
+
+    if has_training_loop():
+        importlib.import_module("megatron.training.training")
+    schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    _replace_everywhere(patches, schedules.get_forward_backward_func, get_forward_backward_func)
+
+
+def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
+    importlib.import_module("megatron.training.initialize")
+    module: Any = importlib.import_module("megatron.training.arguments")
+    original = module.parse_args
+
+    def parse_args(extra_args_provider: Any = None, *others: Any, **keywords: Any) -> Any:
+        def provide(parser: Any) -> Any:
+            return add_arguments(parser if extra_args_provider is None else extra_args_provider(parser))
+
+        args = original(provide, *others, **keywords)
+        check_arguments(args)
+        wishes.settings(args)  # what is wrong with them is said now, not at the first step
+        return args
+
+    _replace_everywhere(patches, original, parse_args)
+
+
+def _install_data(patches: ExitStack, wishes: Wishes) -> None:
+    training: Any = importlib.import_module("megatron.training.training")
+    build, count = training.build_train_valid_test_data_iterators, training.num_floating_point_operations
+    trained: list[PlannedSteps] = []
+
+    def build_train_valid_test_data_iterators(provider: Any) -> Any:
+        args = parsed_arguments()
+        path = wishes.wish(args, "data")
+        found = planned_iterators(provider, args, None if path is None else str(path), training)
+        if found is None:
+            return build(provider)
+        if not trained and found[0] is not None:  # with virtual stages the first chunk's iterator is the one that moves
+            trained.append(found[0])
+        return tuple(None if steps is None else training.RerunDataIterator(steps) for steps in found)
+
+    def num_floating_point_operations(args: Any, batch_size: int) -> float:
+        return real_flops(count, trained[0], args, batch_size) if trained else count(args, batch_size)
+
+    _replace(patches, training, "build_train_valid_test_data_iterators", build_train_valid_test_data_iterators)
+    _replace(patches, training, "num_floating_point_operations", num_floating_point_operations)
+
+
+def _replace_everywhere(patches: ExitStack, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """In every module that has it by its name, the running script too."""
+    name = original.__name__
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            _replace(patches, module, name, replacement)
+
+
+def _replace(patches: ExitStack, module: Any, name: str, value: Any) -> None:
+    patches.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)

@@ -1,0 +1,139 @@
+"""Data iterators that yield whole steps: the plan, and this replica's micro-batches in its order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.data.batches import GlobalBatches
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.loader import DynaPipeDataLoader, LoadedStep
+from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
+from dynapipe_ext.executor.megatron.samples import SampleSource, megatron_arrays
+from dynapipe_ext.executor.plans.step_positions import array_digest
+from dynapipe_ext.lengths import as_length_array
+from dynapipe_ext.plan import Layout
+from dynapipe_ext.schedules.planner import Planner
+
+_PAD_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanChoices:
+    """What a Planner is told beside costs and topology."""
+
+    layout: Layout = "padded"
+    split_backward: bool = False
+    limit_bytes: int | None = None
+
+
+class PlannedSteps:
+    """An iterator over steps without end, epoch after epoch: `next` gives (micro_batches, plan).
+
+    Each global batch has `batch_size` samples, in an order that depends on `seed` and epoch alone, so the step after
+    `consumed_samples` of them is the same on any number of ranks; samples that do not fill the last batch of an epoch
+    are in another order, and so mostly trained, in the next. `bind` says for which model, before the first `next`.
+    Errors: ConfigError for a batch that the samples do not fill, and where `consumed_samples` is no multiple of it.
+    """
+
+    def __init__(
+        self, source: SampleSource, *, batch_size: int, seed: int, consumed_samples: int = 0, forward_only: bool = False
+    ) -> None:
+        if consumed_samples % batch_size:
+            raise ConfigError(
+                f"{consumed_samples} samples were consumed, which is no multiple of the global batch of {batch_size}:"
+                " go on with the global batch size that the run began with"
+            )
+        self._source, self._batch_size, self._seed = source, batch_size, seed
+        self._lengths = as_length_array(source.lengths)
+        self._num_steps = len(GlobalBatches(self._lengths, batch_size=batch_size, seed=seed, drop_last=True))
+        self._next_step = consumed_samples // batch_size
+        self.forward_only = forward_only
+        self._steps: Iterator[LoadedStep] | None = None
+
+    def bind(self, pipeline: MegatronPipeline, choices: PlanChoices) -> str | None:
+        """Plan for this model; once. The first time, what must be the same on all ranks for their plans to be.
+
+        Errors: ConfigError where the model cannot be planned for.
+        """
+        if self._steps is not None:
+            return None
+        planner = data_planner(pipeline, choices, forward_only=self.forward_only)
+        self._steps = self._loaded(planner, pipeline)
+        data = (array_digest(self._lengths), self._batch_size, self._seed, self._next_step)
+        limit = (planner.memory_limit_bytes, planner.pad_multiple, planner.recompute)
+        return repr((data, planner.topology, planner.costs.fingerprint(), limit, choices))
+
+    def __iter__(self) -> PlannedSteps:
+        return self
+
+    def __next__(self) -> LoadedStep:
+        if self._steps is None:
+            raise ConfigError("planned data were asked for a step by another schedule than the planned one")
+        return next(self._steps)
+
+    @property
+    def last_lengths(self) -> Sequence[int]:
+        """Positions of each sample of the last global batch, over all replicas."""
+        epoch, step = divmod(self._next_step - 1, self._num_steps)
+        batches = GlobalBatches(
+            self._lengths, batch_size=self._batch_size, seed=self._seed, epoch=epoch, drop_last=True
+        )
+        lengths: list[int] = self._lengths[np.array(batches[step]), 0].tolist()
+        return lengths
+
+    def _loaded(self, planner: Planner, pipeline: MegatronPipeline) -> Iterator[LoadedStep]:
+        stages = pipeline.topology.stages_of(pipeline.coordinates.pp_rank)
+        loader = DynaPipeDataLoader(
+            self._source,
+            planner,
+            collate_fn=megatron_arrays,
+            batch_size=self._batch_size,
+            drop_last=True,
+            shuffle=True,
+            seed=self._seed,
+            coordinates=pipeline.coordinates,
+            needs_data=0 in stages or planner.topology.num_stages - 1 in stages,
+        )
+        epoch, step = divmod(self._next_step, self._num_steps)
+        loader.load_state_dict(
+            loader.state_dict() | {"epoch": epoch, "step": step, "global_step": self._next_step, "order": None}
+        )
+        while True:
+            for loaded in loader:
+                self._next_step += 1
+                yield loaded
+
+
+def data_planner(pipeline: MegatronPipeline, choices: PlanChoices, *, forward_only: bool) -> Planner:
+    """The same on every rank. Errors: ConfigError for a model whose bytes nobody has said."""
+    if not pipeline.counts_memory:
+        raise ConfigError(
+            "micro-batches can only be cut for a model whose costs are known, which are counted for GPTModel alone:"
+            " give costs (--dynapipe-costs, from `dynapipe profile`)"
+        )
+    planner = Planner(
+        pipeline.topology,
+        pipeline.costs,
+        choices.limit_bytes if choices.limit_bytes is not None else pipeline.device_bytes,
+        layout=choices.layout,
+        pad_multiple=math.lcm(_PAD_MULTIPLE, pipeline.pad_multiple),
+        split_backward=choices.split_backward,
+        recompute=pipeline.recompute,
+        format=pipeline.activation_format,
+        collectives=ReplicaCollectives(),  # `StepGradients` reduces once, after the last backward
+    )
+    return replace(planner.for_forwards(), layout=choices.layout) if forward_only else planner
+
+
+def planned_steps_in(data_iterator: Any) -> tuple[PlannedSteps, Any] | None:
+    """The planned steps behind a data iterator (Megatron-LM wraps it for reruns; with virtual stages it is a list), and
+    what to call `next` on; None for other data."""
+    outer = data_iterator[0] if isinstance(data_iterator, list) and data_iterator else data_iterator
+    inner = getattr(outer, "iterable", outer)
+    return (inner, outer) if isinstance(inner, PlannedSteps) else None

@@ -1,0 +1,112 @@
+"""What cannot go together, refused by name before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dynapipe_ext.errors import ConfigError
+
+_NO_FSDP = (
+    "use Megatron's DistributedDataParallel with the distributed optimizer; FSDP gathers in the order of micro-batches"
+)
+
+# Settings of a TransformerConfig that another schedule than Megatron's own cannot follow, and what to do instead.
+_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "context_parallel_size": ((1,), "give 1: sequences that are cut over ranks are not supported"),
+    "hybrid_context_parallel": ((False,), "leave it out: sequences that are cut over ranks are not supported"),
+    "enable_cuda_graph": ((False,), "leave it out: a graph fixes the shapes that a plan changes"),
+    "external_cuda_graph": ((False,), "leave it out: a graph fixes the shapes that a plan changes"),
+    "cuda_graph_impl": (("none",), 'give "none": a graph fixes the order that a plan decides'),
+    "overlap_moe_expert_parallel_comm": ((False,), "leave it out: it runs forwards and backwards in its own order"),
+    "delay_wgrad_compute": ((False,), "leave it out, and split backwards by split_backward"),
+    "defer_embedding_wgrad_compute": ((False,), "leave it out, and split backwards by split_backward"),
+    "num_microbatches_with_partial_activation_checkpoints": (
+        (),
+        "leave it out: it follows the number of micro-batches in flight of Megatron's own schedule",
+    ),
+    "fine_grained_activation_offloading": ((False,), "leave it out: it follows the order of Megatron's own schedule"),
+    "cpu_offloading": ((False,), "leave it out: it follows the order of Megatron's own schedule"),
+}
+
+
+# Arguments of Megatron-LM that no TransformerConfig holds.
+_UNSUPPORTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_megatron_fsdp": ((False,), _NO_FSDP),
+    "use_torch_fsdp2": ((False,), _NO_FSDP),
+    "use_tp_pp_dp_mapping": ((False,), "leave it out: ranks are taken in the order tp-cp-ep-dp-pp"),
+    "perform_rl_step": ((False,), "leave it out: reinforcement learning makes its micro-batches itself"),
+}
+
+
+# Arguments of Megatron-LM that planned data cannot follow: their steps are not made of batches of one shape.
+_UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
+    "rampup_batch_size": ((), "leave it out: every global batch of planned data has --global-batch-size samples"),
+    "full_validation": ((False,), "give --eval-iters instead"),
+    "multiple_validation_sets": ((False,), "leave it out: planned data have one validation set"),
+    "phase_transition_iterations": ((), "leave it out: planned data have one phase"),
+    "iterations_to_skip": (([],), "leave it out: it reads batches of one shape"),
+    "dataloader_save": ((), "leave it out: the number of consumed samples says where a run goes on"),
+    "mtp_num_layers": ((0,), "leave it out: its labels roll over the ends of samples"),
+    "reset_position_ids": ((False,), "leave it out: positions begin anew with every sample"),
+    "reset_attention_mask": ((False,), "leave it out: attention begins anew with every sample"),
+}
+
+
+def check_planned_arguments(args: Any) -> None:
+    """Refuse what would take other batches out of planned data, or be ignored by them. Errors: ConfigError."""
+    _check(args, _UNSUPPORTED_DATA)
+    if getattr(args, "expert_model_parallel_size", 1) > 1:
+        raise ConfigError(
+            f"expert_model_parallel_size is {args.expert_model_parallel_size}, but replicas that share experts would"
+            " have to run planned micro-batches in one order: give 1, or Megatron's own data"
+        )
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse, at start-up, what `check_config` and `rank_topology` would refuse later. Errors: ConfigError."""
+    _check(args, _UNSUPPORTED | _UNSUPPORTED_ARGUMENTS)
+
+
+def check_config(config: Any, chunks: Sequence[Any]) -> None:
+    """Errors: ConfigError, naming the setting, its value and the next move."""
+    _check(config, _UNSUPPORTED)
+    for chunk in chunks:
+        if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) or "FSDP" in type(chunk).__name__:
+            raise ConfigError(f"the model is a {type(chunk).__name__}, sharded by FSDP: {_NO_FSDP}")
+
+
+def check_call(
+    *,
+    num_microbatches: int,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None,
+    p2p_communicator: Any,
+    pg_collection: Any,
+) -> None:
+    """Refuse arguments of a forward-backward function that would otherwise have no effect. Errors: ConfigError."""
+    if num_microbatches < 1:
+        raise ConfigError(f"num_microbatches is {num_microbatches} but must be at least 1")
+    given = {
+        "adjust_tensor_shapes_fn": (adjust_tensor_shapes_fn, "hidden states travel in the shapes of the plan"),
+        "p2p_communicator": (p2p_communicator, "transfers run over process groups of this package"),
+        "pg_collection": (pg_collection, "process groups are those of megatron.core.parallel_state"),
+    }
+    for name, (value, reason) in given.items():
+        if value is not None:
+            raise ConfigError(f"{name} was given, but {reason}: leave it out")
+
+
+def _check(settings: Any, unsupported: dict[str, tuple[tuple[Any, ...], str]]) -> None:
+    for name, (fine, move) in unsupported.items():
+        value = getattr(settings, name, None)
+        if value is not None and value not in fine:
+            raise ConfigError(f"{name} is {value!r}, which planned schedules do not support: {move}")
+
+
+def check_shapes(config: Any) -> None:
+    """Of data that are not planned and cross stages. Errors: ConfigError where no plan can know their shapes."""
+    if getattr(config, "variable_seq_lengths", False):
+        raise ConfigError(
+            "variable_seq_lengths is True, but a plan must know the shapes of micro-batches beforehand: give planned"
+            " data (PlannedSteps, datasets_provider or --dynapipe-data), or leave it out for rows of one length"
+        )

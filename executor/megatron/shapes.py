@@ -1,0 +1,79 @@
+"""Makes an unchanged `forward_step` see micro-batches of any shape: by Megatron-LM's arguments, and packed rows by a
+hook on the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dynapipe_ext.data.collate import document_lengths
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.stages.megatron import packed_parameters, unwrapped
+from dynapipe_ext.executor.stages.megatron_layers import CoreAttention
+from dynapipe_ext.plan import Layout, MicroBatch
+
+
+class MicroBatchShapes:
+    """Of one rank's model chunks. `args` are Megatron-LM's, None for scripts that have none.
+
+    While a micro-batch runs, `args.micro_batch_size` and `args.seq_length` are its own: tensor parallel ranks allocate
+    by them what the first of them broadcasts. No attention mask is made or broadcast: causal attention is what a GPT's
+    layers do without one. A packed row's documents reach every chunk's forward as `packed_seq_params`, whatever the
+    script passes; layers of the local specs, whose attention refuses them, get attention that restarts at each.
+    """
+
+    def __init__(self, chunks: Sequence[Any], args: Any, device: torch.device, layout: Layout) -> None:
+        self._args, self._device = args, device
+        self._packed: Any = None
+        if layout == "padded":
+            return
+        for chunk in chunks:
+            model = unwrapped(chunk)
+            _restart_attention(model)
+            model.register_forward_pre_hook(self._with_documents, with_kwargs=True)
+
+    @contextmanager
+    def of(self, micro_batch: MicroBatch) -> Iterator[None]:
+        own: dict[str, Any] = {
+            "micro_batch_size": micro_batch.rows,
+            "seq_length": micro_batch.encoder_len,
+            "create_attention_mask_in_dataloader": False,
+        }
+        before = {name: getattr(self._args, name) for name in own if hasattr(self._args, name)}
+        try:
+            for name in before:
+                setattr(self._args, name, own[name])
+            if micro_batch.layout == "packed":
+                self._packed = packed_parameters(document_lengths(micro_batch), self._device)
+            yield
+        finally:
+            self._packed = None
+            for name, value in before.items():
+                setattr(self._args, name, value)
+
+    def _with_documents(
+        self, _model: Any, arguments: Any, keywords: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        if self._packed is None:
+            return None
+        return arguments, {**keywords, "packed_seq_params": self._packed}
+
+
+def _restart_attention(model: Any) -> None:
+    """Errors: ConfigError for windows of attention, which packed rows do not have here."""
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    for module in model.modules():
+        if isinstance(module, SelfAttention) and isinstance(module.core_attention, DotProductAttention):
+            if module.config.window_size is not None:
+                raise ConfigError(
+                    f"window_size is {module.config.window_size}, which packed rows do not support with local layers:"
+                    " plan padded rows (--dynapipe-layout padded)"
+                )
+            module.core_attention = CoreAttention(
+                module.config, module.layer_number, softmax_scale=module.config.softmax_scale
+            )

@@ -1,0 +1,128 @@
+"""AdamW over what trains of a rank's parts: one norm over all ranks, float32 masters of 16-bit weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.protocols import Reductions
+from dynapipe_ext.executor.stages.accumulator import gradient_of
+from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
+from dynapipe_ext.executor.stages.megatron_optimizer import learning_rates
+from dynapipe_ext.executor.stages.transformers_layers import has_tied_ends
+from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
+from dynapipe_ext.executor.update import ExecutedStep, Refused, SkipPolicy
+
+_MOST_FAULTS = 3
+
+
+class TransformersOptimizer:
+    """AdamW, its learning rates those of Megatron's schedule by the same settings; frozen weights have no state.
+
+    Every rank of the job has one and calls `step` alike. Gradients are those of a `TransformersStage` over the same
+    `parallel`. Matrices decay, norms and biases do not.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[TransformersPart],
+        settings: OptimizerSettings,
+        *,
+        num_steps: int,
+        parallel: Reductions | None = None,
+    ) -> None:
+        named = {p: name for part in parts for name, p in part.model.named_parameters() if p.requires_grad}
+        if not named and parallel is None:
+            raise ConfigError("no weight of the model trains: give adapters, or weights that require gradients")
+        self._names, self._parallel, self._clip_grad = named, parallel, settings.clip_grad
+        self._device = next(parts[0].parameters()).device
+        self._speaks = parts[0].place.is_first  # one rank of each replica
+        last = parts[-1]
+        counted_twice = last.place.is_last and not parts[0].place.is_first and has_tied_ends(last.model)
+        self._copy = last.model.get_input_embeddings().weight if counted_twice else None
+        self._masters = {p: p if p.dtype == torch.float32 else _master(p) for p in named}
+        decaying = [master for p, master in self._masters.items() if p.dim() > 1]
+        others = [master for p, master in self._masters.items() if p.dim() <= 1]
+        groups: list[dict[str, Any]] = [{"params": decaying}, {"params": others, "wd_mult": 0.0}]
+        self._adam = torch.optim.AdamW(
+            groups,
+            lr=settings.lr,
+            betas=(settings.betas[0], settings.betas[1]),
+        )
+        self._rates = learning_rates(self._adam, settings, num_steps=num_steps)
+        self._policy = SkipPolicy(settings.nan_policy, settings.max_skips)
+
+    def step(self, executed: ExecutedStep) -> float | Refused:
+        """Update, if the step may be taken; the gradient norm before clipping, or why nothing was changed.
+
+        Errors: ExecutionError, on all ranks alike and before anything is changed, for a loss or gradient that is not
+        finite, where the policy does not skip the step.
+        """
+        plan = executed.plan
+        gradients = {p: gradient_of(p) for p in self._names}
+        squares = sum(float(g.double().square().sum()) for p, g in gradients.items() if p is not self._copy)
+        targets = sum(sample.target for m in plan.micro_batches for sample in m.samples)
+        own = [squares, float(not math.isfinite(squares + executed.loss)), float(self._speaks) * targets]
+        summed = torch.tensor(own, dtype=torch.float64, device=self._device)
+        if self._parallel is not None:
+            with named_collectives(f"step {plan.step}, check of loss and gradients"):
+                self._parallel.sum_over_job(summed)
+        total, num_not_finite, num_targets = summed.tolist()
+        if num_not_finite:
+            return self._policy.refused(
+                f"step {plan.step} is not finite (loss {executed.loss:g}): {self._said(executed)}"
+            )
+        self._policy.passed()
+        if not num_targets:
+            return Refused(f"step {plan.step} has no target tokens: it has nothing to learn from")
+        norm = math.sqrt(total / (1 if self._parallel is None else self._parallel.topology.dp))
+        scale = self._clip_grad / (norm + 1e-6) if 0 < self._clip_grad < norm else 1.0
+        self._update(gradients, scale)
+        return norm
+
+    def _update(self, gradients: dict[torch.nn.Parameter, torch.Tensor], scale: float) -> None:
+        for parameter, gradient in gradients.items():
+            self._masters[parameter].grad = gradient.float() * scale
+        self._adam.step()
+        self._rates.step(1)
+        with torch.no_grad():
+            for parameter, master in self._masters.items():
+                master.grad = None
+                if master is not parameter:
+                    parameter.copy_(master)
+
+    def _said(self, executed: ExecutedStep) -> str:
+        """What all ranks see of a step that is not finite."""
+        own = list(self._faults(executed))
+        found = [own] if self._parallel is None else gather_json(own, self._device)
+        faults = list(dict.fromkeys(fault for rank in found for fault in rank))
+        more = f"; and {len(faults) - _MOST_FAULTS} more" if len(faults) > _MOST_FAULTS else ""
+        return "; ".join(faults[:_MOST_FAULTS]) + more
+
+    def _faults(self, executed: ExecutedStep) -> Iterator[str]:
+        for micro_batch, loss in executed.losses.items():
+            if not math.isfinite(loss):
+                samples = [sample.index for sample in executed.plan.micro_batches[micro_batch].samples]
+                where = f"micro-batch {micro_batch} of replica {executed.plan.dp_rank}"
+                yield f"the loss of {where} (samples {samples}) is {loss:g}"
+        for parameter, name in self._names.items():
+            if not torch.isfinite(gradient_of(parameter)).all():
+                yield f"the gradient of {name} is not finite"
+                return
+
+    def state_bytes(self) -> int:
+        """Adam's moments and the masters of 16-bit weights on this rank."""
+        return sum(p.numel() * (8 if master is p else 12) for p, master in self._masters.items())
+
+    @property
+    def lr(self) -> float:
+        return float(self._adam.param_groups[0]["lr"])
+
+
+def _master(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    return torch.nn.Parameter(parameter.detach().float().clone())

@@ -1,0 +1,99 @@
+"""Parts of a model, or their adapters, written as the folder that `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.protocols import Reductions
+from dynapipe_ext.executor.stages.transformers_layers import has_tied_ends
+from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
+
+_ADAPTER = "adapter_model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def save_parts(
+    parts: Sequence[TransformersPart], folder: str | Path, *, parallel: Reductions | None = None, writes: bool = True
+) -> None:
+    """The whole model of which ranks hold parts, in a folder that none of them ever has in memory.
+
+    Every rank calls it; `writes` on the ranks of one replica (the others have the same weights). Each stage's weights
+    are files of their own, joined by an index; of a model with peft's adapters, `add_adapter`, the adapters alone are
+    saved, in one file. The folder, which all ranks must reach, appears at the end, whole. Errors: ConfigError, on all
+    ranks, for one that is there.
+    """
+    folder = Path(folder)
+    scratch = folder.with_name(f".{folder.name}.part")
+    writes_first = writes and parts[0].place.is_first
+    if _sum(int(writes_first and folder.exists()), parts, parallel):
+        raise ConfigError(f"{folder} exists: name a new folder for the model")
+    if writes_first:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    _sum(0, parts, parallel)
+    for part in parts if writes else ():
+        _save_part(part, scratch / f"stage-{part.place.stage}")
+    _sum(0, parts, parallel)
+    if writes_first:
+        _join(scratch, parts[0].place.num_stages)
+        os.replace(scratch, folder)
+    _sum(0, parts, parallel)
+
+
+def _save_part(part: TransformersPart, folder: Path) -> None:
+    model, place, copied = part.model, part.place, None
+    if place.is_last and not place.is_first and has_tied_ends(model):
+        copied = model.get_input_embeddings().weight  # which the first stage saves
+    state = {name: weight for name, weight in model.state_dict(keep_vars=True).items() if weight is not copied}
+    # In a job of several ranks transformers writes on the first alone, for there all would have the whole model.
+    model.should_save_on_this_rank = lambda *_, **__: True
+    try:
+        model.save_pretrained(folder, state_dict={name: weight.detach() for name, weight in state.items()})
+    finally:
+        del model.should_save_on_this_rank
+
+
+def _join(scratch: Path, num_stages: int) -> None:
+    """The folders of all stages become one: shards with an index, or one file of adapters."""
+    stages = [scratch / f"stage-{stage}" for stage in range(num_stages)]
+    if (stages[0] / _ADAPTER).exists():
+        save_file(
+            {name: tensor for stage in stages for name, tensor in load_file(stage / _ADAPTER).items()},
+            scratch / _ADAPTER,
+            metadata={"format": "pt"},
+        )
+        (stages[0] / _ADAPTER).unlink()
+    files = [file for stage in stages for file in sorted(stage.glob("model*.safetensors"))]
+    weight_map: dict[str, str] = {}
+    total_bytes = 0
+    for number, file in enumerate(files):
+        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        with safe_open(file, framework="pt") as tensors:
+            weight_map |= dict.fromkeys(tensors.keys(), name)
+        total_bytes += file.stat().st_size
+        os.replace(file, scratch / name)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (scratch / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for file in stages[0].iterdir():
+        if not file.name.startswith("model") or file.suffix not in (".safetensors", ".json"):
+            os.replace(file, scratch / file.name)
+    for stage in stages:
+        shutil.rmtree(stage)
+
+
+def _sum(number: int, parts: Sequence[TransformersPart], parallel: Reductions | None) -> int:
+    """Of all ranks' numbers; none goes on before all have come."""
+    total = torch.tensor(number, device=next(parts[0].parameters()).device)
+    if parallel is not None:
+        parallel.sum_over_job(total)
+    return int(total)

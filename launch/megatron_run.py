@@ -1,0 +1,79 @@
+"""A rank's part of a model that megatron-core computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.executor.checkpoints.manifest import RunState
+from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
+from dynapipe_ext.executor.checkpoints.periodic import Saver
+from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
+from dynapipe_ext.executor.stages.megatron_model import build_model, transformer_config
+from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
+from dynapipe_ext.executor.stages.megatron_placement import build_chunks
+from dynapipe_ext.launch.built_model import BuiltModel
+from dynapipe_ext.launch.initial_weights import load_initial_weights
+from dynapipe_ext.launch.job import topology_of
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.megatron_arguments import run_arguments
+
+
+def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, device: torch.device) -> BuiltModel:
+    """Every rank calls it at the same point, once Megatron's parallel state is there. Weights are those of `[model]
+    init_from`, else drawn by the seed."""
+    topology = topology_of(config)
+    pp_rank = topology.coordinates(rank).pp_rank
+    settings = transformer_config(
+        architecture,
+        topology,
+        dtype=config.model.dtype,
+        sequence_parallel=config.topology.sequence_parallel,
+        dropout=config.model.dropout,
+    )
+    seed = None if config.model.init_from else config.run.seed
+
+    def build(stage: int) -> torch.nn.Module:
+        return build_model(architecture, topology, stage, settings, seed=seed, device=device)
+
+    models = build_chunks(topology, pp_rank, build, tied_embeddings=architecture.tied_embeddings)
+    if config.model.init_from:
+        for number, model in zip(topology.stages_of(pp_rank), models, strict=True):
+            load_initial_weights(model, config.model.init_from, architecture, topology, number)
+    chunks = [wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed) for model in models]
+    optimizer = MegatronOptimizer(chunks, settings, config.optimizer, num_steps=config.run.steps)
+    make_stage: Callable[..., MegatronStage] = MegatronStage
+    if architecture.num_decoder_layers:
+        from dynapipe_ext.executor.stages.megatron_t5 import t5_stage
+
+        make_stage = t5_stage
+    stage = make_stage(chunks, dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
+    description = asdict(architecture) | {"dtype": config.model.dtype}
+
+    def saver(root: Path) -> Saver:
+        return CheckpointSaver(
+            root,
+            chunks,
+            optimizer,
+            run_arguments(architecture, config.model.dtype),
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
+            background=config.checkpoint.background,
+        )
+
+    def restore(folder: Path) -> RunState:
+        return load_checkpoint(folder, chunks, optimizer, model=description).run
+
+    return BuiltModel(
+        stage=stage,
+        optimizer=optimizer,
+        modules=chunks,
+        description=description,
+        saver=saver,
+        restore=restore,
+        held_bytes=lambda: optimizer.state_bytes() + stage.weight_bytes(),
+    )

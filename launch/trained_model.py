@@ -1,0 +1,103 @@
+"""What a run leaves besides itself: its model in a folder of its own, in a published form, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.checkpoints import folder as checkpoints
+from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.launch.run_directory import CHECKPOINTS
+
+MODEL_FOLDER = "model"  # of a run: where one of transformers' own models is saved
+_CONFIG = "config.json"
+_OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that comes from elsewhere
+
+
+def refuse_output(config: TrainConfig, *, overwrite: bool) -> None:
+    """Errors: ConfigError for a place that the model cannot be written to once it is trained, or a form it has not."""
+    output, model = config.checkpoint.output, config.model
+    if not output:
+        return
+    if model.described is None:
+        raise ConfigError(
+            f"--output {output} is for published models, but the model is in sizes of its own: name one by --model or"
+            " --architecture, or convert the run's checkpoints"
+        )
+    place = Path(os.path.abspath(output))
+    sources = [Path(source) for source in (model.architecture, model.init_from, config.data.tokenizer) if source]
+    inside = place.resolve()
+    if holders := [source for source in sources if source.exists() and source.resolve().is_relative_to(inside)]:
+        raise ConfigError(f"--output {output} holds {holders[0]}, which the run reads: choose another folder")
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"--output {output} is a file: choose a folder")
+    if place.is_dir() and any(place.iterdir()) and not overwrite:
+        raise ConfigError(f"--output {output} holds something: choose another folder, or lose that by --overwrite")
+
+
+def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) -> int:
+    """Write `[checkpoint] output` from the run's last checkpoint, or the best where that is kept; returns its step.
+
+    The folder appears whole or not at all: it is written beside its place and renamed, over what is there where
+    `overwrite` allows it. Errors: DataError; the run and its checkpoints stay.
+    """
+    settings = config.checkpoint
+    place = Path(os.path.abspath(settings.output))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    written = place.with_name(f".{place.name}.written")
+    for left in (written, written.with_name(f"{written.name}.partial")):  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    step = _write(config, run_dir, written)
+    old = place.with_name(f".{place.name}.old")
+    try:
+        if place.is_dir() and (overwrite or not any(place.iterdir())):
+            shutil.rmtree(old, ignore_errors=True)
+            place.rename(old)
+        written.rename(place)
+    except OSError as error:
+        raise DataError(
+            f"{settings.output} cannot be put in place ({error.strerror}): the model is whole in {written}, move it"
+        ) from None
+    shutil.rmtree(old, ignore_errors=True)
+    return step
+
+
+def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
+    """The model as a new folder; the step that it is of."""
+    settings, root = config.checkpoint, run_dir / CHECKPOINTS
+    if config.model.uses_transformers:
+        shutil.copytree(run_dir / MODEL_FOLDER, written)
+        for file in _carried(config):
+            if not (written / file.name).exists():
+                shutil.copy(file, written)
+        return config.run.steps
+    from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
+    from dynapipe_ext.tools.checkpoint.formats import WriterOptions
+
+    source = checkpoints.best(root) if settings.keep_best else checkpoints.latest(root)
+    options = WriterOptions()
+    if settings.save_format == "megatron":
+        options = WriterOptions(tp=config.topology.tp, pp=config.topology.pp)
+    convert(prepare_conversion(source, written, settings.save_format, options, carry=_carried(config)))
+    return read_manifest(source).run.step
+
+
+def _carried(config: TrainConfig) -> Sequence[Path]:
+    """The files of the model that was trained, with those of the tokenizer that it was trained with."""
+    from dynapipe_ext.tools.checkpoint.huggingface.carried_files import carried_files
+
+    model, tokenizer = Path(config.model.architecture), Path(config.data.tokenizer)
+    model = model if model.is_dir() else model.parent
+    files = {file.name: file for file in carried_files(model)} if (model / _CONFIG).is_file() else {}
+    if tokenizer.is_dir() and tokenizer.resolve() != model.resolve():
+        own = {name: file for name, file in files.items() if name in _OF_THE_MODEL}
+        files = {file.name: file for file in carried_files(tokenizer)} | own
+        if not own:
+            files = {name: file for name, file in files.items() if name not in _OF_THE_MODEL}
+    elif tokenizer.is_file():
+        files[tokenizer.name] = tokenizer
+    return tuple(files[name] for name in sorted(files))

@@ -1,0 +1,177 @@
+"""The drop-in beside Megatron's own schedules: the same model, data and `forward_step`, one step of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.executor.stages import megatron_cpu
+
+megatron_cpu.install()
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
+
+import dynapipe_ext.megatron as dynapipe  # noqa: E402
+from dynapipe_ext.data.dataset import prepare  # noqa: E402
+from dynapipe_ext.data.generation import generate_examples  # noqa: E402
+from dynapipe_ext.errors import ConfigError, DynaPipeError  # noqa: E402
+from dynapipe_ext.launch import megatron_core  # noqa: E402
+from tests.support.megatron_loops import Loop, Stepped, run_step, start  # noqa: E402
+
+LOOPS = {
+    "one stage": Loop(),
+    "two stages, tied embeddings, two replicas": Loop(pp=2, tied=True),
+    "tensor parallel": Loop(tp=2, pp=2),
+    "four stages": Loop(pp=4, tied=True),
+    "two stages": Loop(pp=2),
+    "two chunks a rank, overlap": Loop(pp=2, chunks=2, overlap=True),
+    "overlap and distributed optimizer": Loop(pp=2, overlap=True, distributed=True),
+    "mean of micro-batches": Loop(pp=2, per_token=False),
+}
+SPLIT = dynapipe.DropInSettings(split_backward=True, memory_limit_gb=1)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one loop on a rank: a step under Megatron's schedule, the same under plans, forwards alone, other wants."""
+
+    stock: Stepped
+    planned: Stepped
+    split: Stepped
+    forwards: Stepped
+    collected: int
+    reductions: int
+
+
+def run_loops(env: Any) -> tuple[dict[str, Found], list[str]]:
+    dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
+    stock, ours, split = get_forward_backward_func, dynapipe.ForwardBackward(), dynapipe.ForwardBackward(SPLIT)
+    found = {}
+    for name, loop in LOOPS.items():
+        chunks, _ = start(loop)
+        # Over gloo Megatron's interleaved schedule may swap messages, which go both ways between the same two ranks:
+        # steps of several chunks are compared with those of the same weights in two stages.
+        expected = run_step(stock() if loop.chunks == 1 else ours, loop, chunks)
+        orders = [counted_reductions(chunks, ours, loop), counted_reductions(chunks, split, loop)]
+        assert orders[0][1] == orders[1][1]  # the order of buckets does not depend on the plan
+        forwards = run_step(ours, loop, chunks, forward_only=True)
+        collected = len(run_step(ours, loop, chunks, forward_only=True, collect_non_loss_data=True).reports)
+        found[name] = Found(expected, orders[0][0], orders[1][0], forwards, collected, len(orders[0][1]))
+    refused = refusals()
+    dist.destroy_process_group()
+    return found, refused
+
+
+def counted_reductions(chunks: list[Any], function: Any, loop: Loop) -> tuple[Stepped, list[int]]:
+    """A step, and the buckets of this rank in the order in which their reductions started."""
+    groups = [group for chunk in chunks for group in chunk.bucket_groups]
+    started: list[int] = []
+    original = _ParamAndGradBucketGroup.start_grad_sync
+
+    def start_grad_sync(group: Any, **keywords: Any) -> None:
+        if group.grad_reduce_handle is None:
+            started.append(groups.index(group))
+        original(group, **keywords)
+
+    _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync
+    try:
+        return run_step(function, loop, chunks), started
+    finally:
+        _ParamAndGradBucketGroup.start_grad_sync = original
+
+
+def refusals() -> list[str]:
+    """What is said of settings that cannot go together."""
+    said = []
+    loop = Loop(pp=2)
+
+    def refused(**keywords: Any) -> None:
+        with pytest.raises(DynaPipeError) as error:
+            run_step(dynapipe.ForwardBackward(), loop, chunks, **keywords)
+        said.append(str(error.value))
+
+    chunks, config = start(loop)
+    refused(adjust_tensor_shapes_fn=lambda *shapes: shapes)
+    refused(p2p_communicator=object())
+    for name, value in {"overlap_moe_expert_parallel_comm": True, "cuda_graph_impl": "local"}.items():
+        before = getattr(config, name)
+        setattr(config, name, value)
+        refused()
+        setattr(config, name, before)
+    config.variable_seq_lengths = True
+    refused()
+    chunks, config = start(replace(loop, overlap=True))
+    config.no_sync_func = None
+    refused()
+    return said
+
+
+@pytest.mark.timeout(200)
+def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(run_ranks: Any) -> None:
+    ranks = run_ranks(4, run_loops, timeout_s=180)
+    for name, loop in LOOPS.items():
+        for rank, (loops, _) in enumerate(ranks):
+            found = loops[name]
+            for planned in (found.planned, found.split):
+                assert planned.reports == found.stock.reports == found.forwards.reports, (name, rank)
+                for weight, gradient in found.stock.gradients.items():
+                    assert torch.equal(planned.gradients[weight], gradient), (name, rank, weight)
+            assert not any(gradient.any() for gradient in found.forwards.gradients.values())
+            assert found.collected == len(found.stock.reports)
+        assert sum(len(loops[name].planned.reports) for loops, _ in ranks) == loop.num_micro_batches * 4 // loop.pp
+    for replica in (0, 1):
+        stages = [ranks[replica + 2 * pp_rank][0] for pp_rank in (0, 1)]
+        whole = {n: g for loops in stages for n, g in loops["two stages"].stock.gradients.items()}
+        chunks = {n: g for loops in stages for n, g in loops["two chunks a rank, overlap"].planned.gradients.items()}
+        assert whole.keys() == chunks.keys()
+        for weight, gradient in whole.items():
+            assert torch.allclose(chunks[weight], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max())), weight
+        assert stages[1]["two stages"].stock.reports == stages[1]["two chunks a rank, overlap"].planned.reports
+    for _, refused in ranks:
+        assert [message.split()[0] for message in refused] == [
+            "adjust_tensor_shapes_fn", "p2p_communicator", "overlap_moe_expert_parallel_comm", "cuda_graph_impl",
+            "variable_seq_lengths", "overlap_grad_reduce",
+        ]  # fmt: skip
+
+
+def test_what_is_installed_stands_wherever_the_name_was_imported_and_is_undone() -> None:
+    before = schedules.get_forward_backward_func
+    assert get_forward_backward_func is before
+    with dynapipe.installed(memory_limit_gb=3):
+        assert get_forward_backward_func is schedules.get_forward_backward_func
+        made = get_forward_backward_func()
+        assert isinstance(made, dynapipe.ForwardBackward)
+        assert made.settings.memory_limit_gb == 3
+        assert get_forward_backward_func() is made
+        with pytest.raises(ConfigError, match="pp_size 2"):
+            get_forward_backward_func(pp_size=2)
+    assert get_forward_backward_func is schedules.get_forward_backward_func is before
+
+
+def test_a_limit_is_a_number_of_gigabytes() -> None:
+    with pytest.raises(ConfigError, match="memory_limit_gb is -1"):
+        dynapipe.DropInSettings(memory_limit_gb=-1)
+
+
+@pytest.mark.timeout(200)
+def test_the_script_on_megatron_core_alone_trains_alike_on_padded_and_packed_rows(
+    run_ranks: Any, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    prepare(lambda: generate_examples(num_samples=64, seed=0), data, tokenizer="bytes", max_seq_len=64, truncate=True)
+    arguments = ["--data", str(data), "--tp", "2", "--pp", "2", "--steps", "3", "--hidden-size", "32"]
+
+    def train(env: Any, *more: str) -> list[float]:
+        env.export()
+        return megatron_core.main([*arguments, *more])
+
+    padded = run_ranks(4, train, timeout_s=90)[-1]
+    packed = run_ranks(4, lambda env: train(env, "--layout", "packed", "--split-backward"), timeout_s=90)[-1]
+    assert packed == pytest.approx(padded, abs=2e-5)
+    assert len(padded) == 3
+    assert padded[-1] < padded[0]

@@ -1,0 +1,71 @@
+"""Megatron-LM's unchanged pretrain_gpt.py by `python -m dynapipe_ext.megatron`, beside itself without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.data.dataset import prepare
+from dynapipe_ext.data.generation import generate_examples
+from tests.support.megatron_lm_runs import ARGUMENTS, Ran, Run, megatron_lm_runs, missing
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+MOCK = [*ARGUMENTS, "--mock-data", "--train-iters", "5"]
+_UNEVEN = "--seq-length 96 --max-position-embeddings 96 --vocab-size 257 --train-iters 5 --split 80,10,10"
+UNEVEN = [*ARGUMENTS, *_UNEVEN.split()]
+PP = ["--pipeline-model-parallel-size", "2"]
+TP_PP = [*PP, "--tensor-model-parallel-size", "2", "--make-vocab-size-divisible-by", "64"]  # times TP
+OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+SPLIT = ["--dynapipe-split-backward", "--dynapipe-memory-limit-gb", "1"]
+STOCK = {"mock": "mock, stock", "virtual stages": "mock, stock", "packed": "uneven, stock", "padded": "uneven, stock"}
+
+
+def runs(data: str) -> tuple[Run, ...]:
+    planned = [*UNEVEN, "--dynapipe-data", data]
+    return (
+        Run("mock, stock", 2, [*MOCK, *PP], planned=False),
+        Run("mock", 4, [*MOCK, *TP_PP]),
+        Run("virtual stages", 4, [*MOCK, *PP, *OVERLAP, *SPLIT, "--num-layers-per-virtual-pipeline-stage", "1"]),
+        Run("uneven, stock", 2, [*UNEVEN, *PP, "--padded-data", data], planned=False, script="pretrain_padded.py"),
+        Run("packed", 4, [*planned, *TP_PP, "--dynapipe-layout", "packed"]),
+        Run("padded", 4, [*planned, *PP, *OVERLAP, *SPLIT]),
+        Run("cp2", 2, [*MOCK, "--context-parallel-size", "2"]),
+        Run("help", 1, ["--help"]),
+    )
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: Any) -> dict[str, Ran]:
+    folder: Path = tmp_path_factory.mktemp("megatron-lm")
+    data = folder / "data"
+    prepare(lambda: generate_examples(num_samples=240, seed=0), data, tokenizer="bytes", max_seq_len=96, truncate=True)
+    return megatron_lm_runs(runs(str(data)), folder, timeout_s=560)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", STOCK)
+def test_each_line_of_the_log_agrees_with_megatrons_own_schedule(ran: dict[str, Ran], name: str) -> None:
+    ours, theirs = ran[name], ran[STOCK[name]]
+    assert ours.status == theirs.status == 0, ours.log[-3000:] + theirs.log[-3000:]
+    assert len(ours.losses) == 5
+    for column, width in {"lm loss": 1e-5, "grad norm": 2e-3, "learning rate": 0, "consumed samples": 0}.items():
+        assert ours.column(column) == pytest.approx(theirs.column(column), abs=width)
+    assert ours.validated == pytest.approx(theirs.validated, abs=1e-5)
+    assert len(ours.validated) == 2
+    assert "dynapipe: " in ours.log
+    assert "dynapipe: " not in theirs.log
+
+
+def test_what_cannot_go_together_ends_the_start_with_one_line(ran: dict[str, Ran]) -> None:
+    assert ran["cp2"].status == 2
+    for printed in ran["cp2"].printed:
+        assert printed.splitlines()[-1].startswith("dynapipe: context_parallel_size is 2")
+
+
+def test_the_arguments_are_in_the_help_of_the_script(ran: dict[str, Ran]) -> None:
+    assert ran["help"].status == 0
+    for name in ("costs", "data", "layout", "memory-limit-gb", "split-backward"):
+        assert f"--dynapipe-{name}" in ran["help"].log

@@ -1,0 +1,185 @@
+"""Parts of a transformers model out of a folder or a seed, on real ranks and off them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from dynapipe_ext import ParallelContext, PipelineExecutor, Planner, TokenCosts, Topology
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.data.collate import collate
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, parts_of_config, parts_of_folder
+from dynapipe_ext.executor.stages.transformers_saving import save_parts
+from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.topology import placement_of
+from tests.support.tiny_models import CONFIGS, one_by_one, samples_of, tiny_model
+
+SAMPLES = samples_of((3, 12, 7, 20, 5, 9, 14, 4, 6, 11))
+GRID = Topology(pp=2, dp=2)
+V = Topology(pp=2, placement=placement_of("v", 2))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("gpt2")
+    tiny_model("gpt2").save_pretrained(path)
+    return path
+
+
+def plan_of(topology: Topology, coordinates: Any, step: int, **options: Any):
+    lengths = [SampleLength(s.index, s.positions, target=s.target) for s in SAMPLES]
+    costs, form = TokenCosts(topology.num_stages, overhead_ns=10**5), ActivationFormat(16, order="bsh")
+    planner = Planner(topology, costs, 10**9, format=form, collectives=ReplicaCollectives(), max_tokens=40, **options)
+    return prove_step(planner, lengths, step=step).plans[coordinates.dp_rank][coordinates.pp_rank]
+
+
+def steps(env: Any, topology: Topology, parts_of: Callable[[int], list[TransformersPart]], **options: Any):
+    """Losses of two steps on a rank, and its weights."""
+    dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size)
+    parallel = ParallelContext(topology, timeout_s=60)
+    parts = parts_of(parallel.coordinates.pp_rank)
+    executor = PipelineExecutor(TransformersStage(parts, parallel=parallel), parallel.transport)
+    optimizer = torch.optim.SGD({p for part in parts for p in part.parameters()}, lr=0.3)
+    losses = []
+    for step in range(2):
+        plan = plan_of(topology, parallel.coordinates, step, **options)
+        batches = [collate(m, [SAMPLES[s.index] for s in m.samples]) for m in plan.micro_batches]
+        losses.append(executor.execute(plan, [{k: torch.from_numpy(v) for k, v in b.items()} for b in batches]))
+        optimizer.step()
+    weights = {name: p.detach().clone() for part in parts for name, p in part.model.named_parameters()}
+    dist.barrier()
+    dist.destroy_process_group()
+    return losses, weights
+
+
+def test_two_stages_and_two_replicas_out_of_a_folder_train_the_whole_model(run_ranks, folder):
+    def main(env):
+        return steps(env, GRID, lambda pp_rank: parts_of_folder(folder, GRID, pp_rank), split_backward=True)
+
+    ranks = run_ranks(4, main, timeout_s=120)
+    model = tiny_model("gpt2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    expected = []
+    for _ in range(2):
+        expected.append(one_by_one(model, SAMPLES)[0])
+        optimizer.step()
+    whole = dict(model.named_parameters())
+    for losses, weights in ranks:
+        assert losses == pytest.approx(expected, rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, whole[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert {name for _, weights in ranks for name in weights} == set(whole)
+    embedding = "transformer.wte.weight"  # lies on both ends
+    copies = [weights[embedding] for _, weights in ranks]
+    assert all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+def test_dropout_is_the_same_on_one_rank_and_on_two(run_ranks, folder):
+    """With all samples in one micro-batch whatever the topology."""
+    options = {"rule": "batch-max", "pad_multiple": 1}
+
+    def parts_of(topology: Topology) -> Callable[[int], list[TransformersPart]]:
+        config = CONFIGS["gpt2"]()
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.2
+        return lambda pp_rank: parts_of_config(config, topology, pp_rank, seed=4)
+
+    (alone, _), *_ = run_ranks(1, lambda env: steps(env, Topology(), parts_of(Topology()), **options))
+    (pair, _), (other, _) = run_ranks(2, lambda env: steps(env, V, parts_of(V), **options))
+    assert pair == other == pytest.approx(alone, rel=1e-5)
+    assert alone[0] != pytest.approx(alone[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_every_topology_starts_from_the_same_fresh_model_and_holds_its_parts_alone(family):
+    config = CONFIGS[family]()
+    (whole,) = parts_of_config(config, seed=7)
+    expected = whole.model.state_dict()
+    assert not torch.equal(
+        expected[next(iter(expected))], parts_of_config(config, seed=8)[0].model.state_dict()[next(iter(expected))]
+    )
+    for topology in (Topology(pp=4), V):
+        held: list[str] = []
+        for pp_rank in range(topology.pp):
+            parts = parts_of_config(config, topology, pp_rank, seed=7)
+            weights = {name: p for part in parts for name, p in part.model.named_parameters()}
+            assert all(torch.equal(p, expected[name]) for name, p in weights.items())
+            held += weights
+        copied = {"transformer.wte.weight"} if family == "gpt2" and topology.pp == 4 else set()
+        assert {name for name in held if held.count(name) > 1} == copied
+        assert set(held) == {name for name, _ in whole.model.named_parameters()}
+
+
+def test_a_rank_with_both_ends_has_one_tied_weight(folder):
+    first, last = parts_of_folder(folder, V, 0)
+    assert first.model.get_input_embeddings().weight is last.model.get_output_embeddings().weight
+
+
+def test_a_folder_that_lacks_weights_is_refused_by_their_names(folder, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.n_layer = 5
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(DataError, match=r"lacks weights of GPT2LMHeadModel.*transformer\.h\.4\.attn"):
+        parts_of_folder(tmp_path, Topology(pp=2), 1)
+    parts_of_folder(tmp_path, Topology(pp=2), 0)
+
+
+def test_a_saved_model_is_one_that_transformers_loads_and_never_takes_the_place_of_another(folder, tmp_path):
+    whole = tiny_model("gpt2").state_dict()
+    for topology in (Topology(), V):  # in one file, and in one a stage
+        place = tmp_path / topology.placement_name
+        parts = [part for pp_rank in range(topology.pp) for part in parts_of_folder(folder, topology, pp_rank)]
+        parts.sort(key=lambda part: part.place.stage)
+        save_parts(parts, place)
+        saved = transformers.AutoModelForCausalLM.from_pretrained(place).state_dict()
+        assert set(saved) == set(whole)
+        assert all(torch.equal(saved[name], whole[name]) for name in whole)
+        assert len(list(place.glob("*.safetensors"))) == topology.num_stages
+        assert not list(tmp_path.glob(".*"))
+        with pytest.raises(ConfigError, match="exists: name a new folder"):
+            save_parts(parts, place)
+
+
+def test_adapters_of_peft_train_over_stages_and_are_saved_as_one_adapter(run_ranks, folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    topology = Topology(pp=2)
+
+    def with_adapters(parts: list[TransformersPart]) -> list[TransformersPart]:
+        for part in parts:
+            part.model.add_adapter(peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+            with torch.no_grad():
+                for name, weight in part.model.named_parameters():
+                    if "lora" in name:
+                        weight.copy_(torch.linspace(-0.1, 0.1, weight.numel()).view_as(weight))
+        return parts
+
+    def main(env):
+        found = steps(env, topology, lambda pp_rank: with_adapters(parts_of_folder(folder, topology, pp_rank)))
+        return found[0], {name: w for name, w in found[1].items() if "lora" in name}
+
+    (losses, first), (_, last) = run_ranks(2, main)
+    assert losses[1] < losses[0]
+    parts = [part for pp_rank in range(2) for part in with_adapters(parts_of_folder(folder, topology, pp_rank))]
+    for part in parts:
+        part.model.load_state_dict({**first, **last}, strict=False)
+    save_parts(parts, tmp_path / "adapter")
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    loaded = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter"
+    )
+    weights = {n.removeprefix("base_model.model."): w for n, w in loaded.named_parameters() if "lora" in n}
+    assert set(weights) == {*first, *last}
+    assert all(torch.equal(weights[name], weight) for name, weight in {**first, **last}.items())

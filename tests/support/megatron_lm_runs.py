@@ -1,0 +1,195 @@
+"""Runs of Megatron-LM's unchanged scripts, each on forked ranks of one process that has imported Megatron-LM.
+
+`python megatron_lm_runs.py TREE FOLDER` reads FOLDER/runs.json and writes what each rank printed to FOLDER/NAME.RANK;
+`megatron_lm_runs` starts it. The tree is Megatron-LM's core_v0.16.1: `../shared` of a checkout lends a copy, or
+DYNAPIPE_MEGATRON_LM names a clone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import traceback
+import types
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+_BESIDE = [folder / "shared" for folder in Path(__file__).resolve().parents[3:5]]
+SHARED = next((folder for folder in _BESIDE if (folder / "megatron_on_cpu.py").is_file()), _BESIDE[0])
+ARCHIVE = SHARED / "data" / "megatron-lm-core_v0.16.1.tar.xz"
+TREE_VARIABLE = "DYNAPIPE_MEGATRON_LM"
+_NEVER_CALLED = ("six",)  # by the tokenizer of these runs, but imported
+ABSENT = "no Megatron-LM: give DYNAPIPE_MEGATRON_LM=DIR, a clone at core_v0.16.1"
+# A GPT that trains on a CPU in a second, on samples of one length.
+_ARGUMENTS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+--micro-batch-size 2 --global-batch-size 16 --train-iters 6 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 1
+--lr-decay-iters 6 --tokenizer-type NullTokenizer --vocab-size 255 --transformer-impl local
+--distributed-backend gloo --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
+--no-bias-dropout-fusion --no-persist-layer-norm --use-cpu-initialization --log-interval 1 --eval-iters 1
+--eval-interval 1000 --attention-dropout 0 --hidden-dropout 0 --use-mcore-models --attention-backend unfused
+--no-rope-fusion --position-embedding-type rope --calculate-per-token-loss --ckpt-format torch_dist
+--disable-jit-fuser"""
+ARGUMENTS = _ARGUMENTS.split()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of a script of Megatron-LM: as it is, or by `python -m dynapipe_ext.megatron` with `planned`."""
+
+    name: str
+    num_ranks: int
+    arguments: Sequence[str] = field(default_factory=list)
+    planned: bool = True
+    script: str = "pretrain_gpt.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a run's ranks printed, each with its exit status, and what the log of all says of each iteration."""
+
+    status: int
+    printed: tuple[str, ...]
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self.printed)
+
+    def column(self, name: str) -> list[float]:
+        """A column of the iterations' log lines."""
+        lines = [line for line in self.log.splitlines() if " iteration " in line and "elapsed" in line]
+        return [float(re.search(rf"{re.escape(name)}: +(\S+)", line)[1]) for line in lines]  # type: ignore[index]
+
+    @property
+    def losses(self) -> list[float]:
+        return self.column("lm loss")
+
+    @property
+    def validated(self) -> list[float]:
+        return [float(loss) for loss in re.findall(r"lm loss value: (\S+)", self.log)]
+
+
+def missing() -> str:
+    """Why these runs cannot be had here; empty where they can."""
+    has_tree = os.environ.get(TREE_VARIABLE) or ARCHIVE.is_file()
+    return "" if has_tree and (SHARED / "megatron_on_cpu.py").is_file() else ABSENT
+
+
+def tree(folder: Path) -> Path:
+    """Megatron-LM: the user's, or a copy in `folder`."""
+    if given := os.environ.get(TREE_VARIABLE):
+        return Path(given).resolve()
+    import tarfile
+
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def megatron_lm_runs(runs: Sequence[Run], folder: Path, *, timeout_s: float) -> dict[str, Ran]:
+    """By name; runs that fail have their status."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
+    from tests.support.megatron_lm import SITE
+
+    (folder / "sitecustomize.py").write_text(SITE)  # for runs that save
+    places = os.pathsep.join([str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
+    done = subprocess.run(
+        [sys.executable, __file__, str(tree(folder / "megatron-lm")), str(folder)],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    ran = {}
+    for run in runs:
+        printed = tuple((folder / f"{run.name}.{rank}").read_text() for rank in range(run.num_ranks))
+        statuses = [int((folder / f"{run.name}.{rank}.status").read_text()) for rank in range(run.num_ranks)]
+        ran[run.name] = Ran(max(statuses), printed)
+    return ran
+
+
+def _place(megatron_lm: Path, script: str) -> str:
+    """Of a script of Megatron-LM's, or of one beside this file."""
+    own = Path(__file__).with_name(script)
+    return str(own if own.is_file() else megatron_lm / script)
+
+
+def _name_weights() -> None:
+    """Weights depend on their names, not on ranks: a run on few ranks is then the measure of runs on any."""
+    import megatron.training.training as training
+
+    from dynapipe_ext.executor.stages.megatron import unwrapped
+    from dynapipe_ext.executor.stages.megatron_weights import initialize_weights
+
+    original = training.get_model
+
+    def get_model(*arguments: Any, **keywords: Any) -> Any:
+        chunks = original(*arguments, **keywords)
+        for model in map(unwrapped, chunks):
+            initialize_weights(model, model.config, first_layer=model.decoder.layers[0].layer_number - 1, seed=1)
+        return chunks
+
+    training.get_model = get_model
+
+
+def main() -> None:
+    megatron_lm, folder = map(Path, sys.argv[1:])
+    spec = importlib.util.spec_from_file_location("megatron_on_cpu", SHARED / "megatron_on_cpu.py")
+    assert spec
+    assert spec.loader
+    on_cpu = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(on_cpu)
+    for name in _NEVER_CALLED:
+        if importlib.util.find_spec(name) is None:
+            sys.modules[name] = types.ModuleType(name)
+    on_cpu.prepare(megatron_lm)
+    runs = [Run(**run) for run in json.loads((folder / "runs.json").read_text())]
+    for script in {run.script for run in runs}:
+        runpy.run_path(_place(megatron_lm, script), run_name="imported")  # once, for all ranks
+    from dynapipe_ext.executor.megatron import script as planned
+    from dynapipe_ext.launch.cluster import run_local
+    from dynapipe_ext.launch.env import RankEnv
+
+    _name_weights()
+    for run in runs:
+
+        def rank_main(env: RankEnv, run: Run = run) -> int:
+            env.export()
+            status = 1
+            place = folder / f"{run.name}.{env.rank}"
+            with place.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+                try:
+                    path = _place(megatron_lm, run.script)
+                    if run.planned:
+                        status = planned.main([path, *run.arguments])
+                    else:
+                        sys.argv = [path, *run.arguments]
+                        runpy.run_path(path, run_name="__main__")
+                        status = 0
+                except SystemExit as error:
+                    status = error.code if isinstance(error.code, int) else int(bool(error.code))
+                except Exception:  # noqa: BLE001 - it is in the rank's file, and its status says so
+                    traceback.print_exc()
+                sys.stdout.flush()
+                sys.stderr.flush()
+            Path(f"{place}.status").write_text(str(status))
+            return 0
+
+        run_local(rank_main, run.num_ranks, timeout_s=240)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""Steps of planned data for Megatron's training loops, and plans of micro-batches of one shape."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.megatron.datasets import PlannedDatasets, planned_iterators, real_flops
+from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
+from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps
+from dynapipe_ext.executor.megatron.samples import Conversations, megatron_arrays, open_samples, split_source
+from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape
+from dynapipe_ext.executor.proven_step import prove
+from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.actions import Kind
+from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
+from dynapipe_ext.topology import Topology, placement_of
+
+
+class Source:
+    """Samples of 4 to 11 positions, each filled with its number."""
+
+    def __init__(self, count: int = 30) -> None:
+        positions = 4 + np.arange(count) % 8
+        self.lengths = np.stack([positions, 0 * positions, positions], axis=1)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        return TokenSample(index, np.full(self.lengths[index, 0] + 1, index), 1)
+
+
+def pipeline(topology: Topology, rank: int = 0) -> MegatronPipeline:
+    return MegatronPipeline(
+        topology=topology,
+        coordinates=topology.coordinates(rank),
+        transport=InlineHub().transport(0),
+        activation_format=ActivationFormat(8),
+        costs=TokenCosts(topology.num_stages, bytes_per_token=10),
+        counts_memory=True,
+        recompute="none",
+        pad_multiple=1,
+        device=torch.device("cpu"),
+        device_bytes=1 << 30,
+    )
+
+
+def samples_of_steps(topology: Topology, count: int, consumed: int = 0, *, seed: int = 3) -> list[set[int]]:
+    """The samples of each of `count` steps over all replicas."""
+    found: list[set[int]] = [set() for _ in range(count)]
+    for dp_rank in range(topology.dp):
+        rank = topology.rank(tp_rank=0, pp_rank=0, dp_rank=dp_rank)
+        steps = PlannedSteps(Source(), batch_size=8, seed=seed, consumed_samples=consumed)
+        steps.bind(pipeline(topology, rank), PlanChoices())
+        for number, (micro_batches, plan) in enumerate(islice(steps, count)):
+            own = [s.index for m in plan.micro_batches for s in m.samples]
+            assert not found[number] & set(own)
+            found[number].update(own)
+            assert sorted(steps.last_lengths)  # of the whole batch
+            for batch, planned in zip(micro_batches, plan.micro_batches, strict=True):
+                assert batch["tokens"].shape == (planned.rows, planned.encoder_len)
+    return found
+
+
+def test_a_step_has_the_same_samples_on_any_ranks_and_after_any_stop() -> None:
+    whole = samples_of_steps(Topology(), 7)  # two epochs of three steps, and one of the third
+    assert all(len(samples) == 8 for samples in whole)
+    assert samples_of_steps(Topology(), 3, consumed=4 * 8) == whole[4:]
+    assert samples_of_steps(Topology(pp=2, dp=2), 7) == whole
+    assert samples_of_steps(Topology(), 7, seed=4) != whole
+
+
+def test_steps_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="12 samples were consumed, which is no multiple of the global batch of 8"):
+        PlannedSteps(Source(), batch_size=8, seed=0, consumed_samples=12)
+    with pytest.raises(ConfigError, match="drop_last leaves no global batch"):
+        PlannedSteps(Source(5), batch_size=8, seed=0)
+    with pytest.raises(ConfigError, match="another schedule"):
+        next(PlannedSteps(Source(), batch_size=8, seed=0))
+    steps = PlannedSteps(Source(), batch_size=8, seed=0)
+    unknown = pipeline(Topology())
+    object.__setattr__(unknown, "counts_memory", False)
+    with pytest.raises(ConfigError, match="give costs"):
+        steps.bind(unknown, PlanChoices())
+
+
+def arguments(**changes: Any) -> Namespace:
+    return Namespace(
+        **{
+            "split": "80,20,0",
+            "seq_length": 11,
+            "sft": False,
+            "global_batch_size": 4,
+            "seed": 0,
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+            "skip_train": False,
+            "train_iters": 5,
+            "eval_iters": 1,
+            "iterations_to_skip": [],
+        }
+        | changes
+    )
+
+
+def test_iterators_are_made_for_what_the_arguments_ask() -> None:
+    provider = PlannedDatasets(lambda _: (Source(24), Source(6), None))
+    args = arguments()
+    assert planned_iterators(lambda _: None, args, None, None) is None
+    sources = provider([1, 1, 1])
+    steps = [steps for steps in (_iterators(provider, args)) if steps is not None]
+    assert [one.forward_only for one in steps] == [False, True]
+    assert (args.do_train, args.do_valid, args.do_test) == (1, 1, 0)
+    assert sources[2] is None
+    with pytest.raises(ConfigError, match="rampup_batch_size"):
+        _iterators(provider, arguments(rampup_batch_size=[4, 4, 100]))
+    with pytest.raises(ConfigError, match="validation data of 6 samples"):
+        _iterators(provider, arguments(global_batch_size=8))
+    with pytest.raises(DataError, match="sample 7 has 11 positions but --seq-length is 10"):
+        _iterators(provider, arguments(seq_length=10))
+    with pytest.raises(ConfigError, match="the training data set is a list without `lengths`"):
+        _iterators(PlannedDatasets(lambda _: ([1], None, None)), arguments())  # type: ignore[arg-type, return-value]
+
+
+def _iterators(provider: PlannedDatasets, args: Namespace) -> Any:
+    training = Namespace(get_train_valid_test_num_samples=lambda: (20, 4, 4))
+    return planned_iterators(provider, args, None, training)
+
+
+def test_flops_are_those_of_samples_at_their_own_lengths() -> None:
+    steps = PlannedSteps(Source(8), batch_size=8, seed=0)
+    steps.bind(pipeline(Topology()), PlanChoices())
+    next(steps)
+    args = Namespace(seq_length=99)
+    squares = real_flops(lambda own, count: count * own.seq_length**2, steps, args, 16)
+    assert squares == 2 * sum(n * n for n in range(4, 12))
+    assert args.seq_length == 99
+
+
+def test_rows_are_those_that_megatrons_loaders_make() -> None:
+    lengths = tuple(SampleLength(i, n, 0, n) for i, n in enumerate((3, 2)))
+    prompt = TokenSample(0, np.array([5, 6, 7, 8]), 2)  # the label at position 0 is of the prompt
+    masked = {"tokens": [1, 2], "labels": [2, -100]}
+    padded = megatron_arrays(MicroBatch(lengths, pad_multiple=4), [prompt, masked])
+    assert {name: array.tolist() for name, array in padded.items()} == {
+        "tokens": [[5, 6, 7, 0], [1, 2, 0, 0]],
+        "labels": [[6, 7, 8, 0], [2, 0, 0, 0]],
+        "loss_mask": [[0, 1, 1, 0], [1, 0, 0, 0]],
+        "position_ids": [[0, 1, 2, 3], [0, 1, 2, 3]],
+    }
+    packed = megatron_arrays(MicroBatch(lengths, "packed", pad_multiple=8), [prompt, masked])
+    assert packed["tokens"].tolist() == [[5, 6, 7, 1, 2, 0, 0, 0]]
+    assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert packed["loss_mask"].tolist() == [[0, 1, 1, 1, 0, 0, 0, 0]]
+    with pytest.raises(DataError, match="sample 1 has 4 tokens"):
+        megatron_arrays(MicroBatch(lengths), [prompt, {"tokens": [1] * 4, "labels": [1] * 4}])
+    with pytest.raises(DataError, match="a sample is a list"):
+        megatron_arrays(MicroBatch(lengths), [prompt, [1, 2]])
+
+
+class Tokenizer:
+    """A token a character; what users say is not to be learnt."""
+
+    eod = 0
+
+    def tokenize_conversation(self, messages: Any, **_: Any) -> tuple[Any, Any]:
+        tokens = [ord(c) for m in messages for c in m["content"]]
+        targets = [ord(c) if m["role"] == "assistant" else -100 for m in messages for c in m["content"]]
+        return np.array(tokens), np.array(targets)
+
+
+def test_conversations_teach_what_the_assistant_says(tmp_path: Path) -> None:
+    def said(*messages: tuple[str, str]) -> list[dict[str, str]]:
+        return [{"role": role, "content": content} for role, content in messages]
+
+    path = tmp_path / "chat.jsonl"
+    first = said(("system", "ab"), ("user", "c"), ("assistant", "de"))
+    path.write_text(json.dumps({"messages": [*first, *said(("system", "f"), ("assistant", "ghijkl"))]}) + "\n\n")
+    found = open_samples(path, tokenizer=Tokenizer(), max_positions=5, sft=True)
+    assert isinstance(found, Conversations)
+    assert found.lengths.tolist() == [[5, 0, 3], [5, 0, 5]]  # the second was cut
+    assert found[0].tokens.tolist() == [*map(ord, "abcde")]
+    assert found[0].loss_mask.tolist() == [0, 0, 1, 1, 1]
+    assert found[0].labels.tolist()[2:] == [ord("d"), ord("e"), Tokenizer.eod]
+    path.write_text("{}\n")
+    with pytest.raises(DataError, match='line 1: it has no "messages"'):
+        open_samples(path, tokenizer=Tokenizer(), max_positions=5, sft=True)
+    with pytest.raises(DataError, match="neither prepared tokens"):
+        open_samples(tmp_path / "nothing", max_positions=5)
+    with pytest.raises(ConfigError, match="split is 'a,b'"):
+        split_source(Source(), "a,b")
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    pp=st.integers(1, 4),
+    chunks=st.sampled_from([1, 2]),
+    count=st.integers(1, 9),
+    split=st.booleans(),
+    forward_only=st.booleans(),
+)
+def test_every_stage_takes_micro_batches_of_one_shape_in_the_order_of_the_data(
+    pp: int, chunks: int, count: int, split: bool, forward_only: bool
+) -> None:
+    placement = placement_of("interleaved", pp, chunks) if pp > 1 and chunks > 1 else ()
+    topology = Topology(pp=pp, dp=3, placement=placement)
+    shape = UniformShape(num_micro_batches=count, rows=2, seq_len=8, forward_only=forward_only)
+    planner = UniformPlanner(pipeline=pipeline(topology), shape=shape, split_backward=split)
+    step_plan = planner.plan(planner.samples(), step=0)
+    (schedule,) = step_plan.schedules
+    for stage in range(topology.num_stages):
+        actions = schedule.ranks[schedule.stage_ranks[stage]]
+        assert [a.micro_batch for a in actions if (a.stage, a.kind) == (stage, Kind.FORWARD)] == list(range(count))
+    prove(step_plan, planner.activation_format, planner.replica_collectives)
+    if not forward_only:
+        megatrons = interleaved_1f1b(pp, count, topology.num_stages // pp)
+        assert max(peak_bytes(schedule, step_plan.costs[0])) <= max(peak_bytes(megatrons, step_plan.costs[0]))

@@ -1,0 +1,183 @@
+"""What `--model` and the flags beside it make of a run's settings, and where its trained model goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.data.batches import GlobalBatches
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.launch.commands import train as train_command
+from dynapipe_ext.launch.job import analytic_costs, architecture_of, check_fits, settled_steps, topology_of
+from dynapipe_ext.launch.trained_model import refuse_output
+from dynapipe_ext.lengths import as_length_array
+from dynapipe_ext.tools.wandb_run import WandbRun, require_wandb
+from tests.support.steps import a_step
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's folder, as far as settings look at it."""
+    made = tmp_path / "model"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(LLAMA))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (made / name).touch()
+    return made
+
+
+def settings(arguments: Sequence[str | Path]) -> TrainConfig:
+    parser = argparse.ArgumentParser()
+    train_command.add_arguments(parser)
+    return train_command.config_from(parser.parse_args([*map(str, arguments)]))
+
+
+def test_a_models_folder_gives_sizes_weights_tokenizer_and_what_fine_tuning_usually_has(folder: Path) -> None:
+    config = settings(["--model", folder])
+    assert (config.model.architecture, config.model.init_from, config.data.tokenizer) == (str(folder),) * 3
+    assert (config.model.hidden_size, config.model.max_seq_len) == (64, 64)
+    assert (config.run.epochs, topology_of(config).world_size) == (1.0, 1)
+    assert (config.optimizer.lr, config.optimizer.min_lr, config.optimizer.warmup_fraction) == (2e-5, 2e-6, 0.03)
+    assert config.plan.memory_limit_gb > 0
+    said = settings(["--model", folder, "--tokenizer", "bytes", "--steps", "7", "--tp", "2", "--lr", "1e-3"])
+    assert (said.data.tokenizer, said.run.steps, said.run.epochs, said.topology.tp) == ("bytes", 7, 0.0, 2)
+    assert (said.optimizer.lr, said.optimizer.min_lr) == (1e-3, pytest.approx(1e-4))  # in the same proportion
+
+
+def test_a_config_without_weights_is_trained_from_the_start_at_the_usual_rate(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    for given in (folder, folder / "config.json"):
+        config = settings(["--model", given])
+        assert (config.model.init_from, config.data.tokenizer) == ("", str(folder))
+        assert config.optimizer == TrainConfig().optimizer
+
+
+def test_a_file_of_settings_is_not_overridden_by_what_is_usual(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[run]\nsteps = 3\n[optimizer]\nlr = 1e-4\nmin_lr = 0.0\n")
+    config = settings(["--config", tmp_path / "run.toml", "--model", folder])
+    assert (config.run.steps, config.run.epochs, config.topology.tp) == (3, 0.0, 2)
+    assert (config.optimizer.lr, config.model.init_from) == (1e-4, str(folder))
+
+
+def test_what_model_cannot_mean_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--model .* says what --init-from would: leave one of them out"):
+        settings(["--model", folder, "--init-from", folder])
+    with pytest.raises(ConfigError, match=r"nowhere has no config\.json: give a model's folder"):
+        settings(["--model", "nowhere"])
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="has no tokenizer: name the one it was trained with by --tokenizer"):
+        settings(["--model", folder])
+
+
+def test_flags_of_the_optimizer_say_what_their_settings_do() -> None:
+    flags = ["--warmup", "0.1", "--betas", "0.9,0.95", "--lr-schedule", "wsd", "--weight-decay", "0"]
+    config = settings([*flags, "--clip-grad", "2", "--dtype", "bf16", "--min-lr", "1e-5"])
+    o = config.optimizer
+    assert (o.warmup_fraction, o.betas, o.lr_schedule, o.weight_decay) == (0.1, (0.9, 0.95), "wsd", 0.0)
+    assert (o.clip_grad, o.min_lr, config.model.dtype) == (2.0, 1e-5, "bfloat16")
+    assert settings(["--warmup", "12"]).optimizer.warmup_steps == 12
+    assert TrainConfig.from_json(config.to_json()) == config
+    for flags, said in (
+        (["--warmup", "1.5"], "--warmup is 1.5, neither a number of steps nor a part"),
+        (["--betas", "0.9"], r"betas is \(0.9,\) but must be two numbers"),
+        (["--epochs", "-1"], "epochs is -1.0 but must be at least 0"),
+        (["--input-key", "q"], "input_key is 'q' and target_key '': give both"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            settings(flags)
+
+
+@pytest.mark.parametrize("epochs", [1.0, 2.5, 3.0])
+def test_epochs_are_as_many_steps_as_their_global_batches(epochs: float) -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 50)
+    config = settings(["--epochs", str(epochs), "--tokens-per-batch", "100", "--seed", "3"])
+    counts = [len(GlobalBatches(lengths, tokens_per_batch=100, seed=3, epoch=epoch)) for epoch in range(3)]
+    settled = settled_steps(config, as_length_array(lengths))
+    whole = int(epochs)
+    assert settled.run.steps == sum(counts[:whole]) + (round(0.5 * counts[whole]) if epochs % 1 else 0)
+    assert settled.run.epochs == 0
+    assert settled_steps(settled, as_length_array(lengths)) == settled
+
+
+def test_what_does_not_fit_is_told_with_the_ranks_that_it_fits_on(folder: Path) -> None:
+    config = settings(["--model", folder, "--memory-limit-gb", "1"])
+    costs = analytic_costs(config, architecture_of(config, 131), flops_per_s=1e9, overhead_ns=0)
+    lengths = as_length_array([9, 60, 30])
+    check_fits(config, costs, lengths)
+    small = config.with_values(plan={"memory_limit_gb": 0.0015})
+    with pytest.raises(PlanError, match=r"sample 1 with 60 tokens needs .* take tp \d x pp \d, where it") as told:
+        check_fits(small, costs, lengths)
+    words = str(told.value).split()
+    tp, pp = (int(words[words.index(name) + 1].strip(",")) for name in ("tp", "pp"))
+    advised = small.with_values(topology={"tp": tp, "pp": pp})
+    check_fits(advised, replace(costs, topology=topology_of(advised)), lengths)
+    nothing = config.with_values(plan={"memory_limit_gb": 1e-5})
+    with pytest.raises(PlanError, match="raise it, raise tp or pp, or lower max_seq_len"):
+        check_fits(nothing, costs, lengths)
+
+
+def test_a_place_that_the_model_cannot_go_to_is_refused_before_the_run(folder: Path, tmp_path: Path) -> None:
+    config = settings(["--model", folder])
+
+    def output(place: Path | str, *, overwrite: bool = False) -> None:
+        refuse_output(config.with_values(checkpoint={"output": str(place)}), overwrite=overwrite)
+
+    output(tmp_path / "new")
+    (tmp_path / "full").mkdir()
+    output(tmp_path / "full")
+    (tmp_path / "full" / "notes").touch()
+    with pytest.raises(ConfigError, match="full holds something: choose another folder, or lose that by --overwrite"):
+        output(tmp_path / "full")
+    output(tmp_path / "full", overwrite=True)
+    for place in (folder, tmp_path):
+        with pytest.raises(ConfigError, match="model, which the run reads: choose another folder"):
+            output(place, overwrite=True)
+    with pytest.raises(ConfigError, match="notes is a file"):
+        output(tmp_path / "full" / "notes", overwrite=True)
+    with pytest.raises(ConfigError, match="is for published models, but the model is in sizes of its own"):
+        refuse_output(TrainConfig().with_values(checkpoint={"output": "new"}), overwrite=False)
+
+
+def test_steps_go_to_weights_and_biases_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="wandb is not installed: pip install wandb"):
+        require_wandb()
+    (tmp_path / "wandb.py").write_text(
+        "told = []\n"
+        "class Run:\n"
+        "    def log(self, values, step): told.append((step, values['train/loss']))\n"
+        "    def finish(self): told.append('finished')\n"
+        "def init(**given):\n"
+        "    told.append(given)\n"
+        "    return Run()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    run = WandbRun("project", tmp_path, {"a": 1})
+    step: Any = a_step(4)
+    run.step_done(step)
+    run.close()
+    told = sys.modules["wandb"].told
+    assert told == [{"project": "project", "dir": str(tmp_path), "config": {"a": 1}}, (5, step.loss), "finished"]
+    monkeypatch.delitem(sys.modules, "wandb")

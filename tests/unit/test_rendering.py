@@ -1,0 +1,221 @@
+"""What records become by a model's own tokenizer: tokens, and which of them carry loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.data.collate import collate
+from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.errors import DynaPipeError
+from dynapipe_ext.launch.run_data import data_folder, prepare_data, run_data
+from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.tools.show.samples import sample_text
+from tests.support.model_folders import CHATML, write_lines, write_model_tokenizer
+
+TWO_TURNS = [
+    {"role": "system", "content": "I am fine"},
+    {"role": "user", "content": "how are you"},
+    {"role": "assistant", "content": "fine"},
+    {"role": "user", "content": "and you"},
+    {"role": "assistant", "content": "two and three"},
+]
+# The same as CHATML, saying itself what the assistant wrote, without the line's end.
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tokenizers with chat templates of all sorts."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    no_system = "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    templates: dict[str, str | None] = {
+        "chatml": CHATML,
+        "marked": MARKED,
+        "none": None,
+        "refuses-system": CHATML.replace("<|im_start|>{{ m.role }}", no_system + "<|im_start|>{{ m.role }}", 1),
+        "drops-system": "{% for m in messages if m.role != 'system' %}"
+        + CHATML.removeprefix("{% for m in messages %}"),
+        "forgets": CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else '' }}"),
+        "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}",
+    }
+    for name, template in templates.items():
+        write_model_tokenizer(root / name, template=template)
+    return root
+
+
+def prepared(
+    tokenizer: Path, records: Sequence[Mapping[str, Any]], folder: Path, *, max_seq_len: int = 512, **data: Any
+) -> TokenDataset:
+    path = write_lines(folder / "data.jsonl", records)
+    tables = {"path": str(path), "tokenizer": str(tokenizer), **data}
+    config = TrainConfig.from_json(
+        {"data": tables, "model": {"max_seq_len": max_seq_len}, "run": {"run_dir": str(folder / "run")}}
+    )
+    return prepare_data(config)
+
+
+def shown(dataset: TokenDataset, index: int = 0) -> str:
+    return sample_text(dataset[index], dataset.tokenizer()).plain
+
+
+def refusal(*given: Any, **data: Any) -> str:
+    with pytest.raises(DynaPipeError) as caught:
+        prepared(*given, **data)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["chatml", "marked"])
+def test_loss_falls_on_what_the_assistant_says_and_ends(name: str, tokenizers: Path, tmp_path: Path) -> None:
+    dataset = prepared(tokenizers / name, [{"messages": TWO_TURNS}], tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers / name)
+    assert dataset[0].tokens.tolist() == tokenizer.apply_chat_template(TWO_TURNS, tokenize=True)["input_ids"]
+    after = "⟧\n" if name == "marked" else "\n⟧"  # of an unmarked turn the template's own line end is part
+    assert shown(dataset) == (
+        "<|im_start|>system\nI am fine<|im_end|>\n<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\n"
+        f"⟦fine<|im_end|>{after}<|im_start|>user\nand you<|im_end|>\n<|im_start|>assistant\n"
+        f"⟦two and three<|im_end|>{after}"
+    )
+    sample = dataset[0]
+    assert dataset.lengths.tolist() == [[len(sample.tokens) - 1, 0, sample.target]]
+    arrays = collate(MicroBatch(sample_lengths(dataset.lengths, [0]), "packed", pad_multiple=8), [sample])
+    assert arrays["loss_weights"][0, : sample.positions].tolist() == sample.is_target[1:].astype(float).tolist()
+
+
+def test_an_answer_that_no_special_token_ends_gets_the_end_of_text(tokenizers: Path, tmp_path: Path) -> None:
+    dataset = prepared(tokenizers / "plain", [{"messages": TWO_TURNS[1:3]}], tmp_path)
+    assert shown(dataset) == "user: how are you\nassistant:⟦ fine\n</s>⟧"
+
+
+def test_a_prompt_is_followed_by_its_response_as_the_tokenizer_has_them_together(
+    tokenizers: Path, tmp_path: Path
+) -> None:
+    records = [{"prompt": "how are", "response": " you"}, {"prompt": "how are ", "response": "you"}]
+    dataset = prepared(tokenizers / "none", [*records, {"prompt": "", "response": "fine</s>"}], tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers / "none")
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert dataset[0].tokens.tolist() == [start, *ids("how are you"), end]
+    # The space flows into the next word, so the two are taken apart: the prompt's ids are what will be asked.
+    assert dataset[1].tokens.tolist() == [start, *ids("how are "), *ids("you"), end]
+    assert [shown(dataset, i) for i in range(3)] == [
+        "<s>how are⟦ you</s>⟧",
+        "<s>how are ⟦you</s>⟧",
+        "<s>⟦fine</s>⟧",
+    ]
+
+
+def test_a_text_is_all_target_but_for_what_the_tokenizer_starts_it_with(tokenizers: Path, tmp_path: Path) -> None:
+    assert shown(prepared(tokenizers / "none", [{"text": "how are you"}], tmp_path)) == "<s>⟦how are you</s>⟧"
+
+
+def test_fields_are_found_by_their_usual_names_or_by_those_given(tokenizers: Path, tmp_path: Path) -> None:
+    wanted = "<s>two⟦three</s>⟧"
+    for names in (("input", "target"), ("prompt", "response"), ("prompt", "completion")):
+        assert (
+            shown(prepared(tokenizers / "none", [dict(zip(names, ("two", "three"), strict=True))], tmp_path)) == wanted
+        )
+    own = [{"question": "two", "answer": "three", "body": "fine"}]
+    assert shown(prepared(tokenizers / "none", own, tmp_path, input_key="question", target_key="answer")) == wanted
+    assert shown(prepared(tokenizers / "none", own, tmp_path, text_key="body")) == "<s>⟦fine</s>⟧"
+    path = write_lines(tmp_path / "own.jsonl", own)
+    data = {"path": str(path), "tokenizer": "bytes", "input_key": "question", "target_key": "answer"}
+    plain = prepare_data(TrainConfig.from_json({"data": data, "run": {"run_dir": str(tmp_path / "run")}}))
+    assert shown(plain) == "two⟨separator⟩⟦three⟨eos⟩⟧"
+
+
+def test_one_template_may_be_chosen_where_records_have_several(tokenizers: Path, tmp_path: Path) -> None:
+    records = [{"messages": TWO_TURNS, "text": "fine", "input": "two", "target": "three"}]
+    assert shown(prepared(tokenizers / "chatml", records, tmp_path)).startswith("<|im_start|>system")
+    assert shown(prepared(tokenizers / "chatml", records, tmp_path, template="prompt")) == "<s>two⟦three</s>⟧"
+    assert shown(prepared(tokenizers / "chatml", records, tmp_path, template="text")) == "<s>⟦fine</s>⟧"
+
+
+def test_cuts_take_the_prompts_start_and_the_chats_end(tokenizers: Path, tmp_path: Path) -> None:
+    given = tokenizers / "chatml"
+    pair = [{"input": "how are you and two", "target": " three is"}]
+    assert shown(prepared(given, pair, tmp_path, max_seq_len=5, truncate=True)) == "<s> and two⟦ three is</s>⟧"
+    assert shown(prepared(given, pair, tmp_path, max_seq_len=2, truncate=True)) == "<s>⟦ three is⟧"
+    whole = prepared(given, [{"messages": TWO_TURNS}], tmp_path)[0]
+    cut = prepared(given, [{"messages": TWO_TURNS}], tmp_path, max_seq_len=whole.positions - 3, truncate=True)
+    assert cut[0].tokens.tolist() == whole.tokens[:-3].tolist()
+    assert cut.num_truncated == 1
+    text = refusal(given, [{"messages": TWO_TURNS}] * 2, tmp_path, max_seq_len=5)
+    assert "data.jsonl, line 1: the sample has" in text
+    assert "max_seq_len is 5: pass --truncate" in text
+    text = refusal(given, [{"messages": TWO_TURNS}], tmp_path, max_seq_len=5, truncate=True)
+    assert "line 1: nothing is left to train on within max_seq_len" in text
+
+
+CHAT = {"messages": TWO_TURNS[1:]}
+SYSTEM = {"messages": TWO_TURNS[:3]}
+
+
+@pytest.mark.parametrize(
+    ("name", "records", "said"),
+    [
+        ("refuses-system", [CHAT, SYSTEM], "line 2: the chat template has no system role .*System role not supported"),
+        ("drops-system", [CHAT, SYSTEM], "line 2: the chat template leaves out message 1, of role 'system': put its"),
+        ("forgets", [CHAT], "line 1: the chat template writes message 2 in another way once more messages follow"),
+        ("none", [CHAT], "the tokenizer has no chat template: give a folder that has one"),
+        ("chatml", [{"messages": TWO_TURNS[:2]}], "line 1: no message has the role 'assistant'"),
+        ("chatml", [{"messages": []}], "line 1: field 'messages' must be a list"),
+        ("chatml", [{"messages": ["hi"]}], 'line 1: message 1 must be an object with a "role"'),
+        ("chatml", [{"messages": [{"role": "user"}]}], "line 1: message 1, of role 'user', lacks 'content'"),
+        ("chatml", [{"messages": [{"role": "user", "content": 1}]}], "message 1: field 'content' is a number"),
+        ("chatml", [CHAT | {"tools": 3}], "line 1: field 'tools' must be a list"),
+        ("chatml", [CHAT, {"text": "a"}], "line 2: .*lacks 'messages' .*: all records .* must be of one kind"),
+        ("chatml", [{"text": "a"}, CHAT], "line 2: .*lacks 'text' .*: all records .* must be of one kind"),
+        ("chatml", [{"question": "a"}], "line 1: .*messages; input and target; .* or name yours with --input-key"),
+        ("chatml", [{"text": ""}], "line 1: the record is empty"),
+    ],
+)
+def test_what_no_template_can_say_is_refused_with_its_line(
+    name: str, records: Sequence[Mapping[str, Any]], said: str, tokenizers: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DynaPipeError, match=said):
+        prepared(tokenizers / name, records, tmp_path)
+
+
+def test_a_chat_needs_a_models_tokenizer_and_a_broken_line_is_named(tokenizers: Path, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "data.jsonl", [CHAT])
+    config = TrainConfig.from_json({"data": {"path": str(path), "tokenizer": "bytes"}})
+    with pytest.raises(DynaPipeError, match=r"line 1: the record has 'messages', .* the tokenizer is 'bytes': name"):
+        prepare_data(config)
+    path.write_text(json.dumps(CHAT) + "\n" + json.dumps(CHAT)[:-4] + "\n")
+    config = config.with_values(data={"tokenizer": str(tokenizers / "chatml")}, run={"run_dir": str(tmp_path / "run")})
+    with pytest.raises(DynaPipeError, match=r"data\.jsonl, line 2, column \d+: not JSON"):
+        prepare_data(config)
+
+
+def test_chats_are_prepared_once_and_evaluated_by_the_same_tokenizer(tokenizers: Path, tmp_path: Path) -> None:
+    path, held = (write_lines(tmp_path / name, [CHAT, SYSTEM]) for name in ("data.jsonl", "held.jsonl"))
+    tables = {
+        "data": {"path": str(path), "tokenizer": str(tokenizers / "chatml")},
+        "eval": {"path": str(held), "every": 1},
+        "run": {"run_dir": str(tmp_path / "run")},
+    }
+    config = TrainConfig.from_json(tables)
+    first = prepare_data(config)
+    assert prepare_data(config, lambda _: pytest.fail("prepared again")).directory == first.directory
+    other = config.with_values(data={"tokenizer": str(tokenizers / "marked")})
+    assert data_folder(other) != first.directory
+    evaluated = run_data(config, first).held_out
+    assert evaluated is not None
+    assert [evaluated[i].tokens.tolist() for i in range(2)] == [first[i].tokens.tolist() for i in range(2)]
+    assert np.array_equal(evaluated.lengths, first.lengths)

@@ -1,0 +1,172 @@
+"""What is cut by a pattern, and what TransformersStage refuses by name instead of training wrongly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.stages.split_linear import DeferredGradients, make_linears_splittable
+from dynapipe_ext.executor.stages.transformers_parts import parts_of_config, parts_of_model
+from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
+from dynapipe_ext.executor.transport.inline import InlineReductions
+from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, LayerPattern
+from dynapipe_ext.packing import PackingCollator, check_packing
+from dynapipe_ext.topology import Topology
+from tests.support.tiny_models import SIZES, one_by_one, tiny_model
+from tests.support.tiny_steps import SAMPLES, assert_same, batches_of, learned, plans_of
+
+# Families without a pattern of their own: scaled embeddings, layers that return tuples.
+DECLARED = {
+    "granite": (
+        lambda: transformers.GraniteConfig(**SIZES, embedding_multiplier=3.0, logits_scaling=2.0),
+        LAYER_PATTERNS["llama"],
+    ),
+    "gptj": (
+        lambda: transformers.GPTJConfig(
+            vocab_size=61, n_embd=16, n_layer=4, n_head=2, n_positions=64, rotary_dim=4,
+            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, tie_word_embeddings=False,
+        ),
+        LayerPattern(
+            layers="transformer.h", first=("transformer.wte", "transformer.drop"),
+            last=("transformer.ln_f", "lm_head"), returns_tuple=True,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", DECLARED)
+def test_a_family_that_is_declared_learns_what_the_whole_model_learns(family):
+    make, pattern = DECLARED[family]
+    model = tiny_model(make())
+    loss, gradients = one_by_one(model, SAMPLES)
+    topology = Topology(pp=4)
+    losses, found = learned(model, topology, plans_of(topology, "padded", split=True), pattern=pattern)
+    assert losses == pytest.approx([loss] * 4, rel=1e-5)
+    assert_same(found, gradients)
+
+
+def stage_of(model, topology=None, pattern=None) -> TransformersStage:
+    topology = topology or Topology()
+    return TransformersStage(parts_of_model(model, topology, pattern=pattern), parallel=InlineReductions(topology))
+
+
+def start(model, layout="padded", *, pattern=None, **changes):
+    """The first micro-batch of a plan, changed so, is loaded."""
+    (plan,) = plans_of(Topology(), layout, split=False)
+    plan = replace(plan, micro_batches=tuple(replace(m, **changes) for m in plan.micro_batches))
+    stage = stage_of(model, pattern=pattern)
+    stage.start_step(plan)
+    return stage, plan
+
+
+def loaded(model, **changed):
+    stage, plan = start(model)
+    batch = batches_of(plan)[0]
+    stage.load(0, batch | {name: change(batch[name]) for name, change in changed.items()})
+
+
+def tiny(config, **settings):
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return tiny_model(config)
+
+
+def gpt_neox():
+    return transformers.GPTNeoXConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2
+    )
+
+
+def llama(**settings):
+    return transformers.LlamaConfig(**SIZES | settings)
+
+
+UNPROVEN = replace(LAYER_PATTERNS["llama"], packs=False)
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+
+
+@pytest.mark.parametrize(
+    ("error", "make", "says"),
+    [
+        (
+            ConfigError,
+            lambda: parts_of_model(tiny_model(gpt_neox())),
+            r"model_type 'gpt_neox' \(known: gemma, .*pattern=LayerPattern",
+        ),
+        (ConfigError, lambda: parts_of_config(transformers.ViTConfig(), seed=0), "no causal model for a ViTConfig"),
+        (
+            ConfigError,
+            lambda: parts_of_model(tiny_model("llama"), pattern=LAYER_PATTERNS["gpt2"]),
+            "LlamaForCausalLM has no module 'transformer.h'",
+        ),
+        (ConfigError, lambda: parts_of_model(tiny_model("llama"), Topology(tp=2)), "tp is 2 .* give tp 1"),
+        (
+            ConfigError,
+            lambda: parts_of_model(tiny_model("llama"), Topology(pp=2, layers_per_stage=(4, 0))),
+            r"layers_per_stage is \(4, 0\) but each stage",
+        ),
+        (
+            ConfigError,
+            lambda: parts_of_model(tiny_model("llama"), Topology(pp=8)),
+            "4 layers cannot fill 8 stages",
+        ),
+        (ConfigError, lambda: TransformersStage([tiny_model("llama")]), "takes a list of parts"),
+        (ConfigError, lambda: parts_of_model(tiny_model("llama").model), "has no module 'model.layers'"),
+        (
+            ConfigError,
+            lambda: stage_of(tiny_model("llama"), Topology(pp=2)).start_step(
+                plans_of(Topology(), "padded", split=False)[0]
+            ),
+            r"runs stages \(0,\) of 1 but has parts of stages \(0,\) of 2",
+        ),
+        (
+            ConfigError,
+            lambda: start(tiny_model("llama"), "packed", pattern=UNPROVEN),
+            r"keeps them apart is not proven.*LayerPattern\(packs=True\)",
+        ),
+        (
+            ConfigError,
+            lambda: start(tiny(llama(rope_parameters=DYNAMIC, max_position_embeddings=16))),
+            "rows of 24 positions change the rotary frequencies of LlamaForCausalLM .dynamic above 16",
+        ),
+        (
+            ConfigError,
+            lambda: start(tiny(transformers.GPT2Config(vocab_size=61, n_embd=16, n_layer=4, n_head=2, n_positions=20))),
+            "rows of 24 positions exceed the 20 that GPT2LMHeadModel has learned",
+        ),
+        (DataError, lambda: loaded(tiny_model("llama"), tokens=lambda x: x[:, 1:]), "tokens of micro-batch 0 has"),
+        (DataError, lambda: loaded(tiny_model("llama"), position_ids=lambda x: x.flip(-1)), "pad rows on the right"),
+    ],
+)  # fmt: skip
+def test_what_would_train_wrongly_is_refused_by_name(error, make, says):
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_layers_that_return_something_else_than_their_pattern_says_are_refused():
+    model = tiny_model("llama")
+    pattern = replace(LAYER_PATTERNS["llama"], returns_tuple=True)
+    stage, plan = start(model, pattern=pattern)
+    stage.load(0, batches_of(plan)[0])
+    with pytest.raises(ConfigError, match=r"LlamaDecoderLayer returns Tensor.*returns_tuple=False"):
+        stage.forward(0, 0, ())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "gemma2", "gemma3", "phi3", "gpt2"])
+def test_packing_is_proven_for_families_whose_pattern_says_that_it_is(family):
+    assert check_packing(tiny_model(family), PackingCollator()) < 1e-4
+
+
+def test_a_split_backward_puts_nothing_off_for_frozen_weights():
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 4).requires_grad_(False), torch.nn.Linear(4, 2))
+    deferred = DeferredGradients(make_linears_splittable(layers), lambda weight, gradient: None)
+    x = torch.ones(5, 3, requires_grad=True)
+    with deferred.deferring() as work:
+        layers(x).sum().backward()
+    assert [weight is layers[1].weight for weight, *_ in work] == [True]
+    assert x.grad is not None
+    assert all(parameter.grad is None for parameter in layers[0].parameters())
