@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="MODEL", help="config.json, Megatron's arguments as JSON, or a preset's name")
     parser.add_argument("--out", metavar="FILE", required=True, help="the cost table to write (JSON)")
     parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel ranks (default: the settings', or 1)")
-    parser.add_argument("--dtype", type=dtype, choices=("float32", "bfloat16"), help="default: the model's")
+    parser.add_argument(
         "--dtype", type=dtype, choices=("float32", "bfloat16"), help="of weights (default: the model's)"
     )
     parser.add_argument("--min-len", type=int, metavar="N", help="shortest row (default: 16)")
