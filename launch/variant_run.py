@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.checkpoints.manifest import RunState
@@ -84,8 +85,11 @@ def run_variant(
     """
     from dynapipe_ext.executor.stages.megatron_placement import build_chunks  # its CUDA calls are settled by now
 
-    config, device = context.config, context.device
+    config, device = variant.config, context.device
     topology = topology_of(config)
+    costs = context.costs
+    if topology != topology_of(context.config):
+        costs, _ = over_topology(costs, topology)
     me = topology.coordinates(context.rank)
     architecture = architecture_of(config, context.data.whole.vocab_size)
     settings = transformer_config(
@@ -124,7 +128,7 @@ def run_variant(
         )
         # Spans on an accelerator need synchronisation, which takes overlap away: there only traced steps record them.
         plain = recording if device.type == "cpu" else PipelineExecutor(stage, transport, arrived=arrived)
-        planner = make_planner(config, context.costs, variant, context.num_cores)
+        planner = make_planner(config, costs, context.num_cores)
         load = partial(
             DynaPipeDataLoader,
             batch_size=config.data.batch_size or None,
@@ -263,13 +267,14 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 def _transport(context: RankContext, variant: Variant) -> Transport:
-    topology, job, device = topology_of(context.config), context.config.job, context.device
+    config, device = variant.config, context.device
+    topology, job = topology_of(config), config.job
     inner: Transport
     if job.strict:
         inner = StrictTransport(topology, context.rank, context.groups, timeout_s=job.timeout_s)
     else:
         inner = TorchP2PTransport(topology, context.rank, context.groups, device=device, timeout_s=job.timeout_s)
-    if not variant.fill_waits:
+    if not config.plan.fill_waits:
         return inner
     if device.type == "cpu":
         return WatchedTransport(inner)

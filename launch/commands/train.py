@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from dynapipe_ext.config import PlacementChoice, ScheduleName, TrainConfig
+from dynapipe_ext.config import PlacementChoice, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.mixture import data_settings
@@ -22,7 +22,7 @@ from dynapipe_ext.launch.command_parser import add_truncate, cut_at, degrees, en
 from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads, num_cores
 from dynapipe_ext.launch.job import check_batches, check_fits, topology_of, variants
 from dynapipe_ext.launch.outcome import keeping_what_ran
-from dynapipe_ext.launch.placement import settled_placement, trials_table
+from dynapipe_ext.launch.placement import followed_placement, settled_placement, trials_table
 from dynapipe_ext.launch.process_title import set_process_title
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
@@ -39,6 +39,7 @@ from dynapipe_ext.launch.train import (
     train_rank,
 )
 from dynapipe_ext.plan import Layout, LossNorm
+from dynapipe_ext.schedule_names import ScheduleName
 from dynapipe_ext.tools.console import say_loading
 from dynapipe_ext.tools.tensorboard_file import require_tensorboard
 
@@ -81,7 +82,10 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--placement": (
         "topology",
         "placement",
-        {"choices": get_args(PlacementChoice), "help": "of stages on ranks; auto: tried on the data"},
+        {
+            "choices": get_args(PlacementChoice),
+            "help": "of stages on ranks (default: the schedule's); auto: tried",
+        },
     ),
     "--stages-per-rank": (
         "topology",
@@ -216,6 +220,8 @@ def run(args: argparse.Namespace) -> int:
                 address = server.address
                 console.print(f"store: embedded {server.name} {server.version} on a unix socket")
             costs = given or _measure(config, dataset.vocab_size)
+            if followed := followed_placement(config):
+                console.print(followed, highlight=False)
             config, costs, trials = settled_placement(config, costs, data.train.lengths, _num_cores())
             if trials:
                 console.print(trials_table(trials))
