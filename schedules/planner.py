@@ -259,10 +259,10 @@ class Planner:
         found: list[StepPlan] = []
         refusal: PlanError | None = None
         for replicas in splits:
-            priced = tuple(self.costs.evaluate(micro_batches) for micro_batches in replicas)
             try:
+                priced = tuple(self.costs.evaluate(micro_batches) for micro_batches in replicas)
                 found.append(self._predicted(replicas, tuple(map(self._named, priced)), priced, step=step))
-            except PlanError as error:  # this split holds too much at once; others may fit
+            except PlanError as error:  # this split cannot be priced, or holds too much at once; others may fit
                 refusal = refusal or error
         if not found:
             assert refusal is not None

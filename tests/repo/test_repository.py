@@ -70,7 +70,7 @@ TESTED_COMMANDS = {
     "dynapipe train-memory-model records.jsonl --out model.json": LEARNED,
     "dynapipe train --compare": (
         "tests/integration/test_train_command.py::"
-        "test_compare_runs_the_usual_ways_on_the_same_tokens_over_epochs_that_end_small"
+        "test_compare_runs_the_usual_ways_beside_a_v_on_the_same_tokens_over_epochs_that_end_small"
     ),
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
     " -m dynapipe_ext.launch.train --config mine.toml --store redis://HOST:6379/0": (
