@@ -207,11 +207,10 @@ class Planner:
 
     @property
     def _proposals(self) -> Proposals:
-        splits_stay = self.forward_only or self.schedule != "adaptive"
         return Proposals(
             topology=self.topology,
             costs=self.costs,
-            limit_bytes=int(self.memory_limit_bytes) - (self._beside_bytes if splits_stay else 0),
+            limit_bytes=int(self.memory_limit_bytes) - (self._beside_bytes if self.forward_only else 0),
             layout=self.layout,
             rule=self.rule,
             pad_multiple=self.pad_multiple,
@@ -231,10 +230,8 @@ class Planner:
     @property
     def _beside_bytes(self) -> int:
         """The most static bytes that a rank's other stages hold beside the one that runs: splits see each by itself."""
-        ranks = self.topology.stage_ranks
-        if len(ranks) == self.topology.pp:
-            return 0
         static: list[int] = self.costs.evaluate([]).static_bytes.tolist()
+        ranks = self.topology.stage_ranks
         own = [[num_bytes for num_bytes, r in zip(static, ranks, strict=True) if r == rank] for rank in set(ranks)]
         return max(sum(of_rank) - min(of_rank) for of_rank in own)
 
