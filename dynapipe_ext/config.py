@@ -15,10 +15,9 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.transformers_sizes import Backend
 from dynapipe_ext.plan import Layout, LossNorm
-from dynapipe_ext.topology import PlacementName, placement_of
+from dynapipe_ext.schedule_names import ScheduleName, check_fill_waits, check_placed, own_placement
+from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
-ScheduleName = Literal["adaptive", "1f1b", "gpipe", "zb-h1", "zb-h2"]
-SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-h2")  # every backward as I and W, asked for or not
 PlacementChoice = Literal[PlacementName, "auto"]
 _READ = "described"  # of [model]: no setting, but what one of them names
 SaveFormat = Literal["hf", "megatron", "deepspeed"]
@@ -44,13 +43,14 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopologySettings:
-    """`stages_per_rank` 0 is the placement's own number. `placement` "auto" tries all on batches of the run and takes
-    the best, with its `layers_per_stage`, before the model is built."""
+    """`placement` empty is the one that the schedule needs, else linear; "auto" tries all on batches of the run and
+    takes the best, with its `layers_per_stage`, before the model is built. `stages_per_rank` 0 is the placement's own
+    number."""
 
     tp: int = 2
     pp: int = 2
     dp: int = 2
-    placement: PlacementChoice = "linear"
+    placement: Literal[PlacementChoice, ""] = ""
     stages_per_rank: int = 0
     layers_per_stage: tuple[int, ...] = ()
     sequence_parallel: bool = False
@@ -310,25 +310,31 @@ class TrainConfig:
         _check_evaluation(self.eval, where)
         self._check_heads(where)
 
+    @property
+    def placement(self) -> PlacementChoice:
+        """Of stages on ranks, as it is named or as the schedule needs it."""
+        return self.topology.placement or own_placement(self.plan.schedule)
+
     def _check_placement(self, where: str) -> None:
         t = self.topology
-        said = f"{where}: [topology] placement is {t.placement!r}"
-        if t.placement == "auto":
+        if self.placement == "auto":
+            said = f"{where}: [topology] placement is 'auto'"
             if t.layers_per_stage:
                 raise ConfigError(
                     f"{said}, which chooses layers_per_stage, but that is {t.layers_per_stage}: leave it out, or name a"
                     " placement"
                 )
-        else:
-            try:
-                placement_of(t.placement, t.pp, t.stages_per_rank or None)
-            except ConfigError as error:
-                raise ConfigError(f"{where}: [topology] {error}") from error
-        if t.placement != "linear" and self.plan.schedule != "adaptive":
-            raise ConfigError(
-                f"{said}, but schedule {self.plan.schedule!r} is for one stage a rank: take the adaptive schedule, or"
-                " placement linear"
-            )
+            if self.plan.schedule != "adaptive":
+                raise ConfigError(
+                    f"{said}, but schedule {self.plan.schedule!r} runs under one alone,"
+                    f" {own_placement(self.plan.schedule)}: leave placement out, or take the adaptive schedule"
+                )
+            return
+        try:
+            stage_ranks = placement_of(self.placement, t.pp, t.stages_per_rank or None)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: [topology] {error}") from error
+        check_placed(self.plan.schedule, Topology(pp=t.pp, placement=stage_ranks), f"{where}: [plan] ")
 
     def _check_heads(self, where: str) -> None:
         model, topology = self.model, self.topology
@@ -361,16 +367,6 @@ class TrainConfig:
                 f"{where}: [model] hidden_size / num_heads is {model.hidden_size} / {model.num_heads} = {head_size} but"
                 ' must be even with position = "rope", which turns pairs of numbers'
             )
-
-
-def check_fill_waits(fill_waits: bool, schedule: ScheduleName, split_backward: bool, where: str = "") -> None:
-    """Refuse to fill waits where there is nothing to fill them with. Errors: ConfigError."""
-    if fill_waits and not (split_backward if schedule == "adaptive" else schedule in SPLIT_SCHEDULES):
-        raise ConfigError(
-            f"{where}fill_waits needs weight gradients (W) of their own, but schedule {schedule!r} with split_backward"
-            f" {split_backward} has none: take the adaptive schedule with split_backward, or one of"
-            f" {', '.join(SPLIT_SCHEDULES)}"
-        )
 
 
 def _check_evaluation(settings: EvalSettings, where: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import SPLIT_SCHEDULES, ScheduleName, SplitRule, TrainConfig
+from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
@@ -21,7 +21,8 @@ from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
-from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, round_up
+from dynapipe_ext.plan import RECOMPUTES, MicroBatch, round_up
+from dynapipe_ext.schedule_names import SPLIT_SCHEDULES, ScheduleName, own_placement
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology, placement_of
 
@@ -33,23 +34,18 @@ TRAIN_COLLECTIVES = ReplicaCollectives()
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way of planning the same job; `--compare` runs several."""
+    """One way of training the same job, with all its settings; `--compare` runs several."""
 
     name: str
-    layout: Layout
-    schedule: ScheduleName
-    rule: SplitRule
-    max_tokens: int
-    fill_waits: bool = False
+    config: TrainConfig
 
 
 def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
-    """The configured run, and with `compare` the three usual ways beside it.
+    """The configured run, and with `compare` the usual ways beside it, one interleaved where ranks hold several stages.
 
-    Errors: ConfigError for a comparison where ranks hold several stages: the usual ways have one.
+    Errors: ConfigError for a comparison that cannot be.
     """
-    plan, row_len = config.plan, config.model.max_seq_len
-    ours = Variant(_OURS, plan.layout, plan.schedule, plan.rule, plan.max_tokens, plan.fill_waits)
+    ours = Variant(_OURS, config)
     if not compare:
         return [ours]
     if config.model.num_decoder_layers:
@@ -57,17 +53,25 @@ def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
             "--compare packs rows that attend as a whole, which would mix the inputs of an encoder-decoder: leave"
             " --compare out"
         )
-    if config.topology.placement != "linear":
-        raise ConfigError(
-            f"--compare runs 1F1B, one stage a rank, but placement is {config.topology.placement!r}: leave --compare"
-            " out, or take placement linear"
-        )
-    return [
-        ours,
-        Variant("padding to the batch maximum, 1F1B", "padded", "1f1b", "batch-max", 0),
-        Variant("packing into fixed rows, whole-row attention, 1F1B", "packed", "1f1b", "fixed-rows", row_len),
-        Variant("packing, document attention, balanced, 1F1B", "packed", "1f1b", "packed-balanced", row_len),
-    ]
+    row_len = config.model.max_seq_len
+    documents: dict[str, Any] = {"layout": "packed", "rule": "packed-balanced", "max_tokens": row_len}
+    plans: dict[str, dict[str, Any]] = {
+        "padding to the batch maximum, 1F1B": {"layout": "padded", "rule": "batch-max", "max_tokens": 0},
+        "packing into fixed rows, whole-row attention, 1F1B": {**documents, "rule": "fixed-rows"},
+        "packing, document attention, balanced, 1F1B": documents,
+    }
+    if placed_stages(config).num_stages > config.topology.pp:
+        plans["packing, document attention, balanced, interleaved 1F1B"] = {**documents, "schedule": "interleaved-1f1b"}
+    return [ours, *(Variant(name, _usual(config, **plan)) for name, plan in plans.items())]
+
+
+def _usual(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: Any) -> TrainConfig:
+    """The same job planned otherwise, on the placement of its schedule; where that is the job's, layers stay."""
+    topology = config.topology
+    if config.placement != own_placement(schedule):
+        topology = replace(topology, placement="", stages_per_rank=0, layers_per_stage=())
+    usual = replace(config.plan, schedule=schedule, split_backward=False, fill_waits=False, **plan)
+    return replace(config, topology=topology, plan=usual)
 
 
 def placed_stages(config: TrainConfig) -> Topology:
@@ -75,10 +79,10 @@ def placed_stages(config: TrainConfig) -> Topology:
 
     Placement "auto" is linear here, until it is settled (`settled_placement`).
     """
-    t = config.topology
+    t, name = config.topology, config.placement
     placement: tuple[int, ...] = ()
-    if t.placement != "linear" and t.placement != "auto":
-        placement = placement_of(t.placement, t.pp, t.stages_per_rank or None)
+    if name != "linear" and name != "auto":
+        placement = placement_of(name, t.pp, t.stages_per_rank or None)
     return Topology(tp=t.tp, pp=t.pp, dp=t.dp, layers_per_stage=t.layers_per_stage, placement=placement)
 
 
@@ -289,22 +293,22 @@ def _check_max_tokens(config: TrainConfig, lengths: LengthArray) -> None:
         )
 
 
-def make_planner(config: TrainConfig, costs: CostModel, variant: Variant, num_cores: int | None = None) -> Planner:
-    """The planner of one variant; `num_cores` are those that all ranks have together, None on accelerators."""
+def make_planner(config: TrainConfig, costs: CostModel, num_cores: int | None = None) -> Planner:
+    """The configured planner; `num_cores` are those that all ranks have together, None on accelerators."""
     plan = config.plan
     return Planner(
         topology_of(config),
         costs,
         plan.memory_limit_bytes,
         config.run.seed,
-        layout=variant.layout,
-        schedule=variant.schedule,
-        rule=variant.rule,
+        layout=plan.layout,
+        schedule=plan.schedule,
+        rule=plan.rule,
         pad_multiple=plan.pad_multiple,
-        max_tokens=variant.max_tokens,
+        max_tokens=plan.max_tokens,
         effort=plan.effort,
-        split_backward=plan.split_backward and variant.name == _OURS,
-        fill_waits=variant.fill_waits,
+        split_backward=plan.split_backward,
+        fill_waits=plan.fill_waits,
         loss_norm=plan.loss_norm,
         recompute=None if plan.recompute == "auto" else plan.recompute,
         equal_counts=plan.replica_counts == "equal",

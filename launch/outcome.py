@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.config import PlanSettings, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.data.batches import GlobalBatches
@@ -86,7 +86,7 @@ def begin_run(run_dir: Path, config: TrainConfig, costs: CostModel, facts: RunFa
     # With --costs, this file makes another run plan exactly as this one does.
     write_atomic(run_dir / "costs.json", json.dumps(cost_model_to_json(costs)) + "\n")
     link(run_dir / "data", Path(os.path.relpath(data_folder(config).resolve(), run_dir.resolve())))
-    labels = [VariantLabel(variant.name, variant.layout, variant.schedule) for variant in chosen]
+    labels = [VariantLabel(one.name, one.config.plan.layout, one.config.plan.schedule) for one in chosen]
     start_events(run_dir / EVENTS_FILE, facts, labels, num_steps=config.run.steps)
     point_latest_at(run_dir)
 
@@ -103,20 +103,17 @@ def write_outcome(
     config: TrainConfig,
     costs: CostModel,
     data: RunData,
-    variant: Variant,
     spans: Sequence[Spans],
 ) -> None:
-    """Write the files of a finished run and print the tables. `spans` are those of the job's own `variant`, by rank."""
+    """Write the files of a finished run and print the tables. `spans` are those of the configured run, by rank."""
     events = read_events(run_dir / EVENTS_FILE)
     (_, steps), facts = events.variants[0], events.facts
     shared_cores = facts.num_cores if facts.oversubscribed else None
     report = report_of(events, unfinished=None)
     traced = [done for done in steps if any(done.step in rank for rank in spans)]
-    simulated = {
-        done.step: _simulated(config, costs, data.train.lengths, variant, done, shared_cores) for done in traced
-    }
+    simulated = {done.step: _simulated(config, costs, data.train.lengths, done, shared_cores) for done in traced}
     _write_report(run_dir, report)
-    _write_traces(run_dir, variant, facts.topology, spans, simulated, shared_cores)
+    _write_traces(run_dir, config.plan, facts.topology, spans, simulated, shared_cores)
     console = Console()
     console.print(summary_table(report))
     if report.compare:
@@ -169,7 +166,7 @@ def _write_report(run_dir: Path, report: RunReport) -> None:
 
 def _write_traces(
     run_dir: Path,
-    variant: Variant,
+    plan: PlanSettings,
     topology: Topology,
     spans: Sequence[Spans],
     simulated: Mapping[int, Trace],
@@ -182,12 +179,12 @@ def _write_traces(
     for rank in range(topology.world_size):
         me = topology.coordinates(rank)
         names[rank] = f"dp{me.dp_rank} pp{me.pp_rank} tp{me.tp_rank}"
-    notes = page_notes(topology.world_size, shared_cores, fill_waits=variant.fill_waits)
+    notes = page_notes(topology.world_size, shared_cores, fill_waits=plan.fill_waits)
     record = TraceRecord(
         measured=measured,
         simulated=tuple(simulated.values()),
         title=f"Pipeline timeline, TP{topology.tp} x PP{topology.pp} x DP{topology.dp}",
-        subtitle=f"{variant.layout} layout, {variant.schedule} schedule; measured above simulated",
+        subtitle=f"{plan.layout} layout, {plan.schedule} schedule; measured above simulated",
         notes=notes,
         rank_names=names,
     )
@@ -215,7 +212,6 @@ def _simulated(
     config: TrainConfig,
     costs: CostModel,
     lengths: LengthArray,
-    variant: Variant,
     step: StepDone,
     shared_cores: int | None,
 ) -> Trace:
@@ -230,10 +226,10 @@ def _simulated(
         drop_last=data.drop_last,
     )
     samples = sample_lengths(lengths, batches[step.epoch_step])
-    plan = prove_step(make_planner(config, costs, variant, shared_cores), samples, step=step.step).step_plan
+    plan = prove_step(make_planner(config, costs, shared_cores), samples, step=step.step).step_plan
     traces = []
     for d, (replica, trace) in enumerate(zip(plan.batch.replicas, plan.traces, strict=True)):
-        if variant.fill_waits and shared_cores is None:
+        if config.plan.fill_waits and shared_cores is None:
             trace = filled_trace(plan.schedules[d], plan.costs[d])
         shapes = [(m.rows, m.encoder_len, m.decoder_len) for m in replica.micro_batches]
         for tp_rank in range(topology.tp):

@@ -12,7 +12,7 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.abilities import layers_to_place, over_topology
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.launch.job import make_planner, topology_of, variants
+from dynapipe_ext.launch.job import make_planner, placed_stages, topology_of
 from dynapipe_ext.lengths import LengthArray, sample_lengths
 from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sampled_batches
 from dynapipe_ext.schedules.planner import Planner
@@ -37,8 +37,8 @@ def settled_placement(
     Every process that asks finds the same. Errors as `placement_trials`.
     """
     t, data = config.topology, config.data
-    if t.placement != "auto":
-        return config, costs, ()
+    if config.placement != "auto":
+        return replace(config, topology=replace(t, placement=config.placement)), costs, ()
     batches = GlobalBatches(
         lengths,
         batch_size=data.batch_size or None,
@@ -47,7 +47,7 @@ def settled_placement(
         drop_last=data.drop_last,
     )
     sampled = [sample_lengths(lengths, batches[step]) for step in sampled_batches(len(batches))]
-    planner = make_planner(config, costs, variants(config, compare=False)[0], num_cores)
+    planner = make_planner(config, costs, num_cores)
     trials = placement_trials(planner, sampled, stages_per_rank=t.stages_per_rank)
     best = trials[0].topology
     name = cast(PlacementName, best.placement_name.partition(",")[0])
@@ -56,6 +56,13 @@ def settled_placement(
     )
     settled = replace(config, topology=chosen)
     return settled, over_topology(costs, topology_of(settled))[0], trials
+
+
+def followed_placement(config: TrainConfig) -> str:
+    """What is said where the schedule, and nobody else, has put several stages on a rank; else nothing."""
+    if config.topology.placement or config.placement == "linear":
+        return ""
+    return f"placement: {placed_stages(config).placement_name}, which schedule {config.plan.schedule} needs"
 
 
 def trials_table(trials: Sequence[PlacementTrial]) -> Table:

@@ -38,13 +38,14 @@ from dynapipe_ext.launch.job import (
     architecture_of,
     check_batches,
     check_fits,
+    placed_stages,
     settled_steps,
     topology_of,
     variants,
 )
 from dynapipe_ext.launch.listeners import shown, written
 from dynapipe_ext.launch.outcome import begin_run, resume_run, run_facts, write_outcome
-from dynapipe_ext.launch.placement import settled_placement, trials_table
+from dynapipe_ext.launch.placement import followed_placement, settled_placement, trials_table
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
 from dynapipe_ext.launch.run_data import (
     PREPARE_LIMIT_S,
@@ -118,7 +119,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
             raise ConfigError("[job] strict moves CPU tensors over gloo: leave it out on accelerators")
     costs = job.costs
     if costs is None and env.rank == 0:
-        print(ranks_line(topology), file=sys.stderr)
+        print("\n".join(line for line in (ranks_line(topology), followed_placement(config)) if line), file=sys.stderr)
         progress, advance = data_progress(config)
         with progress:
             dataset = prepare_data(config, advance)
@@ -143,9 +144,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
         dist.barrier()
     dist.destroy_process_group()
     if env.rank == 0:  # alone, so that what goes wrong here is said once
-        write_outcome(
-            job.run_dir, context.config, context.costs, context.data, variants(config, compare=False)[0], spans
-        )
+        write_outcome(job.run_dir, context.config, context.costs, context.data, spans)
         if output := context.config.checkpoint.output:
             step = write_trained_model(context.config, job.run_dir, overwrite=job.overwrite)
             print(f"the model after step {step} is in {output} ({config.checkpoint.save_format})")
@@ -161,7 +160,7 @@ def _run(
 
     from dynapipe_ext.executor.device import device_bytes, device_name
     from dynapipe_ext.executor.stages.megatron_model import initialize_parallel
-    from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+    from dynapipe_ext.executor.transport.groups import Groups, make_pipeline_groups
     from dynapipe_ext.launch.variant_run import (
         RankContext,
         RunCheckpoints,
@@ -205,6 +204,10 @@ def _run(
     stack.callback(store.close)
     architecture = architecture_of(config, data.whole.vocab_size)
     initialize_parallel(topology, config.run.seed, timeout_s=config.job.timeout_s, architecture=architecture)
+    chosen, traced = variants(config, compare=job.compare), TracedSpans()
+    groups: Groups = {}
+    for placed in dict.fromkeys(placed_stages(variant.config) for variant in chosen):
+        groups |= make_pipeline_groups(placed, env.rank, timeout_s=config.job.timeout_s)
     context = RankContext(
         rank=env.rank,
         config=config,
@@ -213,14 +216,13 @@ def _run(
         store=store,
         plan_key=bytes.fromhex(shared["plan_key"]),
         namespace=shared["namespace"],
-        groups=make_pipeline_groups(topology, env.rank, timeout_s=config.job.timeout_s),
+        groups=groups,
         device=device,
         clock_offset_s=clock_offset_s(env.local_world_size == env.world_size, device),
         num_cores=shared["num_cores"],
     )
     resumed = Path(shared["resumed"]) if shared["resumed"] else None
     first_step = 0 if resumed is None else read_manifest(resumed).run.step
-    chosen, traced = variants(config, compare=job.compare), TracedSpans()
     if env.rank == 0:
         told, name = store.info(), device_name(device)
         info = StoreInfo(told["server"], told["version"])

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.checkpoints.manifest import RunState
@@ -77,13 +78,16 @@ def run_variant(
     `namespace` is its own in the store. Weights are fresh, or those of the checkpoint that `checkpoints` goes on from;
     a variant without them is there to be compared, and not evaluated.
     """
-    config, device = context.config, context.device
+    config, device = variant.config, context.device
     topology = topology_of(config)
+    costs = context.costs
+    if topology != topology_of(context.config):
+        costs, _ = over_topology(costs, topology)
     me = topology.coordinates(context.rank)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     architecture = architecture_of(config, context.data.whole.vocab_size)
-    built = _built(context, architecture)
+    built = _built(context, config, architecture)
     stage = built.stage
     recorder = SpanRecorder(context.clock_offset_s)
     with ExitStack() as stack:
@@ -95,7 +99,7 @@ def run_variant(
         )
         # Spans on an accelerator need synchronisation, which takes overlap away: there only traced steps record them.
         plain = recording if device.type == "cpu" else PipelineExecutor(stage, transport, arrived=arrived)
-        planner = make_planner(config, context.costs, variant, context.num_cores)
+        planner = make_planner(config, costs, context.num_cores)
         load = partial(
             DynaPipeDataLoader,
             batch_size=config.data.batch_size or None,
@@ -145,9 +149,9 @@ def run_variant(
         )
 
 
-def _built(context: RankContext, architecture: Architecture) -> BuiltModel:
-    """This rank's part of the model, of the framework that the settings name."""
-    config, device = context.config, context.device
+def _built(context: RankContext, config: TrainConfig, architecture: Architecture) -> BuiltModel:
+    """This rank's part of the model, of the framework that a variant's settings name."""
+    device = context.device
     if config.model.uses_transformers:
         from dynapipe_ext.launch.transformers_run import build_transformers
 
@@ -231,13 +235,14 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 def _transport(context: RankContext, variant: Variant) -> Transport:
-    topology, job, device = topology_of(context.config), context.config.job, context.device
+    config, device = variant.config, context.device
+    topology, job = topology_of(config), config.job
     inner: Transport
     if job.strict:
         inner = StrictTransport(topology, context.rank, context.groups, timeout_s=job.timeout_s)
     else:
         inner = TorchP2PTransport(topology, context.rank, context.groups, device=device, timeout_s=job.timeout_s)
-    if not variant.fill_waits:
+    if not config.plan.fill_waits:
         return inner
     if device.type == "cpu":
         return WatchedTransport(inner)

@@ -10,7 +10,7 @@ import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import ScheduleName, SplitRule, check_fill_waits
+from dynapipe_ext.config import SplitRule
 from dynapipe_ext.costs.abilities import replica_collectives_of
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
@@ -26,7 +26,8 @@ from dynapipe_ext.plan import (
     ReplicaPlan,
     check_cover,
 )
-from dynapipe_ext.schedules.actions import PipelineSchedule, linear_schedule
+from dynapipe_ext.schedule_names import ScheduleName, check_fill_waits, check_placed
+from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.certificate import certify
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores
@@ -42,6 +43,7 @@ from dynapipe_ext.schedules.search.flow_shop import forward_schedule, injection_
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, step_spans
+from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.tables.published import published_schedule
 from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
@@ -102,11 +104,7 @@ class Planner:
             raise ConfigError(
                 f"split_backward goes with the adaptive schedule, not with {self.schedule!r}: choose one of them"
             )
-        if self.schedule != "adaptive" and self.topology.stage_ranks != tuple(range(self.topology.num_stages)):
-            raise ConfigError(
-                f"schedule {self.schedule!r} is for one stage a rank, but the placement is {self.topology.stage_ranks}:"
-                " use the adaptive schedule"
-            )
+        check_placed(self.schedule, self.topology)
         check_fill_waits(self.fill_waits, self.schedule, self.split_backward)
         if self.forward_only:
             check_forward_only(self)
@@ -258,10 +256,10 @@ class Planner:
         found: list[StepPlan] = []
         refusal: PlanError | None = None
         for replicas in splits:
-            schedules = tuple(self._published(len(replica)) for replica in replicas)
             try:
-                found.append(self._predicted(replicas, schedules, step=step))
-            except PlanError as error:  # this split holds too much at once; others may fit
+                priced = tuple(self.costs.evaluate(micro_batches) for micro_batches in replicas)
+                found.append(self._predicted(replicas, tuple(map(self._named, priced)), priced, step=step))
+            except PlanError as error:  # this split cannot be priced, or holds too much at once; others may fit
                 refusal = refusal or error
         if not found:
             assert refusal is not None
@@ -295,10 +293,14 @@ class Planner:
         batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
         return StepPlan(batch, tuple(schedules), tuple(predictions), priced, self.shared_cores)
 
-    def _published(self, num_micro_batches: int) -> PipelineSchedule:
-        if not num_micro_batches:
-            return linear_schedule(self.schedule, [()] * self.topology.num_stages)
-        return published_schedule(self.schedule, self.topology.num_stages, num_micro_batches)
+    def _named(self, costs: MicroBatchCosts) -> PipelineSchedule:
+        """The schedule of this planner's name for one replica's micro-batches."""
+        pp, count = self.topology.pp, costs.num_micro_batches
+        if not count:
+            return PipelineSchedule(self.schedule, ((),) * pp, self.topology.stage_ranks)
+        if self.schedule == "cyclic":
+            return clustered_cyclic(costs, memory_limit_bytes=int(self.memory_limit_bytes))
+        return published_schedule(self.schedule, pp, count, stages_per_rank=self.topology.num_stages // pp)
 
     def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules, ReplicaCosts]:
         """A split for forwards alone, each replica in a good order, with that order's schedules and costs."""

@@ -8,11 +8,12 @@ import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.config import ScheduleName, SplitRule
+from dynapipe_ext.config import SplitRule
 from dynapipe_ext.costs.abilities import replica_collectives_of
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.plan import RECOMPUTES, Layout, LossNorm
+from dynapipe_ext.schedule_names import ScheduleName
 from dynapipe_ext.suggestion import did_you_mean
 from dynapipe_ext.topology import Topology
 

@@ -1,4 +1,4 @@
-"""A Stage that sleeps for the cost model's seconds: real ranks, real store, real transfers, no arithmetic.
+"""A Stage that sleeps for the cost model's seconds: real ranks, real store, no arithmetic.
 
 Ranks that share cores cannot show a bubble with a real model (an idle rank lends its core); sleeping ranks can. Claims
 about schedules on a CPU machine are measured with this stage.
@@ -11,13 +11,14 @@ from collections.abc import Callable
 
 from dynapipe_ext.activations import ActivationFormat, TensorSpec
 from dynapipe_ext.costs.model import MicroBatchCosts
-from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.instructions import Buffer, ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
+from dynapipe_ext.executor.transport.emulated import sleep_until
 
 
 class EmulatedStage:
-    """`costs_of(plan)` prices the plan's micro-batches; `make_tensor` builds what crosses boundaries (real tensors of
-    the announced shape, so that the transport has real work). `scale` stretches time."""
+    """`costs_of(plan)` prices the plan's micro-batches; `make_tensor` builds what crosses boundaries: tensors of the
+    announced shape, which are real work for a transport that carries them. `scale` stretches time."""
 
     def __init__(
         self,
@@ -62,8 +63,10 @@ class EmulatedStage:
     def held_bytes(self) -> int:
         return sum(self._held.values())
 
+    def link_s(self, buffer: Buffer) -> float:
+        """How long a message of this step is on its way."""
+        boundary = buffer.stage - (buffer.payload == "gradient")
+        return int(self._costs.transfer_ns[boundary, buffer.micro_batch]) / 1e9 * self._scale
+
     def _sleep(self, duration_ns: int) -> None:
-        """Sleep to a deadline: a late wake-up inside one action must not add up over its pieces."""
-        deadline_s = time.perf_counter() + duration_ns / 1e9 * self._scale
-        while (left_s := deadline_s - time.perf_counter()) > 0:
-            time.sleep(left_s)
+        sleep_until(time.perf_counter() + duration_ns / 1e9 * self._scale)

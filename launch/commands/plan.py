@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from dynapipe_ext.config import PlacementChoice, ScheduleName, TrainConfig
+from dynapipe_ext.config import PlacementChoice, TrainConfig
 from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
@@ -24,9 +24,10 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     priced_costs,
     run_collectives,
 )
-from dynapipe_ext.launch.placement import placement_trials, trials_table
+from dynapipe_ext.launch.placement import followed_placement, placement_trials, trials_table
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import Layout
+from dynapipe_ext.schedule_names import ScheduleName
 from dynapipe_ext.schedules.judge.certificate import with_bounds
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.placements import PlacementTrial
@@ -66,9 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cost_arguments(parser)
     for name, what in (("tp", "tensor parallel ranks"), ("pp", "pipeline ranks"), ("dp", "data parallel replicas")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} (default: 1; with --config the file's)")
-    t, p = TrainConfig().topology, TrainConfig().plan
+    p = TrainConfig().plan
     parser.add_argument(
-        "--placement", choices=get_args(PlacementChoice), help=f"of stages on ranks (default: {t.placement})"
+        "--placement", choices=get_args(PlacementChoice), help="of stages on ranks (default: as the schedule needs)"
     )
     parser.add_argument("--stages-per-rank", type=int, metavar="N", help="under interleaved, v (default: 2)")
     parser.add_argument("--layout", choices=get_args(Layout), help=f"of micro-batches (default: {p.layout})")
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         collectives=run_collectives(priced.costs),
     )
     trials: tuple[PlacementTrial, ...] = ()
-    if config.topology.placement == "auto":
+    if config.placement == "auto":
         trials = placement_trials(planner, [samples], stages_per_rank=config.topology.stages_per_rank)
         best = trials[0].topology
         planner = replace(planner, topology=best, costs=over_topology(planner.costs, best)[0])
@@ -149,6 +150,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"limits: {limit_bytes / 1e9:g} GB a rank, rows rounded up to a multiple of {multiple}")
     if trials:
         console.print(trials_table(trials))
+    if followed := followed_placement(config):
+        console.print(followed)
     if planner.topology.dp > 1:
         console.print(f"over replicas: {planner.replica_collectives}")
     if not planner.forward_only:

@@ -101,7 +101,7 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
     if path:
         try:
             if topology is None and (
-                args.config or t.placement != "linear" or any(getattr(args, name) for name in ("tp", "pp", "dp"))
+                args.config or config.placement != "linear" or any(getattr(args, name) for name in ("tp", "pp", "dp"))
             ):
                 measured_at = t.tp if args.config or args.tp is not None else read_costs(path, None)[1].tp
                 topology = replace(placed_stages(config), tp=measured_at, layers_per_stage=())

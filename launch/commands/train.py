@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from dynapipe_ext.config import LrSchedule, PlacementChoice, SaveFormat, ScheduleName, TrainConfig
+from dynapipe_ext.config import LrSchedule, PlacementChoice, SaveFormat, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.mixture import data_settings
@@ -24,7 +24,7 @@ from dynapipe_ext.launch.job import check_batches, check_fits, settled_steps, to
 from dynapipe_ext.launch.listeners import require_loggers
 from dynapipe_ext.launch.model_folder import settings_of_model, usual_settings
 from dynapipe_ext.launch.outcome import keeping_what_ran
-from dynapipe_ext.launch.placement import settled_placement, trials_table
+from dynapipe_ext.launch.placement import followed_placement, settled_placement, trials_table
 from dynapipe_ext.launch.process_title import set_process_title
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
@@ -46,6 +46,7 @@ from dynapipe_ext.launch.trained_model import refuse_output
 from dynapipe_ext.launch.transformers_settings import refuse_unsupported
 from dynapipe_ext.models.transformers_sizes import Backend
 from dynapipe_ext.plan import Layout, LossNorm
+from dynapipe_ext.schedule_names import ScheduleName
 from dynapipe_ext.tools.console import say_loading
 
 _EPILOG = """examples:
@@ -103,7 +104,10 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--placement": (
         "topology",
         "placement",
-        {"choices": get_args(PlacementChoice), "help": "of stages on ranks; auto: tried on the data"},
+        {
+            "choices": get_args(PlacementChoice),
+            "help": "of stages on ranks (default: the schedule's); auto: tried",
+        },
     ),
     "--stages-per-rank": (
         "topology",
@@ -307,6 +311,8 @@ def run(args: argparse.Namespace) -> int:
                 address = server.address
                 console.print(f"store: embedded {server.name} {server.version} on a unix socket")
             costs = given or _measure(config, dataset.vocab_size)
+            if followed := followed_placement(config):
+                console.print(followed, highlight=False)
             config, costs, trials = settled_placement(config, costs, data.train.lengths, _num_cores())
             if trials:
                 console.print(trials_table(trials))

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,10 +23,12 @@ from dynapipe_ext.errors import DataError, PlanError
 from dynapipe_ext.plan import round_up
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.topology import Topology, placement_of
 
 TOPOLOGY = Topology(tp=1, pp=4, dp=2)
+INTERLEAVED, V = (replace(TOPOLOGY, placement=placement_of(name, 4)) for name in ("interleaved", "v"))
 MEMORY_LIMIT_BYTES = 36e9
+FEW_BYTES, REAL_BYTES = ActivationFormat(4), ActivationFormat(4096, "bfloat16")  # of messages: a token's, GPT 6.7B's
 COLUMNS = {
     "padding": "padding to the batch maximum, 1F1B",
     "packing": "packing, document attention, balanced 1F1B",
@@ -53,13 +55,14 @@ def cost_model(directory: Path | None, topology: Topology = TOPOLOGY) -> tuple[C
     if directory is not None:
         table = CostTable.read_a100(directory, "gpt_6.7b", topology=topology, num_layers=32)
         return table, "GPT 6.7B, measured A100 layer costs"
+    shared = topology.num_stages // topology.pp  # stages that a rank's layers are spread over
     costs = TokenCosts(
         topology.num_stages,
-        ns_per_token=18_000,
-        ns_per_token_squared=2.0,
-        overhead_ns=3_000_000,
-        bytes_per_token=2_000_000,
-        static_bytes=16_000_000_000,
+        ns_per_token=18_000 // shared,
+        ns_per_token_squared=2.0 / shared,
+        overhead_ns=3_000_000 // shared,
+        bytes_per_token=2_000_000 // shared,
+        static_bytes=16_000_000_000 // shared,
     )
     return costs, "made-up costs (TokenCosts)"
 
@@ -92,25 +95,30 @@ def _drawn(tokens: int, count: int) -> Iterator[Batch]:
 def settings(column: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Planner settings of a column; of several, the fastest plan counts: a rule that leaves a size open is at its best.
 
-    Besides the columns: ours and DynaPipe's split under 1F1B in natural order, ours with split backwards, under the
-    zero-bubble schedules, and in packed rows.
+    Besides the columns: ours and DynaPipe's split under 1F1B in natural order, DynaPipe's also under its cyclic order,
+    ours with split backwards, under the zero-bubble schedules, and in packed rows; packing under interleaved 1F1B and
+    with whole rows. Those of several stages a rank go with `topology_for`.
     """
     longest = round_up(max(lengths), 8)
     match column:
         case "padding":
             return [{"rule": "batch-max", "schedule": "1f1b"}]
-        case "packing":
+        case "packing" | "packing, interleaved" | "whole rows":
+            rule = "fixed-rows" if column == "whole rows" else "packed-balanced"
+            schedule = "interleaved-1f1b" if column == "packing, interleaved" else "1f1b"
             rows = dict.fromkeys(max(longest, n) for n in (2048, 4096, 8192))
-            return [{"rule": "packed-balanced", "layout": "packed", "schedule": "1f1b", "max_tokens": n} for n in rows]
+            return [{"rule": rule, "layout": "packed", "schedule": schedule, "max_tokens": n} for n in rows]
         case "dynapipe":
             return [{"rule": "dynapipe", "schedule": "adaptive"}]
-        case "ours":
+        case "DynaPipe's split, cyclic":
+            return [{"rule": "dynapipe", "schedule": "cyclic"}]
+        case "ours" | "ours, V":
             return [{"schedule": "adaptive"}]
-        case "ours, split":
+        case "ours, split" | "ours, V, split":
             return [{"schedule": "adaptive", "split_backward": True}]
         case "ours, 1F1B":
             return [{"schedule": "1f1b"}]
-        case "ours, ZB-H1" | "ours, ZB-H2":
+        case "ours, ZB-H1" | "ours, ZB-H2" | "ours, ZB-V" | "ours, V-Half":
             return [{"schedule": column.removeprefix("ours, ").lower()}]
         case "ours, packed":
             rows = dict.fromkeys(max(longest, n) for n in (2048, 4096))
@@ -121,6 +129,17 @@ def settings(column: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
             raise ValueError(column)
 
 
+def topology_for(column: str) -> Topology:
+    """TOPOLOGY with the stages of a column on its ranks."""
+    match column:
+        case "packing, interleaved":
+            return INTERLEAVED
+        case "ours, V" | "ours, V, split" | "ours, ZB-V" | "ours, V-Half":
+            return V
+        case _:
+            return TOPOLOGY
+
+
 def best_plan(
     column: str,
     costs: Costs,
@@ -128,6 +147,7 @@ def best_plan(
     *,
     topology: Topology = TOPOLOGY,
     limit_bytes: float = MEMORY_LIMIT_BYTES,
+    messages: ActivationFormat = FEW_BYTES,
 ) -> tuple[StepPlan, Planner, float]:
     """The column's plan, the planner that made it, and the CPU seconds of all its planning.
 
@@ -135,9 +155,7 @@ def best_plan(
     """
     start_s, best, refusal = time.process_time(), None, None
     for options in settings(column, lengths):
-        planner = Planner(
-            topology, costs, limit_bytes, format=ActivationFormat(4), collectives=ReplicaCollectives(), **options
-        )
+        planner = Planner(topology, costs, limit_bytes, format=messages, collectives=ReplicaCollectives(), **options)
         try:
             plan = planner.plan(lengths)
         except PlanError as error:

@@ -14,7 +14,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from contenders import MEMORY_LIMIT_BYTES, TOPOLOGY, best_plan, cost_model, provenance, read_batches
+from contenders import (
+    FEW_BYTES,
+    MEMORY_LIMIT_BYTES,
+    REAL_BYTES,
+    TOPOLOGY,
+    best_plan,
+    cost_model,
+    provenance,
+    read_batches,
+    topology_for,
+)
 from emulation import Case, run_emulated
 
 from dynapipe_ext.errors import DynaPipeError
@@ -24,16 +34,28 @@ RESULT = Path(__file__).parent / "results" / "emulated.json"
 FORMAT = "dynapipe-emulated/1"
 ROWS = {
     "padding": "padding to the batch maximum, 1F1B",
+    "whole rows": "packing into fixed rows, whole-row attention, 1F1B",
     "packing": "packing, document attention, balanced, 1F1B",
+    "packing, interleaved": "packing, document attention, balanced, interleaved 1F1B",
     "DynaPipe's split, 1F1B": "DynaPipe's split, 1F1B in natural order",
+    "DynaPipe's split, cyclic": "DynaPipe's split, its cyclic order",
     "dynapipe": "DynaPipe's split, adaptive",
     "ours, 1F1B": "our split, 1F1B in natural order",
     "ours": "our split, adaptive",
     "ours, split": "our split, adaptive, backward as I and W",
     "ours, ZB-H1": "our split, ZB-H1 in natural order",
     "ours, ZB-H2": "our split, ZB-H2 in natural order",
+    "ours, ZB-V": "our split, ZB-V in natural order",
+    "ours, V-Half": "our split, V-Half in natural order",
+    "ours, V": "our split, adaptive on a V",
+    "ours, V, split": "our split, adaptive on a V, backward as I and W",
+    "ours, real messages": "our split, adaptive; real messages, copied by gloo",
 }
-LIMITS = {"ours, ZB-H1": 60e9, "ours, ZB-H2": 78e9}  # bytes a rank, where it is not the others'; these need more
+LIMITS = {
+    "ours, ZB-H1": 60e9,
+    "ours, ZB-H2": 78e9,
+    "ours, ZB-V": 60e9,
+}  # bytes a rank, where it is not the others'; these need more
 
 
 def main() -> int:
@@ -59,17 +81,29 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    costs, cost_name = cost_model(args.costs)
     batches, length_name = read_batches(args.shared, args.tokens, limit=1)
     batch, rows = batches[0], []
     with RedisServer() as server:
         store = f"{server.name} {server.version}"
         for column in args.only or ROWS:
             name = ROWS[column]
-            limit_bytes = LIMITS.get(column, MEMORY_LIMIT_BYTES)
-            _, planner, _ = best_plan(column, costs, batch.lengths, limit_bytes=limit_bytes)
+            limit_bytes, topology = LIMITS.get(column, MEMORY_LIMIT_BYTES), topology_for(column)
+            costs, cost_name = cost_model(args.costs, topology)
+            ours, real = column.removesuffix(", real messages"), column.endswith(", real messages")
+            _, planner, _ = best_plan(
+                ours,
+                costs,
+                batch.lengths,
+                topology=topology,
+                limit_bytes=limit_bytes,
+                messages=REAL_BYTES if real else FEW_BYTES,
+            )
             case = Case(
-                planner=planner, batches=(batch.lengths,) * args.steps, transport=args.transport, scale=args.scale
+                planner=planner,
+                batches=(batch.lengths,) * args.steps,
+                transport=args.transport,
+                scale=args.scale,
+                real_messages=real,
             )
             steps = run_emulated(case, server.address, timeout_s=500)
             rows.append(
@@ -92,7 +126,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "transport": {"torch": "gloo", "strict": "gloo under NCCL's rules"}[args.transport],
         "topology": {"tp": TOPOLOGY.tp, "pp": TOPOLOGY.pp, "dp": TOPOLOGY.dp},
         "costs": cost_name,
-        "costs_fingerprint": costs.fingerprint(),
+        "costs_fingerprint": cost_model(args.costs)[0].fingerprint(),
         "lengths": length_name,
         "tokens": batch.tokens,
         "scale": args.scale,

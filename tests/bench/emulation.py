@@ -1,4 +1,6 @@
-"""Sleeping ranks: forked processes, a real store with a planner process, real transfers over gloo, no arithmetic.
+"""Sleeping ranks: forked processes, a real store with a planner process, no arithmetic.
+
+A transfer takes its link's time and carries a few bytes over gloo, or, with `real_messages`, the whole message.
 
 RedisServer ◄── plans ── planner process        each rank: DynaPipeDataLoader ─► PipelineExecutor(EmulatedStage)
 
@@ -31,8 +33,10 @@ from dynapipe_ext.costs.model import MicroBatchCosts  # noqa: E402
 from dynapipe_ext.executor.engine import PipelineExecutor  # noqa: E402
 from dynapipe_ext.executor.instructions import ExecutionPlan  # noqa: E402
 from dynapipe_ext.executor.loader import DynaPipeDataLoader  # noqa: E402
+from dynapipe_ext.executor.protocols import Transport  # noqa: E402
 from dynapipe_ext.executor.stages.emulated import EmulatedStage  # noqa: E402
 from dynapipe_ext.executor.store.address import StoreAddress  # noqa: E402
+from dynapipe_ext.executor.transport.emulated import EmulatedLinks  # noqa: E402
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups  # noqa: E402
 from dynapipe_ext.executor.transport.strict import StrictTransport  # noqa: E402
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport  # noqa: E402
@@ -54,6 +58,7 @@ class Case:
     batches: tuple[tuple[int, ...], ...]
     transport: TransportName = "torch"
     scale: float = 1.0
+    real_messages: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,10 +162,15 @@ def median_ratio(steps: Sequence[Step]) -> float:
 
 def _rank_main(case: Case, address: StoreAddress, namespace: str, folder: Path, env: RankEnv) -> int:
     planner, topology = case.planner, case.planner.topology
-    transport = _join(env, topology, case.transport)
+    transport: Transport = _join(env, topology, case.transport)
     stage = EmulatedStage(
-        lambda plan: planner.costs.evaluate(plan.micro_batches), planner.activation_format, _tensor, scale=case.scale
+        lambda plan: planner.costs.evaluate(plan.micro_batches),
+        planner.activation_format,
+        _tensor if case.real_messages else _nothing,
+        scale=case.scale,
     )
+    if not case.real_messages:
+        transport = EmulatedLinks(transport, stage.link_s, _stamp)
     recorder = _Spans()
     executor = PipelineExecutor(stage, transport, recorder=recorder, rank=env.rank)
     loader = DynaPipeDataLoader(
@@ -192,13 +202,14 @@ def _given_main(
     folder: Path,
     env: RankEnv,
 ) -> int:
-    plain = _join(env, topology, transport_name)
-    watched = WatchedTransport(plain)
     me, recorder = topology.coordinates(env.rank), _Spans()
+    turned_out = iter([step.costs[me.dp_rank] for step in steps])
+    stage = EmulatedStage(lambda _: next(turned_out), activation_format, _nothing, scale=scale)
+    plain = EmulatedLinks(_join(env, topology, transport_name), stage.link_s, _stamp)
+    watched = WatchedTransport(plain)
     spans = []
     for step in steps:
-        plan, costs = step.plans[me.dp_rank][me.pp_rank], step.costs[me.dp_rank]
-        stage = EmulatedStage(partial(_same, costs), activation_format, _tensor, scale=scale)
+        plan = step.plans[me.dp_rank][me.pp_rank]
         if step.fill_waits:
             executor = PipelineExecutor(stage, watched, recorder=recorder, rank=env.rank, arrived=watched.arrived)
         else:
@@ -211,10 +222,6 @@ def _given_main(
     (folder / f"{env.rank}.json").write_text(json.dumps(spans))
     dist.destroy_process_group()
     return 0
-
-
-def _same(costs: MicroBatchCosts, plan: ExecutionPlan) -> MicroBatchCosts:
-    return costs
 
 
 def _join(env: RankEnv, topology: Topology, name: TransportName) -> StrictTransport | TorchP2PTransport:
@@ -248,3 +255,11 @@ def _step(
 
 def _tensor(spec: TensorSpec) -> torch.Tensor:
     return torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+
+
+def _nothing(spec: TensorSpec) -> None:
+    """What stands for a message whose content nobody carries."""
+
+
+def _stamp(arrival_s: float) -> torch.Tensor:
+    return torch.tensor([arrival_s], dtype=torch.float64)

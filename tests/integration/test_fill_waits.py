@@ -156,7 +156,7 @@ def test_a_training_run_that_fills_its_waits_has_the_bits_of_one_that_does_not(
 def test_only_the_configured_run_fills_waits_where_others_are_compared_with_it() -> None:
     config = BASE.with_values(plan={"fill_waits": True})
     costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=0)
-    planners = [make_planner(config, costs, variant) for variant in variants(config, compare=True)]
+    planners = [make_planner(variant.config, costs) for variant in variants(config, compare=True)]
     assert [planner.fill_waits for planner in planners] == [True, False, False, False]
     assert [replace(planner, fill_waits=False) for planner in planners[1:]] == planners[1:]
 
@@ -177,9 +177,10 @@ def test_on_an_accelerator_a_transfer_is_late_only_once_the_rank_s_own_stream_is
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(rank.TorchP2PTransport, "recv", lambda self, _: pending)
     context: Any = SimpleNamespace(config=BASE, rank=0, groups={}, device=torch.device("cuda", 0))
-    variant = Variant("here", "padded", "adaptive", "dynapipe-ext", 0)
+    variant = Variant("here", BASE)
+    filling = Variant("here", BASE.with_values(plan={"split_backward": True, "fill_waits": True}))
     assert isinstance(rank._transport(context, variant), rank.TorchP2PTransport)
-    transport: Any = rank._transport(context, replace(variant, fill_waits=True))
+    transport: Any = rank._transport(context, filling)
     assert isinstance(transport, WatchedTransport)
     assert transport.arrived(transport.recv(SimpleNamespace(peer=1, channel=0)))
     assert stream.num_synchronised == 1

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.megatron import (
     MegatronGradients,
     MegatronStage,
@@ -27,10 +29,12 @@ from dynapipe_ext.executor.stages.megatron import (
     main_grads,
     unwrapped,
 )
+from dynapipe_ext.executor.stages.megatron_model import destroy_parallel
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.update import ExecutedStep
 from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
 from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import (
@@ -175,9 +179,7 @@ def test_gradients_and_losses_equal_one_process_one_sample_at_a_time(case, run_r
 
 
 CHUNK_CASES = [
-    Case(INTERLEAVED, schedule="interleaved-1f1b"),
     Case(INTERLEAVED, "packed", UNTIED, weights_lag=1, schedule="interleaved-1f1b"),
-    Case(V, "packed", schedule="zb-v"),
     Case(Topology(pp=2, placement=(0, 1, 0), layers_per_stage=(1, 2, 1)), model=LEARNED, schedule="adaptive"),
     Case(TP2V, "packed", sequence_parallel=True, recompute="selective", schedule="zb-v"),
     Case(replace(TP2V, dp=2), model=GPT2, recompute="full", schedule="adaptive"),
@@ -205,6 +207,54 @@ def test_several_chunks_a_rank_have_loss_and_gradients_of_one_process(case, run_
         for loss, error in found:
             assert loss == pytest.approx(expected_loss, rel=1e-5), f"rank {rank}"
             assert error <= 1e-5, f"rank {rank}"
+
+
+# What a planner is told, and the letters of its actions; all of a topology run on one model, one after the other.
+PLANNED = {
+    INTERLEAVED: [({"schedule": "interleaved-1f1b"}, "FB"), ({"split_backward": True, "layout": "packed"}, "FIW")],
+    V: [({"schedule": "zb-v", "layout": "packed"}, "FIW"), ({"schedule": "v-half"}, "FIW"), ({}, "FB")],
+    Topology(pp=2): [({"schedule": "cyclic", "rule": "dynapipe"}, "FB")],
+}
+
+
+def test_steps_that_a_planner_puts_on_any_placement_have_loss_and_gradients_of_one_process(run_ranks, oracle_folder):
+    """Published schedules of several stages a rank, the search's own, and DynaPipe's; proven, and then run strictly."""
+    path = recorded(Case(V), run_ranks, oracle_folder)
+    expected_loss, _, gradients = torch.load(path, weights_only=True)[0]
+    samples, form = samples_of(0), ActivationFormat(Model().shape.hidden_size)
+
+    def main(env):
+        join(env)
+        found = []
+        for topology, asked in PLANNED.items():
+            ddps, spans = build_ddps(Case(topology), topology, env.rank), Spans()
+            groups = make_pipeline_groups(topology, env.rank, timeout_s=60)
+            transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
+            executor = PipelineExecutor(MegatronStage(ddps), transport, recorder=spans)
+            for options, _ in asked:
+                costs = TokenCosts(topology.num_stages, overhead_ns=0, transfer_ns_per_token=10)
+                planner = Planner(topology, costs, 1e12, effort=50, max_tokens=96, format=form, **options)
+                proven = prove_step(planner, [length_of(sample) for sample in samples], step=0)
+                plan = proven.plans[0][env.rank]
+                batches = [tensors_of(m, samples, "tokens") for m in plan.micro_batches]
+                spans.clear()
+                loss = executor.execute(plan, batches)
+                letters = {letter for span in spans for letter in span.label if letter.isalpha()}
+                error = worst_error(Model().shape, topology, env.rank, [ddp.module for ddp in ddps], gradients)
+                found.append((options, letters, len(batches), loss, error))
+            transport.close()
+            dist.barrier()
+            destroy_parallel()
+        dist.destroy_process_group()
+        return found
+
+    wanted = [letters for asked in PLANNED.values() for _, letters in asked]
+    for found in run_ranks(2, main):
+        assert [letters for _, letters, *_ in found] == list(map(set, wanted))
+        for options, _, num_micro_batches, loss, error in found:
+            assert num_micro_batches > 3, options
+            assert loss == pytest.approx(expected_loss, rel=1e-5), options
+            assert error <= 1e-5, options
 
 
 def forward_step(iterator, model):

@@ -236,17 +236,20 @@ def test_text_in_zst_trains_in_bfloat16_with_unequal_stages(train: Train, tmp_pa
     assert report["losses"][1] < report["losses"][0]
 
 
-def test_compare_runs_the_usual_ways_on_the_same_tokens_over_epochs_that_end_small(
-    train: Train, tmp_path: Path
+def test_compare_runs_the_usual_ways_beside_a_v_on_the_same_tokens_over_epochs_that_end_small(
+    train: Train, four_layers: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "few.jsonl"
     examples = [{"input": f"add {i} and {i} " * (1 + i), "target": str(2 * i)} for i in range(7)]
     path.write_text("\n".join(map(json.dumps, examples)))
     # Epochs of 3, 3 and 1 samples: the last batch has fewer samples than there are replicas.
-    report = train("--compare", "--data", str(path), "--dp", "2", "--steps", "4", "--batch-size", "3")
+    (tmp_path / "four.toml").write_text(four_layers)
+    flags = ["--schedule", "zb-v", "--data", str(path), "--dp", "2", "--steps", "4", "--batch-size", "3"]
+    report = train("--compare", *flags, config=tmp_path / "four.toml")
     assert len(report["losses"]) == 4
+    assert report["placement"] == [0, 1, 1, 0]
     baselines = report["compare"]
-    assert [baseline["schedule"] for baseline in baselines] == ["1f1b", "1f1b", "1f1b"]
+    assert [baseline["schedule"] for baseline in baselines] == ["1f1b", "1f1b", "1f1b", "interleaved-1f1b"]
     assert {baseline["layout"] for baseline in baselines} == {"padded", "packed"}
     assert {baseline["real_tokens"] for baseline in baselines} == {report["real_tokens"]}
     assert {len(baseline["losses"]) for baseline in baselines} == {4}

@@ -73,7 +73,7 @@ TESTED_COMMANDS = {
     "dynapipe train-memory-model records.jsonl --out model.json": LEARNED,
     "dynapipe train --compare": (
         "tests/integration/test_train_command.py::"
-        "test_compare_runs_the_usual_ways_on_the_same_tokens_over_epochs_that_end_small"
+        "test_compare_runs_the_usual_ways_beside_a_v_on_the_same_tokens_over_epochs_that_end_small"
     ),
     "torchrun … -m dynapipe_ext.megatron pretrain_gpt.py …": (
         "tests/integration/test_megatron_script.py::test_each_line_of_the_log_agrees_with_megatrons_own_schedule"

@@ -102,7 +102,7 @@ def test_a_wrong_argument_is_status_2_with_the_usage(arguments: list[str], capsy
             ["plan", "--memory-limit-g=3"],
             "dynapipe plan: error: unknown --memory-limit-g; did you mean '--memory-limit-gb'?",
         ),
-        (["plan", "--lengths", "x", "--schedule", "zbh1"], "gpipe, zb-h1, zb-h2; did you mean 'zb-h1'?"),
+        (["plan", "--lengths", "x", "--schedule", "zbh1"], "zb-v, v-half, cyclic; did you mean 'zb-h1'?"),
         (["train", "--placement", "linaer"], "did you mean 'linear'?"),
         (["doctor", "again"], "dynapipe doctor: error: unknown again"),
     ],

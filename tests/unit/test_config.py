@@ -86,7 +86,20 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ),
         (
             '[topology]\nplacement = "v"\n[plan]\nschedule = "1f1b"',
-            r"placement is 'v', but schedule '1f1b' is for one stage a rank",
+            r"schedule '1f1b' is for one stage a rank, but the placement is \(0, 1, 1, 0\) .*take placement 'linear'",
+        ),
+        (
+            '[topology]\nplacement = "linear"\n[plan]\nschedule = "interleaved-1f1b"',
+            r"'interleaved-1f1b' is for interleaved stages, but .*\(linear\): take placement 'interleaved'",
+        ),
+        (
+            '[topology]\nstages_per_rank = 4\n[plan]\nschedule = "zb-v"',
+            r"'zb-v' is for two stages a rank in a V, but the placement is .*v, 4 stages a rank",
+        ),
+        ('[topology]\npp = 1\n[plan]\nschedule = "v-half"', r"placement v of 2 stages on each of 1 ranks"),
+        (
+            '[topology]\nplacement = "auto"\n[plan]\nschedule = "zb-v"',
+            r"placement is 'auto', but schedule 'zb-v' runs under one alone, v: leave placement out",
         ),
         ('[plan]\nlayout = "rolled"', r"layout is 'rolled': choose from \['padded', 'packed'\]"),
         ('[plan]\nschedule = "2f2b"', r"schedule is '2f2b': choose from .*'adaptive'"),

@@ -219,16 +219,21 @@ def test_every_way_that_compare_runs_plans_a_short_last_batch(equal: bool) -> No
         topology={"pp": 2, "dp": 2}, plan={"replica_counts": "equal" if equal else "free", "memory_limit_gb": 10.0}
     )
     for variant in variants(settings, compare=True):
-        planner = make_planner(settings, COSTS, variant)
+        planner = make_planner(variant.config, COSTS)
         for lengths in ([100, 90, 80], *([] if equal else [[100]])):
             plan = planner.plan(lengths)
             check_cover(plan.batch, sample_lengths(lengths))
             assert not equal or len(set(counts(plan))) == 1
 
 
-def test_a_comparison_with_one_stage_a_rank_is_refused_where_ranks_hold_several() -> None:
-    with pytest.raises(ConfigError, match="--compare runs 1F1B, one stage a rank, but placement is 'v'"):
-        variants(config(topology={"placement": "v"}), compare=True)
+def test_a_v_is_compared_with_one_stage_a_rank_and_with_interleaved_ones() -> None:
+    settings = config(topology={"pp": 2, "placement": "v", "layers_per_stage": [2, 0, 1, 1]})
+    found = {one.name: (one.config.plan.schedule, topology_of(one.config)) for one in variants(settings, compare=True)}
+    assert [topology.stage_ranks for _, topology in found.values()] == [(0, 1, 1, 0), *[(0, 1)] * 3, (0, 1, 0, 1)]
+    schedule, topology = found["packing, document attention, balanced, interleaved 1F1B"]
+    assert (schedule, topology.layers_per_stage) == ("interleaved-1f1b", (1, 1, 1, 1))
+    three = config(topology={"pp": 2, "stages_per_rank": 2}, plan={"schedule": "interleaved-1f1b"})
+    assert topology_of(variants(three, compare=True)[-1].config).num_stages == 4
 
 
 @pytest.mark.parametrize(
@@ -263,7 +268,7 @@ def test_max_tokens_is_refused_exactly_where_the_planner_would(
         return False
 
     settings = config(**tables)
-    planner = make_planner(settings, COSTS, variants(settings, compare=False)[0])
+    planner = make_planner(settings, COSTS)
     assert refused(lambda: check_fits(settings, COSTS, lengths)) == refused(lambda: planner.plan(lengths))
     assert refused(lambda: planner.plan(lengths)) == (round_up(longest, multiple) > max_tokens)
 

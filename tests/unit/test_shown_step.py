@@ -88,8 +88,7 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainConfig, 
 
 
 def planner_from(config: TrainConfig, costs: AnalyticCosts) -> Planner:
-    (variant,) = job.variants(config, compare=False)
-    return job.make_planner(config, costs, variant)
+    return job.make_planner(config, costs)
 
 
 def in_line(config: TrainConfig, costs: AnalyticCosts, dp_rank: int, pp_rank: int) -> list[ExecutionPlan]:
@@ -116,10 +115,9 @@ def through_a_store(config: TrainConfig, costs: AnalyticCosts) -> dict[tuple[int
 
 
 def simulated(config: TrainConfig, costs: AnalyticCosts, step: int) -> Trace:
-    (variant,) = job.variants(config, compare=False)
     figures: Any = SimpleNamespace(step=step, epoch=0, epoch_step=step)
     dataset: Any = LengthsAlone()
-    return outcome._simulated(config, costs, dataset.lengths, variant, figures, None)
+    return outcome._simulated(config, costs, dataset.lengths, figures, None)
 
 
 def told(micro_batches: tuple[MicroBatch, ...]) -> list[Any]:
