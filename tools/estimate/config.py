@@ -23,6 +23,8 @@ def train_fault(question: Question, option: Option) -> str:
     a, s = question.architecture, option.strategy
     if a.num_decoder_layers:
         return f"{a.family} has an encoder and a decoder"
+    if s.cp > 1:
+        return "it has no context parallelism"
     if s.ep > 1:
         return f"experts are spread over {s.ep} ranks: it keeps all of them on each replica"
     if a.num_experts and s.topology.tp > 1 and not s.sequence_parallel:
@@ -43,7 +45,7 @@ def settings(
 ) -> dict[str, Any]:
     """Tables of `TrainConfig` with what the option decides; the rest keeps its defaults."""
     a, s, t = question.architecture, option.strategy, option.strategy.topology
-    multiple = pad_multiple(t.tp)
+    multiple = pad_multiple(s)
     named = Path(question.name)
     tables: dict[str, Any] = {
         "run": {"steps": max(1, ceil(total_tokens / option.real_tokens))} if total_tokens else {},
@@ -52,6 +54,7 @@ def settings(
             "pp": t.pp,
             "dp": t.dp,
             "layers_per_stage": list(t.layers_per_stage),
+            **({} if s.placement == "linear" else {"placement": s.placement, "stages_per_rank": s.stages_per_rank}),
             "sequence_parallel": s.sequence_parallel,
         },
         "model": {
