@@ -65,8 +65,8 @@ class EstimatedCosts:
     gradients and at stage 3 weights are gathered for every forward and backward; these overlap with the work, so the
     longer of both counts. Context parallel ranks have equal shares of a row's work and bytes, gather its keys and values
     whole for every layer, forwards and backwards, and scatter the gradients of both; nothing of that overlaps (as
-    Megatron's `--cp-comm-type all_gather`). `base` counts whole rows, over `weight_topology`. `plain` layers keep what operators one by one keep. Static bytes are those of `states`;
-    working bytes hold what ZeRO has whole at once and, between stages, two messages on either side and direction.
+    Megatron's `--cp-comm-type all_gather`). `base` counts whole rows, over `weight_topology`. `plain` layers keep what
+    operators one by one keep. Static bytes are those of `states`; working bytes hold what ZeRO has whole at once and, between stages, two messages on either side and direction.
     """
 
     base: AnalyticCosts | EncoderDecoderCosts
@@ -329,7 +329,7 @@ def estimated_costs(
             links=links,
             ep=strategy.ep,
         )
-        if not cluster.device.is_fused and not a.num_experts and a.norm_placement == "pre":
+        if not cluster.device.is_fused and PlainLayers.know(a):
             plain = PlainLayers.of(base, packed=layout == "packed")
     return EstimatedCosts(
         base=base,

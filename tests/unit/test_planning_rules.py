@@ -200,7 +200,7 @@ def test_the_seed_turns_the_replicas_round() -> None:
     assert len({tuple(assign_replicas(costs, 3, seed=seed)[0]) for seed in range(3)}) == 3
 
 
-def test_rows_packed_once_and_judged_for_several_pipelines_are_those_packed_for_each(
+def test_rows_packed_once_and_judged_several_times_are_those_packed_for_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     samples = sample_lengths(np.random.default_rng(3).integers(1, 400, 60).tolist())

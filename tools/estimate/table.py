@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
+from dynapipe_ext.costs.unfused import PlainLayers
 from dynapipe_ext.tools.estimate.advice import advice
 from dynapipe_ext.tools.estimate.config import train_fault
 from dynapipe_ext.tools.estimate.memory import EstimatedMemory
@@ -60,8 +61,10 @@ def assumptions(question: Question) -> list[str]:
         )
     if question.architecture.num_decoder_layers:
         lines.append("attention: scores are kept, as relative position biases rule out flash kernels")
-    if not device.is_fused:
+    if not device.is_fused and PlainLayers.know(question.architecture):
         lines.append("layers: plain operators, as dynapipe train runs on a CPU, which keep more than fused kernels")
+    elif not device.is_fused:
+        lines.append("layers: as fused kernels keep them; those of this model keep more here, and are not counted yet")
     if max(question.limits.cp) > 1:
         lines.append(
             "context parallelism: keys and values are gathered for every layer, none of it behind other work; rows are"
