@@ -63,10 +63,11 @@ class EstimatedCosts:
     Shoeybi et al. 2019, sec. 3), rings of 2 (t - 1) / t times the bytes; full recomputation sums those of forwards
     again. Experts exchange tokens twice a layer and direction. From ZeRO stage 2 on a backward also scatters its
     gradients and at stage 3 weights are gathered for every forward and backward; these overlap with the work, so the
-    longer of both counts. Context parallel ranks have equal shares of a row's work and bytes, gather its keys and values
-    whole for every layer, forwards and backwards, and scatter the gradients of both; nothing of that overlaps (as
-    Megatron's `--cp-comm-type all_gather`). `base` counts whole rows, over `weight_topology`. `plain` layers keep what
-    operators one by one keep. Static bytes are those of `states`; working bytes hold what ZeRO has whole at once and, between stages, two messages on either side and direction.
+    longer of both counts. Context parallel ranks have equal shares of a row's work and bytes, gather its keys and
+    values whole for every layer, forwards and backwards, and scatter the gradients of both; nothing of that overlaps
+    (as Megatron's `--cp-comm-type all_gather`). `base` counts whole rows, over `weight_topology`. `plain` layers keep
+    what operators one by one keep. Static bytes are those of `states`; working bytes hold what ZeRO has whole at once
+    and, between stages, two messages on either side and direction.
     """
 
     base: AnalyticCosts | EncoderDecoderCosts

@@ -86,7 +86,7 @@ def split_packed(
     if not samples:
         return []
     rule = RowRule(max_tokens=max_tokens, pad_multiple=pad_multiple, recompute=recompute, attention=attention)
-    rows = PackedRows.of(samples, evaluate, rule)
+    rows = RowPackings.of(samples, evaluate, rule)
     if num_micro_batches is None:
         return rows.best(evaluate, pp=pp, dp=dp, max_bytes=max_bytes, equal_counts=equal_counts)
     rows.check_replicas(dp)
@@ -105,7 +105,7 @@ def split_packed(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedRows:
+class RowPackings:
     """One batch as packed rows of any number under a rule, each number packed once, whatever it is judged by."""
 
     samples: Sequence[SampleLength]
@@ -114,7 +114,7 @@ class PackedRows:
     _made: dict[int, tuple[MicroBatch, ...] | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> PackedRows:
+    def of(cls, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> RowPackings:
         """Errors: PlanError for a sample longer than a row, or that `evaluate` cannot price."""
         rule.check(samples)
         return cls(samples, rule, document_costs(samples, evaluate, rule))

@@ -21,7 +21,7 @@ from dynapipe_ext.schedules.search.joint import Run
 from dynapipe_ext.schedules.search.optimizer import Start
 from dynapipe_ext.splits.balance import assign_replicas
 from dynapipe_ext.splits.exact import MOST_SAMPLES, good_partitions
-from dynapipe_ext.splits.packing import PackedRows, RowRule, micro_batch_evaluate
+from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate
 from dynapipe_ext.splits.padded import (
     Caps,
     ShapeEvaluate,
@@ -205,14 +205,14 @@ class Proposals:
     def _shapes(self, priced: PricesShapes, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
         return {kind: shape_evaluate(priced, recompute=kind, min_in_flight=min_in_flight) for kind in self.kinds}
 
-    def _packed_rows(self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute) -> PackedRows:
+    def _packed_rows(self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute) -> RowPackings:
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.max_tokens or max(4096, round_up(longest, self.pad_multiple))
         rule = RowRule(max_tokens=room, pad_multiple=self.pad_multiple, recompute=kind)
-        return PackedRows.of(samples, lambda rows: bottleneck(price(rows)), rule)
+        return RowPackings.of(samples, lambda rows: bottleneck(price(rows)), rule)
 
     def _packed(
-        self, rows: Callable[[Recompute], PackedRows], price: MicroBatchPrice, min_in_flight: int, dp: int
+        self, rows: Callable[[Recompute], RowPackings], price: MicroBatchPrice, min_in_flight: int, dp: int
     ) -> list[MicroBatch]:
         refusal: PlanError | None = None
         for kind in self.kinds:

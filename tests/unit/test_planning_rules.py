@@ -15,7 +15,7 @@ from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.splits import packing
 from dynapipe_ext.splits.balance import assign_replicas
-from dynapipe_ext.splits.packing import PackedRows, RowRule, micro_batch_evaluate, pack, split_packed
+from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate, pack, split_packed
 from dynapipe_ext.splits.padded import shape_evaluate, split_padded
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, karmarkar_karp, packed_documents, pad_to_batch_max
 
@@ -216,7 +216,7 @@ def test_rows_packed_once_and_judged_several_times_are_those_packed_for_each(
         return pack(samples, weights, num_rows, room)
 
     monkeypatch.setattr(packing, "pack", counted)
-    rows = PackedRows.of(samples, BY_BATCH, RowRule(max_tokens=1000))
+    rows = RowPackings.of(samples, BY_BATCH, RowRule(max_tokens=1000))
     shared = [rows.best(judge, pp=4, dp=2, max_bytes=cap, equal_counts=False) for judge in judges]
     assert shared == alone
     assert len(packed) == len(set(packed))
