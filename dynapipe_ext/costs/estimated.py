@@ -145,7 +145,7 @@ class EstimatedCosts:
         self, costs: MicroBatchCosts, rows: IntArray, enc: IntArray, dec: IntArray, recompute: npt.NDArray[np.str_]
     ) -> MicroBatchCosts:
         full = recompute == "full"
-        gathered_bytes = 0
+        gathered_bytes: IntArray = np.zeros_like(rows)
         if self.strategy.cp > 1:
             costs, gathered_bytes = self._context_share(costs), 4 * self._keys_or_values_bytes(rows * enc)
         tokens = -(-rows * enc // self.strategy.cp)
