@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.links import Link
+from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
 from dynapipe_ext.costs.tokens import fingerprint
@@ -29,13 +29,30 @@ LAYER_OVERHEAD_NS = 20_000  # of a forward or a backward of one layer: kernel la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """How a model is spread: the topology (with layers on its stages), ZeRO, and what lies on the host."""
+    """How a model is spread: the topology (with layers on its stages), ZeRO, and what lies on the host. Each replica's
+    rows are divided over `cp` context parallel ranks, which lie between tensor and data parallel ones.
+    """
 
     topology: Topology
     zero_stage: Literal[0, 1, 2, 3] = 0
     offload: Offload = "none"
     ep: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
+
+    @property
+    def stages_per_rank(self) -> int:
+        return self.topology.num_stages // self.topology.pp
+
+    @property
+    def placement(self) -> str:
+        """The name under which settings know it."""
+        return self.topology.placement_name.partition(",")[0]
+
+    @property
+    def weight_topology(self) -> Topology:
+        """With context parallel ranks among the replicas: they hold the same weights."""
+        return replace(self.topology, dp=self.topology.dp * self.cp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,8 +63,11 @@ class EstimatedCosts:
     Shoeybi et al. 2019, sec. 3), rings of 2 (t - 1) / t times the bytes; full recomputation sums those of forwards
     again. Experts exchange tokens twice a layer and direction. From ZeRO stage 2 on a backward also scatters its
     gradients and at stage 3 weights are gathered for every forward and backward; these overlap with the work, so the
-    longer of both counts. `plain` layers keep what operators one by one keep. Static bytes are those of `states`;
-    working bytes hold what ZeRO has whole at once and, between stages, two messages on either side and direction.
+    longer of both counts. Context parallel ranks have equal shares of a row's work and bytes, gather its keys and
+    values whole for every layer, forwards and backwards, and scatter the gradients of both; nothing of that overlaps
+    (as Megatron's `--cp-comm-type all_gather`). `base` counts whole rows, over `weight_topology`. `plain` layers keep
+    what operators one by one keep. Static bytes are those of `states`; working bytes hold what ZeRO has whole at once
+    and, between stages, two messages on either side and direction.
     """
 
     base: AnalyticCosts | EncoderDecoderCosts
@@ -57,6 +77,8 @@ class EstimatedCosts:
     tensor_link: Link
     replica_link: Link
     expert_link: Link
+    context_link: Link
+    links: Links
     host_bytes_per_s: float
     activation_format: ClassVar[None] = None  # buffers in flight are among the working bytes here
     plain: PlainLayers | None = None
@@ -67,6 +89,10 @@ class EstimatedCosts:
 
     @property
     def topology(self) -> Topology:
+        return self.strategy.topology
+
+    @property
+    def weight_topology(self) -> Topology:
         return self.base.topology
 
     @property
@@ -82,6 +108,12 @@ class EstimatedCosts:
         """Of both sides, shape (S,)."""
         counts: IntArray = self._layers.sum(axis=1)
         return counts
+
+    def of_ranks(self, of_stages: npt.NDArray[Any], join: np.ufunc = np.add) -> npt.NDArray[Any]:
+        """Of each pipeline rank: values of its stages joined, along the first axis."""
+        joined: npt.NDArray[Any] = np.zeros((self.topology.pp, *of_stages.shape[1:]), of_stages.dtype)
+        join.at(joined, list(self.topology.stage_ranks), of_stages)
+        return joined
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         rows = np.array([m.rows for m in micro_batches], np.int64)
@@ -113,7 +145,11 @@ class EstimatedCosts:
         self, costs: MicroBatchCosts, rows: IntArray, enc: IntArray, dec: IntArray, recompute: npt.NDArray[np.str_]
     ) -> MicroBatchCosts:
         full = recompute == "full"
-        forward_ns, backward_ns = self._collectives_ns(rows * enc, rows * dec, full)
+        gathered_bytes: IntArray = np.zeros_like(rows)
+        if self.strategy.cp > 1:
+            costs, gathered_bytes = self._context_share(costs), 4 * self._keys_or_values_bytes(rows * enc)
+        tokens = -(-rows * enc // self.strategy.cp)
+        forward_ns, backward_ns = self._collectives_ns(tokens, rows * dec, full)
         gather_ns, scatter_ns = self._replicas_ns()
         stored, working = costs.stored_bytes, costs.working_bytes
         if self.plain is not None:
@@ -123,7 +159,7 @@ class EstimatedCosts:
             forward_ns=np.maximum(costs.forward_ns + forward_ns, gather_ns),
             backward_ns=np.maximum(costs.backward_ns + backward_ns, gather_ns + scatter_ns),
             stored_bytes=stored,
-            working_bytes=working + self.states.buffers[:, None] + self.message_bytes(costs),
+            working_bytes=working + gathered_bytes + self.states.buffers[:, None] + self.message_bytes(costs),
             static_bytes=self.states.device.total,
         )
 
@@ -138,7 +174,28 @@ class EstimatedCosts:
         """The part of the last stage's stored bytes that is the head's: norm, logits; shape (M,)."""
         if self.plain is not None:
             return self.plain.head_bytes(np.array([m.padded_tokens for m in micro_batches], np.int64))
-        return self.base.head_bytes(micro_batches)
+        head: IntArray = -(-self.base.head_bytes(micro_batches) // self.strategy.cp)
+        return head
+
+    def _context_share(self, costs: MicroBatchCosts) -> MicroBatchCosts:
+        """Of one context parallel rank: all but the overhead of layers is proportional to its part of the rows."""
+        cp = self.strategy.cp
+        overhead_ns = self.layers_per_stage[:, None] * self.base.layer_overhead_ns
+        sent = -(-costs.transfer_bytes // cp)
+        return replace(
+            costs,
+            forward_ns=overhead_ns + -(-(costs.forward_ns - overhead_ns) // cp),
+            backward_ns=overhead_ns + -(-(costs.backward_ns - overhead_ns) // cp),
+            weight_ns=-(-costs.weight_ns // cp),
+            stored_bytes=-(-costs.stored_bytes // cp),
+            working_bytes=-(-costs.working_bytes // cp),
+            transfer_bytes=sent,
+            transfer_ns=self.links.transfer_ns(self.weight_topology, sent),
+        )
+
+    def _keys_or_values_bytes(self, tokens: IntArray) -> IntArray:
+        """Of one layer and whole rows, on one tensor parallel rank."""
+        return self.base.activation_bytes_per_value * (self.base.architecture.kv_size // self.topology.tp) * tokens
 
     def _collectives_ns(
         self, enc: IntArray, dec: IntArray, full: npt.NDArray[np.bool_]
@@ -160,13 +217,18 @@ class EstimatedCosts:
             rows = a.top_k * enc / (tp if self.strategy.sequence_parallel else 1)
             exchange = 2 * num_enc * (rows * a_token * per_byte + latency)
             forward, backward = forward + exchange, backward + exchange
+        if self.strategy.cp > 1:
+            per_byte, latency = _ring(self.context_link, self.strategy.cp, times=1)
+            whole = self._keys_or_values_bytes(enc * self.strategy.cp)
+            gather = num_enc * (2 * whole * per_byte + 2 * latency)
+            forward, backward = forward + gather, backward + 2 * gather
         backward = backward + np.where(full, forward, 0)
         return np.rint(forward).astype(np.int64), np.rint(backward).astype(np.int64)
 
     def _replicas_ns(self) -> tuple[IntArray, IntArray]:
         """Of every stage and micro-batch: gathering weights, scattering gradients; shape (S, 1)."""
         nothing = np.zeros((self.num_stages, 1), np.int64)
-        dp, zero = self.topology.dp, self.strategy.zero_stage
+        dp, zero = self.weight_topology.dp, self.strategy.zero_stage
         if zero < 2 or dp == 1:
             return nothing, nothing
         weight, gradient, _ = BYTES_PER_PARAMETER[self.recipe]
@@ -201,6 +263,7 @@ class EstimatedCosts:
             {"base": self.base.to_json(), "static": self.states.device.total.tolist(), "recipe": self.recipe}
             | {"zero_stage": self.strategy.zero_stage, "offload": self.strategy.offload, "ep": self.strategy.ep}
             | {"plain": self.plain is not None}
+            | ({"cp": self.strategy.cp} if self.strategy.cp > 1 else {})
         )
 
 
@@ -227,7 +290,7 @@ def estimated_costs(
     layout: Layout = "padded",
 ) -> EstimatedCosts:
     """Costs under a strategy. Errors: ConfigError for sizes that do not divide over it."""
-    a, topology = architecture, strategy.topology
+    a, topology = architecture, strategy.weight_topology
     tp, links = topology.tp, cluster.links
     wide = precision == "fp32"
     values: Literal[2, 4] = 4 if wide else 2
@@ -267,7 +330,7 @@ def estimated_costs(
             links=links,
             ep=strategy.ep,
         )
-        if not cluster.device.is_fused and not a.num_experts and a.norm_placement == "pre":
+        if not cluster.device.is_fused and PlainLayers.know(a):
             plain = PlainLayers.of(base, packed=layout == "packed")
     return EstimatedCosts(
         base=base,
@@ -276,7 +339,9 @@ def estimated_costs(
         recipe=recipe,
         tensor_link=cluster.group_link(1, tp),
         replica_link=cluster.group_link(tp, topology.dp),
-        expert_link=cluster.group_link(tp, strategy.ep),
+        expert_link=cluster.group_link(tp * strategy.cp, strategy.ep),
+        context_link=cluster.group_link(tp, strategy.cp),
+        links=links,
         host_bytes_per_s=cluster.host_bytes_per_s,
         plain=plain,
     )

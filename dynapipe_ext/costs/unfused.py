@@ -29,6 +29,11 @@ class PlainLayers:
     divided: bool = False
     packed: bool = False
 
+    @staticmethod
+    def know(architecture: Architecture) -> bool:
+        """Whether its layers are counted: neither those of experts nor capped scores are."""
+        return not (architecture.num_experts or architecture.num_decoder_layers or architecture.attention_softcap)
+
     @classmethod
     def of(cls, costs: AnalyticCosts, *, packed: bool) -> PlainLayers:
         return cls(
@@ -51,8 +56,51 @@ class PlainLayers:
         mlp = (5 if a.gated_mlp else 2) * a.ffn_hidden_size // tp
         a_token = v * (attention + mlp) + 4 * a.num_heads // tp  # and the log-sum-exp, fp32
         tables = 4 * v * a.head_dim if rope else 0  # sine and cosine, of queries and of keys
-        kept: IntArray = a_token * tokens + self._share(2 * self._norm_bytes() * tokens) + tables * positions
+        a_token += self._qk_norm_bytes()
+        norms = self._share(self._layer_norms_bytes() * tokens)
+        kept: IntArray = a_token * tokens + norms + tables * positions + self._window_bytes(tokens, positions)
         return kept
+
+    def _layer_norms_bytes(self) -> int:
+        """Of a layer's norms and one token. The input of a product is kept whether it comes out of a norm or not; that
+        of a norm behind a product is its own, and its output is only added.
+        """
+        before = 2 * self._norm_bytes()
+        if self.architecture.norm_placement != "both":
+            return before
+        return before + 2 * (self._norm_bytes() - self.architecture.hidden_size * self.values)
+
+    def _qk_norm_bytes(self) -> int:
+        """Of the norms of queries and keys and one token: fp32 inputs and normalised values, statistics. Of 4-byte
+        values inputs are no copies, unless all heads are normalised at once; those of grouped heads are.
+        """
+        a, tp, v = self.architecture, self.tp, self.values
+        if not a.qk_norm:
+            return 0
+        query, kv = a.query_size // tp, a.kv_size // tp
+        if a.qk_norm_whole:
+            return 8 * (query + kv) + 8
+        statistics = 4 * (a.num_heads + a.num_query_groups) // tp
+        if v < 4:
+            return 8 * (query + kv) + statistics
+        return (12 if a.num_query_groups < a.num_heads else 4) * (query + kv) + statistics
+
+    def _window_bytes(self, tokens: IntArray, positions: IntArray) -> IntArray:
+        """Of a mean layer where some have windows: blocks of queries, each with the keys and values of its window (own
+        copies where heads are grouped), its output and its mask. A packed row counts as one document, the most it is.
+        """
+        a, v, window = self.architecture, self.values, self.architecture.sliding_window
+        if not window:
+            return 0 * tokens
+        more = np.maximum(-(-positions // window) - 1, 0)  # blocks after the first
+        rest = positions - more * window
+        masks = window * window + (more - 1) * window * (2 * window - 1) + rest * (rest + window - 1)
+        rows = tokens // np.maximum(positions, 1)
+        grouped = a.num_query_groups < a.num_heads
+        again = 2 * rows * more * (window - 1) if grouped else 0
+        whole = v * (a.query_size // self.tp * (tokens + again) + masks)
+        of_mean: IntArray = np.where(more > 0, whole * a.num_window_layers // a.num_layers, 0)
+        return of_mean
 
     def _norm_bytes(self) -> int:
         """Of one norm and one token: input, output, statistics; RMSNorm of 16-bit values is computed in fp32."""

@@ -73,7 +73,7 @@ def reading_stages(architecture: Architecture, topology: Topology) -> tuple[int,
 def stage_parameters(
     architecture: Architecture, topology: Topology, vocab_size: int = 0, ep: int = 1
 ) -> StageParameters:
-    """As Megatron lays them out: a tied head has a copy on the last stage where its embedding is on another, T5's
+    """As Megatron lays them out: a tied head has a copy on the last stage where its embedding is on another rank, T5's
     decoder one on its first stage. `vocab_size` 0 is the unpadded one; `ep` replicas share the experts.
 
     On one stage, tp 1 and the unpadded vocabulary the sum is the number of parameters of the published model.
@@ -102,7 +102,8 @@ def stage_parameters(
     with_embedding = {0, first_decoder} if a.family == "t5" else {0}
     if not a.tied_embeddings:
         common[last] += embedding
-    for stage in with_embedding | ({last} if a.tied_embeddings else set()):
+    ranks = topology.stage_ranks
+    for stage in with_embedding | ({last} if a.tied_embeddings and ranks[last] != ranks[0] else set()):
         common[stage] += embedding
     common[0] += outside["", "position"]
     common[last] += outside["decoder" if a.family == "t5" else "", "final_norm"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -86,57 +86,92 @@ def split_packed(
     if not samples:
         return []
     rule = RowRule(max_tokens=max_tokens, pad_multiple=pad_multiple, recompute=recompute, attention=attention)
-    rule.check(samples)
-    if len(samples) < dp:
-        raise PlanError(f"{len(samples)} samples cannot feed {dp} replicas: enlarge the global batch or lower dp")
-    weights = document_costs(samples, evaluate, rule)
-    least = max(-(-sum(s.encoder for s in samples) // rule.room), -(-sum(s.decoder for s in samples) // rule.room), 1)
-    if num_micro_batches is not None:
-        if not least <= num_micro_batches <= len(samples):
-            raise PlanError(
-                f"{num_micro_batches} packed rows cannot hold {len(samples)} samples: between {least} rows (of"
-                f" {rule.room} positions) and one a sample are possible"
-            )
-        rows = pack(samples, weights, num_micro_batches, rule.room)
-        if rows is None:
-            raise PlanError(
-                f"{num_micro_batches} rows of {rule.room} positions were too tight to pack: allow more rows or tokens"
-            )
-        micro_batches = [rule.row(row) for row in rows]
-        _, num_bytes = evaluate(micro_batches)
-        _check_bytes(micro_batches, num_bytes, max_bytes)
-        return micro_batches
-
-    best: tuple[int, list[MicroBatch]] | None = None
-    tried = 0
-    most = len(samples) // dp * dp if equal_counts else len(samples)
-    for count in _counts(least, most, dp):
-        rows = pack(samples, weights, count, rule.room)
-        if rows is None:
-            continue
-        micro_batches = [rule.row(row) for row in rows]
-        try:
-            time_ns, num_bytes = evaluate(micro_batches)
-        except PlanError:  # a row outside a measured grid: shorter rows may be inside
-            if count == most and best is None:
-                raise
-            continue
-        if max_bytes is not None and int(num_bytes.max()) > max_bytes:
-            if count == most:
-                _check_bytes(micro_batches, num_bytes, max_bytes)
-            continue
-        value = int(time_ns.sum()) + dp * (pp - 1) * int(time_ns.max())
-        if best is None or value < best[0]:
-            best = (value, micro_batches)
-        tried += 1
-        if tried == _COUNTS_TO_TRY:
-            break
-    if best is None:  # one row a sample always packs, but under equal_counts the last rows may have to be shared
+    rows = RowPackings.of(samples, evaluate, rule)
+    if num_micro_batches is None:
+        return rows.best(evaluate, pp=pp, dp=dp, max_bytes=max_bytes, equal_counts=equal_counts)
+    rows.check_replicas(dp)
+    if not rows.least <= num_micro_batches <= len(samples):
         raise PlanError(
-            f"no multiple of {dp} replicas from {least} to {most} rows of {rule.room} positions holds these"
-            f" {len(samples)} samples: raise max_tokens, or let counts differ"
+            f"{num_micro_batches} packed rows cannot hold {len(samples)} samples: between {rows.least} rows (of"
+            f" {rule.room} positions) and one a sample are possible"
         )
-    return best[1]
+    micro_batches = rows.numbering(num_micro_batches)
+    if micro_batches is None:
+        raise PlanError(
+            f"{num_micro_batches} rows of {rule.room} positions were too tight to pack: allow more rows or tokens"
+        )
+    _check_bytes(micro_batches, evaluate(micro_batches)[1], max_bytes)
+    return list(micro_batches)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowPackings:
+    """One batch as packed rows of any number under a rule, each number packed once, whatever it is judged by."""
+
+    samples: Sequence[SampleLength]
+    rule: RowRule
+    weights: list[int]
+    _made: dict[int, tuple[MicroBatch, ...] | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> RowPackings:
+        """Errors: PlanError for a sample longer than a row, or that `evaluate` cannot price."""
+        rule.check(samples)
+        return cls(samples, rule, document_costs(samples, evaluate, rule))
+
+    @property
+    def least(self) -> int:
+        """Rows that the positions need at least."""
+        sides = sum(s.encoder for s in self.samples), sum(s.decoder for s in self.samples)
+        return max(1, *(-(-positions // self.rule.room) for positions in sides))
+
+    def numbering(self, count: int) -> tuple[MicroBatch, ...] | None:
+        """So many rows, the same object each time; None where they are too tight."""
+        if count not in self._made:
+            rows = pack(self.samples, self.weights, count, self.rule.room)
+            self._made[count] = None if rows is None else tuple(self.rule.row(row) for row in rows)
+        return self._made[count]
+
+    def check_replicas(self, dp: int) -> None:
+        if len(self.samples) < dp:
+            raise PlanError(
+                f"{len(self.samples)} samples cannot feed {dp} replicas: enlarge the global batch or lower dp"
+            )
+
+    def best(
+        self, evaluate: MicroBatchEvaluate, *, pp: int, dp: int, max_bytes: int | None, equal_counts: bool
+    ) -> list[MicroBatch]:
+        """The number of rows that `split_packed` chooses. Errors: PlanError as it has them."""
+        self.check_replicas(dp)
+        best: tuple[int, tuple[MicroBatch, ...]] | None = None
+        tried, least = 0, self.least
+        most = len(self.samples) // dp * dp if equal_counts else len(self.samples)
+        for count in _counts(least, most, dp):
+            micro_batches = self.numbering(count)
+            if micro_batches is None:
+                continue
+            try:
+                time_ns, num_bytes = evaluate(micro_batches)
+            except PlanError:  # a row outside a measured grid: shorter rows may be inside
+                if count == most and best is None:
+                    raise
+                continue
+            if max_bytes is not None and int(num_bytes.max()) > max_bytes:
+                if count == most:
+                    _check_bytes(micro_batches, num_bytes, max_bytes)
+                continue
+            value = int(time_ns.sum()) + dp * (pp - 1) * int(time_ns.max())
+            if best is None or value < best[0]:
+                best = (value, micro_batches)
+            tried += 1
+            if tried == _COUNTS_TO_TRY:
+                break
+        if best is None:  # one row a sample always packs, but under equal_counts the last rows may have to be shared
+            raise PlanError(
+                f"no multiple of {dp} replicas from {least} to {most} rows of {self.rule.room} positions holds these"
+                f" {len(self.samples)} samples: raise max_tokens, or let counts differ"
+            )
+        return list(best[1])
 
 
 def _counts(least: int, most: int, dp: int) -> Iterator[int]:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.config import PlacementChoice, TrainConfig
 from dynapipe_ext.costs.states import RECIPES, StateRecipe
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
@@ -30,6 +30,7 @@ from dynapipe_ext.tools.estimate.ranking import Estimate, Search, estimate
 from dynapipe_ext.tools.estimate.table import Prices, estimate_json, show_estimate, trainable
 from dynapipe_ext.tools.json_file import write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
+from dynapipe_ext.topology import placement_of
 
 _PIPE_COLUMNS = 190  # no terminal to fit into
 _MOST_TOKENS_PER_BATCH = 4 << 20  # what large models were trained with
@@ -83,12 +84,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, metavar, what in (
         ("--tp", "N,…", "tensor parallel ranks"),
         ("--pp", "N,…", "pipeline ranks"),
+        ("--stages-per-rank", "N,…", "under interleaved, v"),
         ("--zero", "N,…", "stages 0 to 3"),
         ("--offload", "KIND,…", ", ".join(OFFLOADS)),
         ("--recompute", "KIND,…", ", ".join(get_args(RecomputeChoice))),
         ("--layout", "KIND,…", ", ".join(get_args(Layout))),
     ):
-        ways.add_argument(flag, metavar=metavar, help=f"{what} (default: all that fit)")
+        default = "2" if flag == "--stages-per-rank" else "all that fit"
+        ways.add_argument(flag, metavar=metavar, help=f"{what} (default: {default})")
+    ways.add_argument(
+        "--cp", metavar="N,…", help="context parallel ranks, which dynapipe train does not have (default: 1)"
+    )
+    ways.add_argument(
+        "--placement",
+        choices=get_args(PlacementChoice),
+        help="of stages on ranks; auto tries all (default: linear)",
+    )
     search = parser.add_argument_group("search and output")
     search.add_argument("--plans", type=int, default=24, metavar="N", help="options that are planned")
     search.add_argument("--effort", type=int, default=8000, metavar="N", help="moves tried in the last plans")
@@ -143,7 +154,10 @@ def question_of(args: argparse.Namespace) -> Question:
         recipe=args.states,
         limits=Limits(
             tp=_numbers(args.tp, "--tp"),
+            cp=_numbers(args.cp, "--cp") or (1,),
             pp=_numbers(args.pp, "--pp"),
+            placement=args.placement or "linear",
+            stages_per_rank=_stages_per_rank(args),
             zero_stages=_numbers(args.zero, "--zero", most=3, least=0),
             offloads=_words(args.offload, "--offload", OFFLOADS),
             recomputes=_words(args.recompute, "--recompute", get_args(RecomputeChoice)),
@@ -197,7 +211,7 @@ def write_best(found: Estimate, path: str, *, data: Sequence[str], total_tokens:
         fault = train_fault(found.question, found.options[0])
         raise ConfigError(
             f"dynapipe train can run none of the {len(found.options)} planned options ({fault}), so nothing is written"
-            f" to {path}: plan more with --plans, or keep to --zero 0,1 --offload none"
+            f" to {path}: plan more with --plans, or keep to --zero 0,1 --offload none --cp 1"
         )
     place, option = first
     text = toml_text(found.question, option, place, data=data, total_tokens=total_tokens)
@@ -216,6 +230,14 @@ def _numbers(text: str | None, flag: str, *, least: int = 1, most: int = 1 << 20
     if not all(word.isascii() and word.isdigit() and len(word) <= 12 and least <= int(word) <= most for word in words):
         raise ConfigError(f"{flag} is {short(text)} but must be numbers of {least} to {most:,}, like 1,2,4")
     return tuple(int(word) for word in words)
+
+
+def _stages_per_rank(args: argparse.Namespace) -> tuple[int, ...]:
+    """Errors: ConfigError for numbers that no pipeline has under the placement."""
+    numbers = _numbers(args.stages_per_rank, "--stages-per-rank")
+    for number in numbers:  # "auto" takes those that interleaved has, and of them what v has too
+        placement_of("interleaved" if args.placement == "auto" else args.placement or "linear", 2, number)
+    return numbers
 
 
 def _words(text: str | None, flag: str, known: tuple[Any, ...]) -> tuple[Any, ...]:

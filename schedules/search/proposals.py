@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from dynapipe_ext.schedules.search.joint import Run
 from dynapipe_ext.schedules.search.optimizer import Start
 from dynapipe_ext.splits.balance import assign_replicas
 from dynapipe_ext.splits.exact import MOST_SAMPLES, good_partitions
-from dynapipe_ext.splits.packing import micro_batch_evaluate, split_packed
+from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate
 from dynapipe_ext.splits.padded import (
     Caps,
     ShapeEvaluate,
@@ -117,7 +117,8 @@ class Proposals:
             held = self._in_flight(1, (stages + 1) // 2, stages)
             dp = min(self.topology.dp, len(samples))
             price = _remembering(self.costs.evaluate)  # what is held changes what fits, not the rows that are tried
-            micro_batches = _possible(partial(self._packed, samples, price, in_flight, dp) for in_flight in held)
+            rows = cache(partial(self._packed_rows, samples, price))
+            micro_batches = _possible(partial(self._packed, rows, price, in_flight, dp) for in_flight in held)
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
     @property
@@ -204,24 +205,23 @@ class Proposals:
     def _shapes(self, priced: PricesShapes, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
         return {kind: shape_evaluate(priced, recompute=kind, min_in_flight=min_in_flight) for kind in self.kinds}
 
-    def _packed(
-        self, samples: list[SampleLength], price: MicroBatchPrice, min_in_flight: int, dp: int
-    ) -> list[MicroBatch]:
-        limit = self.limit_bytes
+    def _packed_rows(self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute) -> RowPackings:
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.max_tokens or max(4096, round_up(longest, self.pad_multiple))
+        rule = RowRule(max_tokens=room, pad_multiple=self.pad_multiple, recompute=kind)
+        return RowPackings.of(samples, lambda rows: bottleneck(price(rows)), rule)
+
+    def _packed(
+        self, rows: Callable[[Recompute], RowPackings], price: MicroBatchPrice, min_in_flight: int, dp: int
+    ) -> list[MicroBatch]:
         refusal: PlanError | None = None
         for kind in self.kinds:
             try:
-                return split_packed(
-                    samples,
-                    lambda rows: bottleneck(price(rows), min_in_flight),
-                    max_tokens=room,
+                return rows(kind).best(
+                    lambda micro_batches: bottleneck(price(micro_batches), min_in_flight),
                     pp=self._depth,
                     dp=dp,
-                    max_bytes=limit,
-                    pad_multiple=self.pad_multiple,
-                    recompute=kind,
+                    max_bytes=self.limit_bytes,
                     equal_counts=self.equal_counts,
                 )
             except PlanError as error:
@@ -278,14 +278,14 @@ def _possible(makers: Iterable[Callable[[], Made]]) -> list[Made]:
 
 
 def _remembering(price: MicroBatchPrice) -> MicroBatchPrice:
-    """The same prices, worked out once."""
-    known: dict[tuple[MicroBatch, ...], MicroBatchCosts] = {}
+    """The same prices, worked out once for what is asked again: the same object, which is kept."""
+    known: dict[int, tuple[Sequence[MicroBatch], MicroBatchCosts]] = {}
 
     def remembered(micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        key = tuple(micro_batches)
+        key = id(micro_batches)
         if key not in known:
-            known[key] = price(micro_batches)
-        return known[key]
+            known[key] = micro_batches, price(micro_batches)
+        return known[key][1]
 
     return remembered
 

@@ -40,18 +40,38 @@ SPREAD = [
 TOLERANCE = 0.10
 
 
+def _sized(family: str, **sizes: int) -> Architecture:
+    """Three layers of a family, with norms and windows as it has them."""
+    a = read_config(next(raw for raw in PRESETS.values() if raw["model_type"] == family))
+    every = {"full_attention_every": 2, "sliding_window": 96, "query_pre_attn_scalar": 40} if a.sliding_window else {}
+    small = {"hidden_size": 160, "num_heads": 4, "num_query_groups": 2, "head_dim": 40, "ffn_hidden_size": 416}
+    return replace(a, num_layers=3, vocab_size=1000, max_seq_len=512, **(every | small | sizes))
+
+
+FAMILY_CASES = [
+    Case(_sized("qwen3"), 2, 192),
+    Case(_sized("qwen3", num_query_groups=4, head_dim=24), 3, 136, "bfloat16", recompute="full"),
+    Case(_sized("qwen3", num_query_groups=4, head_dim=24), 2, 128, topology=Topology(tp=2)),
+    Case(_sized("olmo2"), 2, 192, "bfloat16"),
+    Case(_sized("olmo2", num_query_groups=4), 2, 160, layout="packed"),
+    Case(_sized("gemma3_text"), 2, 248),
+    Case(_sized("gemma3_text", num_query_groups=4), 2, 176, "bfloat16", topology=Topology(tp=2)),
+]
+CASES = [*HELD_OUT, *SPREAD, *FAMILY_CASES]
+
+
 @pytest.fixture(scope="module")
 def measured():
-    return measure([*HELD_OUT, *SPREAD])
+    return measure(CASES)
 
 
-@pytest.mark.parametrize("case", [*HELD_OUT, *SPREAD], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_states_are_predicted_to_the_byte(case, measured):
     for stage, (real, predicted) in enumerate(zip(measured[str(case)], case.predicted(), strict=True)):
         assert {n: predicted[n] for n in PARTS} == {n: real[n] for n in PARTS}, f"stage {stage}"
 
 
-@pytest.mark.parametrize("case", [*HELD_OUT, *SPREAD], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_activations_are_predicted_within_ten_percent(case, measured):
     """Stored by saved-tensor hooks, the peak of forward and backward by the profiler's memory events."""
     for stage, (real, predicted) in enumerate(zip(measured[str(case)], case.predicted(), strict=True)):

@@ -18,7 +18,7 @@ from dynapipe_ext.launch.command_parser import CommandParser
 # Where one word means a choice of another set in another subcommand: figures of a GPU, or torch's device.
 OWN_CHOICES = {"device", "dtype", "schedule", "recompute"}
 # `estimate` searches: it takes several, with commas, of what others take one of.
-SEARCHED = {("estimate", name) for name in ("tp", "pp", "layout", "recompute", "tokens_per_batch")}
+SEARCHED = {("estimate", name) for name in ("tp", "pp", "layout", "recompute", "tokens_per_batch", "stages_per_rank")}
 SEARCHED.add(("profile", "recompute"))
 
 

@@ -13,8 +13,9 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.splits import packing
 from dynapipe_ext.splits.balance import assign_replicas
-from dynapipe_ext.splits.packing import micro_batch_evaluate, split_packed
+from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate, pack, split_packed
 from dynapipe_ext.splits.padded import shape_evaluate, split_padded
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, karmarkar_karp, packed_documents, pad_to_batch_max
 
@@ -197,3 +198,25 @@ def test_the_seed_turns_the_replicas_round() -> None:
     costs = [9, 1, 5, 5]
     assert sorted(map(tuple, assign_replicas(costs, 3))) == sorted(map(tuple, assign_replicas(costs, 3, seed=1)))
     assert len({tuple(assign_replicas(costs, 3, seed=seed)[0]) for seed in range(3)}) == 3
+
+
+def test_rows_packed_once_and_judged_several_times_are_those_packed_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = sample_lengths(np.random.default_rng(3).integers(1, 400, 60).tolist())
+    judges = [micro_batch_evaluate(COSTS, min_in_flight=held) for held in (1, 2, 4)]
+    cap = int(BY_BATCH([MicroBatch(tuple(samples[:12]), "packed")])[1].max())
+    alone = [split_packed(samples, judge, max_tokens=1000, pp=4, dp=2, max_bytes=cap) for judge in judges]
+    assert len(alone[0]) < len(alone[2])  # what is held changes which rows fit
+
+    packed: list[int] = []
+
+    def counted(samples: Any, weights: Any, num_rows: int, room: int) -> Any:
+        packed.append(num_rows)
+        return pack(samples, weights, num_rows, room)
+
+    monkeypatch.setattr(packing, "pack", counted)
+    rows = RowPackings.of(samples, BY_BATCH, RowRule(max_tokens=1000))
+    shared = [rows.best(judge, pp=4, dp=2, max_bytes=cap, equal_counts=False) for judge in judges]
+    assert shared == alone
+    assert len(packed) == len(set(packed))

@@ -29,6 +29,9 @@ def advice(found: Estimate) -> Iterator[str]:
             and (fewer := _nodes(found, num_bytes, room)) < nodes
         ):
             yield f"--states {recipe} keeps {num_bytes} bytes a parameter instead of {of_states}: {fewer:,} nodes"
+    too_long = not found.options and "the longest sample does not fit even alone" in found.dropped.counts
+    if too_long and max(question.limits.cp) == 1:
+        yield "--cp 2,4,8 divides every sample over ranks (elsewhere: dynapipe train has no context parallelism)"
     weights = BYTES_PER_PARAMETER[question.states_recipe][0]
     share = weights * found.num_parameters / cluster.world_size
     if share <= room:

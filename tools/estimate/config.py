@@ -21,6 +21,8 @@ _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 def train_fault(question: Question, option: Option) -> str:
     """Why `dynapipe train` cannot run it; empty where it can."""
     a, s = question.architecture, option.strategy
+    if s.cp > 1:
+        return "it has no context parallelism"
     if s.ep > 1:
         return f"experts are spread over {s.ep} ranks: it keeps all of them on each replica"
     if a.num_experts and s.topology.tp > 1 and not s.sequence_parallel:
@@ -41,7 +43,7 @@ def settings(
 ) -> dict[str, Any]:
     """Tables of `TrainConfig` with what the option decides; the rest keeps its defaults."""
     a, s, t = question.architecture, option.strategy, option.strategy.topology
-    multiple = pad_multiple(t.tp)
+    multiple = pad_multiple(s)
     named, longest = Path(question.name), question.data.longest
     most = longest.tokens if a.num_decoder_layers else min(a.max_seq_len, round_up(longest.encoder, multiple))
     tables: dict[str, Any] = {
@@ -51,6 +53,7 @@ def settings(
             "pp": t.pp,
             "dp": t.dp,
             "layers_per_stage": list(t.layers_per_stage),
+            **({} if s.placement == "linear" else {"placement": s.placement, "stages_per_rank": s.stages_per_rank}),
             "sequence_parallel": s.sequence_parallel,
         },
         "model": {

@@ -17,7 +17,7 @@ from dynapipe_ext.schedules.step_plan import StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatedMemory:
-    """Bytes of one rank of a stage. `activations`: of layers, of all micro-batches in flight; `logits`: the head's;
+    """Bytes of one rank. `activations`: of layers, of all micro-batches in flight; `logits`: the head's;
     `working`: what runs at that moment (recomputed layers, gradients of activations); `buffers`: messages, and units
     that ZeRO has whole; `reserved`: left to the framework.
     """
@@ -37,7 +37,7 @@ class EstimatedMemory:
 
 
 def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> tuple[EstimatedMemory, ...]:
-    """Of every stage: its fullest moment on the replica where that is most."""
+    """Of every pipeline rank: its fullest moment on the replica where that is most."""
     micro_batches = plan.batch.micro_batches
     priced = costs.evaluate(micro_batches)  # of all replicas at once
     head = np.zeros_like(priced.stored_bytes)
@@ -50,8 +50,8 @@ def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -
         if columns.start == columns.stop:
             continue
         found = [
-            _at_peak(schedule, stage, [table[stage][columns] for table in tables], costs, reserved_bytes)
-            for stage in range(costs.num_stages)
+            _at_peak(schedule, rank, [[row[columns] for row in table] for table in tables], costs, reserved_bytes)
+            for rank in range(costs.topology.pp)
         ]
         best = [max(pair, key=lambda m: m.total) for pair in zip(best, found, strict=True)] if best else found
     return tuple(best)
@@ -64,27 +64,28 @@ def _columns(plan: StepPlan) -> list[slice]:
 
 
 def _at_peak(
-    schedule: PipelineSchedule, stage: int, tables: Sequence[list[int]], costs: EstimatedCosts, reserved_bytes: int
+    schedule: PipelineSchedule, rank: int, tables: Sequence[list[list[int]]], costs: EstimatedCosts, reserved_bytes: int
 ) -> EstimatedMemory:
     stored, working, heads, messages = tables
+    whole_units = costs.states.buffers.tolist()
     held = held_head = peak = 0
-    at_peak = (0, 0, 0, int(costs.states.buffers[stage]))  # stored, head's part of it, working, buffers
-    for action in schedule.ranks[schedule.stage_ranks[stage]]:
-        m = action.micro_batch
+    at_peak = (0, 0, 0, int(costs.of_ranks(costs.states.buffers, np.maximum)[rank]))  # stored, head's, working, buffers
+    for action in schedule.ranks[rank]:
+        stage, m = action.stage, action.micro_batch
         if action.kind is Kind.FORWARD:
-            held, held_head = held + stored[m], held_head + heads[m]
-        if action.kind is not Kind.BACKWARD_WEIGHT and held + working[m] > peak:
-            peak = held + working[m]
-            buffers = messages[m] + int(costs.states.buffers[stage])
-            at_peak = held, held_head, working[m] - buffers, buffers
+            held, held_head = held + stored[stage][m], held_head + heads[stage][m]
+        if action.kind is not Kind.BACKWARD_WEIGHT and held + working[stage][m] > peak:
+            peak = held + working[stage][m]
+            buffers = messages[stage][m] + whole_units[stage]
+            at_peak = held, held_head, working[stage][m] - buffers, buffers
         if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            held, held_head = held - stored[m], held_head - heads[m]
+            held, held_head = held - stored[stage][m], held_head - heads[stage][m]
     kept, logits, temporary, buffers = at_peak
     device = costs.states.device
     return EstimatedMemory(
-        weights=int(device.weights[stage]),
-        gradients=int(device.gradients[stage]),
-        optimizer=int(device.optimizer[stage]),
+        weights=int(costs.of_ranks(device.weights)[rank]),
+        gradients=int(costs.of_ranks(device.gradients)[rank]),
+        optimizer=int(costs.of_ranks(device.optimizer)[rank]),
         activations=kept - logits,
         logits=logits,
         working=temporary,
@@ -112,20 +113,22 @@ def evaluation(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> Ev
     for columns in _columns(plan):
         if columns.start == columns.stop:
             continue
-        forward_ns, transfer_ns = priced.forward_ns[:, columns], priced.transfer_ns[:, columns]
+        forward_ns, transfer_ns = costs.of_ranks(priced.forward_ns[:, columns]), priced.transfer_ns[:, columns]
         fill = int(forward_ns[:, 0].sum() + transfer_ns[:, 0].sum()) - int(forward_ns[:, 0].max())
         seconds = max(seconds, (int(forward_ns.sum(axis=1).max()) + fill) / 1e9)
     running = _forward_bytes(micro_batches, costs)
     device = costs.states.device
     return Evaluation(
-        beside_bytes=int((device.total + running).max()) + reserved_bytes,
-        alone_bytes=int((device.weights + running).max()) + reserved_bytes,
+        beside_bytes=int((costs.of_ranks(device.total) + running).max()) + reserved_bytes,
+        alone_bytes=int((costs.of_ranks(device.weights) + running).max()) + reserved_bytes,
         seconds=seconds,
     )
 
 
 def _forward_bytes(micro_batches: Sequence[MicroBatch], costs: EstimatedCosts) -> IntArray:
-    """While a forward runs whose layers keep nothing: one layer at a time with its input, then the head."""
+    """Of every pipeline rank while a forward runs whose layers keep nothing: one layer at a time with its input, then
+    the head.
+    """
     checkpointed = [
         MicroBatch(m.samples, m.layout, "full", m.attention, m.pad_multiple, m.min_len) for m in micro_batches
     ]
@@ -134,5 +137,4 @@ def _forward_bytes(micro_batches: Sequence[MicroBatch], costs: EstimatedCosts) -
     head = np.zeros_like(priced.stored_bytes)
     head[-1] = costs.head_bytes(checkpointed)
     one = (priced.stored_bytes - head) // np.maximum(1, layers) + head + priced.working_bytes
-    most: IntArray = one.max(axis=1)
-    return most
+    return costs.of_ranks(one.max(axis=1), np.maximum)

@@ -96,12 +96,11 @@ def _forward_flops(a: Architecture, group: TensorGroup, positions: Positions) ->
     if group.kind in ("embedding", "position", "relative_bias"):
         return 0
     products = 2 * sum(tensor.size for tensor in group.tensors if len(tensor.shape) > 1)
-    if group.expert >= 0:
-        products = products * a.top_k // a.num_experts
     if group.kind == "head":
         return products * _head_positions(a, positions)
     sees_encoder = group.side != "decoder" or group.kind == "cross_kv"
-    return products * (positions.encoder if sees_encoder else positions.decoder)
+    products *= positions.encoder if sees_encoder else positions.decoder
+    return products if group.expert < 0 else products * a.top_k // a.num_experts
 
 
 def _head_positions(a: Architecture, positions: Positions) -> int:

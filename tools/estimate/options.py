@@ -6,11 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
+from dynapipe_ext.config import PlacementChoice
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
+from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.states import StateRecipe
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
@@ -19,7 +21,7 @@ from dynapipe_ext.models.memory import OFFLOADS, Offload
 from dynapipe_ext.plan import RECOMPUTES, Layout, Recompute
 from dynapipe_ext.reproducible import product
 from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 RecomputeChoice = Literal["none", "selective", "full", "auto"]
 _PAD_MULTIPLE = 8
@@ -28,10 +30,13 @@ _MIXED = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What may be chosen; empty tuples leave the choice to the search."""
+    """What may be chosen; empty tuples leave the choice to the search. Stages per rank then are the placement's own."""
 
     tp: tuple[int, ...] = ()
+    cp: tuple[int, ...] = (1,)
     pp: tuple[int, ...] = ()
+    placement: PlacementChoice = "linear"
+    stages_per_rank: tuple[int, ...] = ()
     zero_stages: tuple[int, ...] = ()
     offloads: tuple[Offload, ...] = ()
     recomputes: tuple[RecomputeChoice, ...] = ()
@@ -90,9 +95,12 @@ class Dropped:
         return found
 
 
-def pad_multiple(tp: int) -> int:
-    """Rows are rounded up to it: 8, or what sequence parallelism needs."""
-    return math.lcm(_PAD_MULTIPLE, tp)
+def pad_multiple(strategy: Strategy) -> int:
+    """Rows are rounded up to it: 8, or what sequence parallelism needs, and two pieces for each context parallel rank,
+    an early and a late one, so that all have the same attention to compute.
+    """
+    cp = strategy.cp
+    return math.lcm(_PAD_MULTIPLE, strategy.topology.tp * (2 * cp if cp > 1 else 1))
 
 
 def spreads(question: Question, dropped: Dropped) -> Iterator[Strategy]:
@@ -104,15 +112,55 @@ def spreads(question: Question, dropped: Dropped) -> Iterator[Strategy]:
         if reason := _tp_fault(a, cluster, tp):
             dropped.add(reason)
             continue
-        for pp in _divisors(cluster.world_size // tp):
-            if limits.pp and pp not in limits.pp:
+        for cp in limits.cp:
+            if reason := _cp_fault(a, cluster, tp, cp):
+                dropped.add(reason)
                 continue
-            if pp > a.total_layers:
-                dropped.add(f"pp exceeds the {a.total_layers} layers")
+            for pp in _divisors(cluster.world_size // tp // cp):
+                if limits.pp and pp not in limits.pp:
+                    continue
+                if pp > a.total_layers:
+                    dropped.add(f"pp exceeds the {a.total_layers} layers")
+                    continue
+                unplaced = Topology(tp=tp, pp=pp, dp=cluster.world_size // tp // cp // pp)
+                for topology in _placed(question, unplaced, dropped):
+                    layers = balanced_layers(a, topology)
+                    yield from _with_states(question, replace(topology, layers_per_stage=layers), cp, dropped)
+
+
+def _placed(question: Question, topology: Topology, dropped: Dropped) -> Iterator[Topology]:
+    """The topology under every placement that is asked for and that its layers fill."""
+    a, limits = question.architecture, question.limits
+    names = get_args(PlacementName) if limits.placement == "auto" else (limits.placement,)
+    for name in names:
+        if name == "linear":
+            yield topology
+            continue
+        if a.num_decoder_layers:
+            dropped.add("several stages a rank of an encoder-decoder")
+            continue
+        for rounds in limits.stages_per_rank or (2,):
+            try:
+                placed = replace(topology, placement=placement_of(name, topology.pp, rounds))
+            except ConfigError as error:
+                dropped.add(str(error) if topology.pp > 1 else f"placement {name} of one pipeline rank")
                 continue
-            topology = Topology(tp=tp, pp=pp, dp=cluster.world_size // tp // pp)
-            layers = balanced_layers(a, topology)
-            yield from _with_states(question, replace(topology, layers_per_stage=layers), dropped)
+            if placed.num_stages > a.total_layers:
+                dropped.add(f"{rounds} stages a rank exceed the {a.total_layers} layers")
+                continue
+            yield placed
+
+
+def _cp_fault(a: Architecture, cluster: Cluster, tp: int, cp: int) -> str:
+    if cp == 1:
+        return ""
+    if cluster.world_size // tp % cp:
+        return f"cp {cp} does not divide the devices that tp leaves"
+    if not cluster.device.is_fused:
+        return f"cp {cp} without fused attention, which alone runs over several ranks"
+    if a.num_decoder_layers or a.attention_softcap:
+        return f"cp {cp} with attention that keeps its scores"
+    return ""
 
 
 def _tp_fault(a: Architecture, cluster: Cluster, tp: int) -> str:
@@ -130,13 +178,14 @@ def _tp_fault(a: Architecture, cluster: Cluster, tp: int) -> str:
     return ""
 
 
-def _with_states(question: Question, topology: Topology, dropped: Dropped) -> Iterator[Strategy]:
+def _with_states(question: Question, topology: Topology, cp: int, dropped: Dropped) -> Iterator[Strategy]:
     a, limits, dp = question.architecture, question.limits, topology.dp
+    num_holders = dp * cp  # of the same weights
     shares = [n for n in _divisors(math.gcd(dp, a.num_experts)) if n == 1 or a.num_experts] if a.num_experts else [1]
     for zero_stage in (0, 1, 2, 3):
         if limits.zero_stages and zero_stage not in limits.zero_stages:
             continue
-        if dp == 1 and zero_stage and limits.zero_stages != (zero_stage,):
+        if num_holders == 1 and zero_stage and limits.zero_stages != (zero_stage,):
             continue  # one replica has nobody to divide with: the same as stage 0
         if zero_stage >= 2 and topology.pp > 1:
             dropped.add("ZeRO stage 2 or 3 under a pipeline, whose stages add gradients of many micro-batches")
@@ -150,6 +199,7 @@ def _with_states(question: Question, topology: Topology, dropped: Dropped) -> It
                     zero_stage=zero_stage,
                     offload=offload,
                     ep=ep,
+                    cp=cp,
                     sequence_parallel=topology.tp > 1,
                 )
 
@@ -161,15 +211,16 @@ def balanced_layers(a: Architecture, topology: Topology) -> tuple[int, ...]:
     evenly. Empty where even is as good, as Megatron cuts.
     """
     even = topology.with_layers(a.total_layers).layers_per_stage
-    if a.num_decoder_layers or topology.pp == 1:
+    num_stages = topology.num_stages
+    if a.num_decoder_layers or num_stages == 1:
         return ()
     mlps = a.top_k if a.num_experts else 1
     layer = a.hidden_size * (2 * a.query_size + 2 * a.kv_size)
     layer += mlps * a.hidden_size * a.ffn_hidden_size * (3 if a.gated_mlp else 2) + a.shared_parameters
-    work = [0.0] * (topology.pp - 1) + [a.vocab_size * a.hidden_size / layer]
-    layers = [1] * topology.pp
-    for _ in range(a.total_layers - topology.pp):
-        least = min(range(topology.pp), key=lambda s: (round(layers[s] + work[s], 6), -s))
+    work = [0.0] * (num_stages - 1) + [a.vocab_size * a.hidden_size / layer]
+    layers = [1] * num_stages
+    for _ in range(a.total_layers - num_stages):
+        least = min(range(num_stages), key=lambda s: (round(layers[s] + work[s], 6), -s))
         layers[least] += 1
     return () if tuple(layers) == even else tuple(layers)
 
@@ -207,6 +258,8 @@ class Candidate:
 def strategy_name(strategy: Strategy) -> str:
     t = strategy.topology
     text = f"tp {t.tp} x pp {t.pp} x dp {t.dp}"
+    text += f" x cp {strategy.cp}" if strategy.cp > 1 else ""
+    text += f", {strategy.topology.placement_name}" if t.placement else ""
     text += f" x ep {strategy.ep}" if strategy.ep > 1 else ""
     text += f", ZeRO {strategy.zero_stage}" if strategy.zero_stage else ""
     return text + (f", offload {strategy.offload}" if strategy.offload != "none" else "")
@@ -226,7 +279,11 @@ def screened(question: Question, strategy: Strategy, fixed_s: float, dropped: Dr
         except ConfigError as error:
             dropped.add(str(error))
             return []
-        over = int((costs.states.device.total + costs.states.buffers).max()) - cluster.limit_bytes
+        if strategy.cp > 1 and layout == "packed":
+            dropped.add("packed rows under context parallelism, which cuts every document")
+            continue
+        held = costs.of_ranks(costs.states.device.total) + costs.of_ranks(costs.states.buffers, np.maximum)
+        over = int(held.max()) - cluster.limit_bytes
         if over > 0:
             dropped.add("weights and states alone do not fit", excess_bytes=over, option=name)
             return found
@@ -263,7 +320,7 @@ def _host_fault(question: Question, costs: EstimatedCosts) -> str:
 
 def host_bytes_per_node(question: Question, costs: EstimatedCosts) -> int:
     """Of the fullest node: consecutive ranks share one."""
-    host, topology = [int(n) for n in costs.states.host], costs.topology
+    host, topology = [int(n) for n in costs.of_ranks(costs.states.host)], costs.weight_topology
     per_stage = topology.tp * topology.dp
     ranks = [host[rank // per_stage] for rank in range(topology.world_size)]
     size = question.cluster.gpus_per_node
@@ -275,22 +332,25 @@ def _screen(
 ) -> Candidate | int:
     """Expected work, or how many bytes the longest sample is above the limit."""
     strategy = costs.strategy
-    lengths, share = typical_shapes(question.data, pad_multiple(strategy.topology.tp))
+    lengths, share = typical_shapes(question.data, pad_multiple(strategy))
     rows = np.ones(len(lengths), np.int64)
     try:
         priced = costs.evaluate_shapes(rows, lengths[:, 0], lengths[:, 1], kind)
     except PlanError:
         return 1
-    limit, static = question.cluster.limit_bytes, priced.static_bytes[:, None]
-    need = int((static + priced.stored_bytes + priced.working_bytes).max())
+    limit, static = question.cluster.limit_bytes, costs.of_ranks(priced.static_bytes)
+    stored = costs.of_ranks(np.minimum(priced.stored_bytes, INFEASIBLE // strategy.stages_per_rank))
+    working = costs.of_ranks(priced.working_bytes, np.maximum)
+    need = int((static[:, None] + stored + working).max())
     if need > limit:
         return need - limit
-    busy_ns = product(priced.forward_ns + priced.backward_ns, share)
+    busy_ns = costs.of_ranks(product(priced.forward_ns + priced.backward_ns, share))
     tokens = question.data.mean_tokens
-    stages, dp = costs.num_stages, strategy.topology.dp
-    room = (limit - static[:, 0]) / np.maximum(1.0, product(priced.stored_bytes, share))
-    in_flight = np.maximum(1.0, np.minimum(room, np.arange(stages, 0, -1)))
-    slowdown = float((np.arange(stages, 0, -1) / in_flight).max())  # a pipeline that cannot hold enough waits
+    pp, dp, rounds = strategy.topology.pp, strategy.topology.dp, strategy.stages_per_rank
+    room = (limit - static) / np.maximum(1.0, costs.of_ranks(product(priced.stored_bytes, share)))
+    full = np.arange(pp, 0, -1) if rounds == 1 else np.full(pp, pp)  # of all its stages on a rank of several
+    in_flight = np.maximum(1.0, np.minimum(room, full))
+    slowdown = float((full / in_flight).max())  # a pipeline that cannot hold enough waits
     work_ns = float(busy_ns.max()) * max(1.0, slowdown)
     return Candidate(
         strategy=strategy,
@@ -298,7 +358,7 @@ def _screen(
         layout=layout,
         costs=costs,
         work_s_per_token=work_ns / 1e9 / tokens / dp,
-        fill_s=float(busy_ns.sum() - busy_ns.max()) / 1e9,
+        fill_s=float(busy_ns.sum() - busy_ns.max()) / 1e9 / rounds,
         fixed_s=fixed_s,
         waits=slowdown > 1.0,
     )

@@ -162,7 +162,8 @@ def _chosen(sized: Sequence[tuple[Candidate, int]], most: int) -> list[tuple[Can
     seen: Counter[object] = Counter()
     turns = []
     for place, (candidate, _) in enumerate(sized):
-        key = candidate.strategy.topology, candidate.strategy.offload == "none"
+        s = candidate.strategy
+        key = s.topology, s.cp, s.offload == "none"
         turns.append((seen[key] > 0, place))
         seen[key] += 1
     return [sized[place] for _, place in sorted(sorted(turns)[:most], key=lambda turn: turn[1])]
@@ -187,7 +188,8 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
     """Of equals the one with less machinery comes first."""
     s, t = candidate.strategy, candidate.strategy.topology
     kinds = ("none", "selective", "full", "auto")
-    return s.offload != "none", s.zero_stage, s.ep, kinds.index(candidate.recompute), t.tp, t.pp, candidate.layout
+    machinery = s.offload != "none", s.zero_stage, s.ep, s.cp, s.stages_per_rank
+    return *machinery, kinds.index(candidate.recompute), t.tp, t.pp, t.placement, candidate.layout
 
 
 def _distinct(options: Sequence[Option], dropped: Dropped) -> list[Option]:
@@ -268,7 +270,7 @@ def planned(question: Question, candidate: Candidate, tokens: int, effort: int, 
         question.cluster.limit_bytes,
         question.seed,
         layout=candidate.layout,
-        pad_multiple=pad_multiple(costs.topology.tp),
+        pad_multiple=pad_multiple(strategy),
         effort=effort,
         recompute=recompute,
         equal_counts=strategy.zero_stage >= 2 or strategy.ep > 1,

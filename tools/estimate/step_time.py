@@ -37,9 +37,10 @@ class StepTime:
 
 def step_time(question: Question, costs: EstimatedCosts, pipeline_s: float) -> StepTime:
     """What comes on top of the pipeline: ring exchanges, states read and written once, the host's link."""
-    cluster, strategy, topology = question.cluster, costs.strategy, costs.topology
+    cluster, strategy, topology = question.cluster, costs.strategy, costs.weight_topology
     weight, gradient, optimizer = BYTES_PER_PARAMETER[costs.recipe]
-    common, experts = costs.states.parameters.common, costs.states.parameters.experts
+    parameters = costs.states.parameters
+    common, experts = costs.of_ranks(parameters.common), costs.of_ranks(parameters.experts)
     dp, few, zero = topology.dp, topology.dp // strategy.ep, strategy.zero_stage
     apart = cluster.group_link(topology.tp * strategy.ep, few)
     exchange = 0.0
@@ -63,17 +64,18 @@ def step_time(question: Question, costs: EstimatedCosts, pipeline_s: float) -> S
         pipeline_s=pipeline_s,
         exchange_s=exchange,
         optimizer_s=update,
-        offload_s=float(costs.states.moved.max()) / cluster.host_bytes_per_s,
+        offload_s=float(costs.of_ranks(costs.states.moved).max()) / cluster.host_bytes_per_s,
     )
 
 
 def _tied_s(question: Question, costs: EstimatedCosts, gradient: int) -> float:
     """Summing the gradients of a tied embedding's two copies."""
-    a, topology = question.architecture, costs.topology
-    if not a.tied_embeddings or topology.pp == 1:
+    a, topology = question.architecture, costs.weight_topology
+    first, last = topology.stage_ranks[0], topology.stage_ranks[-1]
+    if not a.tied_embeddings or first == last:
         return 0.0
     links = question.cluster.links
-    link = links.inter if links.crosses_nodes(topology, 0, topology.pp - 1) else links.intra
+    link = links.inter if links.crosses_nodes(topology, first, last) else links.intra
     num_bytes = a.padded_vocab_size(tp=topology.tp) * a.hidden_size // topology.tp * gradient
     return ring_s(num_bytes, link, 2, times=2)
 

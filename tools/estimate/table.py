@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dynapipe_ext.costs.estimated import LAYER_OVERHEAD_NS
+from dynapipe_ext.costs.unfused import PlainLayers
 from dynapipe_ext.tools.estimate.advice import advice
 from dynapipe_ext.tools.estimate.config import train_fault
 from dynapipe_ext.tools.estimate.memory import EstimatedMemory
@@ -60,8 +61,15 @@ def assumptions(question: Question) -> list[str]:
         )
     if question.architecture.num_decoder_layers:
         lines.append("attention: scores are kept, as relative position biases rule out flash kernels")
-    if not device.is_fused:
+    if not device.is_fused and PlainLayers.know(question.architecture):
         lines.append("layers: plain operators, as dynapipe train runs on a CPU, which keep more than fused kernels")
+    elif not device.is_fused:
+        lines.append("layers: as fused kernels keep them; those of this model keep more here, and are not counted yet")
+    if max(question.limits.cp) > 1:
+        lines.append(
+            "context parallelism: keys and values are gathered for every layer, none of it behind other work; rows are"
+            " padded, and divided evenly"
+        )
     if question.architecture.num_experts:
         lines.append("experts: tokens are spread evenly over them")
     return lines
@@ -88,6 +96,8 @@ def show_estimate(estimate: Estimate, prices: Prices, console: Console, *, most:
         console.print("no option fits")
     else:
         console.print(options_table(estimate, prices, most=most))
+        for fault in _faults(estimate, most):
+            console.print(f"* dynapipe train does not run it: {fault}")
         _show_best(estimate, console)
     if lines := list(advice(estimate)):
         console.print("nothing fits into devices and hosts of usual memory; what would help:")
@@ -116,8 +126,15 @@ def options_table(estimate: Estimate, prices: Prices, *, most: int) -> Table:
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     for place, option in enumerate(estimate.options[:most], 1):
-        table.add_row(str(place), *_row(question, option, prices, offloads=offloads))
+        mark = "*" if train_fault(question, option) else ""
+        table.add_row(f"{place}{mark}", *_row(question, option, prices, offloads=offloads))
     return table
+
+
+def _faults(estimate: Estimate, most: int) -> list[str]:
+    """Why `dynapipe train` does not run some of the options in the table, each reason once."""
+    faults = (train_fault(estimate.question, option) for option in estimate.options[:most])
+    return [fault for fault in dict.fromkeys(faults) if fault]
 
 
 def _row(question: Question, option: Option, prices: Prices, *, offloads: bool) -> list[str]:
@@ -128,7 +145,10 @@ def _row(question: Question, option: Option, prices: Prices, *, offloads: bool) 
     if option.largest.decoder_len:
         largest += f" + {option.largest.decoder_len:,}"
     row = [
-        f"{t.tp} x {t.pp} x {t.dp}" + (f", ep {s.ep}" if s.ep > 1 else ""),
+        f"{t.tp} x {t.pp} x {t.dp}"
+        + (f", cp {s.cp}" if s.cp > 1 else "")
+        + (f", {s.placement} {s.stages_per_rank}" if t.placement else "")
+        + (f", ep {s.ep}" if s.ep > 1 else ""),
         zero,
         _recompute(option),
         option.candidate.layout,
@@ -206,15 +226,22 @@ def modules(question: Question) -> tuple[ModuleEstimate, ...]:
 
 
 def memory_table(option: Option) -> Table:
-    """GB of one rank of every stage at its fullest moment."""
+    """GB of one rank of every pipeline rank at its fullest moment."""
     table = Table(title="memory of option 1, GB a rank", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("stage", "layers", *_PARTS, "total"):
+    first = "rank" if option.strategy.topology.placement else "stage"
+    for name in (first, "layers", *_PARTS, "total"):
         table.add_column(name, justify="right", no_wrap=True)
-    for stage, (memory, layers) in enumerate(zip(option.memory, option.costs.layers_per_stage.tolist(), strict=True)):
+    for stage, (memory, layers) in enumerate(zip(option.memory, _layers(option), strict=True)):
         digits = 2 if option.peak_bytes >= _GB else 4
         parts = [f"{getattr(memory, name) / _GB:.{digits}f}" for name in (*_PARTS, "total")]
-        table.add_row(str(stage), str(layers), *parts)
+        table.add_row(str(stage), layers, *parts)
     return table
+
+
+def _layers(option: Option) -> list[str]:
+    """Of the stages of every pipeline rank."""
+    topology, layers = option.strategy.topology, option.costs.layers_per_stage.tolist()
+    return ["+".join(str(layers[stage]) for stage in topology.stages_of(rank)) for rank in range(topology.pp)]
 
 
 def estimate_json(estimate: Estimate, prices: Prices) -> dict[str, Any]:
@@ -269,6 +296,9 @@ def _option_json(option: Option, prices: Prices, question: Question) -> dict[str
         "pp": t.pp,
         "dp": t.dp,
         "ep": s.ep,
+        "cp": s.cp,
+        "placement": s.placement,
+        "stages_per_rank": s.stages_per_rank,
         "layers_per_stage": option.costs.layers_per_stage.tolist(),
         "sequence_parallel": s.sequence_parallel,
         "zero_stage": s.zero_stage,

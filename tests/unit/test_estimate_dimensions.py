@@ -1,0 +1,128 @@
+"""Stages per rank and context parallelism as dimensions of an estimate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.estimated import Strategy
+from dynapipe_ext.launch.job import topology_of
+from dynapipe_ext.models.cluster import DEVICES, Cluster
+from dynapipe_ext.models.memory import stage_parameters
+from dynapipe_ext.models.presets import preset
+from dynapipe_ext.models.tensors import num_parameters
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.tools.estimate.advice import advice
+from dynapipe_ext.tools.estimate.config import settings, train_fault
+from dynapipe_ext.tools.estimate.lengths import distribution_data
+from dynapipe_ext.tools.estimate.memory import planned_memory
+from dynapipe_ext.tools.estimate.options import Dropped, Limits, Question, spreads
+from dynapipe_ext.tools.estimate.ranking import Search, estimate
+from dynapipe_ext.topology import Topology, placement_of
+
+QUICK = Search(tokens_per_batch=(1, 1 << 17), most_plans=6, effort=50)
+V = Topology(tp=2, pp=2, dp=2, placement=placement_of("v", 2))
+
+
+def question(name="llama-3.2-1b", *, gpus=8, lengths="uniform:2048", **limits) -> Question:
+    a = preset(name)
+    cluster = Cluster.of(DEVICES["h100"], gpus_per_node=gpus)
+    return Question(
+        architecture=a,
+        name=name,
+        cluster=cluster,
+        data=distribution_data(lengths, a, 0),
+        limits=Limits(offloads=("none",), **limits),
+    )
+
+
+def spread_names(q: Question) -> set[tuple[int, str]]:
+    return {(s.topology.pp, s.topology.placement_name) for s in spreads(q, Dropped())}
+
+
+def test_placements_are_those_that_are_asked_for_and_that_layers_fill():
+    assert {name for _, name in spread_names(question())} == {"linear"}
+    every = spread_names(question(placement="auto", stages_per_rank=(2, 3, 4)))
+    two = {name for pp, name in every if pp == 2}
+    assert two == {"linear", "v, 2 stages a rank", "v, 4 stages a rank"} | {
+        f"interleaved, {n} stages a rank" for n in (2, 3, 4)
+    }
+    assert {name for pp, name in every if pp == 1} == {"linear"}
+    assert {name for pp, name in every if pp == 8} == {"linear", "v, 2 stages a rank", "interleaved, 2 stages a rank"}
+    assert not any(s.topology.placement for s in spreads(question("t5-base", lengths="", placement="auto"), Dropped()))
+
+
+def test_a_placed_option_is_trained_where_it_was_estimated():
+    q = question(placement="v", tp=(2,), pp=(2,), zero_stages=(0,))
+    best = estimate(q, QUICK).options[0]
+    assert best.strategy.topology.placement == V.placement
+    assert not train_fault(q, best)
+    config = TrainConfig.from_json(settings(q, best), "the estimate")
+    assert topology_of(config) == best.strategy.topology.with_layers(q.architecture.num_layers)
+
+
+@pytest.mark.parametrize("placement", [(), *(placement_of(name, 2) for name in ("interleaved", "v"))])
+def test_the_memory_of_ranks_with_several_stages_is_what_the_planner_keeps_to(placement):
+    q = question(lengths="lognormal:700,1,4096")
+    costs = q.costs(Strategy(topology=replace(V, placement=placement)), "padded")
+    samples = q.data.batch(60_000, 0)
+    plan = Planner(costs.topology, costs, q.cluster.limit_bytes, 0, pad_multiple=8, effort=50).plan(samples)
+    memory = planned_memory(plan, costs, reserved_bytes=0)
+    peaks = np.array([prediction.peak_bytes for prediction in plan.predictions])
+    assert [m.total for m in memory] == peaks.max(axis=0).tolist()
+
+
+def test_tied_embeddings_that_a_v_puts_on_one_rank_are_one():
+    a = preset("llama-3.2-1b")
+    assert a.tied_embeddings
+    embedding = a.vocab_size * a.hidden_size
+    for name, copies in (("v", 0), ("interleaved", 1)):
+        placed = Topology(pp=2, placement=placement_of(name, 2))
+        assert stage_parameters(a, placed).total.sum() == num_parameters(a) + copies * embedding
+
+
+def test_context_parallel_ranks_share_rows_and_hold_the_same_weights():
+    q = question()
+    one, two = (q.costs(Strategy(topology=Topology(pp=2, dp=2), zero_stage=1, cp=cp), "padded") for cp in (1, 2))
+    whole, half = (costs.evaluate_shapes([1, 4], [4096, 1024]) for costs in (one, two))
+    np.testing.assert_array_equal(half.stored_bytes * 2, whole.stored_bytes)
+    np.testing.assert_array_equal(half.transfer_bytes * 2, whole.transfer_bytes)
+    assert (half.forward_ns < whole.forward_ns).all()
+    assert (half.forward_ns * 2 > whole.forward_ns).all()  # keys and values are gathered
+    np.testing.assert_array_equal(one.states.device.weights, two.states.device.weights)
+    np.testing.assert_array_equal(one.states.device.optimizer, two.states.device.optimizer * 2)
+    assert one.fingerprint() != two.fingerprint()
+
+
+def test_a_sample_that_no_rank_holds_fits_over_several_and_is_marked_as_not_trained_here():
+    q = question("llama-3-8b", gpus=8, lengths="uniform:524288", recomputes=("none", "selective"))
+    search = Search(tokens_per_batch=(1, 1 << 19), most_plans=3, effort=0)
+    alone = estimate(q, search)
+    assert not alone.options
+    assert "--cp 2,4,8" in " ".join(advice(alone))
+    q = replace(q, cluster=replace(q.cluster, nodes=8), limits=replace(q.limits, cp=(1, 8)))
+    options = estimate(q, search).options
+    assert {option.strategy.cp for option in options} == {8}
+    for option in options:
+        t = option.strategy.topology
+        assert t.tp * t.pp * t.dp * 8 == q.cluster.world_size
+        assert option.peak_bytes <= 80e9
+        assert "no context parallelism" in train_fault(q, option)
+
+
+def test_context_parallelism_is_dropped_by_name_where_attention_cannot_be_divided():
+    for name, said in (("gemma-2-2b", "keeps its scores"), ("t5-base", "keeps its scores")):
+        dropped = Dropped()
+        assert {s.cp for s in spreads(question(name, lengths="", cp=(1, 2)), dropped)} == {1}
+        assert any(said in reason for reason in dropped.counts)
+    q = question("gpt2", lengths="lognormal:300,1,1024", cp=(2,))
+    answer = estimate(q, QUICK)
+    assert {option.candidate.layout for option in answer.options} == {"padded"}
+    assert any("packed rows under context parallelism" in reason for reason in answer.dropped.counts)
+    cpu = replace(q, cluster=Cluster.of(DEVICES["cpu"], gpus_per_node=4))
+    dropped = Dropped()
+    assert not list(spreads(cpu, dropped))
+    assert any("without fused attention" in reason for reason in dropped.counts)
