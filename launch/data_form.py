@@ -54,8 +54,9 @@ def form_of(data: DataSettings, path: Path, tokenizer: Encoder | Tokenizer | str
         return DataForm(template, fields)
     if template == "chat":
         raise ConfigError(
-            f"{where}: the record has {MESSAGES!r}, which needs a model's chat template, but the tokenizer is"
-            f" {data.tokenizer!r}: name a model's folder by --model, or its tokenizer's by --tokenizer"
+            f"{where}: the record has {MESSAGES!r}, which needs the chat template of a decoder-only model, but the"
+            f" tokenizer is {data.tokenizer!r}: name such a model's folder by --model, or its tokenizer's by"
+            " --tokenizer; give an encoder-decoder input and target"
         )
     return DataForm(None, fields)
 

@@ -81,8 +81,8 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
     config = config_from(args)
     set_process_title(rank_title(env, config))
     require_loggers(config)
-    refuse_output(config, overwrite=args.overwrite)
     run_dir, resumed = resumed_run(args, config)
+    refuse_output(config, run_dir, overwrite=args.overwrite)
     address = store_address(args.store) if args.store else None
     _settle_network(env, address)
     asked = (signal.SIGTERM, signal.SIGUSR1)

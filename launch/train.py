@@ -59,7 +59,7 @@ from dynapipe_ext.launch.run_data import (
 )
 from dynapipe_ext.launch.run_directory import CHECKPOINTS
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
-from dynapipe_ext.launch.trained_model import write_trained_model
+from dynapipe_ext.launch.trained_model import keep_model_files, write_trained_model
 from dynapipe_ext.launch.transformers_settings import refuse_unsupported
 from dynapipe_ext.tools.account.report import StoreInfo
 from dynapipe_ext.tools.console import say_loading, show
@@ -230,6 +230,7 @@ def _run(
         facts = run_facts(config, data.whole, info, device=name, device_bytes=device_bytes(device), num_cores=cores)
         if job.resumed is None:
             begin_run(job.run_dir, config, agreed, facts, chosen)
+            keep_model_files(config, job.run_dir)
         else:
             resume_run(job.run_dir, config, facts, first_step)
     request = EndRequest(config.checkpoint.grace_s)

@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.data.mixture import weighted_files
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints import folder as checkpoints
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
-from dynapipe_ext.launch.run_directory import CHECKPOINTS
+from dynapipe_ext.launch.run_directory import CHECKPOINTS, runs_folder
 
-MODEL_FOLDER = "model"  # of a run: where one of transformers' own models is saved
+MODEL_FOLDER = "model"  # among a run's checkpoints: where one of transformers' own models is saved
 _CONFIG = "config.json"
 _OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that comes from elsewhere
 
 
-def refuse_output(config: TrainConfig, *, overwrite: bool) -> None:
-    """Errors: ConfigError for a place that the model cannot be written to once it is trained, or a form it has not."""
-    output, model = config.checkpoint.output, config.model
+def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None:
+    """Errors: ConfigError for a place that the model cannot be written to once it is trained, or where the run reads or
+    writes (`run_dir` empty: a new directory in runs/), or for a model that has no published form."""
+    output, model, data = config.checkpoint.output, config.model, config.data
     if not output:
         return
     if model.described is None:
@@ -29,10 +31,14 @@ def refuse_output(config: TrainConfig, *, overwrite: bool) -> None:
             " --architecture, or convert the run's checkpoints"
         )
     place = Path(os.path.abspath(output))
-    sources = [Path(source) for source in (model.architecture, model.init_from, config.data.tokenizer) if source]
+    files = [data.path, *(file.path for file in weighted_files(data.mixture)), config.eval.path, config.plan.costs]
+    sources = [Path(source) for source in (model.architecture, model.init_from, data.tokenizer, *files) if source]
     inside = place.resolve()
     if holders := [source for source in sources if source.exists() and source.resolve().is_relative_to(inside)]:
         raise ConfigError(f"--output {output} holds {holders[0]}, which the run reads: choose another folder")
+    own = (Path(run_dir) if run_dir else runs_folder(run_dir)).resolve()
+    if own.is_relative_to(inside) or inside.is_relative_to(own / CHECKPOINTS):
+        raise ConfigError(f"--output {output} is where the run writes what is its own: choose a folder beside {own}")
     if place.exists() and not place.is_dir():
         raise ConfigError(f"--output {output} is a file: choose a folder")
     if place.is_dir() and any(place.iterdir()) and not overwrite:
@@ -66,11 +72,24 @@ def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) 
     return step
 
 
+def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
+    """Lay config.json, tokenizer and licence of a published model beside a run's checkpoints, where conversion looks
+    for them: a checkpoint alone cannot say them. A model that transformers computes has no checkpoints."""
+    if config.model.described is None or config.model.uses_transformers:
+        return
+    from dynapipe_ext.tools.checkpoint.megatron.folder import CARRIED
+
+    folder = run_dir / CHECKPOINTS / CARRIED
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in _carried(config):
+        shutil.copyfile(file, folder / file.name)
+
+
 def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
     """The model as a new folder; the step that it is of."""
     settings, root = config.checkpoint, run_dir / CHECKPOINTS
     if config.model.uses_transformers:
-        shutil.copytree(run_dir / MODEL_FOLDER, written)
+        shutil.copytree(root / MODEL_FOLDER, written)
         for file in _carried(config):
             if not (written / file.name).exists():
                 shutil.copy(file, written)

@@ -42,7 +42,7 @@ def build_transformers(config: TrainConfig, architecture: Architecture, device: 
         optimizer=optimizer,
         modules=parts,
         description=asdict(architecture) | {"dtype": model.dtype},
-        saver=lambda root: PartsSaver(parts, parallel, root.with_name(MODEL_FOLDER), num_steps=config.run.steps),
+        saver=lambda root: PartsSaver(parts, parallel, root / MODEL_FOLDER, num_steps=config.run.steps),
         restore=_cannot_restore,
         held_bytes=lambda: num_weight_bytes + optimizer.state_bytes(),
     )

@@ -281,10 +281,10 @@ def run(args: argparse.Namespace) -> int:
         from dynapipe_ext.launch.initial_weights import open_initial_weights
 
         open_initial_weights(config.model.init_from, config.model.described)
-    refuse_output(config, overwrite=args.overwrite)
     address = store_address(args.store) if args.store else None
     require_loggers(config)
     run_dir, resumed = resumed_run(args, config)
+    refuse_output(config, run_dir, overwrite=args.overwrite)
     overwrite = args.overwrite and resumed is None  # else it is what --output holds that may be lost
     with RunDirectory(run_dir, overwrite=overwrite, resume=resumed is not None) as directory:
         if address is not None:

@@ -112,6 +112,7 @@ def test_places_that_cannot_be_are_refused(origin: Path, tmp_path: Path, capsys:
         (origin, origin): "exists",
         (tmp_path / "nowhere", tmp_path / "target"): "does not exist",
         (origin / "config.json", tmp_path / "target"): "is a file",
+        (origin.parent, tmp_path / "target"): f"is no checkpoint but holds {origin.name}, which is: give {origin}",
         (tmp_path / "there", tmp_path / "target"): "holds no checkpoint that is known",
         (origin, tmp_path / "file/below"): "cannot be used (Not a directory)",
     }

@@ -29,6 +29,7 @@ from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.launch.trained_model import write_trained_model
 from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.models.tensors import tensor_groups
+from dynapipe_ext.tools.checkpoint.huggingface.carried_files import carried_files
 from dynapipe_ext.tools.checkpoint.recognise import recognise
 from dynapipe_ext.topology import Topology
 from tests.integration.test_train_command import report_of
@@ -203,6 +204,9 @@ def test_losses_and_the_saved_model_are_those_of_a_plain_loop(case: Case, traine
 
     checkpoint = folder / "run" / "checkpoints" / f"iter_{STEPS:07d}"
     reader = recognise(checkpoint)[0].open(checkpoint)
+    assert {file.name: file.read_bytes() for file in reader.files} == {
+        file.name: file.read_bytes() for file in carried_files(folder / "model")
+    }
     held = {name: t for group in tensor_groups(reader.architecture) for name, t in reader.read(group, "weight").items()}
     assert not differences(tensors_in(folder / "trained"), held)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "trained")

@@ -52,10 +52,12 @@ def model_folder(family: str, folder: Path) -> Path:
 def test_losses_and_the_saved_model_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     """Soft-capped scores, windows in some layers and tied ends, over stages and replicas."""
     model_path, data = model_folder("gemma2", tmp_path / "model"), write_chats(tmp_path / "data.jsonl", SAMPLES)
-    config = TrainConfig().with_values(model={"architecture": str(model_path)}, topology={"tp": 1, "pp": 1, "dp": 1})
+    named = {"architecture": str(model_path), "backend": "transformers"}
+    config = TrainConfig().with_values(model=named, topology={"tp": 1, "pp": 1, "dp": 1})
     costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
     given = ["--model", str(model_path), "--data", str(data), "--output", str(tmp_path / "trained"), *RANKS, "--strict"]
+    given += ["--backend", "transformers"]
     given += ["--run-dir", str(tmp_path / "run"), "--costs", str(tmp_path / "costs.json"), "--memory-limit-gb", "1"]
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--num-workers", "0", "--weight-decay", str(DECAY)]
     given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
@@ -77,12 +79,12 @@ def test_losses_and_the_saved_model_are_those_of_a_plain_loop(tmp_path: Path) ->
 
 
 def test_the_backend_follows_from_the_family_unless_it_is_named(tmp_path: Path) -> None:
-    for family, computed_by in (("llama", "llama"), ("gemma2", "transformers"), ("qwen2", "transformers")):
+    for family, computed_by in (("llama", "llama"), ("gemma", "transformers"), ("qwen2", "transformers")):
         CONFIGS[family]().save_pretrained(tmp_path / family)  # this Qwen2 has windows in some layers
         assert read_trainable(str(tmp_path / family), "auto").family == computed_by
     assert read_trainable(str(tmp_path / "llama"), "transformers").family == "transformers"
-    with pytest.raises(ConfigError, match="model_type is 'gemma2': known are"):
-        read_trainable(str(tmp_path / "gemma2"), "megatron")
+    with pytest.raises(ConfigError, match="model_type is 'gemma': known are"):
+        read_trainable(str(tmp_path / "gemma"), "megatron")
     with pytest.raises(ConfigError, match=r"gpt2 has no config\.json"):
         read_trainable("gpt2", "transformers")
 
@@ -92,6 +94,7 @@ def test_what_runs_of_transformers_do_not_have_is_refused_before_anything_is_pre
 ) -> None:
     model = model_folder("gemma2", tmp_path / "model")
     given = ["train", "--model", str(model), "--data", str(write_pairs(tmp_path / "data.jsonl", 3))]
+    given += ["--backend", "transformers"]
     assert main([*given, "--tp", "2", "--save-every", "2"]) == 2
     assert "whose runs have no tp, save_every: leave it out" in " ".join(capsys.readouterr().err.split())
 

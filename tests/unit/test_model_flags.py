@@ -139,10 +139,13 @@ def test_what_does_not_fit_is_told_with_the_ranks_that_it_fits_on(folder: Path) 
 
 
 def test_a_place_that_the_model_cannot_go_to_is_refused_before_the_run(folder: Path, tmp_path: Path) -> None:
-    config = settings(["--model", folder])
+    (tmp_path / "texts").mkdir()
+    data, run_dir = tmp_path / "texts" / "data.jsonl", tmp_path / "runs" / "mine"
+    data.touch()
+    config = settings(["--model", folder, "--data", f"{data}=1"])
 
     def output(place: Path | str, *, overwrite: bool = False) -> None:
-        refuse_output(config.with_values(checkpoint={"output": str(place)}), overwrite=overwrite)
+        refuse_output(config.with_values(checkpoint={"output": str(place)}), str(run_dir), overwrite=overwrite)
 
     output(tmp_path / "new")
     (tmp_path / "full").mkdir()
@@ -154,10 +157,16 @@ def test_a_place_that_the_model_cannot_go_to_is_refused_before_the_run(folder: P
     for place in (folder, tmp_path):
         with pytest.raises(ConfigError, match="model, which the run reads: choose another folder"):
             output(place, overwrite=True)
+    with pytest.raises(ConfigError, match=r"data\.jsonl, which the run reads: choose another folder"):
+        output(tmp_path / "texts", overwrite=True)
+    for place in (run_dir, run_dir.parent, run_dir / "checkpoints" / "trained"):
+        with pytest.raises(ConfigError, match="is where the run writes what is its own: choose a folder beside"):
+            output(place, overwrite=True)
+    output(run_dir / "trained")
     with pytest.raises(ConfigError, match="notes is a file"):
         output(tmp_path / "full" / "notes", overwrite=True)
     with pytest.raises(ConfigError, match="is for published models, but the model is in sizes of its own"):
-        refuse_output(TrainConfig().with_values(checkpoint={"output": "new"}), overwrite=False)
+        refuse_output(TrainConfig().with_values(checkpoint={"output": "new"}), "", overwrite=False)
 
 
 def test_steps_go_to_weights_and_biases_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,9 @@ def recognise(path: Path) -> tuple[Format, tuple[str, ...]]:
         raise DataError(f"{path} is a file: give the folder that it lies in")
     found = [known for known in FORMATS if known.recognises(path)]
     if not found:
+        inside = (entry for entry in sorted(path.iterdir()) if entry.is_dir())
+        if holder := next((entry for entry in inside if any(known.recognises(entry) for known in FORMATS)), None):
+            raise DataError(f"{path} is no checkpoint but holds {holder.name}, which is: give {holder}")
         wanted = "; ".join(f"{known.name}: {known.needs}" for known in FORMATS)
         raise DataError(f"{path} holds no checkpoint that is known ({wanted}): give the folder that holds one of these")
     return found[0], tuple(known.name for known in found[1:])
