@@ -97,8 +97,10 @@ def _install_data(patches: ExitStack, wishes: Wishes) -> None:
             trained.append(found[0])
         return tuple(None if steps is None else training.RerunDataIterator(steps) for steps in found)
 
-    def num_floating_point_operations(args: Any, batch_size: int) -> float:
-        return real_flops(count, trained[0], args, batch_size) if trained else count(args, batch_size)
+    def num_floating_point_operations(args: Any, batch_size: int, *others: Any, **keywords: Any) -> float:
+        if trained:
+            return real_flops(count, trained[0], args, batch_size)
+        return count(args, batch_size, *others, **keywords)  # type: ignore[no-any-return]
 
     _replace(patches, training, "build_train_valid_test_data_iterators", build_train_valid_test_data_iterators)
     _replace(patches, training, "num_floating_point_operations", num_floating_point_operations)
