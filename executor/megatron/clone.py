@@ -12,9 +12,22 @@ _SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
 _TRAINING = "megatron/training/training.py"
 # Keywords of the function that stands in the place of Megatron's schedules (`ForwardBackward.__call__`).
 STEP_KEYWORDS = frozenset(
-    """forward_step_func data_iterator model num_microbatches seq_length micro_batch_size decoder_seq_length
-    forward_only collect_non_loss_data first_val_step adjust_tensor_shapes_fn p2p_communicator pg_collection
-    force_all_reduce""".split()
+    (
+        "forward_step_func",
+        "data_iterator",
+        "model",
+        "num_microbatches",
+        "seq_length",
+        "micro_batch_size",
+        "decoder_seq_length",
+        "forward_only",
+        "collect_non_loss_data",
+        "first_val_step",
+        "adjust_tensor_shapes_fn",
+        "p2p_communicator",
+        "pg_collection",
+        "force_all_reduce",
+    )
 )
 
 

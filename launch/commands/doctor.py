@@ -77,7 +77,10 @@ def can_train(checks: tuple[Check, ...]) -> bool:
 
 
 def all_checks(redis_server: str | None = None, megatron_lm: Path | None = None) -> tuple[Check, ...]:
-    """Every check in the order of the report, of Megatron-LM where a clone is given. A probe that raises is a failed check, never the end of the report."""
+    """Every check in the order of the report, of Megatron-LM where a clone is given.
+
+    A probe that raises is a failed check, never the end of the report.
+    """
     limit_threads()
     clone: list[tuple[str, Callable[[], Check]]] = []
     if megatron_lm is not None:

@@ -1,4 +1,4 @@
-"""What cannot go with planned schedules in Megatron's loops is refused by its name; what is Megatron's default is not."""
+"""What cannot go with planned schedules in Megatron's loops is refused by its name; Megatron's defaults are not."""
 
 from __future__ import annotations
 
