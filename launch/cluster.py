@@ -9,6 +9,7 @@ failure ends the job just as a rank's does.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import os
 import selectors
@@ -324,6 +325,7 @@ def _run_child(
     status = BUG_STATUS
     try:
         end_with_parent(parent_pid)
+        gc.freeze()  # what is imported lives as long as this process: no collection need walk it and copy its pages
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -25,11 +25,20 @@ check() {
     echo "== $name" >&2
     "$@" || failed+=("$name")
 }
+# The status of a process in the background, once it has ended, and what it wrote.
+ended() {
+    local status=0
+    wait "$1" || status=$?
+    cat "$2"
+    return "$status"
+}
 
 check "ruff check" "$venv_python" -m ruff check .
 check "ruff format" "$venv_python" -m ruff format --check .
-check "mypy" "$venv_python" -m mypy
+"$venv_python" -m mypy >build/mypy.log 2>&1 & # a minute of one core: the tests begin beside it
+trap 'kill %1 2>/dev/null || true' EXIT
 check "pytest" "$venv_python" -m pytest -n 2 --dist loadfile --durations=25 "$@" # a file's tests share fixtures: they stay together
+check "mypy" ended %1 build/mypy.log
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'failed: %s\n' "$(IFS=,; echo "${failed[*]}")" >&2

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="MODEL", help="config.json, Megatron's arguments as JSON, or a preset's name")
     parser.add_argument("--out", metavar="FILE", required=True, help="the cost table to write (JSON)")
     parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel ranks (default: the settings', or 1)")
-    parser.add_argument("--dtype", type=dtype, choices=("float32", "bfloat16"), help="default: the model's")
+    parser.add_argument(
         "--dtype", type=dtype, choices=("float32", "bfloat16"), help="of weights (default: the model's)"
     )
     parser.add_argument("--min-len", type=int, metavar="N", help="shortest row (default: 16)")
@@ -109,7 +109,9 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     import dynapipe_ext.executor.measuring.profiling  # noqa: F401  # once, before ranks are forked
+    from dynapipe_ext.executor.stages import megatron_cpu
 
+    megatron_cpu.install()  # imports megatron, once too
     torch.set_num_threads(limit_threads())  # more would count as CPU seconds of one
     with _alone(out):
         run_local(partial(_measure, job), job.tp)

@@ -21,6 +21,7 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.tools.account.report import RunReport
+from tests.support.preloaded import Command, Preloaded
 
 TINY = """
 [run]
@@ -50,6 +51,7 @@ ENDS_WITHIN_S = 5.0
 PROGRESS = ("tokenizing: ", "data: ", "store: ", "ranks: ")
 
 Refused = Callable[..., str]
+Job = Command | subprocess.Popen[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +84,23 @@ def assert_gone(session: int, but: int | None = None) -> None:
 
 
 @contextmanager
-def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A command in a session of its own; whatever is left of it when a test has failed is killed."""
-    with subprocess.Popen(
-        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as job:
+def started(preloaded: Preloaded | None, arguments: list[str]) -> Iterator[Job]:
+    """`dynapipe ARGUMENTS` in a session of its own, executed where nothing is preloaded.
+
+    Whatever is left of it when a test has failed is killed.
+    """
+    with preloaded.started(arguments, new_session=True) if preloaded else _executed(arguments) as job:
         try:
             yield job
         finally:
             for process in processes(job.pid):
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
+
+
+def _executed(arguments: list[str]) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "dynapipe_ext.launch.cli", *arguments]
+    return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 @pytest.fixture
@@ -107,18 +115,16 @@ def tiny(tmp_path: Path) -> Path:
     return path
 
 
-def command(tiny: Path, *arguments: str) -> list[str]:
-    run_dir = str(tiny.parent / "run")
-    cli = [sys.executable, "-m", "dynapipe_ext.launch.cli"]
-    return [*cli, "train", "--config", str(tiny), "--run-dir", run_dir, *arguments]
+def train(tiny: Path, *arguments: str) -> list[str]:
+    return ["train", "--config", str(tiny), "--run-dir", str(tiny.parent / "run"), *arguments]
 
 
 @pytest.fixture
-def refused(tiny: Path) -> Refused:
+def refused(preloaded: Preloaded, tiny: Path) -> Refused:
     """`refused("--flag", …)` runs a job that must fail as a user's mistake does, and returns what it said."""
 
     def start(*arguments: str) -> str:
-        with started(command(tiny, *arguments)) as job:
+        with started(preloaded, train(tiny, *arguments)) as job:
             text = last_words(job)
             assert job.returncode == 2, text
             assert_gone(job.pid)
@@ -163,16 +169,14 @@ def test_a_data_file_that_is_not_there_is_named(refused: Refused) -> None:
 
 
 def test_a_sample_that_is_too_long_is_named_and_trains_with_truncate(
-    refused: Refused, tiny: Path, tmp_path: Path
+    preloaded: Preloaded, refused: Refused, tiny: Path, tmp_path: Path
 ) -> None:
     tiny.write_text(tiny.read_text().replace("truncate = true", "truncate = false"))
     arguments = data_file(tmp_path, *[GOOD] * 5, json.dumps({"text": "long " * 100}), *[GOOD] * 5)
     text = refused(*arguments)
     assert re.search(r"(line 6|sample 5)\b.*128", text)
     assert "--truncate" in text
-    done = subprocess.run(
-        command(tiny, *arguments, "--truncate"), capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    done = preloaded.run(train(tiny, *arguments, "--truncate"), timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert "1 truncated" in done.stderr
 
@@ -223,14 +227,14 @@ def test_a_token_budget_below_the_longest_sample_names_the_sample(refused: Refus
 
 
 @contextmanager
-def running(tiny: Path) -> Iterator[subprocess.Popen[str]]:
+def running(preloaded: Preloaded | None, tiny: Path) -> Iterator[Job]:
     """An endless job in its second step."""
-    with started(command(tiny, "--steps", "1000000")) as job:
+    with started(preloaded, train(tiny, "--steps", "1000000")) as job:
         read_until(job, "step 2 ")
         yield job
 
 
-def read_until(job: subprocess.Popen[str], start: str) -> None:
+def read_until(job: Job, start: str) -> None:
     assert job.stderr is not None
     said = "\n"
     while not said.startswith(start):
@@ -238,15 +242,16 @@ def read_until(job: subprocess.Popen[str], start: str) -> None:
         assert said, f"the job ended before it said {start!r}"
 
 
-def last_words(job: subprocess.Popen[str]) -> str:
+def last_words(job: Job) -> str:
     """All that the job says until it ends."""
     _, text = job.communicate(timeout=LIMIT_S)
     return text
 
 
-def ranks(job: subprocess.Popen[str]) -> list[Process]:
-    """The forked ranks, in order: copies of the launcher, unlike the server."""
-    return [p for p in processes(job.pid) if p.parent_pid == job.pid and "dynapipe_ext.launch.cli" in p.command]
+def ranks(job: Job) -> list[Process]:
+    """The forked ranks, in order; their titles number them."""
+    found = [p for p in processes(job.pid) if p.parent_pid == job.pid and p.command.startswith("rank ")]
+    return sorted(found, key=lambda process: process.command)
 
 
 def left_by(tiny: Path) -> dict[str, Any]:
@@ -261,8 +266,8 @@ def left_by(tiny: Path) -> dict[str, Any]:
     return report
 
 
-def test_a_killed_planner_ends_the_job_with_its_name(tiny: Path) -> None:
-    with running(tiny) as job:
+def test_a_killed_planner_ends_the_job_with_its_name(preloaded: Preloaded, tiny: Path) -> None:
+    with running(preloaded, tiny) as job:
         (planner,) = [p for p in processes(job.pid) if "planner_process" in p.command]
         os.kill(planner.pid, signal.SIGKILL)
         text = last_words(job)
@@ -274,8 +279,8 @@ def test_a_killed_planner_ends_the_job_with_its_name(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_job_with_its_number(tiny: Path, rank: int) -> None:
-    with running(tiny) as job:
+def test_a_killed_rank_ends_the_job_with_its_number(preloaded: Preloaded, tiny: Path, rank: int) -> None:
+    with running(preloaded, tiny) as job:
         os.kill(ranks(job)[rank].pid, signal.SIGKILL)
         text = last_words(job)
         assert job.returncode == 2
@@ -286,8 +291,10 @@ def test_a_killed_rank_ends_the_job_with_its_number(tiny: Path, rank: int) -> No
 
 
 @pytest.mark.parametrize("whole_group", [False, True], ids=["launcher alone", "whole group"])
-def test_ctrl_c_ends_everything_within_seconds_and_leaves_what_ran(tiny: Path, whole_group: bool) -> None:
-    with running(tiny) as job:
+def test_ctrl_c_ends_everything_within_seconds_and_leaves_what_ran(
+    preloaded: Preloaded, tiny: Path, whole_group: bool
+) -> None:
+    with running(preloaded if whole_group else None, tiny) as job:
         assert len(processes(job.pid)) == 1 + 2 + 1 + 1  # launcher, ranks, planner, server
         if whole_group:
             os.killpg(job.pid, signal.SIGINT)
@@ -304,13 +311,15 @@ def test_ctrl_c_ends_everything_within_seconds_and_leaves_what_ran(tiny: Path, w
     assert f"{report['steps']} of 1,000,000 steps ran" in text
 
 
-def test_a_directory_belongs_to_the_run_in_it_and_afterwards_to_the_one_that_overwrites_it(tiny: Path) -> None:
+def test_a_directory_belongs_to_the_run_in_it_and_afterwards_to_the_one_that_overwrites_it(
+    preloaded: Preloaded, tiny: Path
+) -> None:
     def refusal(*arguments: str) -> str:
-        done = subprocess.run(command(tiny, *arguments), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = preloaded.run(train(tiny, *arguments), timeout=LIMIT_S)
         assert done.returncode == 2
         return done.stderr
 
-    with running(tiny) as job:
+    with running(preloaded, tiny) as job:
         assert f"run is in use by another run (process {job.pid})" in refusal("--overwrite")
         job.send_signal(signal.SIGINT)
         last_words(job)
@@ -318,14 +327,15 @@ def test_a_directory_belongs_to_the_run_in_it_and_afterwards_to_the_one_that_ove
     assert "holds another run: choose another, or add --overwrite" in refusal()
     refusal("--overwrite", "--memory-limit-gb", "1e-6")
     assert left_by(tiny) == before  # a start that fails leaves the run that it was to overwrite
-    subprocess.run(command(tiny, "--overwrite"), capture_output=True, timeout=LIMIT_S, check=True)
+    assert preloaded.run(train(tiny, "--overwrite"), timeout=LIMIT_S).returncode == 0
     report = left_by(tiny)
     assert (report["steps"], report["unfinished"]) == (2, None)
 
 
 @pytest.mark.parametrize("moment", ["data: ", "store: ", "ranks: "])
-def test_ctrl_c_while_the_job_starts_ends_it_too(tiny: Path, moment: str) -> None:
-    with started(command(tiny)) as job:
+def test_ctrl_c_while_the_job_starts_ends_it_too(preloaded: Preloaded, tiny: Path, moment: str) -> None:
+    executed = moment == "data: "  # it then imports
+    with started(None if executed else preloaded, train(tiny)) as job:
         read_until(job, moment)
         job.send_signal(signal.SIGINT)
         text = last_words(job)

@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.megatron_ranks import join  # isort: skip  # first: it imports megatron uncompiled
+
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.checkpoints import folder as folders
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace, RunState, read_manifest
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver
 from dynapipe_ext.executor.checkpoints.megatron_tensors import TensorWriter, read_tensors
-from tests.support.megatron_ranks import join
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
 

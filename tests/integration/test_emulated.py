@@ -81,7 +81,7 @@ def make_planner(schedule: Any) -> Planner:
 
 @pytest.mark.parametrize(
     ("schedule", "transport"),
-    [("adaptive", "strict"), ("1f1b", "torch"), ("adaptive", "torch"), ("split", "strict"), ("zb-h1", "torch")],
+    [("adaptive", "strict"), ("1f1b", "torch"), ("split", "strict"), ("zb-h1", "torch")],
 )
 def test_measured_makespan_is_within_5_percent_of_the_predicted_one(
     emulation: Any, redis_server: RedisServer, schedule: Any, transport: Any

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 
 from dynapipe_ext.launch.commands import estimate as estimate_command
+from tests.support.preloaded import Preloaded
 
 MODEL = {
     "model_type": "llama",
@@ -22,7 +21,7 @@ MODEL = {
 }
 
 
-def test_the_best_option_for_this_model_and_cluster_is_trained_within_its_memory(tmp_path):
+def test_the_best_option_for_this_model_and_cluster_is_trained_within_its_memory(preloaded: Preloaded, tmp_path):
     """Two ranks of 0.1 GB, two steps; the measured peaks stay under the limit that the estimate was made for."""
     model, best = tmp_path / "config.json", tmp_path / "best.toml"
     model.write_text(json.dumps(MODEL))
@@ -33,10 +32,7 @@ def test_the_best_option_for_this_model_and_cluster_is_trained_within_its_memory
     words += ["--pp", "2", "--plans", "4", "--write", str(best)]
     assert estimate_command.run(parser.parse_args(words)) == 0
 
-    command = [sys.executable, "-m", "dynapipe_ext.launch.cli", "train", "--config", str(best), "--steps", "2"]
-    command += ["--run-dir", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    preloaded.train("--config", str(best), "--steps", "2", "--run-dir", str(tmp_path / "run"))
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert [report["topology"][name] for name in ("tp", "pp", "dp")] == [1, 2, 1]
     assert len(report["losses"]) == 2

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import read_events
+from tests.support.preloaded import Preloaded
 
 SETTINGS = """
 [run]
@@ -44,34 +42,21 @@ keep_best = true
 timeout_s = 60
 strict = true
 """
-CLI = [sys.executable, "-m", "dynapipe_ext.launch.cli", "train"]
 
 
-def trained(folder: Path, *arguments: str) -> str:
-    """What a run that succeeds says."""
-    done = subprocess.run(
-        [*CLI, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-def test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits(tmp_path: Path) -> None:
+def test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits(
+    preloaded: Preloaded, tmp_path: Path
+) -> None:
     (tmp_path / "settings.toml").write_text(SETTINGS)
     held_out = tmp_path / "held.jsonl"
     pairs = [{"input": f"reverse {'ab' * (1 + i % 9)}", "target": f"{'ba' * (1 + i % 9)}"} for i in range(40)]
     held_out.write_text("\n".join(map(json.dumps, pairs)) + "\n")
     settings, evaluated = ["--config", "settings.toml"], ["--eval-every", "2", "--eval-data", "held.jsonl"]
-    said = trained(tmp_path, *settings, "--run-dir", "runs/four", *evaluated)
-    trained(tmp_path, *settings, "--run-dir", "runs/plain", "--costs", "runs/four/costs.json")
-    alone = ["--tp", "1", "--pp", "1", "--layout", "padded"]
-    trained(tmp_path, *settings, "--run-dir", "runs/one", *alone, *evaluated)
+    said = preloaded.train(*settings, "--run-dir", "runs/four", *evaluated, cwd=tmp_path)
+    in_line = ["--num-workers", "0"]
+    preloaded.train(*settings, *in_line, "--run-dir", "runs/plain", "--costs", "runs/four/costs.json", cwd=tmp_path)
+    alone = [*in_line, "--tp", "1", "--pp", "1", "--layout", "padded"]
+    preloaded.train(*settings, "--run-dir", "runs/one", *alone, *evaluated, cwd=tmp_path)
 
     four, plain, one = (RunReport.read(tmp_path / "runs" / name / "report.json") for name in ("four", "plain", "one"))
     assert four.result.losses == plain.result.losses
@@ -95,15 +80,17 @@ def test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits(
     }
 
 
-def test_a_run_with_a_part_held_out_goes_on_with_the_same_part_and_refuses_another(tmp_path: Path) -> None:
+def test_a_run_with_a_part_held_out_goes_on_with_the_same_part_and_refuses_another(
+    preloaded: Preloaded, tmp_path: Path
+) -> None:
     (tmp_path / "settings.toml").write_text(SETTINGS.replace("tp = 2", "tp = 1").replace("dp = 1", "dp = 2"))
     flags = ["--run-dir", "runs/part", "--eval-every", "3", "--eval-steps", "1", "--eval-fraction", "0.25"]
-    trained(tmp_path, "--config", "settings.toml", *flags)
-    trained(tmp_path, "--resume", "runs/part", "--steps", "6")
+    preloaded.train("--config", "settings.toml", *flags, cwd=tmp_path)
+    preloaded.train("--resume", "runs/part", "--steps", "6", cwd=tmp_path)
     result = RunReport.read(tmp_path / "runs" / "part" / "report.json").result
     assert [done.number for done in result.evaluations] == [3, 5, 6]
     assert len({done.num_samples for done in result.evaluations}) == 1
-    other = [*CLI, "--resume", "runs/part", "--steps", "8", "--eval-fraction", "0.5"]
-    refused = subprocess.run(other, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    other = ["train", "--resume", "runs/part", "--steps", "8", "--eval-fraction", "0.5"]
+    refused = preloaded.run(other, cwd=tmp_path, timeout=120)
     assert refused.returncode != 0
     assert "resume with the same data and settings" in " ".join(refused.stderr.split())

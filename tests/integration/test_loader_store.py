@@ -88,7 +88,7 @@ def inline(at: Coordinates, **settings: Any) -> DynaPipeDataLoader:
 
 
 def through(store: object, at: Coordinates, namespace: str = "", **settings: Any) -> DynaPipeDataLoader:
-    options = {"planner": planner(), "tokens_per_batch": 400, "shuffle": True, "num_workers": 2, **settings}
+    options = {"planner": planner(), "tokens_per_batch": 400, "shuffle": True, "num_workers": 1, **settings}
     dataset = options.pop("dataset", CountingDataset())
     return DynaPipeDataLoader(
         dataset, options.pop("planner"), coordinates=at, store=store, namespace=namespace or "loader", **options
@@ -129,7 +129,7 @@ def samples_of(plan: ExecutionPlan) -> list[int]:
 def test_planners_outlive_the_signal_that_asks_ranks_to_save_however_early_it_comes(
     address: StoreAddress, namespace: str
 ) -> None:
-    with through(address, RANKS[0], namespace) as loading:
+    with through(address, RANKS[0], namespace, num_workers=2) as loading:
         running = iter(loading)
         assert loading._channel is not None
         pool = loading._channel.planners
@@ -144,7 +144,7 @@ def test_planners_outlive_the_signal_that_asks_ranks_to_save_however_early_it_co
 def test_two_planner_processes_give_every_rank_the_plans_of_planning_in_line(
     address: StoreAddress, namespace: str
 ) -> None:
-    loaders = [through(address, at, namespace) for at in RANKS]
+    loaders = [through(address, at, namespace, num_workers=2) for at in RANKS]
     try:
         found = in_step(loaders, epochs=2)
     finally:
@@ -255,7 +255,7 @@ def test_ranks_whose_samplers_differ_are_told(address: StoreAddress, namespace: 
 
 
 def test_a_killed_planner_ends_every_ranks_iteration(address: StoreAddress, namespace: str) -> None:
-    loaders = [through(address, at, namespace, timeout_s=600.0) for at in RANKS[:2]]
+    loaders = [through(address, at, namespace, num_workers=2, timeout_s=600.0) for at in RANKS[:2]]
     try:
         running = [iter(loading) for loading in loaders]
         for one in running:
@@ -331,7 +331,7 @@ def keys_left(address: StoreAddress, namespace: str) -> list[bytes]:
 
 @pytest.mark.parametrize("steps", [1, 5, None])
 def test_no_key_is_left_once_all_loaders_are_closed(address: StoreAddress, namespace: str, steps: int | None) -> None:
-    loaders = [through(address, at, namespace) for at in RANKS]
+    loaders = [through(address, at, namespace, num_workers=2) for at in RANKS]
     try:
         if steps is None:
             in_step(loaders, epochs=6)

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dynapipe_ext.tools.show.timeline import read_trace_file
+from tests.support.preloaded import Preloaded
 
 
-@pytest.fixture(scope="module", params=["packed", "padded"])
-def run_dir(request, tmp_path_factory) -> Path:
-    """The default model on its 8 ranks, two steps, uneven stages."""
-    folder = tmp_path_factory.mktemp("promises") / request.param
-    command = [sys.executable, "-m", "dynapipe_ext.launch.cli", "train", "--steps", "2", "--layout", request.param]
-    command += ["--run-dir", str(folder), "--layers-per-stage", "1,3", "--strict"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.fixture(scope="module", params=[("packed", 2), ("padded", 1)], ids=["packed", "padded"])
+def run_dir(request, preloaded: Preloaded, tmp_path_factory) -> Path:
+    """The default model on its 8 ranks, padded on the 4 of one replica, two steps, uneven stages."""
+    layout, dp = request.param
+    folder = tmp_path_factory.mktemp("promises") / layout
+    topology = ["--tp", "2", "--pp", "2", "--dp", str(dp), "--layers-per-stage", "1,3"]
+    preloaded.train("--steps", "2", "--layout", layout, *topology, "--strict", "--run-dir", str(folder))
     return folder
 
 
 def test_no_rank_holds_more_than_was_predicted(run_dir):
-    peaks = json.loads((run_dir / "report.json").read_text())["peak_bytes"]
-    assert len(peaks["measured"]) == len(peaks["predicted"]) == 8
+    report = json.loads((run_dir / "report.json").read_text())
+    peaks = report["peak_bytes"]
+    assert len(peaks["measured"]) == len(peaks["predicted"]) == 4 * report["topology"]["dp"]
     for measured, predicted in zip(peaks["measured"], peaks["predicted"], strict=True):
         assert 0.75 * predicted <= measured <= predicted
 

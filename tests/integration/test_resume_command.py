@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.tools.account.report import RunReport
+from tests.support.preloaded import Command, Preloaded
 
 SETTINGS = """
 [run]
@@ -38,55 +37,50 @@ tokens_per_batch = 2048
 timeout_s = 60
 strict = true
 """
-CLI = [sys.executable, "-m", "dynapipe_ext.launch.cli", "train"]
 LIMIT_S = 100
 
 
-def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(
-        [*CLI, *arguments], cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
-    )
+def ended(start: AbstractContextManager[Command]) -> tuple[int | None, str]:
+    with start as command:
+        _, said = command.communicate(LIMIT_S)
+    return command.returncode, said
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    said = process.communicate(timeout=LIMIT_S)[1]
-    return process.returncode, said
-
-
-def signalled_at(step: int, number: signal.Signals, process: subprocess.Popen[str]) -> tuple[int, str]:
+def signalled_at(step: int, number: signal.Signals, start: AbstractContextManager[Command]) -> tuple[int | None, str]:
     """The exit status and what it said of a run that is sent a signal once it has done `step`."""
-    assert process.stderr is not None
     said = []
-    for line in process.stderr:
-        said.append(line)
-        if line.startswith(f"step {step} "):
-            break
-    process.send_signal(number)
-    status, rest = ended(process)
-    return status, "".join(said) + rest
+    with start as command:
+        for line in command.stderr:
+            said.append(line)
+            if line.startswith(f"step {step} "):
+                break
+        command.send_signal(number)
+        _, rest = command.communicate(LIMIT_S)
+    return command.returncode, "".join(said) + rest
 
 
-def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(tmp_path: Path) -> None:
+def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(preloaded: Preloaded, tmp_path: Path) -> None:
     """All losses to the bit, with dropout; costs are those that the first start measured."""
+
+    def train(*arguments: str) -> AbstractContextManager[Command]:
+        return preloaded.started(["train", *arguments], cwd=tmp_path, environment={"GLOO_SOCKET_IFNAME": "lo"})
+
     config, broken, whole = tmp_path / "settings.toml", tmp_path / "runs" / "broken", tmp_path / "runs" / "whole"
     config.write_text(SETTINGS)
-    status, said = signalled_at(3, signal.SIGTERM, started(tmp_path, "--config", str(config), "--run-dir", str(broken)))
+    status, said = signalled_at(3, signal.SIGTERM, train("--config", str(config), "--run-dir", str(broken)))
     assert (status, "save, for at most 60 s" in said) == (143, True), said
     first = read_manifest(latest(broken / "checkpoints")).run
     assert 3 <= first.step < 40
     assert RunReport.read(broken / "report.json").unfinished == "ended by a signal (SIGTERM)"
-    second = started(tmp_path, "--resume", str(broken), "--save-every", "3")
+    second = train("--resume", str(broken), "--save-every", "3")
     status, said = signalled_at(first.step + 5, signal.SIGKILL, second)
     assert status == -signal.SIGKILL, said
     assert f"step {first.step + 1} (1/" in said
     saved = read_manifest(latest(broken / "checkpoints")).run
     assert first.step < saved.step < 40
-    status, said = ended(started(tmp_path, "--resume", "latest"))
+    status, said = ended(train("--resume", "latest"))
     assert status == 0, said
-    status, said = ended(
-        started(tmp_path, "--config", str(config), "--run-dir", str(whole), "--costs", str(broken / "costs.json"))
-    )
+    status, said = ended(train("--config", str(config), "--run-dir", str(whole), "--costs", str(broken / "costs.json")))
     assert status == 0, said
     a, b = (RunReport.read(run / "report.json").result for run in (broken, whole))
     assert len(a.losses) == 40
@@ -95,7 +89,7 @@ def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(tmp_pat
     last = [read_manifest(latest(run / "checkpoints")).run for run in (broken, whole)]
     assert last[0].num_samples == last[1].num_samples
     assert last[0].loader == last[1].loader
-    status, said = ended(started(tmp_path, "--resume", str(whole)))
+    status, said = ended(train("--resume", str(whole)))
     assert status == 2
     assert "has done 40 steps and steps is 40: raise --steps" in said
 

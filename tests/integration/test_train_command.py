@@ -25,6 +25,7 @@ from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import read_events
 from dynapipe_ext.tools.show.timeline import read_trace_file
+from tests.support.preloaded import Preloaded
 
 TINY = """
 [run]
@@ -76,7 +77,7 @@ Train = Callable[..., dict[str, Any]]
 
 
 def run(command: list[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """A command that must succeed; all it said is shown where it does not."""
+    """A command that is executed and must succeed; all it said is shown where it does not."""
     done = subprocess.run(
         command,
         capture_output=True,
@@ -99,26 +100,27 @@ def report_of(run_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Settings of a tiny run with given costs: measured ones would make two runs plan differently."""
+    """Settings of a tiny run, planned in line, with given costs: measured ones would make two runs plan differently."""
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "measured.toml").write_text(TINY)
     config = TrainConfig.read(folder / "measured.toml")
     costs = analytic_costs(config, architecture_of(config, BYTES_VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
     (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
-    (folder / "tiny.toml").write_text(f'{TINY}[plan]\ncosts = "{folder / "costs.json"}"\n')
+    in_line = TINY.replace("[job]", "num_workers = 0\n[job]")
+    (folder / "tiny.toml").write_text(f'{in_line}[plan]\ncosts = "{folder / "costs.json"}"\n')
     return folder / "tiny.toml"
 
 
 @pytest.fixture
-def train(tiny: Path, tmp_path: Path) -> Train:
+def train(preloaded: Preloaded, tiny: Path, tmp_path: Path) -> Train:
     """`train("--flag", …)` runs the tiny job with flags on top, in tmp_path / "run", and returns its report.
 
     Gloo forgives sends and receives that NCCL would not: every run is held to NCCL's rules.
     """
 
     def start(*arguments: str, config: Path = tiny) -> dict[str, Any]:
-        where = ["--run-dir", str(tmp_path / "run"), "--overwrite"]
-        run([*CLI, "train", "--config", str(config), *where, "--strict", *arguments])
+        words = ["--config", str(config), "--run-dir", str(tmp_path / "run"), "--overwrite", "--strict"]
+        preloaded.train(*words, *arguments)
         return report_of(tmp_path / "run")
 
     return start
@@ -264,14 +266,13 @@ def test_no_rank_holds_more_than_was_predicted_where_backwards_are_split(train: 
         assert 0.6 * predicted <= measured <= predicted
 
 
-@pytest.mark.parametrize("split", [["--split-backward"], ["--schedule", "zb-h1"]], ids=" ".join)
-def test_a_run_that_fills_its_waits_trains_to_the_bits_of_one_that_does_not(
-    train: Train, tiny: Path, tmp_path: Path, split: list[str]
+def test_a_published_schedule_that_fills_its_waits_trains_to_the_bits_of_one_that_does_not(
+    train: Train, tiny: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "small.toml").write_text(f"{tiny.read_text()}max_tokens = 512\n")  # of [plan]: several micro-batches
 
     def trained(*arguments: str) -> dict[str, Any]:
-        flags = ["--steps", "3", "--layout", "padded", "--tokens-per-batch", "2048", *split]
+        flags = ["--steps", "3", "--layout", "padded", "--tokens-per-batch", "2048", "--schedule", "zb-h1"]
         return train(*flags, *arguments, config=tmp_path / "small.toml")
 
     plain, filled = trained(), trained("--fill-waits")
@@ -284,7 +285,9 @@ def test_a_run_that_fills_its_waits_trains_to_the_bits_of_one_that_does_not(
 def four_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Settings and costs of a tiny model that makes four stages; the learning rate is the same at every step."""
     folder = tmp_path_factory.mktemp("four_layers")
-    text = TINY.replace("num_layers = 3", "num_layers = 4") + "strict = true\n"
+    text = (
+        TINY.replace("num_layers = 3", "num_layers = 4").replace("[job]", "num_workers = 0\n[job]") + "strict = true\n"
+    )
     text += "[optimizer]\nlr = 1e-2\nmin_lr = 1e-2\nwarmup_steps = 1\n"
     (folder / "four.toml").write_text(text)
     config = TrainConfig.read(folder / "four.toml")
@@ -293,51 +296,57 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f'{text}[plan]\neffort = 200\ncosts = "{folder / "costs.json"}"\n'
 
 
-def test_a_v_learns_what_a_line_learns_and_goes_on_as_one(four_layers: str, tmp_path: Path) -> None:
+def test_a_v_learns_what_a_line_learns_and_goes_on_as_one(
+    preloaded: Preloaded, four_layers: str, tmp_path: Path
+) -> None:
     (tmp_path / "four.toml").write_text(four_layers)
-    train = [*CLI, "train", "--config", str(tmp_path / "four.toml"), "--run-dir"]
-    run([*train, str(tmp_path / "line"), "--steps", "4"])
-    run([*train, str(tmp_path / "v"), "--steps", "2", "--placement", "v"])
+    settings = ["--config", "four.toml"]
+    preloaded.train(*settings, "--run-dir", "line", "--steps", "4", cwd=tmp_path)
+    preloaded.train(*settings, "--run-dir", "v", "--steps", "2", "--placement", "v", cwd=tmp_path)
     assert report_of(tmp_path / "v")["placement"] == [0, 1, 1, 0]
-    run([*CLI, "train", "--resume", str(tmp_path / "v"), "--placement", "linear", "--steps", "4"])
+    preloaded.train("--resume", "v", "--placement", "linear", "--steps", "4", cwd=tmp_path)
     assert TrainConfig.read(tmp_path / "v" / "config.toml").topology.placement == "linear"
     wanted = report_of(tmp_path / "line")["losses"]
     assert len(wanted) == 4
     assert report_of(tmp_path / "v")["losses"] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_all_ranks_of_torchrun_take_the_placement_that_the_first_has_settled(four_layers: str, tmp_path: Path) -> None:
-    text = four_layers.replace("steps = 2", f'steps = 1\nrun_dir = "{tmp_path / "run"}"')
+def test_all_ranks_of_torchrun_take_the_placement_that_the_first_has_settled(
+    train: Train, four_layers: str, tmp_path: Path
+) -> None:
+    """Through the user's own server over TCP; the losses are bit for bit those of `dynapipe train`."""
+    text = four_layers.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / "own"}"')
     (tmp_path / "auto.toml").write_text(text.replace("[topology]", '[topology]\nplacement = "auto"'))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run([*torchrun, "-m", "dynapipe_ext.launch.train", "--config", str(tmp_path / "auto.toml")])
-    tried = [line.split()[0] for line in done.stderr.splitlines() if re.match(r"\W*(v|linear|interleaved)\b", line)]
-    taken = TrainConfig.read(tmp_path / "run" / "config.toml").topology
-    assert sorted(word.rstrip(",") for word in tried) == ["interleaved", "linear", "v"]
-    assert tried[0].rstrip(",") == taken.placement
-    assert sum(taken.layers_per_stage) == 4
-    assert report_of(tmp_path / "run")["layers_per_stage"] == list(taken.layers_per_stage)
-
-
-def test_torchrun_trains_as_the_launcher_does(train: Train, tiny: Path, tmp_path: Path) -> None:
-    """The user's own server over TCP, and the embedded one; the losses are bit for bit those of `dynapipe train`."""
-    wanted = train("--dp", "2")["losses"]
-    config = TrainConfig.read(tiny)
-    settings = TINY.replace("dp = 1", "dp = 2") + f'strict = true\n[plan]\ncosts = "{config.plan.costs}"\n'
-    for name in ("own", "embedded"):
-        text = settings.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / name}"')
-        (tmp_path / f"{name}.toml").write_text(text)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    program = [*torchrun, "-m", "dynapipe_ext.launch.train", "--config"]
     port = _free_port()
     with RedisServer(port=port) as server:
         password = {"DYNAPIPE_STORE_PASSWORD": server.address.password or ""}
-        run([*program, str(tmp_path / "own.toml"), "--store", f"redis://127.0.0.1:{port}"], password)
-    done = run([*program, str(tmp_path / "embedded.toml")])
-    said = f"ranks: 4 (TP1 x PP2 x DP2), plans by the {active_core()} core"
+        done = torchrun(2, tmp_path / "auto.toml", "--store", f"redis://127.0.0.1:{port}", environment=password)
+    tried = [line.split()[0] for line in done.stderr.splitlines() if re.match(r"\W*(v|linear|interleaved)\b", line)]
+    taken = TrainConfig.read(tmp_path / "own" / "config.toml").topology
+    assert sorted(word.rstrip(",") for word in tried) == ["interleaved", "linear", "v"]
+    assert tried[0].rstrip(",") == taken.placement
+    assert sum(taken.layers_per_stage) == 4
+    assert report_of(tmp_path / "own")["layers_per_stage"] == list(taken.layers_per_stage)
+    launched = train(config=tmp_path / "auto.toml")
+    assert TrainConfig.read(tmp_path / "run" / "config.toml").topology == taken
+    assert report_of(tmp_path / "own")["losses"] == launched["losses"]
+
+
+def test_torchrun_trains_as_the_launcher_does(train: Train, tiny: Path, tmp_path: Path) -> None:
+    """With the embedded server; the losses are bit for bit those of `dynapipe train`."""
+    text = tiny.read_text().replace("pp = 2\ndp = 1", "pp = 1\ndp = 2").replace("[plan]", "strict = true\n[plan]")
+    (tmp_path / "two.toml").write_text(text.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / "embedded"}"'))
+    done = torchrun(2, tmp_path / "two.toml")
+    said = f"ranks: 2 (TP1 x PP1 x DP2), plans by the {active_core()} core"
     assert [line for line in done.stderr.splitlines() if "core" in line and "ranks" in line] == [said]  # rank 0's alone
-    for name in ("own", "embedded"):
-        assert report_of(tmp_path / name)["losses"] == wanted
+    assert report_of(tmp_path / "embedded")["losses"] == train("--pp", "1", "--dp", "2")["losses"]
+
+
+def torchrun(
+    num_ranks: int, config: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return run([*words, "-m", "dynapipe_ext.launch.train", "--config", str(config), *arguments], environment)
 
 
 def _free_port() -> int:

@@ -18,8 +18,9 @@ from dynapipe_ext.data.held_out import hold_out
 from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.job import analytic_costs, architecture_of, topology_of
-from tests.integration.test_train_command import CLI, report_of, run
+from tests.integration.test_train_command import report_of
 from tests.support.checkpoints import saved, tiny
+from tests.support.preloaded import Preloaded
 
 VOCABULARY, SAMPLES = 300, 24
 SETTINGS = """
@@ -76,7 +77,9 @@ def loss_of(model: Any, pairs: PairDataset) -> float:
     return total / count
 
 
-def test_a_published_t5_trains_as_transformers_computes_it_and_is_converted_back(tmp_path: Path) -> None:
+def test_a_published_t5_trains_as_transformers_computes_it_and_is_converted_back(
+    preloaded: Preloaded, tmp_path: Path
+) -> None:
     """The first loss is that of the folder's weights; the validation loss and, after a resumption in a V, the next
     training loss are those of the weights that the checkpoint converts to."""
     # A large epsilon shows in the loss; a default in its place would not.
@@ -91,7 +94,7 @@ def test_a_published_t5_trains_as_transformers_computes_it_and_is_converted_back
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
     flags = ["--architecture", str(folder), "--init-from", str(folder), "--tokenizer", str(folder / "tokenizer.json")]
     flags += ["--data", str(tmp_path / "pairs.jsonl"), "--run-dir", str(tmp_path / "run")]
-    run([*CLI, "train", "--config", str(settings), *flags])
+    preloaded.train("--config", str(settings), *flags)
     train, held_out = (
         PairDataset.of(part) for part in hold_out(TokenDataset.open(tmp_path / "run" / "data"), 0.25, seed=0)
     )
@@ -102,6 +105,6 @@ def test_a_published_t5_trains_as_transformers_computes_it_and_is_converted_back
     trained = type(model).from_pretrained(tmp_path / "trained", attn_implementation="eager")
     assert report["evaluations"][0]["loss"] == pytest.approx(loss_of(trained, held_out), abs=1e-5)
     go_on = ["--resume", str(tmp_path / "run"), "--steps", "3", "--tp", "1", "--placement", "v", "--layout", "padded"]
-    run([*CLI, "train", *go_on, "--split-backward"])
+    preloaded.train(*go_on, "--split-backward")
     assert report_of(tmp_path / "run")["losses"][2] == pytest.approx(loss_of(trained, train), abs=1e-5)
     assert main(["convert", str(tmp_path / "run" / "checkpoints"), str(tmp_path / "again"), "--to", "hf"]) == 0

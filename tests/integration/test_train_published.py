@@ -17,8 +17,9 @@ from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.job import analytic_costs, architecture_of, topology_of
-from tests.integration.test_train_command import CLI, report_of, run
+from tests.integration.test_train_command import report_of
 from tests.support.checkpoints import saved, tiny
+from tests.support.preloaded import Preloaded
 
 VOCABULARY, SAMPLES = 300, 30
 SETTINGS = """
@@ -74,7 +75,9 @@ def loss_of(model: Any, dataset: TokenDataset) -> float:
     ("family", "converted"),
     [("llama", ["--tp", "1", "--pp", "4"]), ("gpt2", None), ("gemma3_text", None), ("qwen2_moe", None)],
 )
-def test_the_first_loss_is_that_of_transformers(family: str, converted: list[str] | None, tmp_path: Path) -> None:
+def test_the_first_loss_is_that_of_transformers(
+    preloaded: Preloaded, family: str, converted: list[str] | None, tmp_path: Path
+) -> None:
     """Two by two ranks with uneven stages, packed rows, from the Hub's folder or one in Megatron's form. The other
     families: test_fine_tuning.py."""
     # A large epsilon shows in the loss; a default in its place would not.
@@ -95,18 +98,18 @@ def test_the_first_loss_is_that_of_transformers(family: str, converted: list[str
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
     flags = ["--architecture", str(folder), "--init-from", str(weights), "--tokenizer", str(folder / "tokenizer.json")]
     flags += ["--data", str(tmp_path / "data.jsonl"), "--run-dir", str(tmp_path / "run")]
-    run([*CLI, "train", "--config", str(settings), *flags])
+    preloaded.train("--config", str(settings), *flags)
     dataset = TokenDataset.open(tmp_path / "run" / "data")
     assert len(np.unique(dataset.lengths[:, 0])) > 5
     assert report_of(tmp_path / "run")["losses"] == pytest.approx([loss_of(model, dataset)], abs=1e-5)
     if family == "qwen2_moe":  # experts learn alike, whatever ranks share them
         several = [*flags[:-1], str(tmp_path / "several"), "--steps", "3", "--batch-size", "10"]
-        run([*CLI, "train", "--config", str(settings), *several])
+        preloaded.train("--config", str(settings), *several)
         alone = [*several[: several.index("--run-dir")], "--run-dir", str(tmp_path / "alone"), *several[-4:]]
         plain = tmp_path / "plain.toml"
         text = settings.read_text().replace("layers_per_stage = [1, 3]\n", "")
         plain.write_text(text.replace("sequence_parallel = true", "sequence_parallel = false"))
-        run([*CLI, "train", "--config", str(plain), *alone, "--tp", "1", "--pp", "1", "--dp", "2"])
+        preloaded.train("--config", str(plain), *alone, "--tp", "1", "--pp", "1", "--dp", "2")
         losses = [report_of(tmp_path / name)["losses"] for name in ("several", "alone")]
         assert losses[0] == pytest.approx(losses[1], abs=1e-5)
         assert losses[0][2] < losses[0][0]

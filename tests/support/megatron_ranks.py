@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ from dynapipe_ext.schedules.tables.published import published_schedule
 from dynapipe_ext.topology import Topology
 
 megatron_cpu.install()
+for module in ("models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):
+    import_module(f"megatron.core.{module}")  # here, once, instead of in every rank
 
 NUM_SAMPLES, NUM_LAYERS = 14, 4
 CPU = torch.device("cpu")
