@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ def installed(
         costs=costs, memory_limit_gb=memory_limit_gb, split_backward=split_backward, data=data, layout=layout
     )
     with ExitStack() as patches:
+        _install_norm(patches)
         install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments())))
         if has_training_loop():
             _install_arguments(patches, wishes)
@@ -63,6 +65,22 @@ def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -
         importlib.import_module("megatron.training.training")
     schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     _replace_everywhere(patches, schedules.get_forward_backward_func, get_forward_backward_func)
+
+
+def _install_norm(patches: ExitStack) -> None:
+    """The norm of local layers refuses sequence parallelism, for want of the mark that has its gradients summed."""
+    module: Any = importlib.import_module("megatron.core.transformer.torch_norm")
+    original = module.WrappedTorchNorm.__new__
+
+    def new(kind: type, config: Any, *others: Any, **keywords: Any) -> Any:
+        unsharded = copy.copy(config)
+        unsharded.sequence_parallel = False
+        norm = original(kind, unsharded, *others, **keywords)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    _replace(patches, module.WrappedTorchNorm, "__new__", staticmethod(new))
 
 
 def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
@@ -97,8 +115,10 @@ def _install_data(patches: ExitStack, wishes: Wishes) -> None:
             trained.append(found[0])
         return tuple(None if steps is None else training.RerunDataIterator(steps) for steps in found)
 
-    def num_floating_point_operations(args: Any, batch_size: int) -> float:
-        return real_flops(count, trained[0], args, batch_size) if trained else count(args, batch_size)
+    def num_floating_point_operations(args: Any, batch_size: int, *others: Any, **keywords: Any) -> float:
+        if trained:
+            return real_flops(count, trained[0], args, batch_size)
+        return count(args, batch_size, *others, **keywords)  # type: ignore[no-any-return]
 
     _replace(patches, training, "build_train_valid_test_data_iterators", build_train_valid_test_data_iterators)
     _replace(patches, training, "num_floating_point_operations", num_floating_point_operations)

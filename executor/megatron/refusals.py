@@ -12,7 +12,7 @@ _NO_FSDP = (
 )
 
 # Settings of a TransformerConfig that another schedule than Megatron's own cannot follow, and what to do instead.
-_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+UNSUPPORTED_CONFIG: dict[str, tuple[tuple[Any, ...], str]] = {
     "context_parallel_size": ((1,), "give 1: sequences that are cut over ranks are not supported"),
     "hybrid_context_parallel": ((False,), "leave it out: sequences that are cut over ranks are not supported"),
     "enable_cuda_graph": ((False,), "leave it out: a graph fixes the shapes that a plan changes"),
@@ -31,7 +31,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 # Arguments of Megatron-LM that no TransformerConfig holds.
-_UNSUPPORTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
+UNSUPPORTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_megatron_fsdp": ((False,), _NO_FSDP),
     "use_torch_fsdp2": ((False,), _NO_FSDP),
     "use_tp_pp_dp_mapping": ((False,), "leave it out: ranks are taken in the order tp-cp-ep-dp-pp"),
@@ -40,7 +40,7 @@ _UNSUPPORTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 # Arguments of Megatron-LM that planned data cannot follow: their steps are not made of batches of one shape.
-_UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
+UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
     "rampup_batch_size": ((), "leave it out: every global batch of planned data has --global-batch-size samples"),
     "full_validation": ((False,), "give --eval-iters instead"),
     "multiple_validation_sets": ((False,), "leave it out: planned data have one validation set"),
@@ -55,7 +55,7 @@ _UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
 
 def check_planned_arguments(args: Any) -> None:
     """Refuse what would take other batches out of planned data, or be ignored by them. Errors: ConfigError."""
-    _check(args, _UNSUPPORTED_DATA)
+    _check(args, UNSUPPORTED_DATA)
     if getattr(args, "expert_model_parallel_size", 1) > 1:
         raise ConfigError(
             f"expert_model_parallel_size is {args.expert_model_parallel_size}, but replicas that share experts would"
@@ -65,12 +65,12 @@ def check_planned_arguments(args: Any) -> None:
 
 def check_arguments(args: Any) -> None:
     """Refuse, at start-up, what `check_config` and `rank_topology` would refuse later. Errors: ConfigError."""
-    _check(args, _UNSUPPORTED | _UNSUPPORTED_ARGUMENTS)
+    _check(args, UNSUPPORTED_CONFIG | UNSUPPORTED_ARGUMENTS)
 
 
 def check_config(config: Any, chunks: Sequence[Any]) -> None:
     """Errors: ConfigError, naming the setting, its value and the next move."""
-    _check(config, _UNSUPPORTED)
+    _check(config, UNSUPPORTED_CONFIG)
     for chunk in chunks:
         if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) or "FSDP" in type(chunk).__name__:
             raise ConfigError(f"the model is a {type(chunk).__name__}, sharded by FSDP: {_NO_FSDP}")

@@ -21,6 +21,7 @@ from rich.text import Text
 import dynapipe_ext.errors
 from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DynaPipeError
+from dynapipe_ext.executor.megatron.clone import clone_version, misfits
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.env import limit_threads
 from dynapipe_ext.launch.redis_server import RedisServer, find_server_binary
@@ -32,6 +33,7 @@ _GB = 1e9
 _EPILOG = """examples:
   dynapipe doctor
   dynapipe doctor --json found.json
+  dynapipe doctor --megatron ~/Megatron-LM
 """
 
 
@@ -49,12 +51,15 @@ class Check:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = ending(_EPILOG, {1: "a run cannot start here"})
     parser.add_argument("--redis-server", metavar="PATH", help="server program of the store (default: the one found)")
+    parser.add_argument(
+        "--megatron", type=Path, metavar="DIR", help="a clone of Megatron-LM that is to train by planned schedules"
+    )
     add_json(parser, "the report")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0 when a training run can start here, else 1."""
-    checks = all_checks(args.redis_server)
+    checks = all_checks(args.redis_server, args.megatron)
     ready = can_train(checks)
     if sys.stdout.isatty():
         report: list[RenderableType] = [_table(checks)]
@@ -71,9 +76,15 @@ def can_train(checks: tuple[Check, ...]) -> bool:
     return all(check.ok for check in checks if check.required)
 
 
-def all_checks(redis_server: str | None = None) -> tuple[Check, ...]:
-    """Every check in the order of the report. A probe that raises is a failed check, never the end of the report."""
+def all_checks(redis_server: str | None = None, megatron_lm: Path | None = None) -> tuple[Check, ...]:
+    """Every check in the order of the report, of Megatron-LM where a clone is given.
+
+    A probe that raises is a failed check, never the end of the report.
+    """
     limit_threads()
+    clone: list[tuple[str, Callable[[], Check]]] = []
+    if megatron_lm is not None:
+        clone.append(("Megatron-LM", lambda: _megatron_lm(megatron_lm)))
     probes: tuple[tuple[str, Callable[[], Check]], ...] = (
         ("Python", _python),
         ("dynapipe-ext", _package),
@@ -81,6 +92,7 @@ def all_checks(redis_server: str | None = None) -> tuple[Check, ...]:
         ("torch", _torch),
         ("devices", _devices),
         ("megatron-core", _megatron),
+        *clone,
         ("tokenizers", lambda: _distribution("tokenizers", "train", required=True)),
         ("deepspeed", lambda: _distribution("deepspeed", "deepspeed")),
         ("transformers", lambda: _distribution("transformers", "transformers")),
@@ -184,6 +196,19 @@ def _megatron() -> Check:
     numbers = tuple(int(part) for part in version.split(".")[:2])
     fits = _MEGATRON_VERSIONS[0] <= numbers < _MEGATRON_VERSIONS[1]
     return Check("megatron-core", fits, version, True, "" if fits else wanted)
+
+
+def _megatron_lm(clone: Path) -> Check:
+    """A training script of such a clone runs its own megatron-core, whatever is installed."""
+    try:
+        version, told = clone_version(clone), misfits(clone)
+    except DynaPipeError as error:
+        return Check("Megatron-LM", False, "cannot be read", True, str(error))
+    if not _MEGATRON_VERSIONS[0] <= version[:2] < _MEGATRON_VERSIONS[1]:
+        told.insert(0, "its version is not supported")
+    value = f"{'.'.join(map(str, version))}  {clone}"
+    hint = f"{'; '.join(told)}: take core_v0.16.1" if told else ""
+    return Check("Megatron-LM", not told, value, True, hint)
 
 
 def _attention() -> Check:

@@ -45,7 +45,6 @@ class Found:
     split: Stepped
     forwards: Stepped
     collected: int
-    reductions: int
 
 
 def run_loops(env: Any) -> tuple[dict[str, Found], list[str]]:
@@ -58,10 +57,11 @@ def run_loops(env: Any) -> tuple[dict[str, Found], list[str]]:
         # steps of several chunks are compared with those of the same weights in two stages.
         expected = run_step(stock() if loop.chunks == 1 else ours, loop, chunks)
         orders = [counted_reductions(chunks, ours, loop), counted_reductions(chunks, split, loop)]
-        assert orders[0][1] == orders[1][1]  # the order of buckets does not depend on the plan
+        buckets = [*range(sum(len(chunk.bucket_groups) for chunk in chunks))]
+        assert [started for _, started in orders] == [buckets, buckets]  # whatever the plan
         forwards = run_step(ours, loop, chunks, forward_only=True)
         collected = len(run_step(ours, loop, chunks, forward_only=True, collect_non_loss_data=True).reports)
-        found[name] = Found(expected, orders[0][0], orders[1][0], forwards, collected, len(orders[0][1]))
+        found[name] = Found(expected, orders[0][0], orders[1][0], forwards, collected)
     refused = refusals()
     dist.destroy_process_group()
     return found, refused
@@ -151,11 +151,6 @@ def test_what_is_installed_stands_wherever_the_name_was_imported_and_is_undone()
         with pytest.raises(ConfigError, match="pp_size 2"):
             get_forward_backward_func(pp_size=2)
     assert get_forward_backward_func is schedules.get_forward_backward_func is before
-
-
-def test_a_limit_is_a_number_of_gigabytes() -> None:
-    with pytest.raises(ConfigError, match="memory_limit_gb is -1"):
-        dynapipe.DropInSettings(memory_limit_gb=-1)
 
 
 @pytest.mark.timeout(200)

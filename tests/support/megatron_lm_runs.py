@@ -137,7 +137,7 @@ def _name_weights() -> None:
     def get_model(*arguments: Any, **keywords: Any) -> Any:
         chunks = original(*arguments, **keywords)
         for model in map(unwrapped, chunks):
-            initialize_weights(model, model.config, first_layer=model.decoder.layers[0].layer_number - 1, seed=1)
+            initialize_weights(model, model.config, seed=1)
         return chunks
 
     training.get_model = get_model

@@ -86,7 +86,7 @@ def start(loop: Loop) -> tuple[list[Any], Any]:
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
-        initialize_weights(model, config, first_layer=first_layer(model), seed=7)
+        initialize_weights(model, config, seed=7)
         model.model_type = ModelType.encoder_or_decoder
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,

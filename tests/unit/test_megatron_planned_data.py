@@ -19,6 +19,7 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.megatron.datasets import PlannedDatasets, planned_iterators, real_flops
+from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
 from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps
 from dynapipe_ext.executor.megatron.samples import Conversations, megatron_arrays, open_samples, split_source
@@ -137,6 +138,14 @@ def test_iterators_are_made_for_what_the_arguments_ask() -> None:
         _iterators(provider, arguments(seq_length=10))
     with pytest.raises(ConfigError, match="the training data set is a list without `lengths`"):
         _iterators(PlannedDatasets(lambda _: ([1], None, None)), arguments())  # type: ignore[arg-type, return-value]
+    with pytest.raises(ConfigError, match="--dynapipe-data was given, but the script has a datasets_provider"):
+        planned_iterators(provider, arguments(), "data", None)
+
+
+def test_data_planned_for_training_are_not_evaluated_on() -> None:
+    evaluation: Any = Namespace(forward_only=True)
+    with pytest.raises(ConfigError, match="forward_only is True but these data are planned with False"):
+        ForwardBackward()._run_planned(evaluation, None, PlannedSteps(Source(), batch_size=8, seed=0), None)  # type: ignore[arg-type]
 
 
 def _iterators(provider: PlannedDatasets, args: Namespace) -> Any:

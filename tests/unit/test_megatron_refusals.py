@@ -1,0 +1,167 @@
+"""What cannot go with planned schedules in Megatron's loops is refused by its name; Megatron's defaults are not."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.megatron.drop_in import DropInSettings
+from dynapipe_ext.executor.megatron.gradient_sync import check_sync
+from dynapipe_ext.executor.megatron.pipeline import rank_topology
+from dynapipe_ext.executor.megatron.refusals import (
+    UNSUPPORTED_ARGUMENTS,
+    UNSUPPORTED_CONFIG,
+    UNSUPPORTED_DATA,
+    check_arguments,
+    check_call,
+    check_config,
+    check_planned_arguments,
+    check_shapes,
+)
+from dynapipe_ext.executor.stages import megatron_cpu
+
+CONFIG: dict[str, Any] = {
+    "context_parallel_size": 2,
+    "hybrid_context_parallel": True,
+    "enable_cuda_graph": True,
+    "external_cuda_graph": True,
+    "cuda_graph_impl": "transformer_engine",
+    "overlap_moe_expert_parallel_comm": True,
+    "delay_wgrad_compute": True,
+    "defer_embedding_wgrad_compute": True,
+    "num_microbatches_with_partial_activation_checkpoints": 1,
+    "fine_grained_activation_offloading": True,
+    "cpu_offloading": True,
+}
+ARGUMENTS: dict[str, Any] = {
+    "use_megatron_fsdp": True,
+    "use_torch_fsdp2": True,
+    "use_tp_pp_dp_mapping": True,
+    "perform_rl_step": True,
+}
+DATA: dict[str, Any] = {
+    "rampup_batch_size": [4, 4, 100],
+    "full_validation": True,
+    "multiple_validation_sets": True,
+    "phase_transition_iterations": [3],
+    "iterations_to_skip": [2],
+    "dataloader_save": "place",
+    "mtp_num_layers": 1,
+    "reset_position_ids": True,
+    "reset_attention_mask": True,
+    "expert_model_parallel_size": 2,
+}
+
+
+def test_every_refusal_has_a_case_here() -> None:
+    assert CONFIG.keys() == UNSUPPORTED_CONFIG.keys()
+    assert ARGUMENTS.keys() == UNSUPPORTED_ARGUMENTS.keys()
+    assert DATA.keys() == {*UNSUPPORTED_DATA, "expert_model_parallel_size"}
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "value"),
+    [
+        *((lambda config: check_config(config, []), *item) for item in CONFIG.items()),
+        *((check_arguments, *item) for item in (CONFIG | ARGUMENTS).items()),
+        *((check_planned_arguments, *item) for item in DATA.items()),
+    ],
+)
+def test_a_setting_is_refused_by_its_name_and_value(check: Callable[[Any], None], name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        check(Namespace(**{name: value}))
+    assert str(error.value).startswith(f"{name} is {value!r}, ")
+
+
+def test_names_are_those_of_megatrons_configuration_and_its_defaults_pass() -> None:
+    megatron_cpu.install()
+    from megatron.core.transformer import TransformerConfig
+
+    assert CONFIG.keys() <= {one.name for one in fields(TransformerConfig)}
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    check_config(config, [])
+    check_shapes(config)
+
+
+class FullyShardedFSDP:
+    """Stands for Megatron's, by its name."""
+
+
+def test_chunks_that_cannot_follow_a_plan_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the model is a FullyShardedFSDP, sharded by FSDP"):
+        check_config(Namespace(), [FullyShardedFSDP()])
+    with pytest.raises(ConfigError, match="sharded by FSDP"):
+        check_config(Namespace(), [Namespace(ddp_config=Namespace(use_megatron_fsdp=True))])
+    with pytest.raises(ConfigError, match="a Namespace starts its reduction in backwards alone"):
+        check_sync([Namespace()], Namespace(no_sync_func=lambda: None, grad_sync_func=None))
+    check_sync([Namespace()], Namespace(no_sync_func=None, grad_sync_func=None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_microbatches": 0}, "num_microbatches is 0"),
+        ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn was given"),
+        ({"p2p_communicator": 1}, "p2p_communicator was given"),
+        ({"pg_collection": 1}, "pg_collection was given"),
+    ],
+)
+def test_arguments_of_a_call_that_would_have_no_effect_are_refused(changes: dict[str, Any], told: str) -> None:
+    fine = {"num_microbatches": 1, "adjust_tensor_shapes_fn": None, "p2p_communicator": None, "pg_collection": None}
+    check_call(**fine)
+    with pytest.raises(ConfigError, match=told):
+        check_call(**fine | changes)
+
+
+@pytest.mark.parametrize("limit", [0, -1, float("inf"), float("nan")])
+def test_a_limit_is_a_number_of_gigabytes(limit: float) -> None:
+    with pytest.raises(ConfigError, match="memory_limit_gb is"):
+        DropInSettings(memory_limit_gb=limit)
+    with pytest.raises(ConfigError, match="layout is 'rows': choose from"):
+        DropInSettings(layout="rows")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("state", "num_chunks", "told"),
+    [
+        ({"context_parallel_world_size": 2}, 1, "context_parallel_size is 2"),
+        ({}, 2, "2 model chunks were given where Megatron's state says 1"),
+        ({"virtual_pipeline_model_parallel_world_size": 2}, 1, "1 model chunks were given where Megatron's state says"),
+        ({"data_parallel_rank": 1, "pipeline_model_parallel_rank": 0}, 1, "rank 2 of 4 is .* not Megatron's default"),
+        ({"data_parallel_world_size": 1}, 1, "not Megatron's default order of ranks"),
+    ],
+)
+def test_ranks_that_lie_otherwise_are_refused(
+    monkeypatch: pytest.MonkeyPatch, state: dict[str, int | None], num_chunks: int, told: str
+) -> None:
+    megatron_cpu.install()
+    from megatron.core import parallel_state
+
+    found: dict[str, int | None] = {
+        "tensor_model_parallel_world_size": 1,
+        "pipeline_model_parallel_world_size": 2,
+        "data_parallel_world_size": 2,
+        "context_parallel_world_size": 1,
+        "virtual_pipeline_model_parallel_world_size": None,
+        "tensor_model_parallel_rank": 0,
+        "pipeline_model_parallel_rank": 1,
+        "data_parallel_rank": 0,
+    }
+
+    def stand(values: dict[str, int | None]) -> None:
+        for name, value in values.items():
+            monkeypatch.setattr(parallel_state, f"get_{name}", lambda value=value: value)
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    stand(found)
+    assert rank_topology(1)[0].dp == 2
+    stand(state)
+    with pytest.raises(ConfigError, match=told):
+        rank_topology(num_chunks)
