@@ -94,16 +94,8 @@ class Bench:
     def judge(self, case: Case, index: int, plan: Path) -> dict[str, Any]:
         """The judge's line on one plan's file."""
         command = [sys.executable, self.shared / "judge_plan.py", "--costs", self.shared / "data" / "a100_layer_costs"]
-        command += [
-            "--model",
-            case.model,
-            "--layers",
-            case.layers,
-            "--memory-limit-gb",
-            MEMORY_GB,
-            "--extra",
-            *case.extra,
-        ]
+        command += ["--model", case.model, "--layers", case.layers, "--memory-mb", MEMORY_GB * 1000]
+        command += ["--extra", *case.extra]
         command += ["--batch", self.path(case), "--index", index, "--plan", plan]
         done = subprocess.run(
             [str(word) for word in command],

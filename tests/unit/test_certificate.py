@@ -48,7 +48,7 @@ def test_the_batch_bound_of_measured_tables_is_the_judges(
     plan = planner.plan(samples)
     certificate = certify(plan, costs, samples, memory_limit_bytes=36_000 * 10**6)
     (tmp_path / "plan.json").write_text(json.dumps(with_bounds(plan_json(plan, topology), certificate)))
-    flags = ["--costs", data / "a100_layer_costs", "--model", model, "--layers", layers, "--memory-limit-gb", 36]
+    flags = ["--costs", data / "a100_layer_costs", "--model", model, "--layers", layers, "--memory-mb", 36_000]
     flags += ["--batch", data / "reference_plans" / file, "--index", 0, "--extra", *extra]
     command = [sys.executable, SHARED / "judge_plan.py", *flags, "--plan", tmp_path / "plan.json"]
     done = subprocess.run(

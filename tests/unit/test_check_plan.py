@@ -121,6 +121,9 @@ def test_the_check_agrees_with_an_independent_judge(
 
 
 def judgement(judge: Path, plan: Path, flags: list[str]) -> Raw:
+    """What the judge says, who takes the limit in 10^6 bytes."""
+    at = flags.index("--memory-limit-gb")
+    flags = [*flags[:at], "--memory-mb", str(1000 * int(flags[at + 1])), *flags[at + 2 :]]
     done = subprocess.run(
         [sys.executable, str(judge), *flags, "--plan", str(plan)],
         capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
