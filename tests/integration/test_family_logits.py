@@ -161,7 +161,8 @@ def spread(one: Published, topology: Topology, rank: int, *, sequence_parallel: 
             losses = torch.empty(0)
         else:
             losses = said(model, tokens(), labels=tokens().roll(-1, 1))
-    model.set_input_tensor(None)
+    if me.pp_rank:
+        model.set_input_tensor(None)
     trains = sequence_parallel and one.architecture.family != "t5"
     fault = gradient_fault(one, topology, rank, model) if trains else 0.0
     not_exported = export_faults(one, [model]) + export_faults(one, [model], "first", receives=rank == 0)

@@ -16,6 +16,7 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.executor.protocols import Pending
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.transport.watched import WatchedTransport
+from dynapipe_ext.launch import megatron_run
 from dynapipe_ext.launch import variant_run as rank
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.job import Variant, analytic_costs, architecture_of, make_planner, variants
@@ -70,7 +71,7 @@ def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]
                 asked.append(super().arrived(pending))
                 return asked[-1] and env.rank not in late_ranks
 
-        build, recorder = rank.build_model, rank.SpanRecorder.record
+        build, recorder = megatron_run.build_model, rank.SpanRecorder.record
 
         def noted_build(*arguments, **named):
             models.append(build(*arguments, **named))
@@ -81,7 +82,7 @@ def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]
             recorder(self, span)
 
         rank.WatchedTransport = Noted  # this process is a fork: the test's own modules stay as they are
-        rank.build_model = noted_build
+        megatron_run.build_model = noted_build
         rank.SpanRecorder.record = noted_record
         job = TrainingJob(config, compare=False, run_dir=Path(config.run.run_dir), address=server.address, costs=costs)
         assert train_rank(env, job) == 0

@@ -42,7 +42,7 @@ tp = 1
 [data]
 vocab_size = 200
 """
-_FEW = ("--min-len", "8", "--max-tokens", "256", "--max-shapes", "6", "--held-out", "1", "--recompute", "none", "full")
+_FEW = ("--min-len", "8", "--max-tokens", "256", "--max-shapes", "6", "--held-out", "1", "--recompute", "none,full")
 
 
 @pytest.fixture

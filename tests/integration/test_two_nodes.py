@@ -99,7 +99,8 @@ def test_a_job_trains_over_two_hosts(hosts, tmp_path: Path) -> None:
             command += ["--rdzv-conf", "join_timeout=60", "-m", "dynapipe_ext.launch.train", "--config", str(config)]
             command += ["--store", f"redis://{address}:6399/0"]
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "DYNAPIPE_STORE_PASSWORD": password}
-            environment.pop("GLOO_SOCKET_IFNAME", None)
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                environment.pop(name, None)
             log = (tmp_path / f"node{i}.log").open("wb")
             nodes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
         statuses = [node.wait(150) for node in nodes]
