@@ -12,11 +12,13 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import traceback
 import types
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,16 +103,21 @@ def megatron_lm_runs(runs: Sequence[Run], folder: Path, *, timeout_s: float) -> 
     (folder / "sitecustomize.py").write_text(SITE)  # for runs that save
     places = os.pathsep.join([str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
-    done = subprocess.run(
+    runner = subprocess.Popen(
         [sys.executable, __file__, str(tree(folder / "megatron-lm")), str(folder)],
         env=os.environ | variables,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=timeout_s,
-        check=False,
         cwd=folder,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    try:
+        said, _ = runner.communicate(timeout=timeout_s)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(runner.pid, signal.SIGKILL)  # Megatron-LM's saves leave a server process behind
+    assert runner.returncode == 0, said[-6000:]
     ran = {}
     for run in runs:
         printed = tuple((folder / f"{run.name}.{rank}").read_text() for rank in range(run.num_ranks))
