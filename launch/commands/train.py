@@ -86,7 +86,7 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--template": (
         "data",
         "template",
-        {"choices": ("auto", "chat", "prompt", "text"), "help": "what records are (auto: as the first one)"},
+        {"choices": ("auto", "chat", "prompt", "text"), "help": "what records are; auto: as the first one"},
     ),
     "--input-key": ("data", "input_key", {"metavar": "KEY", "help": "field of the prompt (input, prompt)"}),
     "--target-key": ("data", "target_key", {"metavar": "KEY", "help": "field of the response (target, response)"}),
