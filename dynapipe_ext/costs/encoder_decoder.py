@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.costs.grid import flat_shapes
 from dynapipe_ext.costs.links import Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint, topology_to_json
@@ -75,10 +76,7 @@ class EncoderDecoderCosts:
         decoder_len: npt.ArrayLike = 0,
         recompute: Recompute = "none",
     ) -> MicroBatchCosts:
-        r, e, d = (
-            np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))[i].reshape(-1)
-            for i in range(3)
-        )
+        r, e, d = flat_shapes(rows, encoder_len, decoder_len)
         return self._price(np.stack([r * e, r * d, r * e * e, r * d * d, r * e * d]), np.full(r.shape, recompute))
 
     def _price(self, sizes: IntArray, recompute: npt.NDArray[np.str_]) -> MicroBatchCosts:

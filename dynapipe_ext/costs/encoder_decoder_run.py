@@ -12,7 +12,7 @@ import numpy.typing as npt
 from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
-from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.layers import first_decoder_stage
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
@@ -121,10 +121,7 @@ class EncoderDecoderRunCosts:
         recompute: Recompute = "none",
     ) -> MicroBatchCosts:
         """Costs of padded shapes given as arrays; a shape without a decoder side is INFEASIBLE."""
-        r, e, d = (
-            x.reshape(-1)
-            for x in np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))
-        )
+        r, e, d = flat_shapes(rows, encoder_len, decoder_len)
         counted = self._counted.evaluate_shapes(r, e, d, recompute)
         costs = self._in_run(counted, r * e, r * d, np.full(r.shape, recompute))
         for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes"):

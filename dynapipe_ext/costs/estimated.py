@@ -12,7 +12,7 @@ import numpy.typing as npt
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
-from dynapipe_ext.costs.grid import INFEASIBLE
+from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
@@ -129,10 +129,7 @@ class EstimatedCosts:
         decoder_len: npt.ArrayLike = 0,
         recompute: Recompute = "none",
     ) -> MicroBatchCosts:
-        r, e, d = (
-            x.reshape(-1)
-            for x in np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))
-        )
+        r, e, d = flat_shapes(rows, encoder_len, decoder_len)
         counted = self.base.evaluate_shapes(r, e, d, recompute)
         costs = self._with_cluster(counted, r, e, d, np.full(r.shape, recompute))
         bad = counted.forward_ns[0] >= INFEASIBLE

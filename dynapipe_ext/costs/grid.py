@@ -106,3 +106,12 @@ class Grid:
         if [list(axis) for axis in grid.axes] != axes:
             raise DataError(f"a coordinate of grid axes {axes} has no measured point: leave it out")
         return grid
+
+
+def flat_shapes(*sizes: npt.ArrayLike) -> tuple[npt.NDArray[np.int64], ...]:
+    """Rows and lengths of shapes, broadcast against each other, each as one dimension.
+
+    >>> [sizes.tolist() for sizes in flat_shapes([1, 2], 8, 0)]
+    [[1, 2], [8, 8], [0, 0]]
+    """
+    return tuple(np.ravel(one) for one in np.broadcast_arrays(*(np.asarray(one, np.int64) for one in sizes)))
