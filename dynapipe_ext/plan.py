@@ -12,7 +12,9 @@ from dynapipe_ext.lengths import SampleLength
 
 Layout = Literal["padded", "packed"]
 Recompute = Literal["none", "selective", "full"]
-Attention = Literal["document", "row"]  # packed rows: restart attention at each document, or attend over the whole row
+# Packed rows: attention restarts at each document; or goes over the whole row; or restarts, and the first document, a
+# piece of a long sample, attends to the earlier pieces as well (`dynapipe_ext/pieces.py`).
+Attention = Literal["document", "row", "carried"]
 LossNorm = Literal["tokens", "samples"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 

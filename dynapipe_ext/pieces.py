@@ -1,0 +1,48 @@
+"""Long samples in pieces: which micro-batches of a replica carry one sample between them.
+
+A sample X cut along its positions into X0 .. X(n-1) runs as n micro-batches with attention "carried": each piece
+attends to the keys and values of the earlier ones, which the stage keeps. On every stage forwards go from the first
+piece to the last, and input gradients (B, or I where backwards are split) from the last to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.plan import MicroBatch
+
+Chain = tuple[
+    int, ...
+]  # of a cut sample: the positions of its pieces among a replica's micro-batches, first piece first
+
+
+def chains(micro_batches: Sequence[MicroBatch]) -> tuple[Chain, ...]:
+    """The chains of a replica's micro-batches, by the injection order of their first pieces; () without pieces.
+
+    Errors: PlanError for a carried micro-batch that is padded or whose later documents are pieces too, and for pieces
+    that do not follow one another from position 0 (of which one is missing, say because it went to another replica).
+    """
+    found: dict[int, list[int]] = {}
+    for position, micro_batch in enumerate(micro_batches):
+        if micro_batch.attention != "carried":
+            continue
+        first, *others = micro_batch.samples
+        if micro_batch.layout != "packed" or any(other.start for other in others):
+            raise PlanError(
+                f"micro-batch {position} carries a piece of sample {first.index} but is {micro_batch.layout} or holds a"
+                " second piece: a piece is the first document of a packed row, before whole samples"
+            )
+        found.setdefault(first.index, []).append(position)
+    for index, positions in found.items():
+        positions.sort(key=lambda position: micro_batches[position].samples[0].start)
+        end = 0
+        for position in positions:
+            piece = micro_batches[position].samples[0]
+            if piece.start != end:
+                raise PlanError(
+                    f"micro-batch {position} carries sample {index} from position {piece.start} but the pieces before"
+                    f" it on this replica end at {end}: all pieces of a sample run on one replica, each once"
+                )
+            end += piece.encoder
+    return tuple(tuple(positions) for positions in sorted(found.values(), key=lambda positions: positions[0]))
