@@ -27,8 +27,7 @@ def collate(
 
     `samples` are those of `micro_batch.samples`, in the same order; a piece takes positions start to start + encoder.
     loss_weights: 1 on target labels, or 1 / (target labels of the whole sample) under loss_norm "samples"; 0 elsewhere.
-    position_ids: 0 to S - 1 in every padded row and in a packed row with attention "row" (padding counts on); with
-    attention "document" they restart at 0 in each document and in the trailing padding. A piece starts at 0 too.
+    position_ids: those of `document_positions`.
     Packed layout only: cu_seqlens, int32, the borders of `document_lengths`.
 
     Errors: DataError where samples and micro-batch do not belong together, or a sample has a decoder side.
@@ -37,7 +36,7 @@ def collate(
         raise ConfigError(f"loss_norm is {loss_norm!r}: choose from {', '.join(map(repr, get_args(LossNorm)))}")
     if len(samples) != len(micro_batch.samples):
         raise DataError(f"the micro-batch has {len(micro_batch.samples)} samples but {len(samples)} were given")
-    documents = document_lengths(micro_batch)
+    documents, positions = document_lengths(micro_batch), document_positions(micro_batch)
     shape = (micro_batch.rows, micro_batch.encoder_len)
     tokens = np.full(shape, PAD_TOKEN, np.int64)
     labels = np.full(shape, PAD_TOKEN, np.int64)
@@ -56,8 +55,7 @@ def collate(
         first += planned.encoder
 
     arrays: dict[str, npt.NDArray[np.generic]] = {"tokens": tokens, "labels": labels, "loss_weights": weights}
-    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in documents])
-    arrays["position_ids"] = positions.reshape(shape)
+    arrays["position_ids"] = positions
     if packed:
         arrays["cu_seqlens"] = np.cumsum((0, *documents)).astype(np.int32)
     return arrays
@@ -91,6 +89,23 @@ def document_lengths(micro_batch: MicroBatch) -> tuple[int, ...]:
     documents = tuple(sample.encoder for sample in micro_batch.samples)
     padding = row_len - sum(documents)
     return (*documents, padding) if padding else documents
+
+
+def document_positions(micro_batch: MicroBatch) -> npt.NDArray[np.int64]:
+    """The place of every position in its document, int64, (rows, S), from the plan alone.
+
+    0 to S - 1 in every padded row and in a packed row with attention "row" (padding counts on); else they restart at 0
+    in each document and in the trailing padding. A piece starts at 0 too, but with attention "carried", where it
+    attends to the earlier ones, at its place in the sample.
+
+    >>> piece, whole = SampleLength(0, 3, start=5), SampleLength(1, 2)
+    >>> document_positions(MicroBatch((piece, whole), "packed", attention="carried")).tolist()
+    [[5, 6, 7, 0, 1]]
+    """
+    positions = [np.arange(length, dtype=np.int64) for length in document_lengths(micro_batch)]
+    if micro_batch.attention == "carried":
+        positions[0] += micro_batch.samples[0].start
+    return np.concatenate(positions).reshape(micro_batch.rows, micro_batch.encoder_len)
 
 
 def _check_sample(planned: SampleLength, sample: TokenSample) -> None:

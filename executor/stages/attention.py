@@ -1,8 +1,9 @@
 """Causal core attention that restarts at each document: plugs into Megatron's layer spec.
 
 Padded micro-batches need no mask (padding comes last, and causal attention never looks ahead). Packed ones (Megatron's
-"thd" layout) attend within each document only. Backends, best first: flash-attn's varlen kernels on CUDA in 16 bits,
-one scaled-dot-product call a document elsewhere (the reference; exact on CPU).
+"thd" layout) attend within each document only, the first one, where it is a piece of a cut sample, to the earlier
+pieces as well. Backends, best first: flash-attn's varlen kernels on CUDA in 16 bits, one scaled-dot-product call a
+document elsewhere (the reference; exact on CPU).
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import importlib.util
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 
 
 def attention_backend() -> str:
@@ -32,12 +37,28 @@ def _document_lengths(packed: Any) -> Sequence[int]:
     return [end - start for start, end in itertools.pairwise(packed.cu_seqlens_q.tolist())]
 
 
+@dataclass(frozen=True, slots=True)
+class CarriedRow:
+    """A packed row whose first document is a piece of a cut sample, beside Megatron's description of the row.
+
+    `to_prefix` and `others` are PackedSeqParams: of the piece's queries and the keys up to its end, and of the
+    documents behind it, None if there are none.
+    """
+
+    piece: CarriedPiece
+    to_prefix: Any
+    others: Any
+
+
 class DocumentAttention(torch.nn.Module):
     """Megatron's CoreAttention protocol: softmax(QK^T scale)V, causal, per document in "thd" layout.
 
     Shapes: padded q, k, v (S, B, heads, D) -> (S, B, heads x D); packed (T, heads, D) -> (T, heads x D). Fewer key and
-    value heads than query heads are shared in groups (GQA).
+    value heads than query heads are shared in groups (GQA). `packed_seq_params.carried` is a CarriedRow for rows that
+    have one.
     """
+
+    carries = True  # whether it attends to earlier pieces
 
     def __init__(
         self,
@@ -70,17 +91,35 @@ class DocumentAttention(torch.nn.Module):
             q_BHSD, k_BHSD, v_BHSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out_BHSD = self._sdpa(q_BHSD, k_BHSD, v_BHSD)
             return out_BHSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
-        if self.backend == "flash-attn" and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        if (row := getattr(packed_seq_params, "carried", None)) is not None:
+            return self._carried(query, key, value, row)
+        if self._takes_flash(query):
             return self._flash(query, key, value, packed_seq_params)
         lengths = list(_document_lengths(packed_seq_params))
         if sum(lengths) != query.shape[0]:
             raise ValueError(f"documents of {sum(lengths)} positions do not fill a packed row of {query.shape[0]}")
         documents = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
-        outputs = [
-            self._sdpa(*(x_THD.transpose(0, 1).unsqueeze(0) for x_THD in document)).squeeze(0).transpose(0, 1)
-            for document in documents
-        ]
-        return torch.cat(outputs).reshape(query.shape[0], -1)
+        return torch.cat([self._document(*document) for document in documents]).reshape(query.shape[0], -1)
+
+    def _carried(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, row: CarriedRow) -> torch.Tensor:
+        """The piece to its sample up to its end, the other documents as ever: two calls, so that no keys are joined."""
+        piece, length = row.piece, row.piece.length
+        own, rest = zip(*(torch.split(x, [length, len(x) - length]) for x in (q_THD, k_THD, v_THD)), strict=True)
+        if self._takes_flash(q_THD):
+            out_TH = self._flash(own[0], *piece.join(self, *own[1:]), row.to_prefix)
+        elif self.training and self.dropout:
+            out_TH = self._document(own[0], *piece.join(self, *own[1:])).flatten(1)
+        else:
+            out_TH = piece.attend(self, *own, self._document).flatten(1)
+        return out_TH if row.others is None else torch.cat([out_TH, self(*rest, packed_seq_params=row.others)])
+
+    def _document(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
+        """One document alone, (T, heads, D); its queries are the last of its keys."""
+        one = (x_THD.transpose(0, 1).unsqueeze(0) for x_THD in (q_THD, k_THD, v_THD))
+        return self._sdpa(*one).squeeze(0).transpose(0, 1)
+
+    def _takes_flash(self, query: torch.Tensor) -> bool:
+        return self.backend == "flash-attn" and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
 
     def _sdpa(self, q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor) -> torch.Tensor:
         return self._attend(q_BHSD, k_BHSD, v_BHSD, is_causal=True)
@@ -94,7 +133,12 @@ class DocumentAttention(torch.nn.Module):
         mask: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> torch.Tensor:
-        """softmax(QK^T scale + mask)V with dropout; `mask` as torch's function takes it."""
+        """softmax(QK^T scale + mask)V with dropout; `mask` as torch's function takes it.
+
+        Causal queries are the last of the keys, where these are more.
+        """
+        if is_causal and q_BHSD.shape[2] < k_BHTD.shape[2]:
+            mask, is_causal = causal_lower_right(q_BHSD.shape[2], k_BHTD.shape[2]), False
         groups = q_BHSD.shape[1] // k_BHTD.shape[1]
         if groups > 1:
             k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BHTD, v_BHTD))

@@ -17,6 +17,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
+from dynapipe_ext.executor.stages.carried_keys import CarriedKeys
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.split_linear import DeferredGradients, DeferredWork, deferred_bytes
 from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
@@ -68,6 +69,7 @@ class ChunkRunner:
         self._batches: dict[int, Batch] = {}
         self._live: dict[tuple[int, int], _Live] = {}
         self._put_off: dict[tuple[int, int], DeferredWork] = {}
+        self._carried = CarriedKeys(plan)
         if not plan.forward_only:
             self._gradients.begin()
 
@@ -75,17 +77,21 @@ class ChunkRunner:
         self._batches[micro_batch] = batch
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors, call: Callable[..., Any]) -> Tensors:
-        """Outputs of `call(batch, *inputs)`: a tensor or a tuple of them; on the last stage it returns the loss sum."""
+        """Outputs of `call(batch, *inputs)`: a tensor or a tuple of them; on the last stage it returns the loss sum.
+
+        A batch that has a piece of a cut sample says so by "carried", a CarriedPiece.
+        """
         plan, batch = self._plan, self._batches[micro_batch]
         is_last, learns = stage == plan.num_stages - 1, not plan.forward_only
         own_inputs = tuple(x.detach().requires_grad_(learns) for x in inputs)
-        stored = StoredBytes(self._weights)
+        stored = StoredBytes(self._weights, self._carried.storages)
         with (
+            self._carried.forward(stage, micro_batch) as piece,
             named_collectives(f"step {plan.step}, {stage}F{micro_batch}"),
             nullcontext() if learns else torch.no_grad(),
             stored.counting() if self.measure_bytes else nullcontext(),
         ):
-            output = call(batch, *own_inputs)
+            output = call(batch if piece is None else {**batch, "carried": piece}, *own_inputs)
             if is_last:
                 output = checked_loss_sum(output) / plan.loss_divisor
         outputs = output if isinstance(output, tuple) else (output,)
@@ -105,10 +111,14 @@ class ChunkRunner:
         return () if is_last else tuple(x.detach() for x in outputs)
 
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
-        plan, live = self._plan, self._live.pop((stage, micro_batch))
-        ends = [i for i, x in enumerate(live.outputs) if x.requires_grad]  # none where the first stage is frozen
-        if ends:
-            with named_collectives(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"):
+        plan = self._plan
+        with (
+            self._carried.backward(stage, micro_batch),
+            named_collectives(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"),
+        ):
+            live = self._live.pop((stage, micro_batch))
+            ends = [i for i, x in enumerate(live.outputs) if x.requires_grad]  # none where the first stage is frozen
+            if ends:
                 torch.autograd.backward(
                     [live.outputs[i] for i in ends], [output_grads[i] for i in ends] if output_grads else None
                 )
@@ -145,7 +155,7 @@ class ChunkRunner:
 
     def held_bytes(self) -> int:
         put_off = sum(deferred_bytes(work) for work in self._put_off.values())
-        return put_off + sum(live.num_bytes for live in self._live.values())
+        return put_off + sum(live.num_bytes for live in self._live.values()) + self._carried.num_bytes()
 
 
 def checked_loss_sum(loss: Any) -> torch.Tensor:

@@ -15,8 +15,11 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages import megatron_split
 from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
+from dynapipe_ext.executor.stages.attention import CarriedRow
+from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
 from dynapipe_ext.executor.stages.keyed_random import random_key, seed_of
+from dynapipe_ext.executor.stages.megatron_pieces import take_pieces
 
 Chunks = Sequence[Any]  # a rank's model chunks, one a stage and in their order, each in megatron-core's DDP
 
@@ -117,6 +120,7 @@ class MegatronStage:
             [[m for m in chunk.modules() if isinstance(m, kind)] for chunk in self._chunks]
             for kind in (TransformerBlock, TransformerLayer, Attention)
         )
+        self._takes_pieces = False
         if dropout:
             self._key_dropout()
 
@@ -125,6 +129,11 @@ class MegatronStage:
         self._runner.measure_bytes = enabled
 
     def start_step(self, plan: ExecutionPlan) -> None:
+        """Errors: ConfigError for pieces of cut samples where the chunks do not attend to earlier ones."""
+        if not self._takes_pieces and any(m.attention == "carried" for m in plan.micro_batches):
+            for chunk in self._chunks:
+                take_pieces(unwrapped(chunk))
+            self._takes_pieces = True
         self._runner.start_step(plan)
         self._plan = plan
 
@@ -141,7 +150,7 @@ class MegatronStage:
         number = self._plan.stages.index(stage)
         self._set_recompute(number, micro_batch)
         self._working_on = micro_batch
-        return self._runner.forward(stage, micro_batch, inputs, partial(self._call, self._chunks[number]))
+        return self._runner.forward(stage, micro_batch, inputs, partial(self._call_chunk, self._chunks[number]))
 
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
         self._working_on = micro_batch  # recomputation draws the same random numbers again
@@ -167,6 +176,12 @@ class MegatronStage:
     def weight_bytes(self) -> int:
         """Weights and their float32 gradient buffers on this rank."""
         return self._num_weight_bytes
+
+    def _call_chunk(self, chunk: Any, batch: Batch, *inputs: torch.Tensor) -> Any:
+        if "carried" in batch:
+            packed = packed_parameters(batch["packed"].document_lengths, self._device, batch["carried"])
+            batch = {**batch, "packed": packed}
+        return self._call(chunk, batch, *inputs)
 
     def _sum_over_job(self, loss: torch.Tensor) -> None:
         if not self._counts_loss:
@@ -230,17 +245,37 @@ def _checked(chunks: Chunks) -> list[Any]:
     return list(chunks)
 
 
-def packed_parameters(document_lengths: Sequence[int], device: torch.device) -> Any:
-    """Megatron's description of a packed row; `document_lengths` stays on the host, so that no kernel waits for it."""
+def packed_parameters(
+    document_lengths: Sequence[int], device: torch.device, carried: CarriedPiece | None = None
+) -> Any:
+    """Megatron's description of a packed row; `document_lengths` stays on the host, so that no kernel waits for it.
+
+    Where the row's first document is a piece of a cut sample, its attribute `carried` is a CarriedRow, else None.
+    """
+    packed = _borders(document_lengths, document_lengths, device)
+    packed.document_lengths = tuple(document_lengths)
+    packed.carried = None
+    if carried is not None:
+        length, *others = document_lengths
+        to_prefix = _borders([length], [carried.end], device)
+        packed.carried = CarriedRow(carried, to_prefix, packed_parameters(others, device) if others else None)
+    return packed
+
+
+def _borders(queries: Sequence[int], keys: Sequence[int], device: torch.device) -> Any:
+    """Megatron's description of documents of so many queries and keys each."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    borders = torch.tensor([0, *accumulate(document_lengths)], dtype=torch.int32, device=device)
-    longest = max(document_lengths)
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest
+    q_borders, k_borders = (
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, keys)
     )
-    packed.document_lengths = tuple(document_lengths)
-    return packed
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=q_borders,
+        cu_seqlens_kv=k_borders,
+        max_seqlen_q=max(queries),
+        max_seqlen_kv=max(keys),
+    )
 
 
 def wrap_ddp(model: torch.nn.Module, config: Any, *, distributed_optimizer: bool = False) -> Any:

@@ -124,7 +124,8 @@ class CoreAttention(DocumentAttention):
         scale = self.scale if self.scale is not None else q_BHSD.shape[-1] ** -0.5
         scores = self.softcap * torch.tanh(q_BHSD @ k_BHTD.transpose(2, 3) * scale / self.softcap)
         if is_causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            mask = mask.tril(scores.shape[-1] - scores.shape[-2])
         if mask is not None:
             scores = scores.masked_fill(~mask, -math.inf)
         shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q_BHSD.dtype)
@@ -145,6 +146,8 @@ class WindowAttention(CoreAttention):
 
     Memory is that of a block by two windows, not of a square. On one window or less it is CoreAttention's.
     """
+
+    carries = False
 
     def __init__(self, config: Any, *arguments: Any, **keywords: Any) -> None:
         super().__init__(config, *arguments, **keywords)

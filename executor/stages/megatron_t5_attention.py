@@ -50,6 +50,8 @@ class PairAttention(CoreAttention):
     each document among queries and among keys. `attention_bias` are RelativePositions, or None.
     """
 
+    carries = False
+
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any = None, *rest: Any, **keywords: Any) -> None:
         super().__init__(config, layer_number, attn_mask_type, *rest, **keywords)
         self.is_causal = getattr(attn_mask_type, "name", "") == "causal"

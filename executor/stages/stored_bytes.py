@@ -9,16 +9,16 @@ import torch
 
 
 class StoredBytes:
-    """Counts what autograd saves, each storage once, those of weights (`known`, by data pointer) left out."""
+    """Counts what autograd saves, each storage once, those that are `known` (weights; by data pointer) left out."""
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(self, *known: set[int]) -> None:
         self._seen, self._known = set[int](), known
         self.num_bytes = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         pointer = storage.data_ptr()
-        if pointer not in self._seen and pointer not in self._known:
+        if not any(pointer in counted for counted in (self._seen, *self._known)):
             self._seen.add(pointer)
             self.num_bytes += storage.nbytes()
         return tensor

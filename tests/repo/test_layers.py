@@ -33,6 +33,7 @@ RIM = {
         "executor/measuring/profiling.py",  # so does this one
         "executor/measuring/profiler_ranges.py",
         "executor/stages/attention*.py",
+        "executor/stages/carried_keys.py",
         "executor/stages/collectives.py",
         "executor/stages/deepspeed*.py",
         "executor/stages/megatron*.py",

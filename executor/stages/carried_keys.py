@@ -1,0 +1,168 @@
+"""Keys and values of cut samples, kept from piece to piece on a pipeline rank, with what later pieces learned of them.
+
+Each piece writes its own into one buffer a layer and sample, and attends to that buffer's beginning: nothing is ever
+joined, and autograd keeps views of the buffer alone. A recomputation finds there what the first forward wrote.
+Gradients come the other way: a piece's attention gives some to all keys before it, which are summed until the piece
+that made them runs its own backward. (ChunkFlow, Yuan et al. 2025, sec. 4.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.stages.carried_order import PieceOrder, PiecePlace
+from dynapipe_ext.pieces import Chain
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class CarriedKeys:
+    """Of one pipeline rank in one step, by stage, sample and layer: from the forward of a sample's first piece to the
+    end of its backward, or, where no backward follows, of its last forward.
+
+    `storages`: data pointers of what `num_bytes` counts, so that nobody counts it twice.
+    """
+
+    def __init__(self, plan: ExecutionPlan) -> None:
+        self._forward_only = plan.forward_only
+        self._order = PieceOrder(plan.micro_batches)
+        self._samples: dict[tuple[int, Chain], dict[object, _LayerKeys]] = {}
+        self.storages: set[int] = set()
+
+    @contextmanager
+    def forward(self, stage: int, micro_batch: int) -> Iterator[CarriedPiece | None]:
+        """Within: the forward of a micro-batch, whose piece attends by what this yields; None where it has none.
+
+        Errors: ExecutionError where another piece of its sample is due.
+        """
+        place = self._order.run("forward", stage, micro_batch)
+        if place is None:
+            yield None
+            return
+        yield CarriedPiece(place, self._samples.setdefault((stage, place.chain), {}), self.storages)
+        if place.is_last and self._forward_only:
+            self._free(stage, place.chain)
+
+    @contextmanager
+    def backward(self, stage: int, micro_batch: int) -> Iterator[None]:
+        """Within: the input gradient of a micro-batch. Errors: as `forward`."""
+        place = self._order.run("input gradient", stage, micro_batch)
+        yield
+        if place is not None and place.is_first:
+            self._free(stage, place.chain)
+
+    def num_bytes(self) -> int:
+        return sum(kept.num_bytes for layers in self._samples.values() for kept in layers.values())
+
+    def _free(self, stage: int, chain: Chain) -> None:
+        for kept in self._samples.pop((stage, chain)).values():
+            self.storages.difference_update(kept.storages)
+
+
+class CarriedPiece:
+    """A piece in a forward of one stage, and in its recomputation: `length` positions from `start` on."""
+
+    def __init__(self, place: PiecePlace, layers: dict[object, _LayerKeys], storages: set[int]) -> None:
+        self.start, self.length = place.start, place.length
+        self._total, self._layers, self._storages = place.total, layers, storages
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    def join(self, layer: object, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, (length, ...), behind those of the earlier pieces: (end, ...), for a causal attention whose
+        queries are the last of the keys. `layer` is whatever stands for the layer within its stage.
+        """
+        kept = self._layers.get(layer)
+        if kept is None:
+            kept = self._layers[layer] = _LayerKeys(keys, values, self._total)
+            self._storages.update(kept.storages)
+        joined: tuple[torch.Tensor, torch.Tensor] = _Joined.apply(keys, values, kept, self.start)  # type: ignore[no-untyped-call]
+        return joined
+
+    def attend(
+        self, layer: object, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """`attention(queries, *joined)`, computed again in the backward: masks and repeated heads, as long as all
+        earlier pieces, are not kept. Not for attention that draws random numbers.
+        """
+        joined = self.join(layer, keys, values)
+        output: torch.Tensor = _Recomputed.apply(attention, queries, *joined)  # type: ignore[no-untyped-call]
+        return output
+
+
+class _LayerKeys:
+    """Keys and values of one sample in one layer, (positions, ...), and sums of their gradients in float32.
+
+    The sums are of what pieces whose backward has run gave to the positions before them.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, num_positions: int) -> None:
+        self._buffers = tuple(x.new_empty((num_positions, *x.shape[1:])) for x in (keys, values))
+        self._sums: tuple[torch.Tensor, ...] = ()
+        self._num_filled = 0
+
+    @property
+    def storages(self) -> set[int]:
+        return {buffer.untyped_storage().data_ptr() for buffer in self._buffers}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*self._buffers, *self._sums))
+
+    def put(self, start: int, own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """All up to the end of a piece, its own written first, if this is its first forward."""
+        end = start + len(own[0])
+        if self._num_filled < end:
+            for buffer, x in zip(self._buffers, own, strict=True):
+                buffer[start:end] = x
+            self._num_filled = end
+        # `data` has a version of its own: autograd need not mind that later pieces write behind what it keeps.
+        return tuple(buffer.data[:end] for buffer in self._buffers)
+
+    def take_gradients(self, start: int, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A piece's gradients, of which its own attention gave `given` to all up to its end; the rest is summed."""
+        if not self._sums:  # the last piece
+            self._sums = tuple(_wide(x[:start]) for x in given)
+            return [x[start:] for x in given]
+        own = []
+        for summed, x in zip(self._sums, given, strict=True):
+            own.append((summed[start : len(x)] + x[start:]).to(x.dtype))
+            summed[:start] += x[:start]
+        return own
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, keys: torch.Tensor, values: torch.Tensor, kept: _LayerKeys, start: int) -> Any:
+        ctx.kept, ctx.start = kept, start
+        return kept.put(start, (keys, values))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return (*ctx.kept.take_gradients(ctx.start, grads), None, None)
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, attention: Attention, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.attention = attention
+        ctx.save_for_backward(*tensors)
+        return attention(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        tensors = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.attention(*tensors)
+        return None, *torch.autograd.grad(output, tensors, grads)
