@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from dynapipe_ext.errors import ConfigError, DataError
 
 DOCUMENT_ATTENTION = "dynapipe_documents"
+
+
+class Carried(Protocol):
+    """A piece of a cut sample on its way through a stage: keeps keys and values, adds up their gradients."""
+
+    def attend(
+        self, layer: object, queries: Any, keys: Any, values: Any, attention: Callable[..., Any], *, draws: bool
+    ) -> Any:
+        """`attention` of the piece's queries to all keys up to its end, (T, heads, D); `draws`: random numbers."""
+        ...
 
 
 def register_document_attention() -> str:
@@ -35,9 +46,13 @@ def _document_attention(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Any = None,
+    carried: Any = None,
     **_: Any,
 ) -> tuple[Any, None]:
-    """One call a document. Shapes: (B, heads, S, D) -> (B, S, heads, D); borders in the flattened B x S."""
+    """One call a document. Shapes: (B, heads, S, D) -> (B, S, heads, D); borders in the flattened B x S.
+
+    `carried` is the piece of a cut sample that the first document of a row is (see `Carried`), or None.
+    """
     import torch
 
     batch, heads, row_len, _ = query_BHSD.shape
@@ -57,22 +72,32 @@ def _document_attention(
     if chunk := _chunk_of(module):  # a position looks back to the start of its chunk: chunks are documents of their own
         lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    groups = heads // key_BHSD.shape[1]
-    if groups > 1:
-        key_BHSD, value_BHSD = (x.repeat_interleave(groups, dim=1) for x in (key_BHSD, value_BHSD))
-    parts = (
-        x_BHSD.transpose(0, 1).reshape(1, heads, batch * row_len, -1).split(lengths, dim=2)
-        for x_BHSD in (query_BHSD, key_BHSD, value_BHSD)
-    )
-    outputs = []
-    for q, k, v in zip(*parts, strict=True):
-        mask = _window_mask(q.shape[2], sliding_window, causal, q.device)
-        outputs.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal and mask is None, dropout_p=dropout, scale=scaling
-            )
+    if carried is not None and (sliding_window or chunk or not causal):
+        raise ConfigError(
+            f"{type(module).__name__} attends in windows ({sliding_window}) or chunks ({chunk}), or ahead, which does"
+            " not go on from piece to piece of a cut sample: plan whole ones"
         )
-    return torch.cat(outputs, dim=2)[0].transpose(0, 1).reshape(batch, row_len, heads, -1), None
+
+    def attend(q_THD: Any, k_THD: Any, v_THD: Any) -> Any:
+        q, k, v = (x_THD.transpose(0, 1).unsqueeze(0) for x_THD in (q_THD, k_THD, v_THD))
+        if (groups := heads // k.shape[1]) > 1:
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        mask = _mask(q.shape[2], k.shape[2], sliding_window, causal, q.device)
+        out_BHSD = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal and mask is None, dropout_p=dropout, scale=scaling
+        )
+        return out_BHSD[0].transpose(0, 1)
+
+    parts = (
+        x_BHSD.transpose(1, 2).flatten(0, 1).split(lengths) for x_BHSD in (query_BHSD, key_BHSD, value_BHSD)
+    )
+    documents = list(zip(*parts, strict=True))
+    outputs = []
+    if carried is not None:
+        first, *documents = documents
+        outputs = [carried.attend(module, *first, attend, draws=dropout > 0)]
+    outputs += [attend(*document) for document in documents]
+    return torch.cat(outputs).reshape(batch, row_len, heads, -1), None
 
 
 def _chunk_of(module: Any) -> int | None:
@@ -84,11 +109,15 @@ def _chunk_of(module: Any) -> int | None:
     return int(size) if kinds[module.layer_idx] == "chunked_attention" else None
 
 
-def _window_mask(length: int, window: int | None, causal: bool, device: Any) -> Any:
-    """(S, S), true where a position may look, for a document longer than its window; None where no mask is needed."""
+def _mask(queries: int, keys: int, window: int | None, causal: bool, device: Any) -> Any:
+    """True where a position may look, of queries that are the last of the keys; None where no mask is needed: none are
+    before them, and no document is longer than its window."""
     import torch
+    from torch.nn.attention.bias import causal_lower_right
 
-    if window is None or window >= length:
+    if queries < keys:
+        return causal_lower_right(queries, keys)
+    if window is None or window >= keys:
         return None
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
+    seen = torch.ones(keys, keys, dtype=torch.bool, device=device).triu(1 - window)
     return seen.tril() if causal else seen.tril(window - 1)

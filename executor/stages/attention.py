@@ -107,10 +107,9 @@ class DocumentAttention(torch.nn.Module):
         own, rest = zip(*(torch.split(x, [length, len(x) - length]) for x in (q_THD, k_THD, v_THD)), strict=True)
         if self._takes_flash(q_THD):
             out_TH = self._flash(own[0], *piece.join(self, *own[1:]), row.to_prefix)
-        elif self.training and self.dropout:
-            out_TH = self._document(own[0], *piece.join(self, *own[1:])).flatten(1)
         else:
-            out_TH = piece.attend(self, *own, self._document).flatten(1)
+            draws = self.training and self.dropout > 0
+            out_TH = piece.attend(self, *own, self._document, draws=draws).flatten(1)
         return out_TH if row.others is None else torch.cat([out_TH, self(*rest, packed_seq_params=row.others)])
 
     def _document(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:

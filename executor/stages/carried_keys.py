@@ -87,12 +87,21 @@ class CarriedPiece:
         return joined
 
     def attend(
-        self, layer: object, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attention: Attention
+        self,
+        layer: object,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        attention: Attention,
+        *,
+        draws: bool,
     ) -> torch.Tensor:
-        """`attention(queries, *joined)`, computed again in the backward: masks and repeated heads, as long as all
-        earlier pieces, are not kept. Not for attention that draws random numbers.
+        """`attention(queries, *joined)`, for kernels that keep masks and repeated heads, as long as all earlier pieces:
+        it is computed again in the backward, unless it draws random numbers.
         """
         joined = self.join(layer, keys, values)
+        if draws:
+            return attention(queries, *joined)
         output: torch.Tensor = _Recomputed.apply(attention, queries, *joined)  # type: ignore[no-untyped-call]
         return output
 

@@ -40,6 +40,8 @@ class TorchStage:
     Errors: ConfigError for what cannot be trained so.
     """
 
+    takes_pieces = False  # whether attention reaches earlier pieces of a cut sample
+
     def __init__(
         self,
         modules: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[int, Module],
@@ -80,6 +82,8 @@ class TorchStage:
                 f"pipeline rank {plan.pp_rank} runs stages {plan.stages} of the plan but has modules for"
                 f" {self._stages}: give those, in that order"
             )
+        if not self.takes_pieces:
+            _refuse_pieces(plan)
         if not self._restarts_attention:
             _refuse_documents(plan)
         self._runner.start_step(plan)
@@ -182,6 +186,16 @@ def _refuse_documents(plan: ExecutionPlan) -> None:
                 ' that runs across them would train wrongly: where the modules restart it at batch["cu_seqlens"]'
                 " (check_packing proves it of transformers models) or have none, give TorchStage"
                 ' restarts_attention=True, else plan with layout="padded"'
+            )
+
+
+def _refuse_pieces(plan: ExecutionPlan) -> None:
+    for number, m in enumerate(plan.micro_batches):
+        if m.attention == "carried":
+            raise ConfigError(
+                f"micro-batch {number} of step {plan.step} has a piece of sample {m.samples[0].index}, whose attention"
+                " to earlier pieces torch modules do not have: plan whole samples, or train a transformers model by"
+                " TransformersStage"
             )
 
 

@@ -58,7 +58,7 @@ class TransformersPart(torch.nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         place, draws = self.place, self.model.training and "random_key" in batch
         body = self.model if place.is_last else self.model.get_submodule(self.pattern.body)
-        inputs = dict(batch["model_inputs"])
+        inputs = batch["model_inputs"] | {name: batch[name] for name in ("carried",) if name in batch}
         if place.is_first:
             inputs["input_ids"] = x
         else:

@@ -7,10 +7,9 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 
-from dynapipe_ext.data.collate import document_lengths
+from dynapipe_ext.data.collate import document_lengths, document_positions
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
@@ -47,6 +46,8 @@ class TransformersStage(TorchStage):
     Errors: ConfigError and DataError for what would be trained wrongly, such as rows longer than the positions that
     the model has learned.
     """
+
+    takes_pieces = True
 
     def __init__(
         self,
@@ -122,6 +123,15 @@ class TransformersStage(TorchStage):
                     f"{name} is not known to keep packed documents apart under {self._attention}: build it with"
                     f' attn_implementation={" or ".join(_KEEPS_DOCUMENTS_APART)}, or plan with layout="padded"'
                 )
+        if micro_batch.attention == "carried":
+            if self._attention != DOCUMENT_ATTENTION:
+                return (
+                    f"{name} attends by {self._attention}, which knows no keys of earlier pieces of a cut sample: build"
+                    f" it with attn_implementation=register_document_attention() ({DOCUMENT_ATTENTION}), or plan whole"
+                    " samples"
+                )
+            piece = micro_batch.samples[0]
+            documents = (*documents, piece.start + piece.encoder)
         return _too_long(config, name, max(documents))
 
 
@@ -146,13 +156,11 @@ def _too_long(config: Any, name: str, longest: int) -> str:
 def model_inputs(micro_batch: MicroBatch, attention: str, device: torch.device) -> dict[str, Any]:
     """What a model's forward needs beside ids or hidden states; it follows from the plan alone, on every stage.
 
-    position_ids restart in each document, by which transformers' masks keep documents apart; kernels without masks
+    position_ids restart in each document (a piece's go on from the one before), by which transformers' masks keep documents apart; kernels without masks
     take the borders.
     """
     documents = document_lengths(micro_batch)
-    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in documents])
-    shape = (micro_batch.rows, micro_batch.encoder_len)
-    inputs: dict[str, Any] = {"position_ids": torch.from_numpy(positions).reshape(shape).to(device)}
+    inputs: dict[str, Any] = {"position_ids": torch.from_numpy(document_positions(micro_batch)).to(device)}
     if attention == DOCUMENT_ATTENTION or (attention in _FLASH and micro_batch.layout == "packed"):
         borders = torch.tensor([0, *accumulate(documents)], dtype=torch.int32, device=device)
         inputs |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
