@@ -299,6 +299,23 @@ class Architecture:
         return bool(self.sliding_window) and not (every and (layer + 1) % every == 0)
 
     @property
+    def pieces_fault(self) -> str:
+        """Why long samples cannot be trained in pieces that attend to the earlier ones; nothing if they can."""
+        if self.num_decoder_layers:
+            return f"{self.family} is an encoder-decoder, whose inputs attend to what comes later: plan whole samples"
+        if self.sliding_window:
+            return (
+                f"{self.family} has windows of attention (sliding_window {self.sliding_window}), which do not go on from"
+                " piece to piece: plan whole samples"
+            )
+        if self.family == "transformers":
+            return (
+                "the model is computed by transformers, of whose attention the description says nothing: plan whole"
+                " samples"
+            )
+        return ""
+
+    @property
     def num_window_layers(self) -> int:
         return sum(self.has_window(layer) for layer in range(self.num_layers))
 

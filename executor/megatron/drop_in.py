@@ -217,7 +217,7 @@ def _run(
     micro_batches: Sequence[Batch],
     data: BatchIterator,
     *,
-    around: Around = lambda _: nullcontext(),
+    around: Around = lambda *_: nullcontext(),
 ) -> list[Any]:
     with StepGradients(step.chunks, step.config, force_all_reduce=step.force_all_reduce) as gradients:
         stage = ForwardStepStage(step, gradients, data, around)

@@ -14,6 +14,7 @@ import torch
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.megatron.gradient_sync import StepGradients
 from dynapipe_ext.executor.protocols import Batch, Tensors
+from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
 from dynapipe_ext.plan import MicroBatch
 
@@ -42,13 +43,13 @@ class LoopStep:
 
 
 BatchIterator = Callable[[int, Batch], Any]  # (chunk number, a micro-batch's tensors) -> what is given to `next`
-Around = Callable[[MicroBatch], AbstractContextManager[None]]
+Around = Callable[[MicroBatch, CarriedPiece | None], AbstractContextManager[None]]
 
 
 class ForwardStepStage:
     """Stage of a rank's model chunks; each micro-batch is one call of the loop's `forward_step_func` a chunk.
 
-    `data(chunk, batch)` gives the iterator that the call reads; it runs within `around(micro-batch)`.
+    `data(chunk, batch)` gives the iterator that the call reads; it runs within `around(micro-batch, its piece)`.
     Losses are not divided: what Megatron divides by (token counts, numbers of micro-batches) is divided by Megatron.
     After the step `reports` has what its loss functions reported, in the order of the plan's micro-batches, on the rank
     of the last stage.
@@ -82,8 +83,7 @@ class ForwardStepStage:
         self._runner.load(micro_batch, batch)
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
-        with self._around(self._plan.micro_batches[micro_batch]):
-            return self._runner.forward(stage, micro_batch, inputs, partial(self._call, stage, micro_batch))
+        return self._runner.forward(stage, micro_batch, inputs, partial(self._call, stage, micro_batch))
 
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
         with self._timed("backward-compute"):
@@ -110,21 +110,23 @@ class ForwardStepStage:
         step, number = self._step, self._plan.stages.index(stage)
         is_last = stage == self._plan.num_stages - 1
         reports: list[Any] = []
-        output, num_tokens = forward_step(
-            step.forward_step_func,
-            self._data(number, batch),
-            step.chunks[number],
-            len(self._plan.micro_batches),
-            x,
-            reports,
-            step.config,
-            cp_group_size=1,
-            collect_non_loss_data=step.collect_non_loss_data,
-            is_first_microbatch=step.is_first(self._num_forwards[stage]),
-            current_microbatch=self._num_forwards[stage],
-            vp_stage=number if len(step.chunks) > 1 else None,
-            is_last_stage=is_last,
-        )
+        own = {name: value for name, value in batch.items() if name != "carried"}
+        with self._around(self._plan.micro_batches[micro_batch], batch.get("carried")):
+            output, num_tokens = forward_step(
+                step.forward_step_func,
+                self._data(number, own),
+                step.chunks[number],
+                len(self._plan.micro_batches),
+                x,
+                reports,
+                step.config,
+                cp_group_size=1,
+                collect_non_loss_data=step.collect_non_loss_data,
+                is_first_microbatch=step.is_first(self._num_forwards[stage]),
+                current_microbatch=self._num_forwards[stage],
+                vp_stage=number if len(step.chunks) > 1 else None,
+                is_last_stage=is_last,
+            )
         self._num_forwards[stage] += 1
         if not is_last:
             return output  # type: ignore[no-any-return]

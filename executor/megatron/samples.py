@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.data.collate import document_lengths
+from dynapipe_ext.data.collate import document_positions
 from dynapipe_ext.data.dataset import TokenDataset, TokenSample, is_prepared
 from dynapipe_ext.data.indexed_dataset import IndexedTokens, is_indexed
 from dynapipe_ext.errors import ConfigError, DataError
@@ -134,7 +134,8 @@ def check_longest(source: SampleSource, max_positions: int, *, what: str) -> Non
 
 def megatron_arrays(micro_batch: MicroBatch, samples: Sequence[Any]) -> dict[str, npt.NDArray[np.generic]]:
     """What Megatron's data loader would give for the micro-batch: tokens, labels and position_ids (int64) and
-    loss_mask (float32), each (rows, length). Positions restart with each document; padding has label and mask 0.
+    loss_mask (float32), each (rows, length). Positions restart with each document, and go on where a piece of a cut sample
+    does; padding has label and mask 0.
 
     Errors: DataError for a sample of another length than it was planned with.
     """
@@ -144,20 +145,23 @@ def megatron_arrays(micro_batch: MicroBatch, samples: Sequence[Any]) -> dict[str
     first = 0
     for row, (planned, given) in enumerate(zip(micro_batch.samples, samples, strict=True)):
         sample = LabelledSample.of(given)
-        if not len(sample.tokens) == len(sample.labels) == len(sample.loss_mask) == planned.encoder:
+        length, end = len(sample.tokens), planned.start + planned.encoder
+        is_piece = micro_batch.attention == "carried" and row == 0
+        fits = end <= length if is_piece else (planned.start, end) == (0, length)
+        if not (fits and length == len(sample.labels) == len(sample.loss_mask)):
             raise DataError(
                 f"sample {planned.index} has {len(sample.tokens)} tokens and {len(sample.labels)} labels but `lengths`"
-                f" say {planned.encoder} positions"
+                f" say {planned.encoder} positions from {planned.start} on"
             )
         place = (
             (0, slice(first, first + planned.encoder))
             if micro_batch.layout == "packed"
             else (row, slice(0, planned.encoder))
         )
-        tokens[place], labels[place], mask[place] = sample.tokens, sample.labels, sample.loss_mask
+        part = slice(planned.start, end)
+        tokens[place], labels[place], mask[place] = sample.tokens[part], sample.labels[part], sample.loss_mask[part]
         first += planned.encoder
-    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in document_lengths(micro_batch)])
-    return {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions.reshape(shape)}
+    return {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": document_positions(micro_batch)}
 
 
 def split_source(source: SampleSource, split: str | None) -> tuple[SampleSource | None, ...]:

@@ -11,8 +11,10 @@ import torch
 
 from dynapipe_ext.data.collate import document_lengths
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.megatron import packed_parameters, unwrapped
 from dynapipe_ext.executor.stages.megatron_layers import CoreAttention
+from dynapipe_ext.executor.stages.megatron_pieces import take_pieces
 from dynapipe_ext.plan import Layout, MicroBatch
 
 
@@ -22,21 +24,26 @@ class MicroBatchShapes:
     While a micro-batch runs, `args.micro_batch_size` and `args.seq_length` are its own: tensor parallel ranks allocate
     by them what the first of them broadcasts. No attention mask is made or broadcast: causal attention is what a GPT's
     layers do without one. A packed row's documents reach every chunk's forward as `packed_seq_params`, whatever the
-    script passes; layers of the local specs, whose attention refuses them, get attention that restarts at each.
+    script passes; layers of the local specs, whose attention refuses them, get attention that restarts at each, and
+    goes on from piece to piece of a cut sample.
     """
 
     def __init__(self, chunks: Sequence[Any], args: Any, device: torch.device, layout: Layout) -> None:
         self._args, self._device = args, device
         self._packed: Any = None
+        self._models = [unwrapped(chunk) for chunk in chunks]
         if layout == "padded":
             return
-        for chunk in chunks:
-            model = unwrapped(chunk)
+        for model in self._models:
             _restart_attention(model)
             model.register_forward_pre_hook(self._with_documents, with_kwargs=True)
 
     @contextmanager
-    def of(self, micro_batch: MicroBatch) -> Iterator[None]:
+    def of(self, micro_batch: MicroBatch, carried: CarriedPiece | None = None) -> Iterator[None]:
+        """Errors: ConfigError for a piece where the model does not attend to earlier ones."""
+        if carried is not None:
+            for model in self._models:
+                take_pieces(model)
         own: dict[str, Any] = {
             "micro_batch_size": micro_batch.rows,
             "seq_length": micro_batch.encoder_len,
@@ -47,7 +54,7 @@ class MicroBatchShapes:
             for name in before:
                 setattr(self._args, name, own[name])
             if micro_batch.layout == "packed":
-                self._packed = packed_parameters(document_lengths(micro_batch), self._device)
+                self._packed = packed_parameters(document_lengths(micro_batch), self._device, carried)
             yield
         finally:
             self._packed = None

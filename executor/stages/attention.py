@@ -103,14 +103,18 @@ class DocumentAttention(torch.nn.Module):
 
     def _carried(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, row: CarriedRow) -> torch.Tensor:
         """The piece to its sample up to its end, the other documents as ever: two calls, so that no keys are joined."""
-        piece, length = row.piece, row.piece.length
-        own, rest = zip(*(torch.split(x, [length, len(x) - length]) for x in (q_THD, k_THD, v_THD)), strict=True)
+        piece, length, q_THD = row.piece, row.piece.length, q_THD.contiguous()  # not a view that keeps keys and values
+        own = q_THD[:length], k_THD[:length], v_THD[:length]
         if self._takes_flash(q_THD):
             out_TH = self._flash(own[0], *piece.join(self, *own[1:]), row.to_prefix)
         else:
             draws = self.training and self.dropout > 0
             out_TH = piece.attend(self, *own, self._document, draws=draws).flatten(1)
-        return out_TH if row.others is None else torch.cat([out_TH, self(*rest, packed_seq_params=row.others)])
+        if row.others is None:
+            return out_TH
+        # Copies, for the same reason: the piece's keys and values are in the buffers of its sample.
+        rest_TH = self(q_THD[length:], k_THD[length:].clone(), v_THD[length:].clone(), packed_seq_params=row.others)
+        return torch.cat([out_TH, rest_TH])
 
     def _document(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor) -> torch.Tensor:
         """One document alone, (T, heads, D); its queries are the last of its keys."""
