@@ -88,9 +88,7 @@ def _document_attention(
         )
         return out_BHSD[0].transpose(0, 1)
 
-    parts = (
-        x_BHSD.transpose(1, 2).flatten(0, 1).split(lengths) for x_BHSD in (query_BHSD, key_BHSD, value_BHSD)
-    )
+    parts = (x_BHSD.transpose(1, 2).flatten(0, 1).split(lengths) for x_BHSD in (query_BHSD, key_BHSD, value_BHSD))
     documents = list(zip(*parts, strict=True))
     outputs = []
     if carried is not None:

@@ -134,8 +134,8 @@ def check_longest(source: SampleSource, max_positions: int, *, what: str) -> Non
 
 def megatron_arrays(micro_batch: MicroBatch, samples: Sequence[Any]) -> dict[str, npt.NDArray[np.generic]]:
     """What Megatron's data loader would give for the micro-batch: tokens, labels and position_ids (int64) and
-    loss_mask (float32), each (rows, length). Positions restart with each document, and go on where a piece of a cut sample
-    does; padding has label and mask 0.
+    loss_mask (float32), each (rows, length). Positions restart with each document and go on in a piece of a cut
+    sample; padding has label and mask 0.
 
     Errors: DataError for a sample of another length than it was planned with.
     """

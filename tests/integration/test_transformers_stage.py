@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import itertools
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.stages.split_linear import trained_share
+from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.packing.attention import register_document_attention
 from dynapipe_ext.topology import Topology, placement_of
+from tests.support.pieces import hand_made, pieced_replicas, random_legal_schedule
 from tests.support.tiny_models import CONFIGS, one_by_one, tiny_model
 from tests.support.tiny_steps import SAMPLES, assert_same, batches_of, learned, plans_of
 
@@ -52,6 +58,41 @@ def test_the_kernel_that_runs_documents_one_by_one_learns_the_same(layout):
     losses, found = learned(model, TOPOLOGIES["pp2"], plans_of(TOPOLOGIES["pp2"], layout, split=False))
     assert losses == pytest.approx([loss] * 2, rel=1e-5)
     assert_same(found, gradients)
+
+
+@pytest.mark.parametrize(
+    ("family", "topology", "recompute", "split"),
+    [("llama", "pp2", "none", True), ("gpt2", "v", "full", False), ("qwen3", "pp1", "selective", False)],
+)
+def test_cut_samples_learn_what_whole_ones_learn(family, topology, recompute, split):
+    """Rows mix a piece and whole documents, orders are random; a piece that was given no earlier keys would show."""
+    model, place, random = tiny_model(family).train(), TOPOLOGIES[topology], Random(family)
+    loss, gradients = one_by_one(model, SAMPLES)
+    model.set_attn_implementation(register_document_attention())
+    (rows,) = replicas = pieced_replicas(SAMPLES, 1, recompute, random, cut_from=9)
+    assert sum(row.attention == "carried" for row in rows) > 6
+    schedule = random_legal_schedule(place, rows, random, split=split)
+    (plans,) = lower(hand_made(place, replicas, [schedule]), ActivationFormat(16, order="bsh"))
+    losses, found = learned(model, place, plans)
+    assert losses == pytest.approx([loss] * place.pp, rel=1e-6)
+    assert_same(found, gradients)
+
+
+def test_pieces_are_refused_where_attention_is_not_ours_or_has_windows():
+    random = Random(0)
+    (rows,) = replicas = pieced_replicas(SAMPLES, 1, "none", random)
+    schedule = random_legal_schedule(Topology(), rows, random)
+    ((plan,),) = lower(hand_made(Topology(), replicas, [schedule]), ActivationFormat(16, order="bsh"))
+    windowed = tiny_model("mistral")
+    windowed.set_attn_implementation(register_document_attention())
+    linear = TorchStage(torch.nn.Linear(1, 1), lambda output, _: output.sum(), restarts_attention=True)
+    for stage, says in (
+        (TransformersStage(parts_of_model(tiny_model("llama"))), "attends by sdpa, which knows no keys of earlier"),
+        (TransformersStage(parts_of_model(windowed)), r"MistralAttention attends in windows \(5\)"),
+        (linear, "a piece of sample .*, whose attention to earlier pieces torch modules do not have"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, batches_of(plan))
 
 
 class Adapter(torch.nn.Module):

@@ -119,3 +119,26 @@ def test_no_packed_document_holds_tokens_of_two_samples(plan):
             arrays = collated(m, samples)
             for document in np.split(arrays["tokens"][0], arrays["cu_seqlens"][1:-1]):
                 assert len({token // 1000 for token in document.tolist()}) == 1
+
+
+@given(token_samples(), st.data())
+def test_a_cut_sample_has_the_rows_of_the_whole_one_with_positions_that_go_on(samples, data):
+    """Behind each piece stands a whole document, whose positions start anew; a piece's last label is the next's token."""
+    sample = samples[0]
+    inner = data.draw(st.sets(st.integers(1, sample.positions - 1))) if sample.positions > 1 else set()
+    (whole,) = (collated(MicroBatch((SampleLength(0, sample.positions, 0, sample.target),)), samples),)
+    found = {name: [] for name in ("tokens", "labels", "position_ids", "loss_weights")}
+    for start, end in pairwise([0, *sorted(inner), sample.positions]):
+        target = sum(start < place <= end for place in range(sample.first_target, len(sample.tokens)))
+        others = tuple(SampleLength(s.index, s.positions, 0, s.target) for s in samples[1:2])
+        row = (SampleLength(0, end - start, 0, target, start), *others)
+        m = MicroBatch(row, "packed", attention="carried", pad_multiple=4)
+        arrays = collated(m, samples)
+        for name, parts in found.items():
+            parts.append(arrays[name][0, : end - start])
+        borders = arrays["cu_seqlens"][1:]
+        for first, last in pairwise(borders):
+            np.testing.assert_array_equal(arrays["position_ids"][0, first:last], np.arange(last - first))
+        assert tuple(np.diff(arrays["cu_seqlens"]).tolist()) == document_lengths(m)
+    for name, parts in found.items():
+        np.testing.assert_array_equal(np.concatenate(parts), whole[name][0])

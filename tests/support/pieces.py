@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.pieces import chains
-from dynapipe_ext.plan import MicroBatch, Recompute
+from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, Recompute, ReplicaPlan
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
 from dynapipe_ext.topology import Topology
 
 
@@ -43,6 +46,19 @@ def pieced_replicas(
         random.shuffle(rows)
         replicas.append(rows)
     return replicas
+
+
+def hand_made(
+    topology: Topology, replicas: Sequence[Sequence[MicroBatch]], schedules: Sequence[PipelineSchedule]
+) -> StepPlan:
+    """A step of given micro-batches and orders, which promises nothing but its times."""
+    costs = tuple(TokenCosts(topology.num_stages, transfer_ns_per_token=10).evaluate(replica) for replica in replicas)
+    predictions = tuple(
+        Prediction(makespan_ns=makespan_ns(s, c), lower_bound_ns=0, peak_bytes=(0,) * len(s.ranks), bubble_ratio=0.0)
+        for s, c in zip(schedules, costs, strict=True)
+    )
+    plans = tuple(ReplicaPlan(dp_rank, tuple(replica)) for dp_rank, replica in enumerate(replicas))
+    return StepPlan(GlobalBatchPlan(step=0, replicas=plans), tuple(schedules), predictions, costs)
 
 
 def random_legal_schedule(

@@ -176,7 +176,13 @@ def test_flash_attention_is_asked_for_longer_keys_than_queries_and_is_given_view
         outputs.append([*outs, *(x.grad for row in inputs for x in row)])  # type: ignore[misc]
     for mine, theirs in zip(*outputs, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
-    assert [(queries, keys) for *_, queries, keys in seen] == [([5], [5]), ([2], [2]), ([3], [8]), ([4], [12]), ([3], [3])]
+    assert [(queries, keys) for *_, queries, keys in seen] == [
+        ([5], [5]),
+        ([2], [2]),
+        ([3], [8]),
+        ([4], [12]),
+        ([3], [3]),
+    ]
     first, _, second, third, _ = seen
     assert first[1].data_ptr() == second[1].data_ptr() == third[1].data_ptr()  # keys: the one buffer's beginning
     assert first[2].data_ptr() == second[2].data_ptr() == third[2].data_ptr()
