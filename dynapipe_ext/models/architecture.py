@@ -305,8 +305,8 @@ class Architecture:
             return f"{self.family} is an encoder-decoder, whose inputs attend to what comes later: plan whole samples"
         if self.sliding_window:
             return (
-                f"{self.family} has windows of attention (sliding_window {self.sliding_window}), which do not go on from"
-                " piece to piece: plan whole samples"
+                f"{self.family} has windows of attention (sliding_window {self.sliding_window}), which do not go on"
+                " from piece to piece: plan whole samples"
             )
         if self.family == "transformers":
             return (

@@ -18,7 +18,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.carried_order import PieceOrder, PiecePlace
 from dynapipe_ext.pieces import Chain
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+AttentionKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class CarriedKeys:
@@ -92,7 +92,7 @@ class CarriedPiece:
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        attention: Attention,
+        attention: AttentionKernel,
         *,
         draws: bool,
     ) -> torch.Tensor:
@@ -164,7 +164,7 @@ class _Joined(torch.autograd.Function):
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, attention: Attention, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, attention: AttentionKernel, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.attention = attention
         ctx.save_for_backward(*tensors)
         return attention(*tensors)

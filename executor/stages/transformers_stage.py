@@ -156,8 +156,8 @@ def _too_long(config: Any, name: str, longest: int) -> str:
 def model_inputs(micro_batch: MicroBatch, attention: str, device: torch.device) -> dict[str, Any]:
     """What a model's forward needs beside ids or hidden states; it follows from the plan alone, on every stage.
 
-    position_ids restart in each document (a piece's go on from the one before), by which transformers' masks keep documents apart; kernels without masks
-    take the borders.
+    position_ids restart in each document (a piece's go on from the one before), by which transformers' masks keep
+    documents apart; kernels without masks take the borders.
     """
     documents = document_lengths(micro_batch)
     inputs: dict[str, Any] = {"position_ids": torch.from_numpy(document_positions(micro_batch)).to(device)}

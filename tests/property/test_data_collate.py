@@ -123,10 +123,10 @@ def test_no_packed_document_holds_tokens_of_two_samples(plan):
 
 @given(token_samples(), st.data())
 def test_a_cut_sample_has_the_rows_of_the_whole_one_with_positions_that_go_on(samples, data):
-    """Behind each piece stands a whole document, whose positions start anew; a piece's last label is the next's token."""
+    """Behind each piece stands a whole document, with its own positions; a piece's last label is the next's token."""
     sample = samples[0]
     inner = data.draw(st.sets(st.integers(1, sample.positions - 1))) if sample.positions > 1 else set()
-    (whole,) = (collated(MicroBatch((SampleLength(0, sample.positions, 0, sample.target),)), samples),)
+    whole = collated(MicroBatch((SampleLength(0, sample.positions, 0, sample.target),)), samples)
     found = {name: [] for name in ("tokens", "labels", "position_ids", "loss_weights")}
     for start, end in pairwise([0, *sorted(inner), sample.positions]):
         target = sum(start < place <= end for place in range(sample.first_target, len(sample.tokens)))
