@@ -7,6 +7,7 @@ DYNAPIPE_MEGATRON_LM names a clone.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -22,6 +23,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from tests.support.megatron_lm_record import Record, Recorder
 
 _BESIDE = [folder / "shared" for folder in Path(__file__).resolve().parents[3:5]]
 SHARED = next((folder for folder in _BESIDE if (folder / "megatron_on_cpu.py").is_file()), _BESIDE[0])
@@ -54,10 +59,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a run's ranks printed, each with its exit status, and what the log of all says of each iteration."""
+    """What a run's ranks printed, each with its exit status, what the log of all says of each iteration, and what each
+    rank's training came to (see `megatron_lm_record`)."""
 
     status: int
     printed: tuple[str, ...]
+    records: tuple[Record, ...]
 
     @property
     def log(self) -> str:
@@ -122,7 +129,8 @@ def megatron_lm_runs(runs: Sequence[Run], folder: Path, *, timeout_s: float) -> 
     for run in runs:
         printed = tuple((folder / f"{run.name}.{rank}").read_text() for rank in range(run.num_ranks))
         statuses = [int((folder / f"{run.name}.{rank}.status").read_text()) for rank in range(run.num_ranks)]
-        ran[run.name] = Ran(max(statuses), printed)
+        records = tuple(torch.load(folder / f"{run.name}.{rank}.pt") for rank in range(run.num_ranks))
+        ran[run.name] = Ran(max(statuses), printed, records)
     return ran
 
 
@@ -130,24 +138,6 @@ def _place(megatron_lm: Path, script: str) -> str:
     """Of a script of Megatron-LM's, or of one beside this file."""
     own = Path(__file__).with_name(script)
     return str(own if own.is_file() else megatron_lm / script)
-
-
-def _name_weights() -> None:
-    """Weights depend on their names, not on ranks: a run on few ranks is then the measure of runs on any."""
-    import megatron.training.training as training
-
-    from dynapipe_ext.executor.stages.megatron import unwrapped
-    from dynapipe_ext.executor.stages.megatron_weights import initialize_weights
-
-    original = training.get_model
-
-    def get_model(*arguments: Any, **keywords: Any) -> Any:
-        chunks = original(*arguments, **keywords)
-        for model in map(unwrapped, chunks):
-            initialize_weights(model, model.config, seed=1)
-        return chunks
-
-    training.get_model = get_model
 
 
 def main() -> None:
@@ -168,7 +158,7 @@ def main() -> None:
     from dynapipe_ext.launch.cluster import run_local
     from dynapipe_ext.launch.env import RankEnv
 
-    _name_weights()
+    recorder = Recorder(importlib.import_module("megatron.training.training"))
     for run in runs:
 
         def rank_main(env: RankEnv, run: Run = run) -> int:
@@ -193,6 +183,7 @@ def main() -> None:
                 sys.stdout.flush()
                 sys.stderr.flush()
             Path(f"{place}.status").write_text(str(status))
+            recorder.save(Path(f"{place}.pt"))
             return 0
 
         run_local(rank_main, run.num_ranks, timeout_s=240)
