@@ -17,10 +17,10 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.megatron.forward_step import Around, BatchIterator, ForwardStepStage, LoopStep
 from dynapipe_ext.executor.megatron.gradient_sync import StepGradients, check_sync
-from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments
+from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments, rescale_router_losses
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline, megatron_pipeline
 from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, planned_steps_in
-from dynapipe_ext.executor.megatron.refusals import check_call, check_config, check_shapes
+from dynapipe_ext.executor.megatron.refusals import check_call, check_config, check_planned_experts, check_shapes
 from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
 from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, check_same_on_all_ranks, uniform_plan
 from dynapipe_ext.executor.protocols import Batch
@@ -122,6 +122,7 @@ class ForwardBackward:
             chunks=chunks,
             iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks),
             config=config,
+            num_micro_batches=num_microbatches,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
@@ -153,12 +154,18 @@ class ForwardBackward:
             )
         choices = self.settings.choices
         if model.shapes is None:
+            check_planned_experts(step.config)
             model.shapes = MicroBatchShapes(step.chunks, parsed_arguments(), model.pipeline.device, choices.layout)
             _say_planned(step.config, choices)
         if (told := steps.bind(model.pipeline, choices)) is not None:
             check_same_on_all_ranks(told, model.pipeline.device, what="steps of these data")
         micro_batches, plan = next(iterator)
-        return _run(step, model.pipeline, plan, micro_batches, lambda _, batch: iter([batch]), around=model.shapes.of)
+        reports = _run(
+            step, model.pipeline, plan, micro_batches, lambda _, batch: iter([batch]), around=model.shapes.of
+        )
+        if step.config.num_moe_experts and not step.forward_only and micro_batches:
+            rescale_router_losses(step.num_micro_batches / len(micro_batches))
+        return reports
 
     def _planned(self, chunks: list[Any], config: Any) -> _PlannedModel:
         found = self._models.get(chunks[0])

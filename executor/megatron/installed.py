@@ -40,6 +40,7 @@ def installed(
     )
     with ExitStack() as patches:
         _install_norm(patches)
+        _install_router(patches)
         install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments())))
         if has_training_loop():
             _install_arguments(patches, wishes)
@@ -81,6 +82,14 @@ def _install_norm(patches: ExitStack) -> None:
         return norm
 
     _replace(patches, module.WrappedTorchNorm, "__new__", staticmethod(new))
+
+
+def _install_router(patches: ExitStack) -> None:
+    """megatron-core 0.16.1's router asks for Transformer Engine's kernel by a name that is undefined without it."""
+    module: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
+        patches.callback(delattr, module, "te_general_gemm")
 
 
 def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:

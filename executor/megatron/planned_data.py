@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.loader import DynaPipeDataLoader, LoadedStep
@@ -18,6 +17,7 @@ from dynapipe_ext.executor.megatron.samples import SampleSource, megatron_arrays
 from dynapipe_ext.executor.plans.step_positions import array_digest
 from dynapipe_ext.lengths import as_length_array
 from dynapipe_ext.plan import Layout
+from dynapipe_ext.schedule_names import ScheduleName
 from dynapipe_ext.schedules.planner import Planner
 
 _PAD_MULTIPLE = 8
@@ -117,18 +117,39 @@ def data_planner(pipeline: MegatronPipeline, choices: PlanChoices, *, forward_on
             "micro-batches can only be cut for a model whose costs are known, which are counted for GPTModel alone:"
             " give costs (--dynapipe-costs, from `dynapipe profile`)"
         )
+    schedule = _schedule(pipeline, choices)
     planner = Planner(
         pipeline.topology,
         pipeline.costs,
         choices.limit_bytes if choices.limit_bytes is not None else pipeline.device_bytes,
         layout=choices.layout,
+        schedule=schedule,
         pad_multiple=math.lcm(_PAD_MULTIPLE, pipeline.pad_multiple),
-        split_backward=choices.split_backward,
+        split_backward=choices.split_backward and schedule == "adaptive",
+        equal_counts=schedule != "adaptive",
         recompute=pipeline.recompute,
         format=pipeline.activation_format,
-        collectives=ReplicaCollectives(),  # `StepGradients` reduces once, after the last backward
+        collectives=pipeline.replica_collectives,
     )
     return replace(planner.for_forwards(), layout=choices.layout) if forward_only else planner
+
+
+def _schedule(pipeline: MegatronPipeline, choices: PlanChoices) -> ScheduleName:
+    """Where replicas meet inside micro-batches a published one, whose order is the same on all of them.
+
+    Errors: ConfigError for what has no such order.
+    """
+    if not any(pipeline.replica_collectives.of_micro_batches):
+        return "adaptive"
+    if not pipeline.topology.placement:
+        return "zb-h1" if choices.split_backward else "1f1b"
+    if choices.split_backward or not pipeline.topology.placement_name.startswith("interleaved"):
+        raise ConfigError(
+            f"experts lie over replicas, which then need one order of micro-batches, but split backwards or placement"
+            f" {pipeline.topology.placement_name} have none with virtual stages: leave --dynapipe-split-backward out, or"
+            " give one stage a rank"
+        )
+    return "interleaved-1f1b"
 
 
 def planned_steps_in(data_iterator: Any) -> tuple[PlannedSteps, Any] | None:

@@ -56,10 +56,23 @@ UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
 def check_planned_arguments(args: Any) -> None:
     """Refuse what would take other batches out of planned data, or be ignored by them. Errors: ConfigError."""
     _check(args, UNSUPPORTED_DATA)
-    if getattr(args, "expert_model_parallel_size", 1) > 1:
+    check_planned_experts(args)
+
+
+def check_planned_experts(settings: Any) -> None:
+    """`settings` are Megatron-LM's arguments, or a TransformerConfig. Errors: ConfigError for mixtures of experts whose
+    ranks would have to hold as many tokens as one another."""
+    ep, dispatcher = (getattr(settings, name, None) for name in ("expert_model_parallel_size", "moe_token_dispatcher_type"))
+    if (ep or 1) > 1 and dispatcher != "alltoall":
         raise ConfigError(
-            f"expert_model_parallel_size is {args.expert_model_parallel_size}, but replicas that share experts would"
-            " have to run planned micro-batches in one order: give 1, or Megatron's own data"
+            f"moe_token_dispatcher_type is {dispatcher!r} with expert_model_parallel_size {ep}, but the micro-batches of"
+            " planned data have other shapes on each rank: give alltoall, or 1"
+        )
+    balancing = getattr(settings, "moe_router_load_balancing_type", None) or ()
+    if "global_aux_loss" in ((balancing,) if isinstance(balancing, str) else balancing):
+        raise ConfigError(
+            f"moe_router_load_balancing_type is {balancing!r}, whose global_aux_loss sums over replicas inside each"
+            " micro-batch and follows their order: give aux_loss or seq_aux_loss"
         )
 
 

@@ -27,7 +27,7 @@ class Recorder:
         """`training` is Megatron-LM's module of that name. Weights are made to depend on their names, not on ranks: a
         run on few ranks is then the measure of runs on any."""
         self._chunks: list[Any] = []
-        self._tp_rank = 0
+        self._tp_rank = self._ep_rank = 0
         self._steps: list[dict[str, Any]] = []
         get_model, train_step = training.get_model, training.train_step
 
@@ -41,6 +41,7 @@ class Recorder:
             for model in map(unwrapped, chunks):
                 initialize_weights(model, model.config, seed=1)
             self._chunks, self._tp_rank = chunks, parallel_state.get_tensor_model_parallel_rank()
+            self._ep_rank = parallel_state.get_expert_model_parallel_rank()
             return chunks
 
         def recorded_step(*arguments: Any, **keywords: Any) -> Any:
@@ -69,6 +70,8 @@ class Recorder:
         weights = {}
         for name, parameter in (pair for chunk in self._chunks for pair in held_weights(unwrapped(chunk))):
             cut = (parameter.partition_dim, parameter.partition_stride) if _is_cut(parameter) else None  # type: ignore[attr-defined]
+            if "local_experts" in name:
+                name += f" of expert parallel rank {self._ep_rank}"
             weights[name] = (parameter.detach().clone(), cut)
         torch.save({"steps": self._steps, "tp_rank": self._tp_rank, "weights": weights}, place)
 

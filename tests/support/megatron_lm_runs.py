@@ -158,6 +158,8 @@ def main() -> None:
     from dynapipe_ext.launch.cluster import run_local
     from dynapipe_ext.launch.env import RankEnv
 
+    routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    vars(routers).setdefault("te_general_gemm", None)  # which stock routers ask for without Transformer Engine, too
     recorder = Recorder(importlib.import_module("megatron.training.training"))
     for run in runs:
 
