@@ -46,6 +46,7 @@ UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
     "multiple_validation_sets": ((False,), "leave it out: planned data have one validation set"),
     "phase_transition_iterations": ((), "leave it out: planned data have one phase"),
     "iterations_to_skip": (([],), "leave it out: it reads batches of one shape"),
+    "decoder_seq_length": ((), "leave --dynapipe-data out: planned data have one side"),
     "dataloader_save": ((), "leave it out: the number of consumed samples says where a run goes on"),
     "mtp_num_layers": ((0,), "leave it out: its labels roll over the ends of samples"),
     "reset_position_ids": ((False,), "leave it out: positions begin anew with every sample"),
@@ -79,6 +80,13 @@ def check_planned_experts(settings: Any) -> None:
 def check_arguments(args: Any) -> None:
     """Refuse, at start-up, what `check_config` and `rank_topology` would refuse later. Errors: ConfigError."""
     _check(args, UNSUPPORTED_CONFIG | UNSUPPORTED_ARGUMENTS)
+    pp = getattr(args, "pipeline_model_parallel_size", 1)
+    if getattr(args, "decoder_seq_length", None) is not None and pp > 1:
+        raise ConfigError(
+            f"pipeline_model_parallel_size is {pp} with decoder_seq_length {args.decoder_seq_length}, but Megatron-LM has"
+            " encoder-decoders on one pipeline rank alone: give 1 and more tensor parallel ranks, or train it over"
+            " pipeline stages by `dynapipe train` (num_decoder_layers under [model])"
+        )
 
 
 def check_config(config: Any, chunks: Sequence[Any]) -> None:

@@ -32,7 +32,6 @@ _BESIDE = [folder / "shared" for folder in Path(__file__).resolve().parents[3:5]
 SHARED = next((folder for folder in _BESIDE if (folder / "megatron_on_cpu.py").is_file()), _BESIDE[0])
 ARCHIVE = SHARED / "data" / "megatron-lm-core_v0.16.1.tar.xz"
 TREE_VARIABLE = "DYNAPIPE_MEGATRON_LM"
-_NEVER_CALLED = ("six",)  # by the tokenizer of these runs, but imported
 ABSENT = "no Megatron-LM: give DYNAPIPE_MEGATRON_LM=DIR, a clone at core_v0.16.1"
 # A GPT that trains on a CPU in a second, on samples of one length.
 _ARGUMENTS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -147,9 +146,9 @@ def main() -> None:
     assert spec.loader
     on_cpu = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(on_cpu)
-    for name in _NEVER_CALLED:
-        if importlib.util.find_spec(name) is None:
-            sys.modules[name] = types.ModuleType(name)
+    if importlib.util.find_spec("six") is None:  # of which tokenizers ask only this
+        sys.modules["six"] = types.ModuleType("six")
+        sys.modules["six"].PY3 = True  # type: ignore[attr-defined]
     on_cpu.prepare(megatron_lm)
     runs = [Run(**run) for run in json.loads((folder / "runs.json").read_text())]
     for script in {run.script for run in runs}:
