@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
@@ -24,8 +24,9 @@ from dynapipe_ext.executor.megatron.refusals import check_call, check_config, ch
 from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
 from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, check_same_on_all_ranks, uniform_plan
 from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.executor.stages.megatron_recompute import RecomputeSwitch
 from dynapipe_ext.executor.stages.megatron_split import split_megatron_linears
-from dynapipe_ext.plan import Layout
+from dynapipe_ext.plan import Layout, MicroBatch
 
 _TIMEOUT_S = 600.0  # torch's own for process groups: first steps and saves may keep a neighbour waiting
 
@@ -64,7 +65,7 @@ class _PlannedModel:
 
     pipeline: MegatronPipeline
     plans: dict[UniformShape, ExecutionPlan] = field(default_factory=dict)
-    shapes: MicroBatchShapes | None = None  # of planned data
+    around: Around | None = None  # of planned data's micro-batches
 
 
 class ForwardBackward:
@@ -153,16 +154,14 @@ class ForwardBackward:
                 " evaluate on validation data, train on training data"
             )
         choices = self.settings.choices
-        if model.shapes is None:
+        if model.around is None:
             check_planned_experts(step.config)
-            model.shapes = MicroBatchShapes(step.chunks, parsed_arguments(), model.pipeline.device, choices.layout)
+            model.around = _as_planned(step.chunks, model.pipeline, choices.layout)
             _say_planned(step.config, choices)
         if (told := steps.bind(model.pipeline, choices)) is not None:
             check_same_on_all_ranks(told, model.pipeline.device, what="steps of these data")
         micro_batches, plan = next(iterator)
-        reports = _run(
-            step, model.pipeline, plan, micro_batches, lambda _, batch: iter([batch]), around=model.shapes.of
-        )
+        reports = _run(step, model.pipeline, plan, micro_batches, lambda _, batch: iter([batch]), around=model.around)
         if step.config.num_moe_experts and not step.forward_only and micro_batches:
             rescale_router_losses(step.num_micro_batches / len(micro_batches))
         return reports
@@ -215,6 +214,25 @@ def _say_planned(config: Any, choices: PlanChoices) -> None:
             " so the loss depends on the plan: give it, and a loss function that returns (sum, tokens, report)",
             flush=True,
         )
+
+
+def _as_planned(chunks: Sequence[Any], pipeline: MegatronPipeline, layout: Layout) -> Around:
+    """Around each micro-batch: its own shape, and its own recomputation where the model's configuration fixes none."""
+    shapes = MicroBatchShapes(chunks, parsed_arguments(), pipeline.device, layout)
+    switches = [RecomputeSwitch(chunk) for chunk in chunks] if pipeline.recompute is None else []
+
+    @contextmanager
+    def around(micro_batch: MicroBatch) -> Iterator[None]:
+        try:
+            for switch in switches:
+                switch.set(micro_batch.recompute)
+            with shapes.of(micro_batch):
+                yield
+        finally:
+            for switch in switches:
+                switch.set("none")
+
+    return around
 
 
 def _run(

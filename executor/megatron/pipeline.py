@@ -34,7 +34,7 @@ class MegatronPipeline:
     """What planning and transfers need to know of a model and its ranks; made on all ranks at the same point.
 
     `counts_memory`: whether the costs say bytes. `recompute` is what the model's configuration fixes for all
-    micro-batches, `pad_multiple` what lengths of its hidden states must be multiples of. `device_bytes` are those of
+    micro-batches; None leaves it to plans. `pad_multiple` is what lengths of its hidden states must be multiples of. `device_bytes` are those of
     the smallest device of all ranks; on a CPU, the machine's memory divided by all ranks. `replica_collectives` are
     those of replicas that may run other micro-batches: gradients reduced once, after the last backward
     (`StepGradients`), and tokens that ranks with shared experts exchange inside each.
@@ -46,7 +46,7 @@ class MegatronPipeline:
     activation_format: ActivationFormat
     costs: CostModel
     counts_memory: bool
-    recompute: Recompute
+    recompute: Recompute | None
     pad_multiple: int
     replica_collectives: ReplicaCollectives
     device: torch.device
@@ -122,11 +122,12 @@ def rank_topology(num_chunks: int) -> tuple[Topology, Coordinates]:
     return topology, here
 
 
-def fixed_recompute(config: Any) -> Recompute:
-    """What the user's --recompute-* come to for costs: partly recomputed layers count as fully recomputed ones."""
+def fixed_recompute(config: Any) -> Recompute | None:
+    """What the user's --recompute-* come to for costs: partly recomputed layers count as fully recomputed ones. None
+    where they fix nothing."""
     match config.recompute_granularity:
         case None:
-            return "none"
+            return None
         case "selective":
             return "selective"
         case _:

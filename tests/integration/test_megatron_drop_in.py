@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,13 +17,15 @@ from dynapipe_ext.executor.stages import megatron_cpu
 megatron_cpu.install()
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
+from megatron.core.transformer.attention import SelfAttention  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 import dynapipe_ext.megatron as dynapipe  # noqa: E402
-from dynapipe_ext.data.dataset import prepare  # noqa: E402
+from dynapipe_ext.data.dataset import TokenSample, prepare  # noqa: E402
 from dynapipe_ext.data.generation import generate_examples  # noqa: E402
 from dynapipe_ext.errors import ConfigError, DynaPipeError  # noqa: E402
 from dynapipe_ext.launch import megatron_core  # noqa: E402
-from tests.support.megatron_loops import Loop, Stepped, run_step, start  # noqa: E402
+from tests.support.megatron_loops import LENGTH, VOCAB, Loop, Stepped, forward_step, run_step, start  # noqa: E402
 
 LOOPS = {
     "one stage": Loop(),
@@ -137,6 +141,59 @@ def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(r
             "adjust_tensor_shapes_fn", "p2p_communicator", "overlap_moe_expert_parallel_comm", "cuda_graph_impl",
             "variable_seq_lengths", "overlap_grad_reduce",
         ]  # fmt: skip
+
+
+class Samples:
+    """Of 1 to 16 positions."""
+
+    lengths = np.stack([1 + np.arange(24) % LENGTH, 0 * np.arange(24), 1 + np.arange(24) % LENGTH], axis=1)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        tokens = np.random.default_rng(index).integers(0, VOCAB, self.lengths[index, 0] + 1)
+        return TokenSample(index, tokens, 1)
+
+
+class Kept(dynapipe.PlannedSteps):
+    """Keeps the plan of its last step."""
+
+    def __next__(self) -> Any:
+        loaded = super().__next__()
+        self.plan = loaded[1]
+        return loaded
+
+
+def recomputed(env: Any, limit_gb: float | None) -> tuple[list[str], Counter[str], dict[str, torch.Tensor]]:
+    """A planned step's kinds of recomputation, the forwards of layers and core attention's recomputations, gradients."""
+    dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
+    (chunk,), _ = start(Loop())
+    ran: Counter[str] = Counter()
+    for module in chunk.modules():
+        if isinstance(module, TransformerLayer):
+            module.register_forward_hook(lambda *_: ran.update(["layer"]))
+        if isinstance(module, SelfAttention):
+            checkpointed = module._checkpointed_attention_forward
+            module._checkpointed_attention_forward = lambda *a, f=checkpointed, **k: ran.update(["attention"]) or f(*a, **k)
+    steps = Kept(Samples(), batch_size=24, seed=0)
+    function = dynapipe.ForwardBackward(dynapipe.DropInSettings(memory_limit_gb=limit_gb))
+    shape = {"num_microbatches": 1, "seq_length": LENGTH, "micro_batch_size": 2}
+    function(forward_step_func=forward_step, data_iterator=steps, model=chunk, **shape)
+    gradients = {name: parameter.main_grad for name, parameter in chunk.module.named_parameters()}
+    return [micro_batch.recompute for micro_batch in steps.plan.micro_batches], ran, gradients
+
+
+def test_each_micro_batch_recomputes_what_its_plan_says(run_ranks: Any) -> None:
+    ((plain, ran, expected),) = run_ranks(1, lambda env: recomputed(env, None), timeout_s=60)
+    assert set(plain) == {"none"}
+    assert ran == {"layer": 4 * len(plain)}
+    ((kinds, ran, gradients),) = run_ranks(1, lambda env: recomputed(env, 0.0021), timeout_s=60)
+    assert len(set(kinds)) > 1
+    assert ran["layer"] == 4 * (len(kinds) + kinds.count("full"))
+    assert ran["attention"] == 4 * kinds.count("selective")
+    for name, gradient in expected.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max())), name
 
 
 def test_what_is_installed_stands_wherever_the_name_was_imported_and_is_undone() -> None:

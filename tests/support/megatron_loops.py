@@ -125,7 +125,8 @@ def loss_func(mask: torch.Tensor, output: torch.Tensor, *, non_loss_data: bool =
 
 def forward_step(data_iterator: Any, model: Any) -> Any:
     batch = next(data_iterator)
-    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    rows, length = batch["tokens"].shape
+    positions = torch.arange(length).expand(rows, length)
     output = model(batch["tokens"], positions, None, labels=batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])
 
