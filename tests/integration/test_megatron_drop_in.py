@@ -36,6 +36,7 @@ LOOPS = {
     "two chunks a rank, overlap": Loop(pp=2, chunks=2, overlap=True),
     "overlap and distributed optimizer": Loop(pp=2, overlap=True, distributed=True),
     "mean of micro-batches": Loop(pp=2, per_token=False),
+    "experts on two replicas, auxiliary loss": Loop(pp=2, ep=2),
 }
 SPLIT = dynapipe.DropInSettings(split_backward=True, memory_limit_gb=1)
 
@@ -61,7 +62,7 @@ def run_loops(env: Any) -> tuple[dict[str, Found], list[str]]:
         # steps of several chunks are compared with those of the same weights in two stages.
         expected = run_step(stock() if loop.chunks == 1 else ours, loop, chunks)
         orders = [counted_reductions(chunks, ours, loop), counted_reductions(chunks, split, loop)]
-        buckets = [*range(sum(len(chunk.bucket_groups) for chunk in chunks))]
+        buckets = [*range(len(bucket_groups(chunks)))]
         assert [started for _, started in orders] == [buckets, buckets]  # whatever the plan
         forwards = run_step(ours, loop, chunks, forward_only=True)
         collected = len(run_step(ours, loop, chunks, forward_only=True, collect_non_loss_data=True).reports)
@@ -71,9 +72,13 @@ def run_loops(env: Any) -> tuple[dict[str, Found], list[str]]:
     return found, refused
 
 
+def bucket_groups(chunks: list[Any]) -> list[Any]:
+    return [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+
+
 def counted_reductions(chunks: list[Any], function: Any, loop: Loop) -> tuple[Stepped, list[int]]:
     """A step, and the buckets of this rank in the order in which their reductions started."""
-    groups = [group for chunk in chunks for group in chunk.bucket_groups]
+    groups = bucket_groups(chunks)
     started: list[int] = []
     original = _ParamAndGradBucketGroup.start_grad_sync
 
