@@ -63,7 +63,9 @@ def check_planned_arguments(args: Any) -> None:
 def check_planned_experts(settings: Any) -> None:
     """`settings` are Megatron-LM's arguments, or a TransformerConfig. Errors: ConfigError for mixtures of experts whose
     ranks would have to hold as many tokens as one another."""
-    ep, dispatcher = (getattr(settings, name, None) for name in ("expert_model_parallel_size", "moe_token_dispatcher_type"))
+    ep, dispatcher = (
+        getattr(settings, name, None) for name in ("expert_model_parallel_size", "moe_token_dispatcher_type")
+    )
     if (ep or 1) > 1 and dispatcher != "alltoall":
         raise ConfigError(
             f"moe_token_dispatcher_type is {dispatcher!r} with expert_model_parallel_size {ep}, but the micro-batches of"

@@ -35,7 +35,7 @@ LOOPS = {
     "two stages": Loop(pp=2),
     "two chunks a rank, overlap": Loop(pp=2, chunks=2, overlap=True),
     "overlap and distributed optimizer": Loop(pp=2, overlap=True, distributed=True),
-    "mean of micro-batches": Loop(pp=2, per_token=False),
+    "mean of micro-batches, scaled": Loop(pp=2, per_token=False, loss_scale=1024.0),
     "experts on two replicas, auxiliary loss": Loop(pp=2, ep=2),
 }
 SPLIT = dynapipe.DropInSettings(split_backward=True, memory_limit_gb=1)
@@ -180,7 +180,9 @@ def recomputed(env: Any, limit_gb: float | None) -> tuple[list[str], Counter[str
             module.register_forward_hook(lambda *_: ran.update(["layer"]))
         if isinstance(module, SelfAttention):
             checkpointed = module._checkpointed_attention_forward
-            module._checkpointed_attention_forward = lambda *a, f=checkpointed, **k: ran.update(["attention"]) or f(*a, **k)
+            module._checkpointed_attention_forward = lambda *a, f=checkpointed, **k: (
+                ran.update(["attention"]) or f(*a, **k)
+            )
     steps = Kept(Samples(), batch_size=24, seed=0)
     function = dynapipe.ForwardBackward(dynapipe.DropInSettings(memory_limit_gb=limit_gb))
     shape = {"num_microbatches": 1, "seq_length": LENGTH, "micro_batch_size": 2}

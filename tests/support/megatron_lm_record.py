@@ -77,10 +77,13 @@ class Recorder:
 
 
 def apart(ours: Iterable[Record], theirs: Iterable[Record]) -> Apart:
-    """Of all ranks of two runs with the same steps, on any ranks; a replica's weights must have the bits of another's."""
+    """Of all ranks of two runs, on any ranks, whose steps must be the same, skipped ones too; of one run, a replica's
+    weights must have the bits of another's."""
     ours, theirs = list(ours), list(theirs)
     here, there = whole_weights(ours), whole_weights(theirs)
     assert here.keys() == there.keys(), here.keys() ^ there.keys()
+    skipped = [[step["skipped"] for step in ranks[0]["steps"]] for ranks in (ours, theirs)]
+    assert skipped[0] == skipped[1]
     return Apart(
         loss=max(map(_relative, losses(ours), losses(theirs))),
         grad_norm=max(map(_relative, grad_norms(ours), grad_norms(theirs))),
@@ -95,7 +98,8 @@ def losses(ranks: Iterable[Record]) -> list[float]:
 
 
 def grad_norms(ranks: Iterable[Record]) -> list[float]:
-    return [step["grad_norm"] for step in next(iter(ranks))["steps"]]
+    """Of each step that was not skipped."""
+    return [step["grad_norm"] for step in next(iter(ranks))["steps"] if not step["skipped"]]
 
 
 def whole_weights(ranks: Iterable[Record]) -> dict[str, Any]:

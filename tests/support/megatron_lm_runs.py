@@ -45,6 +45,12 @@ _ARGUMENTS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-le
 ARGUMENTS = _ARGUMENTS.split()
 
 
+def without(arguments: Sequence[str], *options: str) -> list[str]:
+    """Less these options, each of which has one value."""
+    dropped = {i for name in options for i, word in enumerate(arguments) if word == f"--{name}"}
+    return [word for i, word in enumerate(arguments) if not {i, i - 1} & dropped]
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """A run of a script of Megatron-LM: as it is, or by `python -m dynapipe_ext.megatron` with `planned`."""

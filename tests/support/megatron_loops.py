@@ -41,6 +41,7 @@ class Loop:
     overlap: bool = False
     distributed: bool = False  # the distributed optimizer's buffers
     per_token: bool = True
+    loss_scale: float = 1.0
     num_micro_batches: int = 4
 
 
@@ -79,6 +80,7 @@ def start(loop: Loop) -> tuple[list[Any], Any]:
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
+        grad_scale_func=None if loop.loss_scale == 1 else lambda loss: loss * loop.loss_scale,
         **(_EXPERTS | {"expert_model_parallel_size": loop.ep} if loop.ep else {}),
     )
     chunks = []

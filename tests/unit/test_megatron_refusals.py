@@ -52,6 +52,7 @@ DATA: dict[str, Any] = {
     "multiple_validation_sets": True,
     "phase_transition_iterations": [3],
     "iterations_to_skip": [2],
+    "decoder_seq_length": 8,
     "dataloader_save": "place",
     "mtp_num_layers": 1,
     "reset_position_ids": True,
@@ -90,6 +91,14 @@ def test_names_are_those_of_megatrons_configuration_and_its_defaults_pass() -> N
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     check_config(config, [])
     check_shapes(config)
+
+
+def test_an_encoder_decoder_over_pipeline_ranks_is_refused_with_what_trains_it() -> None:
+    check_arguments(Namespace(decoder_seq_length=8, pipeline_model_parallel_size=1))
+    with pytest.raises(
+        ConfigError, match="pipeline_model_parallel_size is 2 with decoder_seq_length 8.*dynapipe train"
+    ):
+        check_arguments(Namespace(decoder_seq_length=8, pipeline_model_parallel_size=2))
 
 
 class FullyShardedFSDP:
