@@ -145,7 +145,7 @@ def _take_split_sizes_as_tensors() -> None:
 
     def all_to_all_single(
         output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002 - torch's name of it
+        input: torch.Tensor,
         output_split_sizes: Any = None,
         input_split_sizes: Any = None,
         *arguments: Any,

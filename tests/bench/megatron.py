@@ -31,8 +31,17 @@ RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
 _SHAPE = "--seq-length 96 --max-position-embeddings 96 --vocab-size 257 --train-iters 20 --split 80,10,10"
 SHAPE = _SHAPE.split()
 
-EXPERTS = """--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
---pipeline-model-parallel-size 2""".split()
+EXPERTS = [
+    "--num-experts",
+    "4",
+    "--moe-router-topk",
+    "2",
+    "--moe-token-dispatcher-type",
+    "alltoall",
+    "--disable-bias-linear",
+    "--pipeline-model-parallel-size",
+    "2",
+]
 BALANCED = [*EXPERTS, "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"]
 UNBALANCED = [*EXPERTS, "--moe-router-load-balancing-type", "none"]  # an auxiliary loss depends on how batches are cut
 EP2 = ["--expert-model-parallel-size", "2"]

@@ -15,6 +15,8 @@ _T5 = """--encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 48 -
 --max-position-embeddings 48 --kv-channels 8 --ffn-hidden-size 64 --position-embedding-type learned_absolute
 --tokenizer-type BertWordPieceCase --legacy-tokenizer --vocab-extra-ids 20 --split 80,10,10"""
 _OTHERWISE = (
+    "num-layers", "seq-length", "max-position-embeddings", "position-embedding-type", "tokenizer-type", "vocab-size",
+)  # fmt: skip
     "num-layers",
     "seq-length",
     "max-position-embeddings",
