@@ -34,10 +34,10 @@ class MegatronPipeline:
     """What planning and transfers need to know of a model and its ranks; made on all ranks at the same point.
 
     `counts_memory`: whether the costs say bytes. `recompute` is what the model's configuration fixes for all
-    micro-batches; None leaves it to plans. `pad_multiple` is what lengths of its hidden states must be multiples of. `device_bytes` are those of
-    the smallest device of all ranks; on a CPU, the machine's memory divided by all ranks. `replica_collectives` are
-    those of replicas that may run other micro-batches: gradients reduced once, after the last backward
-    (`StepGradients`), and tokens that ranks with shared experts exchange inside each.
+    micro-batches; None leaves it to plans. `pad_multiple` is what lengths of its hidden states must be multiples of.
+    `replica_collectives` are those of replicas that may run other micro-batches: gradients reduced once, after the last
+    backward (`StepGradients`), and tokens that ranks with shared experts exchange inside each. `device_bytes` are those
+    of the smallest device of all ranks; on a CPU, the machine's memory divided by all ranks.
     """
 
     topology: Topology

@@ -143,10 +143,10 @@ def _schedule(pipeline: MegatronPipeline, choices: PlanChoices) -> ScheduleName:
         return "adaptive"
     if not pipeline.topology.placement:
         return "zb-h1" if choices.split_backward else "1f1b"
-    if choices.split_backward or not pipeline.topology.placement_name.startswith("interleaved"):
+    if choices.split_backward:
         raise ConfigError(
-            f"experts lie over replicas, which then need one order of micro-batches, but split backwards or placement"
-            f" {pipeline.topology.placement_name} have none with virtual stages: leave --dynapipe-split-backward out, or"
+            f"experts lie over replicas, which then need one order of micro-batches, but with virtual stages"
+            f" ({pipeline.topology.placement_name}) split backwards have none: leave --dynapipe-split-backward out, or"
             " give one stage a rank"
         )
     return "interleaved-1f1b"

@@ -68,7 +68,7 @@ def check_planned_experts(settings: Any) -> None:
     )
     if (ep or 1) > 1 and dispatcher != "alltoall":
         raise ConfigError(
-            f"moe_token_dispatcher_type is {dispatcher!r} with expert_model_parallel_size {ep}, but the micro-batches of"
+            f"moe_token_dispatcher_type is {dispatcher!r} with expert_model_parallel_size {ep}, but micro-batches of"
             " planned data have other shapes on each rank: give alltoall, or 1"
         )
     balancing = getattr(settings, "moe_router_load_balancing_type", None) or ()
@@ -85,8 +85,8 @@ def check_arguments(args: Any) -> None:
     pp = getattr(args, "pipeline_model_parallel_size", 1)
     if getattr(args, "decoder_seq_length", None) is not None and pp > 1:
         raise ConfigError(
-            f"pipeline_model_parallel_size is {pp} with decoder_seq_length {args.decoder_seq_length}, but Megatron-LM has"
-            " encoder-decoders on one pipeline rank alone: give 1 and more tensor parallel ranks, or train it over"
+            f"pipeline_model_parallel_size is {pp} with decoder_seq_length {args.decoder_seq_length}, but Megatron-LM"
+            " has encoder-decoders on one pipeline rank alone: give 1 and more tensor parallel ranks, or train it over"
             " pipeline stages by `dynapipe train` (num_decoder_layers under [model])"
         )
 

@@ -171,7 +171,8 @@ class Kept(dynapipe.PlannedSteps):
 
 
 def recomputed(env: Any, limit_gb: float | None) -> tuple[list[str], Counter[str], dict[str, torch.Tensor]]:
-    """A planned step's kinds of recomputation, the forwards of layers and core attention's recomputations, gradients."""
+    """A planned step's kinds of recomputation; how often layers ran forwards and core attention was recomputed; the
+    gradients."""
     dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
     (chunk,), _ = start(Loop())
     ran: Counter[str] = Counter()

@@ -17,13 +17,6 @@ _T5 = """--encoder-num-layers 2 --decoder-num-layers 2 --encoder-seq-length 48 -
 _OTHERWISE = (
     "num-layers", "seq-length", "max-position-embeddings", "position-embedding-type", "tokenizer-type", "vocab-size",
 )  # fmt: skip
-    "num-layers",
-    "seq-length",
-    "max-position-embeddings",
-    "position-embedding-type",
-    "tokenizer-type",
-    "vocab-size",
-)
 
 
 def t5_arguments(folder: Path) -> list[str]:

@@ -96,7 +96,7 @@ def test_names_are_those_of_megatrons_configuration_and_its_defaults_pass() -> N
 def test_an_encoder_decoder_over_pipeline_ranks_is_refused_with_what_trains_it() -> None:
     check_arguments(Namespace(decoder_seq_length=8, pipeline_model_parallel_size=1))
     with pytest.raises(
-        ConfigError, match="pipeline_model_parallel_size is 2 with decoder_seq_length 8.*dynapipe train"
+        ConfigError, match=r"pipeline_model_parallel_size is 2 with decoder_seq_length 8.*dynapipe train"
     ):
         check_arguments(Namespace(decoder_seq_length=8, pipeline_model_parallel_size=2))
 
