@@ -18,6 +18,7 @@ from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
 from dynapipe_ext.executor.megatron.megatron_lm import has_training_loop, parsed_arguments
 from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
 from dynapipe_ext.executor.megatron.refusals import check_arguments
+from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.plan import Layout
 
 
@@ -29,14 +30,22 @@ def installed(
     split_backward: bool | None = None,
     data: str | Path | None = None,
     layout: Layout | None = None,
+    store: str | StoreAddress | None = None,
 ) -> Iterator[None]:
     """Within: Megatron's training loops run planned schedules; on exit all is as before.
 
     What is given here comes before what the command line says (--dynapipe-*, which Megatron-LM's parser then knows).
+    With a `store` (the address of a Redis-compatible one, with its password) a process of the first rank plans the next
+    steps of planned data while ranks train.
     Settings that cannot go with plans are refused when Megatron-LM has parsed its arguments, others at the first step.
     """
     wishes = Wishes(
-        costs=costs, memory_limit_gb=memory_limit_gb, split_backward=split_backward, data=data, layout=layout
+        costs=costs,
+        memory_limit_gb=memory_limit_gb,
+        split_backward=split_backward,
+        data=data,
+        layout=layout,
+        store=store,
     )
     with ExitStack() as patches:
         _install_norm(patches)
@@ -122,6 +131,7 @@ def _install_data(patches: ExitStack, wishes: Wishes) -> None:
             return build(provider)
         if not trained and found[0] is not None:  # with virtual stages the first chunk's iterator is the one that moves
             trained.append(found[0])
+            patches.callback(found[0].close)
         return tuple(None if steps is None else training.RerunDataIterator(steps) for steps in found)
 
     def num_floating_point_operations(args: Any, batch_size: int, *others: Any, **keywords: Any) -> float:

@@ -24,6 +24,8 @@ import dynapipe_ext.megatron as dynapipe  # noqa: E402
 from dynapipe_ext.data.dataset import TokenSample, prepare  # noqa: E402
 from dynapipe_ext.data.generation import generate_examples  # noqa: E402
 from dynapipe_ext.errors import ConfigError, DynaPipeError  # noqa: E402
+from dynapipe_ext.executor import loader  # noqa: E402
+from dynapipe_ext.executor.store.address import StoreAddress  # noqa: E402
 from dynapipe_ext.launch import megatron_core  # noqa: E402
 from tests.support.megatron_loops import LENGTH, VOCAB, Loop, Stepped, forward_step, run_step, start  # noqa: E402
 
@@ -170,7 +172,7 @@ class Kept(dynapipe.PlannedSteps):
         return loaded
 
 
-def recomputed(env: Any, limit_gb: float | None) -> tuple[list[str], Counter[str], dict[str, torch.Tensor]]:
+def recomputed(env: Any, **settings: Any) -> tuple[list[str], Counter[str], dict[str, torch.Tensor]]:
     """A planned step's kinds of recomputation; how often layers ran forwards and core attention was recomputed; the
     gradients."""
     dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
@@ -185,18 +187,19 @@ def recomputed(env: Any, limit_gb: float | None) -> tuple[list[str], Counter[str
                 ran.update(["attention"]) or f(*a, **k)
             )
     steps = Kept(Samples(), batch_size=24, seed=0)
-    function = dynapipe.ForwardBackward(dynapipe.DropInSettings(memory_limit_gb=limit_gb))
+    function = dynapipe.ForwardBackward(dynapipe.DropInSettings(**settings))
     shape = {"num_microbatches": 1, "seq_length": LENGTH, "micro_batch_size": 2}
     function(forward_step_func=forward_step, data_iterator=steps, model=chunk, **shape)
+    steps.close()
     gradients = {name: parameter.main_grad for name, parameter in chunk.module.named_parameters()}
     return [micro_batch.recompute for micro_batch in steps.plan.micro_batches], ran, gradients
 
 
 def test_each_micro_batch_recomputes_what_its_plan_says(run_ranks: Any) -> None:
-    ((plain, ran, expected),) = run_ranks(1, lambda env: recomputed(env, None), timeout_s=60)
+    ((plain, ran, expected),) = run_ranks(1, recomputed, timeout_s=60)
     assert set(plain) == {"none"}
     assert ran == {"layer": 4 * len(plain)}
-    ((kinds, ran, gradients),) = run_ranks(1, lambda env: recomputed(env, 0.0021), timeout_s=60)
+    ((kinds, ran, gradients),) = run_ranks(1, lambda env: recomputed(env, memory_limit_gb=0.0021), timeout_s=60)
     assert len(set(kinds)) > 1
     assert ran["layer"] == 4 * (len(kinds) + kinds.count("full"))
     assert ran["attention"] == 4 * kinds.count("selective")
@@ -204,14 +207,27 @@ def test_each_micro_batch_recomputes_what_its_plan_says(run_ranks: Any) -> None:
         assert torch.allclose(gradients[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max())), name
 
 
+def test_plans_come_from_a_planner_process_where_a_store_is_given(
+    run_ranks: Any, redis_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, theirs = {"memory_limit_gb": 0.0021}, {"memory_limit_gb": 0.0021, "store": redis_server.address}
+    ((kinds, _, expected),) = run_ranks(1, lambda env: recomputed(env, **own), timeout_s=60)
+    monkeypatch.setattr(loader, "prove_step", None)  # no rank plans
+    ((others, _, gradients),) = run_ranks(1, lambda env: recomputed(env, **theirs), timeout_s=60)
+    assert others == kinds
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+
+
 def test_what_is_installed_stands_wherever_the_name_was_imported_and_is_undone() -> None:
     before = schedules.get_forward_backward_func
     assert get_forward_backward_func is before
-    with dynapipe.installed(memory_limit_gb=3):
+    with dynapipe.installed(memory_limit_gb=3, store="redis://:secret@127.0.0.1:1/0"):
         assert get_forward_backward_func is schedules.get_forward_backward_func
         made = get_forward_backward_func()
         assert isinstance(made, dynapipe.ForwardBackward)
         assert made.settings.memory_limit_gb == 3
+        assert made.settings.store == StoreAddress("redis://127.0.0.1:1/0", "secret")
+        assert "secret" not in repr(made.settings)
         assert get_forward_backward_func() is made
         with pytest.raises(ConfigError, match="pp_size 2"):
             get_forward_backward_func(pp_size=2)
