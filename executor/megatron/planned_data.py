@@ -28,8 +28,8 @@ _PAD_MULTIPLE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChoices:
-    """What a Planner is told beside costs and topology, and where plans of training come from: a planner process through
-    the `store`; without one this process, before each step."""
+    """What a Planner is told beside costs and topology, and where plans of training come from: a planner process, by
+    the `store`, or without one this process, before each step."""
 
     layout: Layout = "padded"
     split_backward: bool = False
