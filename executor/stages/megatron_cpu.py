@@ -151,8 +151,10 @@ def _take_split_sizes_as_tensors() -> None:
         *arguments: Any,
         **keywords: Any,
     ) -> Any:
-        sizes = (x.tolist() if isinstance(x, torch.Tensor) else x for x in (output_split_sizes, input_split_sizes))
-        return exchange(output, input, *sizes, *arguments, **keywords)
+        here, there = (
+            x.tolist() if isinstance(x, torch.Tensor) else x for x in (output_split_sizes, input_split_sizes)
+        )
+        return exchange(output, input, here, there, *arguments, **keywords)
 
     torch.distributed.all_to_all_single = all_to_all_single
 

@@ -45,7 +45,7 @@ EXPERTS = [
 BALANCED = [*EXPERTS, "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"]
 UNBALANCED = [*EXPERTS, "--moe-router-load-balancing-type", "none"]  # an auxiliary loss depends on how batches are cut
 EP2 = ["--expert-model-parallel-size", "2"]
-FP16 = ["--fp16", "--initial-loss-scale", "1e12", *PP2]  # some first steps are skipped
+FP16 = ["--fp16", "--initial-loss-scale", "4194304", *PP2]  # some first steps are skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,7 +86,7 @@ def apart(ours: Iterable[Record], theirs: Iterable[Record]) -> Apart:
     assert skipped[0] == skipped[1]
     return Apart(
         loss=max(map(_relative, losses(ours), losses(theirs))),
-        grad_norm=max(map(_relative, grad_norms(ours), grad_norms(theirs))),
+        grad_norm=max(map(_relative, grad_norms(ours), grad_norms(theirs)), default=0.0),
         weights=max(float((here[name] - value).norm() / value.norm()) for name, value in there.items()),
     )
 
