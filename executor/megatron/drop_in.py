@@ -24,6 +24,7 @@ from dynapipe_ext.executor.megatron.refusals import check_call, check_config, ch
 from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
 from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, check_same_on_all_ranks, uniform_plan
 from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.megatron_recompute import RecomputeSwitch
 from dynapipe_ext.executor.stages.megatron_split import split_megatron_linears
 from dynapipe_ext.executor.store.address import StoreAddress
@@ -231,11 +232,11 @@ def _as_planned(chunks: Sequence[Any], pipeline: MegatronPipeline, layout: Layou
     switches = [RecomputeSwitch(chunk) for chunk in chunks] if pipeline.recompute is None else []
 
     @contextmanager
-    def around(micro_batch: MicroBatch) -> Iterator[None]:
+    def around(micro_batch: MicroBatch, carried: CarriedPiece | None) -> Iterator[None]:
         try:
             for switch in switches:
                 switch.set(micro_batch.recompute)
-            with shapes.of(micro_batch):
+            with shapes.of(micro_batch, carried):
                 yield
         finally:
             for switch in switches:

@@ -36,7 +36,8 @@ class MicroBatchShapes:
             return
         for model in self._models:
             _restart_attention(model)
-            model.register_forward_pre_hook(self._with_documents, with_kwargs=True)
+            # Before hooks that read the row: those of `take_pieces` may be there already.
+            model.register_forward_pre_hook(self._with_documents, prepend=True, with_kwargs=True)
 
     @contextmanager
     def of(self, micro_batch: MicroBatch, carried: CarriedPiece | None = None) -> Iterator[None]:
