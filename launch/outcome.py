@@ -130,6 +130,21 @@ def write_unfinished(run_dir: Path, reason: str) -> None:
     Console(stderr=True, highlight=False).print(f"{done}: what is known of them is in {run_dir}", soft_wrap=True)
 
 
+def is_unfinished(run_dir: Path) -> bool:
+    """Whether a directory holds a run that has not done all its steps, or not said so."""
+    report = run_dir / "report.json"
+    if not (run_dir / EVENTS_FILE).exists():
+        return False
+    return not report.exists() or RunReport.read(report).unfinished is not None
+
+
+def report_what_ran(run_dir: Path, reason: str) -> None:
+    """Report a run whose own rank 0 could not, because it was killed: its events are newer than its report."""
+    events, report = run_dir / EVENTS_FILE, run_dir / "report.json"
+    if events.exists() and not (report.exists() and report.stat().st_mtime_ns >= events.stat().st_mtime_ns):
+        _report_early_end(run_dir, reason)
+
+
 @contextmanager
 def keeping_what_ran(directory: RunDirectory) -> Iterator[None]:
     """Inside, a run that ends early for whatever reason leaves its report, with the reason in it."""
@@ -137,11 +152,15 @@ def keeping_what_ran(directory: RunDirectory) -> Iterator[None]:
         yield
     except BaseException as error:
         if directory.has_begun:
-            try:
-                write_unfinished(directory.path, _reason(error))
-            except DynaPipeError as second:  # a full disk may be the cause of both: the first one is what ends the run
-                print(f"dynapipe: the report could not be written: {second}", file=sys.stderr)
+            _report_early_end(directory.path, _reason(error))
         raise
+
+
+def _report_early_end(run_dir: Path, reason: str) -> None:
+    try:
+        write_unfinished(run_dir, reason)
+    except DynaPipeError as error:  # a full disk may be the cause of both: the first one is what ends the run
+        print(f"dynapipe: the report could not be written: {error}", file=sys.stderr)
 
 
 def _reason(error: BaseException) -> str:

@@ -85,6 +85,19 @@ class RunDirectory:
         self.close()
 
 
+def new_run_directory() -> Path:
+    """An empty one in runs/, by the local time."""
+    return _made_by_time(datetime.now())[0]
+
+
+def begin_anew(path: Path) -> None:
+    """Remove the run that a directory holds, if any. Errors: ConfigError where another one uses it now."""
+    if path.is_dir():
+        with RunDirectory(str(path), overwrite=True):
+            clear_run(path)
+            (path / EVENTS_FILE).unlink(missing_ok=True)
+
+
 def run_to_resume(named: str) -> Path:
     """The directory that `--resume` means: "latest", the newest that has begun in runs/, or itself.
 
