@@ -52,9 +52,9 @@ def recorded(folder: Path, start: int, rank: int) -> Iterator[None]:
     place = folder / str(start) / str(rank)
     # The lock goes with the process, not with this block: what runs until then must be ended, too.
     FileLock(place.with_name(f".{rank}"), f"the record of rank {rank}", wait_s=_LOOKED_AT_S)
-    place.with_name(f".{rank}").rename(place)  # whoever finds it finds it locked
     end = RankEnd(BUG_STATUS, time.time())
     try:
+        place.with_name(f".{rank}").rename(place)  # whoever finds it finds it locked
         yield
         end = RankEnd(0, time.time())
     except JobError as error:
