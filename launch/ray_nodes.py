@@ -56,6 +56,7 @@ class RayNodes:
             actor.options(
                 num_cpus=room["CPU"],
                 num_gpus=room.get("GPU", 0),
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},  # else all CPUs of the actor a rank
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=i),
             ).remote()
             for i in range(num_nodes)

@@ -20,6 +20,7 @@ from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.launch.redis_server import find_server_binary
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.preloaded import Preloaded
+from tests.support.rank_processes import rank_process
 
 CONFIG = """
 [run]
@@ -89,18 +90,6 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
 
-def rank_process(rank: int, run_dir: Path) -> int:
-    """The process that trains as a rank of this job."""
-    for folder in Path("/proc").iterdir():
-        try:
-            title, here = (folder / "cmdline").read_bytes(), (folder / "cwd").readlink()
-        except OSError:
-            continue
-        if title.startswith(f"rank {rank} of 2: dynapipe train".encode()) and here == run_dir:
-            return int(folder.name)
-    raise AssertionError(f"no process is rank {rank}")
-
-
 def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
     hosts: list[tuple[str, str, str]], preloaded: Preloaded, tmp_path: Path
 ) -> None:
@@ -128,7 +117,7 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
             for line in launcher.stderr:
                 said.append(line)
                 if line.startswith("step 6 ") and "restart" not in "".join(said):
-                    os.kill(rank_process(1, tmp_path), signal.SIGKILL)
+                    os.kill(rank_process(1, 2, tmp_path), signal.SIGKILL)
             launcher.communicate(100)
     finally:
         server.kill()
