@@ -152,7 +152,7 @@ def keeping_what_ran(directory: RunDirectory) -> Iterator[None]:
         yield
     except BaseException as error:
         if directory.has_begun:
-            _report_early_end(directory.path, _reason(error))
+            _report_early_end(directory.path, reason_of(error))
         raise
 
 
@@ -163,7 +163,8 @@ def _report_early_end(run_dir: Path, reason: str) -> None:
         print(f"dynapipe: the report could not be written: {error}", file=sys.stderr)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """Why a run ended early, for its report."""
     match error:
         case KeyboardInterrupt():
             return "interrupted (Ctrl-C)"

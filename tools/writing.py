@@ -15,7 +15,5 @@ def writing_in(place: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # those of shutil.copytree have no strerror
-        reason = error.strerror or error
-        raise DataError(
-            f"{place} cannot be written ({reason}): make room there, or choose another directory"
-        ) from error
+        why = error.strerror or error
+        raise DataError(f"{place} cannot be written ({why}): make room there, or choose another directory") from error

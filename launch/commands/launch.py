@@ -34,7 +34,7 @@ from dynapipe_ext.launch.nodes import (
     run_on_nodes,
     shell_line,
 )
-from dynapipe_ext.launch.outcome import report_what_ran
+from dynapipe_ext.launch.outcome import reason_of, report_what_ran
 from dynapipe_ext.launch.ray_nodes import RayNodes
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
 from dynapipe_ext.launch.secret_file import read_secret
@@ -118,7 +118,6 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(_commands(args, job, by_hand)))
         return 0
     run_dir, job = _with_run_directory(args, job, by_hand)
-    end = NodeEnd(0)
     try:
         if from_here:
             end = _attempts(lambda attempt: _run_from_here(args, job, attempt), args.max_restarts, run_dir)
@@ -137,14 +136,19 @@ def run(args: argparse.Namespace) -> int:
                 0 if by_hand else args.max_restarts,
                 run_dir,
             )
-    finally:
+        if end.status:
+            raise JobError(end.cause, end.status)
+    except BaseException as error:
         if not args.follow_stdin:  # else that is for whoever started this
-            report_what_ran(run_dir, end.cause or "its ranks or its launcher ended")
+            report_what_ran(run_dir, reason_of(error) or "ranks failed: the log says why")
+        if isinstance(error, JobError) and not error.cause:  # a rank has said it
+            return error.exit_status
+        raise
+    finally:
+        if not (job.config.run.run_dir or args.resume):
             with suppress(OSError):
                 run_dir.rmdir()  # where nothing has begun
-    if end.cause:
-        raise JobError(end.cause, end.status)
-    return end.status
+    return 0
 
 
 def _attempts(start: Callable[[int], NodeEnd], max_restarts: int, run_dir: Path) -> NodeEnd:

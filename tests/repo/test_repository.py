@@ -78,9 +78,8 @@ TESTED_COMMANDS = {
     "torchrun … -m dynapipe_ext.megatron pretrain_gpt.py …": (
         "tests/integration/test_megatron_script.py::test_each_line_of_the_log_agrees_with_megatrons_own_schedule"
     ),
-    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
-    " -m dynapipe_ext.launch.train --config mine.toml --store redis://HOST:6379/0": (
-        "tests/integration/test_two_nodes.py::test_a_job_trains_over_two_hosts"
+    "dynapipe launch --config mine.toml --hosts hosts.txt --run-dir runs/mine": (
+        "tests/integration/test_two_nodes.py::test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run"
     ),
 }
 
