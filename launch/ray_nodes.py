@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.parent_death import before_exec
 from dynapipe_ext.launch.agent import LOST_STATUS
 from dynapipe_ext.launch.nodes import SAVE_ORDER, exit_status
@@ -35,24 +35,24 @@ class RayNodes:
         except ImportError:
             raise ConfigError('--ray needs Ray: pip install "dynapipe-ext[ray]"') from None
         self._ray: Any = ray
-        if not ray.is_initialized():
+        if not self._ray.is_initialized():
             options = {"include_dashboard": False} if address is None else {"address": address}
             try:
-                ray.init(logging_level="ERROR", **options)
+                self._ray.init(logging_level="ERROR", **options)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 where = address or "this machine"
                 raise ConfigError(f"Ray does not start at {where} ({error}): check --ray-address") from None
-        room = {"CPU": 1, "GPU": num_ranks} if ray.cluster_resources().get("GPU") else {"CPU": num_ranks}
-        self._group = ray.util.placement_group([room] * num_nodes, strategy="STRICT_SPREAD")
+        room = {"CPU": 1, "GPU": num_ranks} if self._ray.cluster_resources().get("GPU") else {"CPU": num_ranks}
+        self._group = self._ray.util.placement_group([room] * num_nodes, strategy="STRICT_SPREAD")
         if not self._group.wait(_PLACE_S):
-            ray.util.remove_placement_group(self._group)
+            self._ray.util.remove_placement_group(self._group)
             wanted = " and ".join(f"{number} {kind}" for kind, number in room.items())
             raise ConfigError(
                 f"the Ray cluster has no {num_nodes} nodes with {wanted} each that are free: look at `ray status`, or"
                 " ask for fewer"
             )
-        actor = ray.remote(NodeActor)
-        self._actors = [
+        actor = self._ray.remote(NodeActor)
+        self._actors: list[Any] = [
             actor.options(
                 num_cpus=room["CPU"],
                 num_gpus=room.get("GPU", 0),
@@ -65,10 +65,15 @@ class RayNodes:
 
     @property
     def first_address(self) -> str:
-        return str(self._ray.get(self._actors[0].address.remote(), timeout=_PLACE_S))
+        try:
+            return str(self._ray.get(self._actors[0].address.remote(), timeout=_PLACE_S))
+        except self._ray.exceptions.RayError as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            raise ExecutionError(f"the first node does not answer ({reason}): look at `ray status`") from error
 
     def start(self, lines: Sequence[str]) -> None:
-        self._ray.get([actor.start.remote(line) for actor, line in zip(self._actors, lines, strict=True)])
+        for actor, line in zip(self._actors, lines, strict=True):
+            actor.start.remote(line)  # `ended` tells of those that cannot
 
     def ended(self, wait_s: float) -> Mapping[str, int]:
         time.sleep(wait_s)
@@ -107,9 +112,10 @@ class NodeActor:
         self._shell = subprocess.Popen(["sh", "-s"], stdin=subprocess.PIPE, preexec_fn=before_exec())
 
     def address(self) -> str:
-        import ray
+        from ray import util
 
-        return str(ray.util.get_node_ip_address())
+        services: Any = util
+        return str(services.get_node_ip_address())
 
     def start(self, line: str) -> None:
         self.tell(f"{line}\n".encode())
