@@ -21,7 +21,7 @@ from typing import Literal
 
 from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervised, say_at_once
 from dynapipe_ext.launch.env import Launcher, agent_variables
-from dynapipe_ext.launch.rank_records import RankRecord, read_records
+from dynapipe_ext.launch.rank_records import RankRecord, read_rank_records
 from dynapipe_ext.launch.scratch import ScratchDirectory
 
 RendezvousBackend = Literal["c10d", "static"]
@@ -120,7 +120,7 @@ def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable
                 raise SystemExit(128 + signal.SIGUSR1)
             case "end":
                 raise KeyboardInterrupt
-        ranks = read_records(records)
+        ranks = read_rank_records(records)
         for pid, name in still.seen([(agent.pid, "torchrun"), *((r.pid, f"rank {r.rank}") for r in ranks if r.runs)]):
             cause = cause or f"{name} (process {pid}) was stopped for {timeout_s:g} s, and is killed"
             with suppress(ProcessLookupError):
@@ -132,7 +132,7 @@ def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable
             empty_since_s = time.monotonic()
         elif time.monotonic() - empty_since_s > timeout_s + _AFTER_RANKS_S:
             return NodeEnd(LOST_STATUS, f"no rank has run here for {timeout_s + _AFTER_RANKS_S:g} s, and none will")
-    return _verdict(agent, read_records(records), cause)
+    return _verdict(agent, read_rank_records(records), cause)
 
 
 def _verdict(agent: Supervised, ranks: Sequence[RankRecord], cause: str) -> NodeEnd:
@@ -198,7 +198,7 @@ def _end_ranks(records: Path) -> None:
 
 
 def _signal_ranks(records: Path, number: signal.Signals) -> None:
-    for rank in read_records(records):
+    for rank in read_rank_records(records):
         if rank.runs:
             with suppress(ProcessLookupError):
                 os.kill(rank.pid, number)
@@ -206,5 +206,5 @@ def _signal_ranks(records: Path, number: signal.Signals) -> None:
 
 def _wait_for_ranks(records: Path, limit_s: float) -> None:
     deadline_s = time.monotonic() + limit_s
-    while any(rank.runs for rank in read_records(records)) and time.monotonic() < deadline_s:
+    while any(rank.runs for rank in read_rank_records(records)) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S / 4)

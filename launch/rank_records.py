@@ -71,7 +71,7 @@ def recorded(folder: Path, start: int, rank: int) -> Iterator[None]:
             part.rename(place.with_name(f"{rank}{_END}"))
 
 
-def read_records(folder: Path) -> tuple[RankRecord, ...]:
+def read_rank_records(folder: Path) -> tuple[RankRecord, ...]:
     """The ranks of the last start on this node, as far as they have begun; in rank order."""
     starts = [int(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     if not starts:

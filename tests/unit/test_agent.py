@@ -14,7 +14,7 @@ import pytest
 
 from dynapipe_ext.launch.agent import LOST_STATUS, NodeEnd, run_agent
 from dynapipe_ext.launch.env import launcher
-from dynapipe_ext.launch.rank_records import RankRecord, read_records
+from dynapipe_ext.launch.rank_records import RankRecord, read_rank_records
 
 # As torchrun: starts ranks, and ends with 1 as soon as one has failed, once it has ended the others.
 AGENT = """
@@ -143,7 +143,7 @@ def test_everything_ends_with_a_launcher_that_is_killed(
     deadline_s = time.monotonic() + 20
     while len(ranks) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.02)
-        ranks = tuple(rank for folder in tmp_path.glob("*/ranks") for rank in read_records(folder) if rank.runs)
+        ranks = tuple(rank for folder in tmp_path.glob("*/ranks") for rank in read_rank_records(folder) if rank.runs)
     agent = int((tmp_path / "agent").read_text())
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)
