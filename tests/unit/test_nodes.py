@@ -98,9 +98,7 @@ def test_a_signal_that_asks_to_save_is_passed_on_to_every_node(nodes: ShellNodes
     assert [(tmp_path / host.name / "order").read_text() for host in HOSTS] == ["save\n"] * 3
 
 
-def test_the_slurm_script_starts_all_nodes_saves_before_the_limit_and_is_queued_again(
-    tmp_path: Path, root: Path
-) -> None:
+def test_the_slurm_script_starts_all_nodes_and_is_queued_again_once_all_have_saved(tmp_path: Path, root: Path) -> None:
     script = root / "launch" / "slurm.sh"
     subprocess.run(["bash", "-n", script], check=True, timeout=20)
     shell(tmp_path, "scontrol", f'[ "$1" = show ] && printf "n1\\nn2\\n" || echo "$@" > {tmp_path}/queued')
