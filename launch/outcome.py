@@ -27,7 +27,7 @@ from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch.cluster import JobError
 from dynapipe_ext.launch.job import Variant, make_planner, topology_of
 from dynapipe_ext.launch.run_data import RunData, data_folder
-from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, link, point_latest_at
+from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, is_in_use, link, point_latest_at
 from dynapipe_ext.launch.traced_spans import Spans
 from dynapipe_ext.lengths import LengthArray, sample_lengths
 from dynapipe_ext.schedules.actions import PipelineSchedule
@@ -139,9 +139,14 @@ def is_unfinished(run_dir: Path) -> bool:
 
 
 def report_what_ran(run_dir: Path, reason: str) -> None:
-    """Report a run whose own rank 0 could not, because it was killed: its events are newer than its report."""
+    """Report a run whose own rank 0 could not, because it was killed: its events are newer than its report. Where it
+    still runs, under another launcher, nothing is changed."""
     events, report = run_dir / EVENTS_FILE, run_dir / "report.json"
-    if events.exists() and not (report.exists() and report.stat().st_mtime_ns >= events.stat().st_mtime_ns):
+    if (
+        events.exists()
+        and not is_in_use(run_dir)
+        and not (report.exists() and report.stat().st_mtime_ns >= events.stat().st_mtime_ns)
+    ):
         _report_early_end(run_dir, reason)
 
 

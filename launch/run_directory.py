@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.file_lock import FileLock
+from dynapipe_ext.launch.file_lock import FileLock, is_held
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE
 
 CHECKPOINTS = "checkpoints"
@@ -83,6 +83,11 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a run goes on in a directory now."""
+    return (path / _LOCK).exists() and is_held(path / _LOCK)
 
 
 def new_run_directory() -> Path:

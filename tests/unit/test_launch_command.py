@@ -12,6 +12,8 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch import cli, rank_program
 from dynapipe_ext.launch.agent import NodeEnd
 from dynapipe_ext.launch.commands import launch
+from dynapipe_ext.launch.outcome import report_what_ran
+from dynapipe_ext.launch.run_directory import RunDirectory
 from dynapipe_ext.launch.secret_file import read_secret
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE
 
@@ -135,6 +137,21 @@ def test_a_launched_run_goes_on_where_it_ended_and_what_is_done_is_refused(here:
     assert go_on(compare=True) == (None, True)  # of what is compared nothing is saved
     with pytest.raises(Exception, match=r"dynapipe\.json"):
         go_on()
+
+
+def test_the_report_of_a_killed_run_is_made_of_its_events_unless_it_still_runs(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report_what_ran(here, "killed")
+    (here / EVENTS_FILE).touch()  # with nothing in it to report
+    with RunDirectory(str(here), overwrite=True):
+        report_what_ran(here, "killed")
+    assert capsys.readouterr().err == ""
+    report_what_ran(here, "killed")
+    assert "the report could not be written" in capsys.readouterr().err
+    (here / "report.json").touch()
+    report_what_ran(here, "killed")  # by its own rank 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_secret_is_the_only_line_of_a_file_of_ones_own(here: Path) -> None:
