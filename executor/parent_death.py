@@ -36,3 +36,12 @@ def before_exec() -> Callable[[], None]:
     """A `preexec_fn` for Popen with which the child ends with this process."""
     parent_pid = supervising_pid()
     return lambda: end_with_parent(parent_pid)
+
+
+def parent_of(pid: int) -> int:
+    """The process that started another, or took it over; 0 where there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])  # the program's name, in brackets, may hold anything
+    except OSError:
+        return 0

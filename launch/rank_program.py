@@ -10,7 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -18,19 +25,30 @@ from urllib.parse import urlsplit
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
+from dynapipe_ext.executor.checkpoints.folder import checkpoints
+from dynapipe_ext.executor.parent_death import end_with_parent, parent_of
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.commands.train import add_arguments, config_from, resumed_run
-from dynapipe_ext.launch.env import RankEnv, agent_attempt, limit_threads, rank_env, under_torchrun, use_interface
+from dynapipe_ext.launch.env import (
+    RankEnv,
+    agent_attempt,
+    launcher,
+    limit_threads,
+    rank_env,
+    under_torchrun,
+    use_interface,
+)
 from dynapipe_ext.launch.listeners import require_loggers
 from dynapipe_ext.launch.network import interface_towards
-from dynapipe_ext.launch.outcome import keeping_what_ran
+from dynapipe_ext.launch.outcome import is_unfinished, keeping_what_ran
 from dynapipe_ext.launch.process_title import set_process_title
+from dynapipe_ext.launch.rank_records import recorded
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.launch.run_directory import RunDirectory
+from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory
 from dynapipe_ext.launch.signals import ending_signals_raise
-from dynapipe_ext.launch.train import TrainingJob, greet_store, rank_title, store_address, train_rank
+from dynapipe_ext.launch.train import TrainingJob, greet_store, rank_title, refuse_done, store_address, train_rank
 from dynapipe_ext.launch.trained_model import refuse_output
 
 _ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone
@@ -39,6 +57,7 @@ _INTERRUPTED_STATUS = 130
 
 def run_and_exit() -> NoReturn:
     """The program. A rank that fails leaves at once: with its peers gone, closing its process groups could hang."""
+    _end_with_agent()
     limit_threads()
     status = main()
     sys.stdout.flush()
@@ -54,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with ending_signals_raise():
             env = rank_env()
-            with _telling(env):
+            with _recorded(env), _telling(env):
                 return _main(env, args)
     except JobError as error:
         return error.exit_status
@@ -63,6 +82,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR_STATUS
     except KeyboardInterrupt:
         return _INTERRUPTED_STATUS
+
+
+def _end_with_agent() -> None:
+    """However torchrun ends, this rank does; where `dynapipe launch` started it, also if it had ended by now."""
+    agent, launched = os.getppid(), launcher()
+    end_with_parent(agent)
+    if launched is not None and parent_of(agent) != launched.pid:
+        os._exit(128 + signal.SIGKILL)
+
+
+def _recorded(env: RankEnv) -> AbstractContextManager[None]:
+    """Inside, the launcher of this node, if there is one, knows of this rank."""
+    launched = launcher()
+    return recorded(launched.records, int(agent_attempt() or 0), env.rank) if launched else nullcontext()
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -94,6 +127,8 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
         else:
             greet_store(address)  # refused here, before data and costs are prepared
         overwrite = args.overwrite and resumed is None  # else it is what --output holds that may be lost
+        if launcher() is not None and resumed is None and run_dir:
+            resumed, overwrite = _to_go_on_with(Path(run_dir), config, compare=args.compare)
         directory = stack.enter_context(RunDirectory(run_dir, overwrite=overwrite, resume=resumed is not None))
         stack.enter_context(keeping_what_ran(directory))
         job = TrainingJob(
@@ -108,6 +143,19 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
         )
         with _telling(env):  # before the store goes, and others fail for that
             return train_rank(env, job)
+
+
+def _to_go_on_with(run_dir: Path, config: TrainConfig, *, compare: bool) -> tuple[Path | None, bool]:
+    """What `dynapipe launch` does with a directory that holds a run which has not ended well: the checkpoint that it
+    goes on from, or whether it begins anew over one that has saved nothing. Errors: ConfigError for one that is done.
+    """
+    saved = () if compare else checkpoints(run_dir / CHECKPOINTS)  # of what is compared nothing is saved
+    if not saved:
+        return None, is_unfinished(run_dir)
+    if not config.run.epochs:
+        refuse_done(saved[-1], config)
+    print(f"going on from {saved[-1]}", file=sys.stderr, flush=True)
+    return saved[-1], False
 
 
 def _embedded_store(env: RankEnv, config: TrainConfig, stack: ExitStack) -> StoreAddress:
@@ -126,7 +174,7 @@ def _settle_network(env: RankEnv, store: StoreAddress | None) -> None:
         use_interface("lo")
         return
     store_host = urlsplit(store.url).hostname if store else None
-    name = interface_towards(host for host in (env.master_addr, store_host) if host)
+    name, _ = interface_towards(host for host in (env.master_addr, store_host) if host)
     if (taken := use_interface(name)) and env.local_rank == 0:
         print(f"network of rank {env.rank}'s machine: {name} ({', '.join(taken)})", file=sys.stderr)
 
