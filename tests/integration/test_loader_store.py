@@ -16,9 +16,10 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
-from dynapipe_ext.errors import DataError, PlanError, StoreError
+from dynapipe_ext.errors import ConfigError, DataError, PlanError, StoreError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.executor.plans import planner_pool
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.wire import decode, encode
@@ -254,7 +255,35 @@ def test_ranks_whose_samplers_differ_are_told(address: StoreAddress, namespace: 
             loading.close()
 
 
-def test_a_killed_planner_ends_every_ranks_iteration(address: StoreAddress, namespace: str) -> None:
+def test_planners_of_two_nodes_share_the_steps_and_one_that_is_killed_is_started_again(
+    address: StoreAddress, namespace: str
+) -> None:
+    """Each node's first rank starts one planner; every rank gets the plans of planning in line."""
+    loaders = [
+        through(address, at, namespace, start_planners=at.pp_rank == 0, node_rank=at.dp_rank, num_nodes=2)
+        for at in sorted(RANKS, key=lambda at: at.dp_rank)
+    ]
+    try:
+        steps = zip(*loaders, strict=True)
+        found = [[encode(plan, KEY)] for _, plan in next(steps)]
+        pools = [loading._channel.planners for loading in loaders if loading._channel]
+        assert [list(pool._processes) if pool else [] for pool in pools] == [[0], [], [1], []]
+        for pool in filter(None, pools):
+            os.kill(pool.processes[0].pid, signal.SIGKILL)
+        for step in steps:
+            for rank, (_, plan) in enumerate(step):
+                found[rank].append(encode(plan, KEY))
+    finally:
+        for loading in loaders:
+            loading.close()
+    assert found == [train_epochs(inline(at), 1) for at in sorted(RANKS, key=lambda at: at.dp_rank)]
+    assert keys_left(address, namespace) == []
+
+
+def test_a_planner_that_is_killed_for_good_ends_every_ranks_iteration(
+    address: StoreAddress, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner_pool, "_MOST_STARTS", 1)
     loaders = [through(address, at, namespace, num_workers=2, timeout_s=600.0) for at in RANKS[:2]]
     try:
         running = [iter(loading) for loading in loaders]
@@ -271,6 +300,33 @@ def test_a_killed_planner_ends_every_ranks_iteration(address: StoreAddress, name
     finally:
         for loading in loaders:
             loading.close()
+
+
+def test_no_plan_is_lost_with_a_server_that_is_killed(namespace: str) -> None:
+    """It is started again, empty, where it was; ranks and planners connect again."""
+    with RedisServer() as server:
+        loaders = [through(server.address, at, namespace, num_workers=2) for at in RANKS[:2]]
+        try:
+            found: list[list[bytes]] = [[], []]
+            for number, step in enumerate(zip(*loaders, strict=True)):
+                if number in (1, 4):
+                    os.kill(server.pid, signal.SIGKILL)
+                for rank, (_, plan) in enumerate(step):
+                    found[rank].append(encode(plan, KEY))
+        finally:
+            for loading in loaders:
+                loading.close()
+    assert found == [train_epochs(inline(at), 1) for at in RANKS[:2]]
+
+
+@pytest.mark.parametrize(
+    ("node_rank", "num_nodes", "starts"), [(2, 2, True), (-1, 2, False), (0, 0, True), (0, 2, None)]
+)
+def test_a_node_outside_of_the_job_is_refused(
+    address: StoreAddress, node_rank: int, num_nodes: int, starts: bool | None
+) -> None:
+    with pytest.raises(ConfigError, match=f"node_rank is {node_rank} and num_nodes is {num_nodes}"):
+        through(address, FIRST, start_planners=starts, node_rank=node_rank, num_nodes=num_nodes)
 
 
 def test_a_failing_planner_ends_every_ranks_iteration_with_its_sentence(address: StoreAddress, namespace: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -13,16 +14,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError, StoreError
 from dynapipe_ext.executor import proven_step
+from dynapipe_ext.executor.plans import planner_pool
 from dynapipe_ext.executor.plans.planner_pool import PlannerProcesses
-from dynapipe_ext.executor.plans.planner_process import PlannerJob, describe_planner, publish_plans
+from dynapipe_ext.executor.plans.planner_process import PlannerJob, describe_planner
+from dynapipe_ext.executor.plans.publishing import PlanPublisher, recent_places
 from dynapipe_ext.executor.plans.source import StorePlanSource, publish_failure
 from dynapipe_ext.executor.plans.step_positions import GlobalBatchRule, StepPosition, step_positions
+from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.keys import Keys
@@ -59,8 +64,8 @@ def store(address: StoreAddress, request: pytest.FixtureRequest) -> Iterator[Red
 
 def job_of(store: RedisStore, *, num_workers: int = 2, ahead: int = 4) -> PlannerJob:
     return PlannerJob(
-        store_url=store.address.url,
-        store_password=store.address.password,
+        store=store.address,
+        store_patience_s=20.0,
         namespace=store.namespace,
         prefix=KEYS.prefix,
         plan_key=KEY.hex(),
@@ -70,6 +75,11 @@ def job_of(store: RedisStore, *, num_workers: int = 2, ahead: int = 4) -> Planne
         ahead=ahead,
         num_workers=num_workers,
     )
+
+
+def publisher(store: Store, planner: Planner = PLANNER) -> PlanPublisher:
+    settings = {"store": store, "keys": KEYS, "plan_key": KEY, "planner": planner, "lengths": LENGTHS}
+    return PlanPublisher(**settings, worker=0, num_workers=1, ahead=3)
 
 
 def source(
@@ -129,7 +139,7 @@ def test_plans_that_nobody_needs_any_more_are_deleted() -> None:
     order = places(40)
     for place, _ in order:
         store.put(KEYS.taken(epoch=place.epoch, step=place.step), b"1")
-    publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, order, worker=0, num_workers=1, ahead=3)
+    publisher(store).publish(order)
     left = [place for place, _ in order if store.try_get(plan_key(place, 1, 1))]
     assert left == [place for place, _ in order[-10:]]  # 2 x ahead and the slack of 4
     assert store.try_get(KEYS.taken(epoch=0, step=0)) is None
@@ -152,16 +162,57 @@ def test_planning_processes_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_a_killed_planner_is_named_at_a_rank_that_waits_for_it(store: RedisStore) -> None:
+def test_a_killed_planner_is_started_again_where_the_ranks_are(store: RedisStore) -> None:
+    order, mine = places(12), source(store)
     with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
-        store.get(KEYS.heartbeat(1), 60.0)
-        pid = pool.processes[1].pid
-        os.kill(pid, signal.SIGKILL)
+        for place, _ in order:
+            if place.global_step in (3, 6):
+                killed = pool.processes[place.step % 2].pid
+                os.kill(killed, signal.SIGKILL)
+                until(lambda killed=killed: killed not in [process.pid for process in pool.processes])
+            assert mine.plan(place).step == place.global_step
+            pool.reached(place)
+        assert pool.poll() == {}
+
+
+def test_a_planner_that_is_killed_again_and_again_is_named_at_a_rank_that_waits_for_it(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner_pool, "_MOST_STARTS", 2)
+    with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
+        for _ in range(2):
+            until(lambda: 1 not in pool.poll())
+            pid = pool.processes[1].pid
+            os.kill(pid, signal.SIGKILL)
+            until(lambda pid=pid: pool.processes[1].pid != pid or 1 in pool.poll())
         with pytest.raises(
             StoreError, match=rf"planner process 1 \(pid {pid}\) was killed by SIGKILL.*step 7 of epoch 3"
         ):
             source(store, timeout_s=600.0).plan(StepPosition(3, 7, 31))
         assert pool.poll() == {1: -signal.SIGKILL}
+
+
+def test_a_planner_that_falls_silent_is_started_again(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_pool, "SILENT_AFTER_S", 1.0)
+    with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
+        store.get(KEYS.heartbeat(1), 60.0)
+        os.kill(pool.processes[1].pid, signal.SIGSTOP)
+        assert [source(store).plan(place).step for place, _ in places(8)] == list(range(8))
+
+
+def test_plans_that_the_store_loses_are_published_again_bit_for_bit(store: RedisStore) -> None:
+    """FLUSHALL takes plans, marks and signs, whatever rank 0 has taken and other ranks have not."""
+    sources = {(d, p): source(store, dp_rank=d, pp_rank=p) for d in range(2) for p in range(2)}
+    order = places(12)
+    with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
+        for place, indices in order:
+            expected = prove_step(PLANNER, sample_lengths(LENGTHS, indices), step=place.global_step).plans
+            for (dp_rank, pp_rank), one in sources.items():
+                assert encode(one.plan(place), KEY) == encode(expected[dp_rank][pp_rank], KEY)
+                if place.global_step in (0, 6) and (dp_rank, pp_rank) == (0, 1):
+                    with redis.Redis.from_url(store.address.url, password=store.address.password) as admin:
+                        admin.flushall()
+        assert pool.poll() == {}
 
 
 def test_a_planner_that_falls_silent_is_named_without_its_owners_help(store: RedisStore) -> None:
@@ -303,7 +354,8 @@ def test_a_planner_ends_when_its_input_closes(store: RedisStore) -> None:
         assert process.wait(60) == 0
 
 
-def test_a_stopped_planner_of_strangers_making_keeps_its_plans_for_the_ranks(store: RedisStore) -> None:
+def test_a_failed_session_keeps_its_plans_for_the_ranks(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_pool, "_MOST_STARTS", 1)
     with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
         store.get(plan_key(StepPosition()), 60.0)
         store.get(plan_key(places(2)[1][0]), 60.0)
@@ -328,24 +380,65 @@ def test_an_overdue_plan_names_the_planner_the_step_and_the_rank() -> None:
 
 def test_a_rank_at_another_step_than_its_planners_is_told() -> None:
     store = MemoryStore()
-    publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)
+    publisher(store).publish(places(1))
     with pytest.raises(StoreError, match="same checkpoint"):
         source(store, num_planners=1).plan(StepPosition(0, 0, 5))
 
 
-def test_a_plan_put_under_another_ranks_name_is_refused() -> None:
+def test_what_is_not_signed_for_its_name_is_refused_and_the_plan_published_again(
+    store: RedisStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another rank's plan, another key's, a plan cut short, random bytes: each in the place of a genuine plan."""
+    order, mine = places(5), source(store, num_planners=1)
+    with PlannerProcesses(job_of(store, num_workers=1), store, LENGTHS):
+        genuine = {place: store.get(plan_key(place), 60.0) for place, _ in order[:4]}
+        first = prove_step(PLANNER, sample_lengths(LENGTHS, order[1][1]), step=1).plans[0][0]
+        forged = [
+            store.get(plan_key(order[0][0], 1, 1), 60.0),
+            encode(first, b"j" * 32, context=plan_key(order[1][0]).encode()),
+            genuine[order[2][0]][:-7],
+            random.Random(0).randbytes(100_000),
+        ]
+        for (place, _), data in zip(order, forged, strict=False):
+            store.put(plan_key(place), data)
+        for place, data in genuine.items():
+            assert encode(mine.plan(place), KEY, context=plan_key(place).encode()) == data
+        assert mine.plan(order[4][0]).step == 4
+    assert capsys.readouterr().err.count("refused, and asked for again") == 4
+
+
+def test_a_rank_with_another_key_than_its_planners_is_told_within_seconds(store: RedisStore) -> None:
+    with PlannerProcesses(job_of(store), store, LENGTHS):
+        other = StorePlanSource(store, KEYS, b"j" * 32, dp_rank=0, pp_rank=0, num_planners=2, timeout_s=600.0)
+        with pytest.raises(StoreError, match="signature"):
+            other.plan(StepPosition())
+
+
+def test_a_refused_plan_that_nobody_publishes_again_is_named_at_the_limit() -> None:
     store = MemoryStore()
-    publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)
+    publisher(store).publish(places(1))
     store.put(plan_key(StepPosition(), 0, 0), store.get(plan_key(StepPosition(), 1, 0), 1.0))
-    with pytest.raises(StoreError, match="signature"):
-        source(store, num_planners=1).plan(StepPosition())
+    with pytest.raises(StoreError, match=r"within 0\.3 s .*was refused: .*signature"):
+        source(store, num_planners=1, timeout_s=0.3).plan(StepPosition())
 
 
-def test_a_forged_failure_is_not_believed() -> None:
+def test_a_forged_failure_is_not_believed(capsys: pytest.CaptureFixture[str]) -> None:
     store = MemoryStore()
     publish_failure(store, KEYS, b"j" * 32, 0, "pay here", of_planning=True)
-    with pytest.raises(StoreError, match="signature"):
-        source(store, timeout_s=30.0).plan(StepPosition())
+    with pytest.raises(StoreError, match="did not publish"):
+        source(store, timeout_s=0.3).plan(StepPosition())
+    assert "not believed" in (said := capsys.readouterr().err)
+    assert "pay here" not in said
+
+
+def test_a_planner_answers_nothing_but_its_own_plans() -> None:
+    store = MemoryStore()
+    one, recent = publisher(store), recent_places(3)
+    one.publish(places(2), recent)
+    for asked in (b"", b"\xff" * 9, b"topic/1/plan/0/0/0/0/0", plan_key(StepPosition(0, 7, 7)).encode(), b"x" * 10**6):
+        store.put(KEYS.wanted(0), asked)
+        assert one.answer(recent) is None
+        assert store.try_get(KEYS.wanted(0)) is None
 
 
 def test_a_failure_of_a_later_step_does_not_stop_a_rank_that_waits_for_another_planner() -> None:
@@ -375,7 +468,7 @@ def test_plans_are_verified_before_they_are_published(monkeypatch: pytest.Monkey
     monkeypatch.setattr(proven_step, "lower", without_waits)
     store = MemoryStore()
     with pytest.raises(Exception, match="rank"):
-        publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)
+        publisher(store).publish(places(1))
     assert store.try_get(plan_key(StepPosition())) is None
     with pytest.raises(PlanError):
         source(store, num_planners=1).plan(StepPosition())
