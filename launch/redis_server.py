@@ -163,7 +163,7 @@ class RedisServer:
             how = self._watch_until_it_falls(process)
             num_falls = 1 if time.monotonic() - started_s > _STEADY_S else num_falls + 1
             if num_falls > _MOST_FALLS:
-                _say(f"the store's server {how}, the {num_falls}th time in a row: it is given up")
+                _say(f"the store's server {how}, as {num_falls} times in a row: it is given up")
                 return
             if self._closing.wait(_PAUSE_S * (num_falls - 1)):
                 return
