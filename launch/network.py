@@ -33,6 +33,14 @@ def interface_towards(hosts: Iterable[str]) -> str:
     )
 
 
+def address_on(interface: str) -> str:
+    """This machine's address on an interface, of version 4 if it has one. Errors: ConfigError where it has none."""
+    own = [address for address, name in _addresses().items() if name == interface]
+    if not own:
+        raise ConfigError(f"interface {interface} has no address: name another one")
+    return min(own, key=lambda address: ":" in address)
+
+
 def _own_addresses(host: str) -> Iterable[str]:
     """This machine's addresses on the routes to `host`; none where it has no name or no route."""
     try:

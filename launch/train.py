@@ -34,7 +34,7 @@ from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
-from dynapipe_ext.launch.env import RankEnv, limit_threads, num_cores, store_password
+from dynapipe_ext.launch.env import RankEnv, limit_threads, num_cores
 from dynapipe_ext.launch.job import (
     architecture_of,
     check_batches,
@@ -354,22 +354,6 @@ def rank_title(env: RankEnv, config: TrainConfig) -> str:
         return title
     me = topology.coordinates(env.rank)
     return f"{title} dp{me.dp_rank} pp{me.pp_rank} tp{me.tp_rank}"
-
-
-def greet_store(address: StoreAddress) -> None:
-    """Errors: StoreError for a store that is not there, or refuses the password."""
-    open_store(address, namespace="greeting").close()
-
-
-def store_address(url: str) -> StoreAddress:
-    """The user's own store; its password comes from the environment rather than the command line, which others see."""
-    address = StoreAddress.parse(url, store_password())
-    if address.password and address.password in url:
-        print(
-            "dynapipe: the store's password is visible in the process list: pass it in DYNAPIPE_STORE_PASSWORD",
-            file=sys.stderr,
-        )
-    return address
 
 
 if __name__ == "__main__":
