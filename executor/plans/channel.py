@@ -61,7 +61,6 @@ class PlanChannel:
         self._ahead = prefetch_steps + self._num_workers  # finished ones, and one in the making for each planner
         self._timeout_s = timeout_s
         self._planner = describe_planner(planner)
-        self._topic = _topic(namespace, lengths, rule, self._planner)
         self._owns_store = isinstance(store, str | StoreAddress)
         self._store = _opened(store, namespace, num_workers, timeout_s)
         if self._workers and self._store.address is None:
@@ -70,6 +69,7 @@ class PlanChannel:
                 " store, or use num_workers=0"
             )
         self._plan_key = plan_key or _derived_key(self._store.address)
+        self._topic = _topic(namespace, lengths, rule, self._planner, self._plan_key)
         self._session = 0
         self._next: StepPosition | None = None  # where the present session goes on; None before the first
         self._pool: PlannerProcesses | None = None
@@ -138,10 +138,16 @@ class PlanChannel:
             self._pool = None
 
 
-def _topic(namespace: str, lengths: LengthArray, rule: GlobalBatchRule, planner: dict[str, object]) -> str:
-    """Keeps loaders of another namespace, over other data, or with other settings, apart in one store."""
+def _topic(
+    namespace: str, lengths: LengthArray, rule: GlobalBatchRule, planner: dict[str, object], plan_key: bytes
+) -> str:
+    """Keeps loaders of another namespace, other data, other settings, or with another key, apart in one store.
+
+    A run that is started again has a new key: what late processes of an earlier attempt write lies where nobody looks.
+    """
+    attempt = hmac.new(plan_key, b"dynapipe topic", hashlib.sha256).hexdigest()
     try:
-        settings = json.dumps([namespace, rule.to_json(), planner], sort_keys=True)
+        settings = json.dumps([namespace, attempt, rule.to_json(), planner], sort_keys=True)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"planner.to_json() must give plain JSON values for planner processes: {error}") from error
     return hashlib.sha256(f"{array_digest(lengths)} {settings}".encode()).hexdigest()[:16]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import random
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -277,7 +281,6 @@ def test_planners_of_two_nodes_share_the_steps_and_one_that_is_killed_is_started
         for loading in loaders:
             loading.close()
     assert found == [train_epochs(inline(at), 1) for at in sorted(RANKS, key=lambda at: at.dp_rank)]
-    assert keys_left(address, namespace) == []
 
 
 def test_a_planner_that_is_killed_for_good_ends_every_ranks_iteration(
@@ -319,6 +322,64 @@ def test_no_plan_is_lost_with_a_server_that_is_killed(namespace: str) -> None:
     assert found == [train_epochs(inline(at), 1) for at in RANKS[:2]]
 
 
+HOSTILE = (
+    b"FLUSHALL\r\nINFO\r\n",
+    b"AUTH wrong\r\nFLUSHALL\r\n",
+    b"AUTH default \r\nKEYS *\r\n",
+    b"*1\r\n$8\r\nSHUTDOWN\r\n",
+    b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1073741824\r\n" + b"x" * 100_000,
+    b"*1000000000\r\n$1000000000\r\n",
+    b"*3\r\n$3\r\nSE",
+    *(random.Random(seed).randbytes(10_000) for seed in range(10)),
+)
+
+
+def test_clients_without_the_password_change_nothing(namespace: str) -> None:
+    """Commands unasked, with a wrong password, oversized, cut short, and random bytes, each beside a run's steps."""
+    with RedisServer() as server, through(server.address, FIRST, namespace) as loading:
+        pid, found = server.pid, []
+        for sent, (_, plan) in zip(itertools.cycle(HOSTILE), itertools.islice(cycled(loading), 20)):
+            found.append(encode(plan, KEY))
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.settimeout(0.05)
+                stranger.connect(server.address.path)
+                with contextlib.suppress(OSError):  # it closes the connection, or waits for more
+                    stranger.sendall(sent)
+                    assert stranger.recv(1 << 16)[:1] in (b"-", b"")
+        assert server.pid == pid
+    assert found == list(itertools.islice((encode(plan, KEY) for _, plan in cycled(inline(FIRST))), 20))
+
+
+def cycled(loading: DynaPipeDataLoader) -> Iterator[Any]:
+    while True:
+        yield from loading
+
+
+def test_who_has_the_stores_password_but_not_the_key_changes_no_plan(
+    address: StoreAddress, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that planners and ranks have put is replaced by random bytes, by one another, or by values twice as long."""
+    rng, found = random.Random(0), []
+    with through(address, FIRST, namespace, num_workers=2) as loading, redis_at(address) as forger:
+        for number, (_, plan) in enumerate(itertools.islice(cycled(loading), 10)):
+            found.append(encode(plan, KEY))
+            if number in (2, 5):
+                names = [name.encode() for name in forger_names(loading)] + keys_left(address, namespace)
+                values = [forger.lindex(name, 0) or b"" for name in names]
+                for name, value in zip(names, values, strict=True):
+                    forger.delete(name)
+                    forger.rpush(name, rng.choice((rng.randbytes(5000), rng.choice(values), value * 2)))
+    assert found == list(itertools.islice((encode(plan, KEY) for _, plan in cycled(inline(FIRST))), 10))
+    assert "refused, and asked for again" in capsys.readouterr().err
+
+
+def forger_names(loading: DynaPipeDataLoader) -> list[str]:
+    """What is not always there: failures and wants of both workers."""
+    assert loading._channel is not None
+    keys, prefix = loading._channel._keys, f"dynapipe/{loading._channel._store.namespace}/"
+    return [prefix + name for worker in range(2) for name in (keys.failure(worker), keys.wanted(worker))]
+
+
 @pytest.mark.parametrize(
     ("node_rank", "num_nodes", "starts"), [(2, 2, True), (-1, 2, False), (0, 0, True), (0, 2, None)]
 )
@@ -356,6 +417,15 @@ def test_equal_loaders_in_one_store_do_not_meet_if_their_namespaces_differ(
     assert len(prefixes) == 2
 
 
+def test_planners_of_an_earlier_attempt_write_where_nobody_looks(address: StoreAddress, namespace: str) -> None:
+    """Of the same run in the same namespace: its new key keeps them apart, though they still run."""
+    with through(address, FIRST, namespace, plan_key=b"1" * 32, num_workers=2) as earlier:
+        next(iter(earlier))
+        with through(address, FIRST, namespace, plan_key=b"2" * 32) as later:
+            assert plans(later) == train_epochs(inline(FIRST), 1)
+            assert earlier._channel._keys.prefix != later._channel._keys.prefix
+
+
 def test_ctrl_c_ends_a_wait_for_a_plan_that_never_comes(address: StoreAddress, namespace: str) -> None:
     with RecordingStore(address, namespace) as store, through(store, RANKS[1], timeout_s=600.0) as loading:
 
@@ -380,8 +450,12 @@ def test_exposed_planning_does_not_exceed_the_consumers_waiting(address: StoreAd
         assert loading.exposed_planning_s > 0  # the first plan cannot be ahead of its consumer
 
 
+def redis_at(address: StoreAddress) -> redis.Redis:
+    return redis.Redis.from_url(address.url, password=address.password)
+
+
 def keys_left(address: StoreAddress, namespace: str) -> list[bytes]:
-    with redis.Redis.from_url(address.url, password=address.password) as client:
+    with redis_at(address) as client:
         return sorted(key for key in client.scan_iter(count=1000) if namespace.encode() in key)
 
 

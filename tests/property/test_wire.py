@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import random
 import struct
 import zlib
 from typing import get_args
@@ -181,6 +182,44 @@ def test_the_signature_is_checked_before_anything_is_unpacked(monkeypatch: pytes
     monkeypatch.setattr(wire.zlib, "decompressobj", never)
     with pytest.raises(StoreError):
         wire.decode(data[:-1] + b"\0", KEY)
+
+
+def test_ten_thousand_strange_messages_are_refused_by_name() -> None:
+    """Random bytes, pieces of genuine plans changed, cut, joined and repeated, heads of ours on bodies of anybody's."""
+    rng = random.Random(0)
+    names = [f"plan/0/{step}/0/0".encode() for step in range(4)]
+    genuine = {name: wire.encode(example_plan(count), KEY, context=name) for count, name in enumerate(names, 1)}
+
+    def strange(data: bytes) -> bytes:
+        cut, other = rng.randrange(len(data)), genuine[rng.choice(names)]
+        changed = bytearray(data)
+        for _ in range(rng.randint(1, 20)):
+            changed[rng.randrange(len(data))] ^= rng.randint(1, 255)
+        return rng.choice(
+            (
+                rng.randbytes(rng.randrange(2000)),
+                data[:5] + rng.randbytes(rng.randrange(2000)),
+                data[:37] + zlib.compress(rng.randbytes(rng.randrange(2000))),
+                data[:cut],
+                data[:cut] + other[cut:] + b"\0",
+                data * rng.randint(2, 5),
+                bytes(changed),
+                wire.encode(example_plan(), rng.randbytes(32), context=names[0]),
+            )
+        )
+
+    for _ in range(10_000):
+        name = rng.choice(names)
+        with pytest.raises(StoreError):
+            wire.decode(strange(genuine[name]), KEY, context=name)
+    assert all(wire.decode(data, KEY, context=name).step == 5 for name, data in genuine.items())
+
+
+def test_a_message_above_the_bound_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = wire.encode(example_plan(), KEY)
+    monkeypatch.setattr(wire, "MAX_PLAN_BYTES", len(data) - 1)
+    with pytest.raises(StoreError, match=f"{len(data)} B from the store are more than a plan's {len(data) - 1} B"):
+        wire.decode(data, KEY)
 
 
 def signed(packed: bytes) -> bytes:
