@@ -121,7 +121,7 @@ def planners_below(nodes: list[subprocess.Popen[bytes]]) -> list[int]:
     return counts
 
 
-def test_a_job_trains_over_two_hosts_which_share_the_planning(hosts, tmp_path: Path) -> None:
+def test_a_job_trains_over_two_hosts(hosts, tmp_path: Path) -> None:
     first = hosts[0][0]
     config = tmp_path / "job.toml"
     config.write_text(CONFIG.format(run_dir=tmp_path / "run"))

@@ -79,7 +79,7 @@ TESTED_COMMANDS = {
         "tests/integration/test_megatron_script.py::test_each_line_of_the_log_agrees_with_megatrons_own_schedule"
     ),
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
-    " -m dynapipe_ext.launch.train --config mine.toml --store redis://HOST:6379/0": (
+    " -m dynapipe_ext.launch.train --config mine.toml": (
         "tests/integration/test_two_nodes.py::test_a_job_trains_over_two_hosts"
     ),
 }
