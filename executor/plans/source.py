@@ -152,9 +152,10 @@ class StorePlanSource:
                 return self._store.get(key, max(0.0, min(_SLICE_S, deadline_s - time.monotonic())))
             except StoreTimeoutError:
                 pass
-            if self._closed.is_set():
-                raise StoreError(f"the data loader was closed while it waited for {_named(place)}")
             planner = place.step % self._num_planners
+            if self._closed.is_set():
+                self._store.delete(self._keys.wanted(planner))  # its planner may be closed, too, and not look any more
+                raise StoreError(f"the data loader was closed while it waited for {_named(place)}")
             _raise_failure(self._store, self._keys, self._plan_key, planner, place)
             self._check_alive(planner, place)
             now_s = time.monotonic()

@@ -82,7 +82,7 @@ def test_a_planner_that_is_killed_again_and_again_is_named_at_a_rank_that_waits_
 
 
 def test_a_planner_that_falls_silent_is_started_again(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner_pool, "SILENT_AFTER_S", 1.0)
+    monkeypatch.setattr(planner_pool, "SILENT_AFTER_S", 5.0)
     with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
         store.get(KEYS.heartbeat(1), 60.0)
         os.kill(pool.processes[1].pid, signal.SIGSTOP)
