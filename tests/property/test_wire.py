@@ -7,6 +7,7 @@ import hmac
 import random
 import struct
 import zlib
+from collections.abc import Callable
 from typing import get_args
 
 import numpy as np
@@ -190,28 +191,29 @@ def test_ten_thousand_strange_messages_are_refused_by_name() -> None:
     names = [f"plan/0/{step}/0/0".encode() for step in range(4)]
     genuine = {name: wire.encode(example_plan(count), KEY, context=name) for count, name in enumerate(names, 1)}
 
-    def strange(data: bytes) -> bytes:
-        cut, other = rng.randrange(len(data)), genuine[rng.choice(names)]
-        changed = bytearray(data)
+    foreign = wire.encode(example_plan(), b"j" * 32, context=names[0])
+
+    def changed(data: bytes) -> bytes:
+        bits = bytearray(data)
         for _ in range(rng.randint(1, 20)):
-            changed[rng.randrange(len(data))] ^= rng.randint(1, 255)
-        return rng.choice(
-            (
-                rng.randbytes(rng.randrange(2000)),
-                data[:5] + rng.randbytes(rng.randrange(2000)),
-                data[:37] + zlib.compress(rng.randbytes(rng.randrange(2000))),
-                data[:cut],
-                data[:cut] + other[cut:] + b"\0",
-                data * rng.randint(2, 5),
-                bytes(changed),
-                wire.encode(example_plan(), rng.randbytes(32), context=names[0]),
-            )
-        )
+            bits[rng.randrange(len(bits))] ^= rng.randint(1, 255)
+        return bytes(bits) if bytes(bits) != data else foreign
+
+    ways: list[Callable[[bytes], bytes]] = [
+        lambda data: rng.randbytes(rng.randrange(2000)),
+        lambda data: data[:5] + rng.randbytes(rng.randrange(2000)),
+        lambda data: data[:37] + zlib.compress(rng.randbytes(rng.randrange(500)), 1),
+        lambda data: data[: rng.randrange(len(data))],
+        lambda data: data[: rng.randrange(len(data))] + genuine[rng.choice(names)] + b"\0",
+        lambda data: data * rng.randint(2, 5),
+        changed,
+        lambda data: foreign,
+    ]
 
     for _ in range(10_000):
         name = rng.choice(names)
         with pytest.raises(StoreError):
-            wire.decode(strange(genuine[name]), KEY, context=name)
+            wire.decode(rng.choice(ways)(genuine[name]), KEY, context=name)
     assert all(wire.decode(data, KEY, context=name).step == 5 for name, data in genuine.items())
 
 
