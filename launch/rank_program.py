@@ -24,7 +24,7 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
+from dynapipe_ext.errors import DynaPipeError, ExecutionError, in_one_line
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.parent_death import end_with_parent, parent_of
 from dynapipe_ext.executor.store.address import StoreAddress
@@ -48,8 +48,9 @@ from dynapipe_ext.launch.rank_records import recorded
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory
 from dynapipe_ext.launch.signals import ending_signals_raise
-from dynapipe_ext.launch.train import TrainingJob, greet_store, rank_title, refuse_done, store_address, train_rank
+from dynapipe_ext.launch.train import TrainingJob, rank_title, refuse_done, train_rank
 from dynapipe_ext.launch.trained_model import refuse_output
+from dynapipe_ext.launch.user_store import greet_store, store_address
 
 _ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone
 _INTERRUPTED_STATUS = 130
@@ -116,14 +117,14 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
     require_loggers(config)
     run_dir, resumed = resumed_run(args, config)
     refuse_output(config, run_dir, overwrite=args.overwrite)
-    address = store_address(args.store) if args.store else None
-    _settle_network(env, address)
+    address = store_address(args.store, insecure=args.insecure_store) if args.store else None
+    own = _settle_network(env, address)
     asked = (signal.SIGTERM, signal.SIGUSR1)
     if env.rank:
         return train_rank(env, TrainingJob(config, args.compare, Path(), address, resumed=resumed, end_signals=asked))
     with ExitStack() as stack:
         if address is None:
-            address = _embedded_store(env, config, stack)
+            address = _embedded_store(own, config, stack)
         else:
             greet_store(address)  # refused here, before data and costs are prepared
         overwrite = args.overwrite and resumed is None  # else it is what --output holds that may be lost
@@ -158,25 +159,25 @@ def _to_go_on_with(run_dir: Path, config: TrainConfig, *, compare: bool) -> tupl
     return saved[-1], False
 
 
-def _embedded_store(env: RankEnv, config: TrainConfig, stack: ExitStack) -> StoreAddress:
-    """The store of a job that was given none: on this machine, so only where all ranks are."""
-    if env.local_world_size != env.world_size:
-        raise ConfigError(
-            f"{env.world_size} ranks on several machines need a store that all can reach:"
-            " pass --store redis://host:port (password in DYNAPIPE_STORE_PASSWORD)"
-        )
-    return stack.enter_context(RedisServer(binary=config.job.redis_server or None)).address
+def _embedded_store(tls_host: str | None, config: TrainConfig, stack: ExitStack) -> StoreAddress:
+    """The store of a job that was given none: on this machine, over TLS where ranks on others reach it by that."""
+    server = stack.enter_context(RedisServer(binary=config.job.redis_server or None, tls_host=tls_host))
+    if tls_host:
+        print(f"store: embedded {server.name} {server.version} at {server.address}", file=sys.stderr)
+    return server.address
 
 
-def _settle_network(env: RankEnv, store: StoreAddress | None) -> None:
-    """Have gloo and NCCL take the interface on which ranks reach each other, unless the user chose."""
+def _settle_network(env: RankEnv, store: StoreAddress | None) -> str | None:
+    """Have gloo and NCCL take the interface on which ranks reach each other, unless the user chose; this machine's
+    address on it, or None where all are on this machine."""
     if env.local_world_size == env.world_size:
         use_interface("lo")
-        return
+        return None
     store_host = urlsplit(store.url).hostname if store else None
-    name, _ = interface_towards(host for host in (env.master_addr, store_host) if host)
+    name, own = interface_towards(host for host in (env.master_addr, store_host) if host)
     if (taken := use_interface(name)) and env.local_rank == 0:
         print(f"network of rank {env.rank}'s machine: {name} ({', '.join(taken)})", file=sys.stderr)
+    return own
 
 
 @contextmanager

@@ -12,12 +12,15 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
+from dynapipe_ext.errors import StoreError
 from dynapipe_ext.executor.checkpoints.folder import latest
-from dynapipe_ext.launch.redis_server import find_server_binary
+from dynapipe_ext.launch.redis_server import RedisServer, find_server_binary
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.preloaded import Preloaded
 from tests.support.rank_processes import rank_process
@@ -90,43 +93,69 @@ def hosts() -> Iterator[list[tuple[str, str, str]]]:
             shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
 
-def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
-    hosts: list[tuple[str, str, str]], preloaded: Preloaded, tmp_path: Path
-) -> None:
-    """The launcher starts all again from the last checkpoint; the password of the store is in a file alone."""
-    (first, address, _), password = hosts[0], secrets.token_hex(16)
-    config, shell, secret, host_file = (tmp_path / name for name in ("job.toml", "into", "secret", "hosts.txt"))
-    config.write_text(CONFIG)
-    shell.write_text(SHELL)
-    shell.chmod(0o700)
+@contextmanager
+def store_of(host: tuple[str, str, str], folder: Path) -> Iterator[list[str]]:
+    """Flags of a store that both hosts reach: the job's own over TLS where a server here has that, else the user's, in
+    the clear as is then to be said, its password in a file alone."""
+    name, address, _ = host
+    try:
+        RedisServer(tls_host="127.0.0.1").close()
+    except StoreError:
+        pass
+    else:
+        yield []
+        return
+    password, secret = secrets.token_hex(16), folder / "secret"
     secret.touch(0o600)
     secret.write_text(password)
-    host_file.write_text("".join(f"{name} slots=1\n" for name, _, _ in hosts))
-    settings = f'bind {address}\nport 6399\nsave ""\nrequirepass {password}\ndir "{tmp_path}"\n'
+    settings = f'bind {address}\nport 6399\nsave ""\nrequirepass {password}\ndir "{folder}"\n'
     server = subprocess.Popen(
-        ["ip", "netns", "exec", first, find_server_binary(), "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        ["ip", "netns", "exec", name, find_server_binary(), "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
     assert server.stdin is not None
     server.stdin.write(settings.encode())
     server.stdin.close()
-    words = ["launch", "--hosts", str(host_file), "--ssh", str(shell), "--secret-file", str(secret), "--max-restarts"]
-    words += ["1", "--config", str(config), "--run-dir", "killed", "--store", f"redis://{address}:6399/0"]
-    said: list[str] = []
     try:
-        with preloaded.started(words, cwd=tmp_path) as launcher:
-            for line in launcher.stderr:
-                said.append(line)
-                if line.startswith("step 6 ") and "restart" not in "".join(said):
-                    os.kill(rank_process(1, 2, tmp_path), signal.SIGKILL)
-            launcher.communicate(100)
+        yield ["--store", f"redis://{address}:6399/0", "--insecure-store", "--secret-file", str(secret)]
     finally:
         server.kill()
         server.wait(10)
+
+
+def planners_of(rank: int) -> int:
+    """How many planner processes that rank's process has now."""
+    below = [child.cmdline() for child in psutil.Process(rank).children(recursive=True)]
+    return sum(any("planner_process" in word for word in line) for line in below)
+
+
+def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
+    hosts: list[tuple[str, str, str]], preloaded: Preloaded, tmp_path: Path
+) -> None:
+    """The launcher starts all again from the last checkpoint; each host has a planner of its own."""
+    config, shell, host_file = (tmp_path / name for name in ("job.toml", "into", "hosts.txt"))
+    config.write_text(CONFIG)
+    shell.write_text(SHELL)
+    shell.chmod(0o700)
+    host_file.write_text("".join(f"{name} slots=1\n" for name, _, _ in hosts))
+    words = ["launch", "--hosts", str(host_file), "--ssh", str(shell), "--max-restarts", "1", "--config", str(config)]
+    said: list[str] = []
+    with store_of(hosts[0], tmp_path) as flags:
+        with preloaded.started([*words, "--run-dir", "killed", *flags], cwd=tmp_path) as launcher:
+            for line in launcher.stderr:
+                said.append(line)
+                if line.startswith("step 6 ") and "restart" not in "".join(said):
+                    ranks = [rank_process(rank, 2, tmp_path) for rank in range(2)]
+                    assert [planners_of(rank) for rank in ranks] == [1, 1]
+                    os.kill(ranks[1], signal.SIGKILL)
+            launcher.communicate(100)
+        passwords = [Path(flags[-1]).read_text()] if flags else []
     log = "".join(said)
     assert launcher.returncode == 0, log[-5000:]
     assert re.search(r"dynapipe launch: .*; restart 1 of 1, from killed/checkpoints/iter_000000[48]\n", log), log
     assert len(re.findall(r"rank \d \(process \d+\) was killed", log)) == 1
-    assert password not in log
+    assert not [password for password in passwords if password in log]
+    assert ("at rediss://:***@10.213.7.1:" in log) == (not flags)
+    assert ("is used without TLS" in log) == bool(flags)
     for i, (_, _, device) in enumerate(hosts):
         said_by = f"network of rank {i}'s machine: {device} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
         assert log.count(said_by) == 2  # the rank that is on it, at both starts
