@@ -154,7 +154,8 @@ class OptimizerSettings:
     but for norms and biases; `clip_grad` is the global norm (0: off).
 
     A step whose loss or gradients are not finite changes no weight: `nan_policy` "stop" ends the run there, "skip"
-    leaves out up to `max_skips` such steps in a row."""
+    leaves out up to `max_skips` such steps in a row. `deterministic`: sums of gradients, their norm and the loss are
+    exact, so that for the same micro-batches they have the same bits under every plan, PP and DP degree."""
 
     lr: float = 2e-3
     min_lr: float = 2e-4
@@ -167,6 +168,7 @@ class OptimizerSettings:
     distributed: bool = False
     nan_policy: Literal["stop", "skip"] = "stop"
     max_skips: int = 3
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

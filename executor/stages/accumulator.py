@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from dynapipe_ext.errors import ExecutionError
-
-Sum = Callable[[torch.Tensor], None]  # over ranks, in place
+from dynapipe_ext.executor.stages.exact_sums import ExactSums, Sum
 
 
 class GradientAccumulator(Protocol):
     """Sums gradients over micro-batches and replicas; after `reduce` the sums are where the optimizer expects them.
 
     That is `parameter.grad`, in the parameter's dtype, as torch wants it, or Megatron's `main_grad`; what an
-    implementation adds up in is its own choice.
+    implementation adds up in is its own choice. One that sums `by_use` takes each gradient of a linear layer by
+    `add_weight`, whole backwards or split ones; else autograd adds up what one backward has of a weight.
     """
+
+    @property
+    def by_use(self) -> bool: ...
 
     def begin(self) -> None:
         """Start a step: no gradient is held."""
@@ -26,7 +28,7 @@ class GradientAccumulator(Protocol):
         """Take in what the backward that just ran has produced."""
 
     def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take in a gradient that a split backward had put off; `add` follows."""
+        """Take in a gradient that does not come by autograd; `add` follows."""
 
     def reduce(self) -> None:
         """Sum over replicas, once a step."""
@@ -38,6 +40,8 @@ class PlainAccumulator:
     Micro-batches add up in the parameter's dtype, replicas in float32: with bfloat16 weights and many micro-batches
     a step, small gradients are lost in the first sum.
     """
+
+    by_use = False
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], sum_over_replicas: Sum | None = None) -> None:
         self._parameters = list(parameters)
@@ -65,6 +69,8 @@ class PlainAccumulator:
 
 class Float32Accumulator:
     """Sums in float32, in arrival order, left in `parameter.main_grad`: for weights of 16 bits."""
+
+    by_use = False
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], sum_over_replicas: Sum | None = None) -> None:
         self._parameters = list(parameters)
@@ -95,57 +101,38 @@ class Float32Accumulator:
 
 
 class ExactAccumulator:
-    """Sums that do not depend on order or grouping: int64 fixed point with `scale_bits` fractional bits.
+    """Sums that do not depend on order or grouping: `ExactSums`, converted once.
 
-    The same micro-batch gradients give the same bits in every order, on every split over replicas. Costs 8 bytes a
-    parameter. Raises ExecutionError where a sum leaves the range of 2^(62 - scale_bits).
+    The same micro-batch gradients give the same bits in every order, on every split over replicas, whether the uses of
+    a weight lie on one rank or on two. Errors: ExecutionError where a sum leaves the range of fixed point.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        sum_over_replicas: Sum | None = None,
-        *,
-        scale_bits: int = 44,
-    ) -> None:
-        self._parameters = list(parameters)
+    by_use = True
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], sum_over_replicas: Sum | None = None) -> None:
+        self._sums = ExactSums(parameters)
         self._sum_over_replicas = sum_over_replicas
-        self._scale = float(2**scale_bits)
-        self._limit = float(2 ** (62 - scale_bits))
-        self._sums = [torch.zeros(p.shape, dtype=torch.int64, device=p.device) for p in self._parameters]
-        self._largest = 0.0
 
     def begin(self) -> None:
-        self._largest = 0.0
-        for parameter, total in zip(self._parameters, self._sums, strict=True):
+        self._sums.clear()
+        for parameter in self._sums.parameters:
             parameter.grad = None
-            total.zero_()
 
     def add(self) -> None:
-        for parameter, total in zip(self._parameters, self._sums, strict=True):
+        for parameter in self._sums.parameters:
             if parameter.grad is not None:
-                grad = parameter.grad.double()
-                self._largest += float(grad.abs().max()) if grad.numel() else 0.0
-                total += torch.round(grad * self._scale).long()
+                self._sums.add(parameter, parameter.grad)
                 parameter.grad = None
 
     def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        _add_to_grad(weight, gradient)
+        self._sums.add(weight, gradient)
 
     def reduce(self) -> None:
-        device = self._sums[0].device if self._sums else None
-        largest = torch.tensor([self._largest], dtype=torch.float64, device=device)
         if self._sum_over_replicas is not None:
-            self._sum_over_replicas(largest)
-        if not float(largest) < self._limit:
-            raise ExecutionError(
-                f"gradients as large as {float(largest):.3g} leave the fixed-point range {self._limit:.3g}:"
-                " lower the learning rate, clip, or use the plain accumulator"
-            )
-        for parameter, total in zip(self._parameters, self._sums, strict=True):
-            if self._sum_over_replicas is not None:
-                self._sum_over_replicas(total)
-            parameter.grad = (total.double() / self._scale).to(parameter.dtype)
+            self._sums.sum_over(self._sum_over_replicas)
+        self._sums.check()
+        for parameter in self._sums.parameters:
+            parameter.grad = self._sums.value(parameter).to(parameter.dtype)
 
 
 def gradient_of(weight: torch.Tensor) -> torch.Tensor:

@@ -22,13 +22,18 @@ _QUEUE = "dynapipe_deferred"  # attribute of a weight: where its gradients go wh
 class DeferredGradients:
     """The weight gradients that one micro-batch's I has put off. One for each stage; holds work only between I and W.
 
-    `accumulate(weight, gradient)` adds a finished gradient where the optimizer expects it.
+    `accumulate(weight, gradient)` adds a finished gradient where the optimizer expects it. With `takes_all` it is given
+    those of whole backwards too, as each of them is found, and autograd none.
     """
 
     def __init__(
-        self, weights: Iterable[torch.Tensor], accumulate: Callable[[torch.Tensor, torch.Tensor], None]
+        self,
+        weights: Iterable[torch.Tensor],
+        accumulate: Callable[[torch.Tensor, torch.Tensor], None],
+        *,
+        takes_all: bool = False,
     ) -> None:
-        self._accumulate = accumulate
+        self._accumulate, self._takes_all = accumulate, takes_all
         self._work: DeferredWork | None = None
         for weight in weights:
             setattr(weight, _QUEUE, self)
@@ -44,12 +49,17 @@ class DeferredGradients:
             self._work = None
 
     @property
-    def is_deferring(self) -> bool:
-        return self._work is not None
+    def takes(self) -> bool:
+        """Whether gradients come here just now, and not to autograd."""
+        return self._takes_all or self._work is not None
 
-    def put_off(self, weight: torch.Tensor, inputs: torch.Tensor, output_grads: torch.Tensor) -> None:
-        assert self._work is not None
-        self._work.append((weight, inputs.detach(), output_grads.detach()))
+    def take(self, weight: torch.Tensor, inputs: torch.Tensor, output_grads: torch.Tensor) -> None:
+        """A gradient by its two factors, multiplied now or in W."""
+        work = [(weight, inputs.detach(), output_grads.detach())]
+        if self._work is None:
+            self.run(work)
+        else:
+            self._work += work
 
     def run(self, work: DeferredWork) -> None:
         """Compute a micro-batch's gradients in the order in which its backward came to them, freeing as it goes."""
@@ -63,7 +73,7 @@ class DeferredGradients:
 def deferred_of(weight: torch.Tensor) -> DeferredGradients | None:
     """Where this weight's gradient goes just now: None means to autograd, as usual."""
     queue: DeferredGradients | None = getattr(weight, _QUEUE, None)
-    return queue if queue is not None and queue.is_deferring else None
+    return queue if queue is not None and queue.takes else None
 
 
 def deferred_bytes(work: DeferredWork) -> int:
@@ -101,7 +111,7 @@ class _SplitLinear(torch.autograd.Function):
         pair = x.reshape(-1, x.shape[-1]), flat_grad
         inputs, output_grads = pair[::-1] if ctx.transposed else pair  # the gradient of W^T, transposed
         if (queue := deferred_of(ctx.weight)) is not None:
-            queue.put_off(ctx.weight, inputs, output_grads)
+            queue.take(ctx.weight, inputs, output_grads)
             return x_grad, None, bias_grad, None
         return x_grad, output_grads.t().matmul(inputs), bias_grad, None
 

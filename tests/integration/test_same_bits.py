@@ -1,0 +1,182 @@
+"""Deterministic mode: the same micro-batches train the same bits, however they are ordered, dealt and laid out.
+
+Real megatron-core ranks over gloo. Each run trains the same five uneven micro-batches a step, with a tied embedding,
+dropout and a norm that is clipped; all are compared with one rank (with one replica of one stage where TP is 2).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.executor.checkpoints.folder import latest
+from dynapipe_ext.executor.checkpoints.manifest import RunState
+from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.proof.step import verify_step, with_collectives
+from dynapipe_ext.executor.stages.megatron import MegatronStage
+from dynapipe_ext.executor.stages.megatron_exact import ExactMegatronGradients
+from dynapipe_ext.executor.stages.megatron_model import destroy_parallel
+from dynapipe_ext.executor.stages.megatron_weights import held_weights
+from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.transport.strict import StrictTransport
+from dynapipe_ext.executor.update import ExecutedStep
+from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.topology import Topology
+from tests.support.megatron_ranks import Case, Model, build_trained, join, samples_of, step_plan_of, tensors_of
+
+NUM_STEPS, SAVED = 6, 3
+GPT2, MODERN = Model(modern=False, position="learned"), Model()
+V, INTERLEAVED = Topology(pp=2, placement=(0, 1, 1, 0)), Topology(pp=2, placement=(0, 1, 0, 1))
+REVERSED, SHUFFLED = ((4, 3, 2, 1, 0),), ((2, 0, 4, 1, 3),)
+
+
+@dataclass(frozen=True)
+class Run:
+    case: Case
+    saves: bool = False  # a checkpoint after step SAVED
+    resumes: bool = False  # from that of another run
+
+    def __str__(self) -> str:
+        return f"{self.case}{'-resumed' * self.resumes}"
+
+
+def exact(topology: Topology, schedule: str = "1f1b", **options) -> Case:
+    settings = {"model": GPT2, "dropout": 0.1, "is_deterministic": True} | options
+    return Case(topology, schedule=schedule, **settings)
+
+
+def exact_tp(topology: Topology, **options) -> Case:
+    return exact(topology, model=MODERN, sequence_parallel=True, layout="packed", **options)
+
+
+WHOLE, WHOLE_TP = Run(exact(Topology())), Run(exact_tp(Topology(tp=2)))
+RUNS = [
+    WHOLE,
+    Run(exact(Topology(), deal=REVERSED, recompute="selective")),
+    Run(exact(Topology(), deal=SHUFFLED, weights_lag=2)),
+    WHOLE_TP,
+    Run(exact(Topology(pp=2), "adaptive", deal=SHUFFLED), saves=True),
+    Run(exact(V, "zb-v")),
+    Run(exact(Topology(dp=2), deal=((3, 0), (4, 1, 2)), distributed_optimizer=True)),
+    Run(exact(Topology(pp=4), "zb-h1", deal=REVERSED)),
+    Run(exact(Topology(pp=4), recompute="full")),
+    Run(exact(replace(INTERLEAVED, dp=2), "adaptive", deal=((0, 2), (4, 3, 1)))),
+    Run(exact(Topology(pp=2, dp=2), "adaptive", deal=((4,), (3, 2, 1, 0))), resumes=True),
+    Run(exact_tp(Topology(tp=2, pp=2), deal=REVERSED)),
+    Run(exact_tp(Topology(tp=2, dp=2), deal=((4, 0, 1), (2, 3)))),
+]
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]  # this rank's
+
+
+def train(run: Run, rank: int, root: Path) -> Trained:
+    case, topology = run.case, run.case.topology
+    me = topology.coordinates(rank)
+    chunks, optimizer = build_trained(case, topology, rank)
+    groups = make_pipeline_groups(topology, rank, timeout_s=60)
+    transport = StrictTransport(topology, rank, groups, timeout_s=30)
+    stage = MegatronStage(chunks, gradients=ExactMegatronGradients(chunks), dropout=case.dropout > 0)
+    executor = PipelineExecutor(stage, transport)
+    form = ActivationFormat(
+        case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1
+    )
+    losses, norms = [], []
+    with CheckpointSaver(root, chunks, optimizer, {}) as saver:
+        if run.resumes:
+            losses += load_checkpoint(latest(root), chunks, optimizer, model={}).run.losses
+        for step in range(len(losses), NUM_STEPS):
+            plans = lower(step_plan_of(case, step), form)
+            programs = [[plan.instructions for plan in replica] for replica in plans]
+            verify_step(
+                with_collectives(programs, ReplicaCollectives()), plans[0][0].stage_ranks, plans[0][0].num_micro_batches
+            )
+            plan, samples = plans[me.dp_rank][me.pp_rank], samples_of(step)
+            batches = [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches]
+            losses.append(executor.execute(plan, batches))
+            norms.append(optimizer.step(ExecutedStep(plan, losses[-1], stage.losses())))
+            if run.saves and step + 1 == SAVED:
+                saver.save(state_of(step + 1, losses))
+    transport.close()
+    weights = {
+        f"{name} of tp {me.tp_rank}": weight.detach().clone()
+        for chunk in chunks
+        for name, weight in held_weights(chunk.module)
+    }
+    return Trained(losses, norms, weights)
+
+
+def state_of(step: int, losses: list[float]) -> RunState:
+    costs = TokenCosts(num_stages=2)
+    return RunState(
+        step=step,
+        num_samples=0,
+        loader={"global_step": step},
+        model={},
+        settings={},
+        costs=cost_model_to_json(costs),
+        costs_fingerprint=costs.fingerprint(),
+        losses=tuple(losses),
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[Run, list[Trained]]:
+    """Every run's ranks; runs of as many ranks follow one another in the same processes."""
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    of_size = defaultdict(list)
+    for run in RUNS:
+        of_size[run.case.topology.world_size].append(run)
+    for size, runs in of_size.items():
+
+        def main(env, runs=runs) -> int:
+            join(env)
+            outcomes = []
+            for run in runs:
+                outcomes.append(train(run, env.rank, folder / "checkpoints"))
+                destroy_parallel()
+            (folder / f"{env.world_size}-{env.rank}").write_bytes(pickle.dumps(outcomes))
+            dist.barrier()
+            dist.destroy_process_group()
+            return 0
+
+        run_local(main, size, timeout_s=120)
+        ranks = [pickle.loads((folder / f"{size}-{rank}").read_bytes()) for rank in range(size)]
+        found |= dict(zip(runs, zip(*ranks, strict=True), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_losses_norms_and_weights_have_the_bits_of_one_replica_of_one_stage(trained, run):
+    whole = trained[WHOLE_TP if run.case.topology.tp > 1 else WHOLE]
+    expected = {name: weight for rank in whole for name, weight in rank.weights.items()}
+    seen = set()
+    for number, rank in enumerate(trained[run]):
+        assert rank.losses == whole[0].losses, f"rank {number}"
+        assert rank.norms == whole[0].norms[-len(rank.norms) :], f"rank {number}"
+        for name, weight in rank.weights.items():
+            assert torch.equal(weight, expected[name]), f"rank {number}: {name}"
+        seen |= rank.weights.keys()
+    assert seen == expected.keys()
+
+
+def test_gradients_were_clipped_and_weights_moved(trained):
+    (whole,) = trained[WHOLE]
+    assert min(whole.norms) > 0.5
+    assert whole.losses[-1] < whole.losses[0]
