@@ -341,6 +341,11 @@ class TrainConfig:
     def _check_heads(self, where: str) -> None:
         model, topology = self.model, self.topology
         if model.described is not None:
+            if model.described.num_experts and self.optimizer.deterministic:
+                raise ConfigError(
+                    f"{where}: [model] architecture {model.architecture} has {model.described.num_experts} experts, and"
+                    " deterministic leaves out experts: leave it out too, or take a model without them"
+                )
             if model.described.num_experts and topology.tp > 1 and not topology.sequence_parallel:
                 raise ConfigError(
                     f"{where}: [model] architecture {model.architecture} has {model.described.num_experts} experts,"

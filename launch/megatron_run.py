@@ -13,6 +13,7 @@ from dynapipe_ext.executor.checkpoints.manifest import RunState
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.checkpoints.periodic import Saver
 from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
+from dynapipe_ext.executor.stages.megatron_exact import ExactMegatronGradients
 from dynapipe_ext.executor.stages.megatron_model import build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron_placement import build_chunks
@@ -34,6 +35,7 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
         dtype=config.model.dtype,
         sequence_parallel=config.topology.sequence_parallel,
         dropout=config.model.dropout,
+        deterministic=config.optimizer.deterministic,
     )
     seed = None if config.model.init_from else config.run.seed
 
@@ -51,7 +53,12 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
         from dynapipe_ext.executor.stages.megatron_t5 import t5_stage
 
         make_stage = t5_stage
-    stage = make_stage(chunks, dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
+    stage = make_stage(
+        chunks,
+        gradients=ExactMegatronGradients(chunks) if config.optimizer.deterministic else None,
+        dropout=config.model.dropout > 0,
+        measure_bytes=device.type == "cpu",
+    )
     description = asdict(architecture) | {"dtype": config.model.dtype}
 
     def saver(root: Path) -> Saver:

@@ -36,7 +36,7 @@ from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import Case, Model, build_trained, join, samples_of, step_plan_of, tensors_of
 
-NUM_STEPS, SAVED = 6, 3
+NUM_STEPS, SAVED = 5, 2
 GPT2, MODERN = Model(modern=False, position="learned"), Model()
 V, INTERLEAVED = Topology(pp=2, placement=(0, 1, 1, 0)), Topology(pp=2, placement=(0, 1, 0, 1))
 REVERSED, SHUFFLED = ((4, 3, 2, 1, 0),), ((2, 0, 4, 1, 3),)
@@ -70,12 +70,9 @@ RUNS = [
     Run(exact(Topology(pp=2), "adaptive", deal=SHUFFLED), saves=True),
     Run(exact(V, "zb-v")),
     Run(exact(Topology(dp=2), deal=((3, 0), (4, 1, 2)), distributed_optimizer=True)),
-    Run(exact(Topology(pp=4), "zb-h1", deal=REVERSED)),
-    Run(exact(Topology(pp=4), recompute="full")),
-    Run(exact(replace(INTERLEAVED, dp=2), "adaptive", deal=((0, 2), (4, 3, 1)))),
-    Run(exact(Topology(pp=2, dp=2), "adaptive", deal=((4,), (3, 2, 1, 0))), resumes=True),
+    Run(exact(Topology(pp=4), "zb-h1", deal=REVERSED, recompute="full")),
+    Run(exact(replace(INTERLEAVED, dp=2), "adaptive", deal=((0, 2), (4, 3, 1))), resumes=True),
     Run(exact_tp(Topology(tp=2, pp=2), deal=REVERSED)),
-    Run(exact_tp(Topology(tp=2, dp=2), deal=((4, 0, 1), (2, 3)))),
 ]
 
 
@@ -176,7 +173,6 @@ def test_losses_norms_and_weights_have_the_bits_of_one_replica_of_one_stage(trai
     assert seen == expected.keys()
 
 
-def test_gradients_were_clipped_and_weights_moved(trained):
-    (whole,) = trained[WHOLE]
-    assert min(whole.norms) > 0.5
-    assert whole.losses[-1] < whole.losses[0]
+def test_every_step_was_taken_and_its_gradients_clipped(trained):
+    for run in (WHOLE, WHOLE_TP):
+        assert all(isinstance(norm, float) and norm > 0.5 for norm in trained[run][0].norms)
