@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
 from dynapipe_ext.executor.stages.exact_sums import ExactSums, Sum
+
+# Weights that another rank has a copy of, each with the sum over the ranks that have one.
+Copies = Mapping[torch.nn.Parameter, Sum]
+_NO_COPIES: Copies = MappingProxyType({})
 
 
 class GradientAccumulator(Protocol):
@@ -43,8 +48,14 @@ class PlainAccumulator:
 
     by_use = False
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], sum_over_replicas: Sum | None = None) -> None:
-        self._parameters = list(parameters)
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        sum_over_replicas: Sum | None = None,
+        *,
+        copies: Copies = _NO_COPIES,
+    ) -> None:
+        self._parameters, self._copies = list(parameters), copies
         self._sum_over_replicas = sum_over_replicas
 
     def begin(self) -> None:
@@ -65,6 +76,7 @@ class PlainAccumulator:
             flat = torch.cat([_grad(parameter).reshape(-1).float() for parameter in self._parameters])
             self._sum_over_replicas(flat)
             _scatter(flat, self._parameters)
+        _sum_copies(self._copies)
 
 
 class Float32Accumulator:
@@ -72,8 +84,14 @@ class Float32Accumulator:
 
     by_use = False
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], sum_over_replicas: Sum | None = None) -> None:
-        self._parameters = list(parameters)
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        sum_over_replicas: Sum | None = None,
+        *,
+        copies: Copies = _NO_COPIES,
+    ) -> None:
+        self._parameters, self._copies = list(parameters), copies
         self._sum_over_replicas = sum_over_replicas
         sizes = [parameter.numel() for parameter in self._parameters]
         device = self._parameters[0].device if sizes else None
@@ -98,20 +116,29 @@ class Float32Accumulator:
     def reduce(self) -> None:
         if self._sum_over_replicas is not None and self._parameters:
             self._sum_over_replicas(self._sums)
+        _sum_copies(self._copies)
 
 
 class ExactAccumulator:
     """Sums that do not depend on order or grouping: `ExactSums`, converted once.
 
     The same micro-batch gradients give the same bits in every order, on every split over replicas, whether the uses of
-    a weight lie on one rank or on two. Errors: ExecutionError where a sum leaves the range of fixed point.
+    a weight lie on one rank or on two. `in_float32` leaves them in `parameter.main_grad`, for weights of 16 bits.
+    Errors: ExecutionError where a sum leaves the range of fixed point.
     """
 
     by_use = True
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], sum_over_replicas: Sum | None = None) -> None:
-        self._sums = ExactSums(parameters)
-        self._sum_over_replicas = sum_over_replicas
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        sum_over_replicas: Sum | None = None,
+        *,
+        copies: Copies = _NO_COPIES,
+        in_float32: bool = False,
+    ) -> None:
+        self._sums, self._copies = ExactSums(parameters), copies
+        self._sum_over_replicas, self._in_float32 = sum_over_replicas, in_float32
 
     def begin(self) -> None:
         self._sums.clear()
@@ -130,9 +157,14 @@ class ExactAccumulator:
     def reduce(self) -> None:
         if self._sum_over_replicas is not None:
             self._sums.sum_over(self._sum_over_replicas)
+        for weight, over_copies in self._copies.items():
+            self._sums.sum_over(over_copies, [weight])
         self._sums.check()
         for parameter in self._sums.parameters:
-            parameter.grad = self._sums.value(parameter).to(parameter.dtype)
+            if self._in_float32:
+                parameter.main_grad = self._sums.value(parameter).float()  # type: ignore[attr-defined]
+            else:
+                parameter.grad = self._sums.value(parameter).to(parameter.dtype)
 
 
 def gradient_of(weight: torch.Tensor) -> torch.Tensor:
@@ -141,6 +173,11 @@ def gradient_of(weight: torch.Tensor) -> torch.Tensor:
     found = weight.grad if gradient is None else gradient
     assert found is not None
     return found
+
+
+def _sum_copies(copies: Copies) -> None:
+    for weight, over_copies in copies.items():
+        over_copies(gradient_of(weight))
 
 
 def _add_to_grad(weight: torch.Tensor, gradient: torch.Tensor) -> None:

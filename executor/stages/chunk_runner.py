@@ -1,7 +1,7 @@
 """Runs the model chunks of one pipeline rank: what stages of torch tensors have in common.
 
 Between a micro-batch's forward and its backward it keeps inputs and outputs, between I and W the weight gradients that
-were put off; it sums the losses. How a chunk is called and where gradients are summed is said by the stage that owns it.
+were put off; it sums losses. How a chunk is called and where gradients are summed is said by the stage that owns it.
 """
 
 from __future__ import annotations

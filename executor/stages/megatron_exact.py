@@ -43,13 +43,11 @@ class ExactMegatronGradients:
 
     by_use = True
 
-    def __init__(
-        self, chunks: Chunks, *, sum_copies: Callable[[Chunks, ExactSums], None] = sum_tied_copies
-    ) -> None:
+    def __init__(self, chunks: Chunks, *, sum_copies: Callable[[Chunks, ExactSums], None] = sum_tied_copies) -> None:
         if chunks[0].config.num_moe_experts:
             raise ConfigError(
-                f"a model of {chunks[0].config.num_moe_experts} experts has no deterministic mode: leave it off, or take"
-                " a model without experts"
+                f"a model of {chunks[0].config.num_moe_experts} experts has no deterministic mode: leave deterministic"
+                " out, or take a model without experts"
             )
         self._chunks, self._sum_copies = chunks, sum_copies
         self._sums = ExactSums(p for chunk in chunks for p in chunk.parameters() if p.requires_grad)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.executor.checkpoints.folder import latest
@@ -31,7 +32,6 @@ from dynapipe_ext.executor.stages.megatron_weights import held_weights
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.update import ExecutedStep
-from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import Case, Model, build_trained, join, samples_of, step_plan_of, tensors_of
@@ -91,9 +91,7 @@ def train(run: Run, rank: int, root: Path) -> Trained:
     transport = StrictTransport(topology, rank, groups, timeout_s=30)
     stage = MegatronStage(chunks, gradients=ExactMegatronGradients(chunks), dropout=case.dropout > 0)
     executor = PipelineExecutor(stage, transport)
-    form = ActivationFormat(
-        case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1
-    )
+    form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1)
     losses, norms = [], []
     with CheckpointSaver(root, chunks, optimizer, {}) as saver:
         if run.resumes:

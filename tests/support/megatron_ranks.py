@@ -109,7 +109,8 @@ class Case:
         words += [f"split{self.weights_lag}"] * (self.weights_lag is not None) + ["joined"] * self.is_joined
         words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer
         words += ["dropout"] * (self.dropout > 0)
-        words += ["-".join(map(str, own)) for own in self.deal] + ["exact"] * self.is_deterministic + ["".join(map(str, t.placement))] * bool(t.placement)
+        words += ["-".join(map(str, own)) for own in self.deal] + ["exact"] * self.is_deterministic
+        words += ["".join(map(str, t.placement))] * bool(t.placement)
         return "-".join(words + [str(n) for n in t.layers_per_stage])
 
 
