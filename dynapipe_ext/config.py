@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from dynapipe_ext.config_model import with_described
+from dynapipe_ext.config_model import refuse_order_in_bits, with_described
 from dynapipe_ext.config_values import checked_value, refuse_out_of_bounds, refuse_unknown
 from dynapipe_ext.data.mixture import weighted_files
 from dynapipe_ext.errors import ConfigError
@@ -311,6 +311,8 @@ class TrainConfig:
         self._check_placement(where)
         _check_evaluation(self.eval, where)
         self._check_heads(where)
+        if optimizer.deterministic:
+            refuse_order_in_bits(self, where)
 
     @property
     def placement(self) -> PlacementChoice:
@@ -341,11 +343,6 @@ class TrainConfig:
     def _check_heads(self, where: str) -> None:
         model, topology = self.model, self.topology
         if model.described is not None:
-            if model.described.num_experts and self.optimizer.deterministic:
-                raise ConfigError(
-                    f"{where}: [model] architecture {model.architecture} has {model.described.num_experts} experts, and"
-                    " deterministic leaves out experts: leave it out too, or take a model without them"
-                )
             if model.described.num_experts and topology.tp > 1 and not topology.sequence_parallel:
                 raise ConfigError(
                     f"{where}: [model] architecture {model.architecture} has {model.described.num_experts} experts,"

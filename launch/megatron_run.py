@@ -13,7 +13,7 @@ from dynapipe_ext.executor.checkpoints.manifest import RunState
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.checkpoints.periodic import Saver
 from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
-from dynapipe_ext.executor.stages.megatron_exact import ExactMegatronGradients
+from dynapipe_ext.executor.stages.megatron_exact import gpt_stage
 from dynapipe_ext.executor.stages.megatron_model import build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron_placement import build_chunks
@@ -48,14 +48,14 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
             load_initial_weights(model, config.model.init_from, architecture, topology, number)
     chunks = [wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed) for model in models]
     optimizer = MegatronOptimizer(chunks, settings, config.optimizer, num_steps=config.run.steps)
-    make_stage: Callable[..., MegatronStage] = MegatronStage
+    make_stage: Callable[..., MegatronStage] = gpt_stage
     if architecture.num_decoder_layers:
         from dynapipe_ext.executor.stages.megatron_t5 import t5_stage
 
         make_stage = t5_stage
     stage = make_stage(
         chunks,
-        gradients=ExactMegatronGradients(chunks) if config.optimizer.deterministic else None,
+        deterministic=config.optimizer.deterministic,
         dropout=config.model.dropout > 0,
         measure_bytes=device.type == "cpu",
     )

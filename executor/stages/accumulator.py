@@ -156,7 +156,7 @@ class ExactAccumulator:
 
     def reduce(self) -> None:
         if self._sum_over_replicas is not None:
-            self._sums.sum_over(self._sum_over_replicas)
+            self._sums.sum_all(self._sum_over_replicas)
         for weight, over_copies in self._copies.items():
             self._sums.sum_over(over_copies, [weight])
         self._sums.check()

@@ -41,18 +41,23 @@ class ExactSums:
             bound += torch.linalg.vector_norm(gradient, torch.inf)
             total += gradient.double().mul_(_SCALE).round_().long()
 
-    def sum_over(self, ranks: Sum, parameters: Sequence[torch.Tensor] | None = None) -> None:
-        """Add up the sums of several ranks, which all give as many parameters (None: all) in one order."""
-        if parameters is None:
-            ranks(self._flat)
-            ranks(self._bounds)
-            return
-        totals, bounds = zip(*(self._of[parameter] for parameter in parameters), strict=True)
-        for parts in (totals, bounds):
+    def sum_all(self, ranks: Sum) -> None:
+        """Add up the sums of ranks that hold the same parameters."""
+        ranks(self._flat)
+        ranks(self._bounds)
+
+    def sum_over(self, ranks: Sum, parameters: Sequence[torch.Tensor]) -> None:
+        """Add up the sums of some parameters. All ranks give those of one order; what one has no sum of, a parameter
+        that does not train or a stand-in of its shape, counts nothing."""
+        found = [self._of.get(parameter, self._nothing(parameter)) for parameter in parameters]
+        for parts in zip(*found, strict=True):
             whole = torch.cat([part.reshape(-1) for part in parts])
             ranks(whole)
             for part, summed in zip(parts, torch.split(whole, [part.numel() for part in parts]), strict=True):
                 part.copy_(summed.view(part.shape))
+
+    def _nothing(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(parameter, dtype=torch.int64), self._bounds.new_zeros(())
 
     def check(self) -> None:
         """Errors: ExecutionError where a sum may have left the range of fixed point."""

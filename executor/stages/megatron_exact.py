@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.executor.stages.exact_sums import ExactSums
-from dynapipe_ext.executor.stages.megatron import Chunks, unwrapped
+from dynapipe_ext.executor.stages.exact_sums import ExactSums, Sum
+from dynapipe_ext.executor.stages.megatron import Chunks, MegatronStage, unwrapped
 
 _EPSILON = 1e-6  # of Megatron's clipping
 
@@ -30,7 +30,7 @@ def sum_tied_copies(chunks: Chunks, sums: ExactSums) -> None:
         return
     holder = unwrapped(chunks[0 if parallel_state.get_pipeline_model_parallel_rank() == 0 else -1])
     if holder.share_embeddings_and_output_weights:
-        sums.sum_over(_over(group), [holder.shared_embedding_or_output_weight()])
+        sums.sum_over(over(group), [holder.shared_embedding_or_output_weight()])
 
 
 class ExactMegatronGradients:
@@ -73,17 +73,23 @@ class ExactMegatronGradients:
         from megatron.core import parallel_state
 
         sums = self._sums
-        sums.sum_over(_over(parallel_state.get_data_parallel_group(with_context_parallel=True)))
+        sums.sum_all(over(parallel_state.get_data_parallel_group(with_context_parallel=True)))
         tensor_parallel = parallel_state.get_tensor_model_parallel_group()
         if tensor_parallel.size() > 1 and (partial_sums := list(_partial_over_tensor_parallel(self._chunks))):
-            sums.sum_over(_over(tensor_parallel), partial_sums)
+            sums.sum_over(over(tensor_parallel), partial_sums)
         self._sum_copies(self._chunks, sums)
         sums.check()
         for parameter in sums.parameters:
             parameter.main_grad.copy_(sums.value(parameter))  # type: ignore[attr-defined]
 
 
-def _over(group: Any) -> Callable[[torch.Tensor], None]:
+def gpt_stage(chunks: Chunks, *, deterministic: bool = False, **options: Any) -> MegatronStage:
+    """The stage of a rank's chunks of a GPT; `options` are MegatronStage's."""
+    return MegatronStage(chunks, gradients=ExactMegatronGradients(chunks) if deterministic else None, **options)
+
+
+def over(group: Any) -> Sum:
+    """The sum over a process group."""
     return partial(dist.all_reduce, group=group)
 
 

@@ -61,6 +61,10 @@ class DeferredGradients:
         else:
             self._work += work
 
+    def take_whole(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A gradient as it is."""
+        self._accumulate(weight, gradient)
+
     def run(self, work: DeferredWork) -> None:
         """Compute a micro-batch's gradients in the order in which its backward came to them, freeing as it goes."""
         work.reverse()
@@ -74,6 +78,40 @@ def deferred_of(weight: torch.Tensor) -> DeferredGradients | None:
     """Where this weight's gradient goes just now: None means to autograd, as usual."""
     queue: DeferredGradients | None = getattr(weight, _QUEUE, None)
     return queue if queue is not None and queue.takes else None
+
+
+class _Use(torch.autograd.Function):
+    """A weight, for one of its uses: the gradient goes where those of linear layers go."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor | None:
+        if (queue := deferred_of(ctx.weight)) is None:
+            return grads[0]
+        queue.take_whole(ctx.weight, grads[0])
+        return None
+
+
+def hand_over_each_use(module: Any) -> None:
+    """Have a module that one forward calls several times (an embedding of both sides, biases of all layers) hand over
+    the gradient of its weight call by call, where linear layers do; autograd would add them up."""
+    forward = module.forward
+
+    def once(*arguments: Any, **options: Any) -> Any:
+        weight, is_lent = module.weight, "weight" in module.__dict__
+        module.__dict__["weight"] = _Use.apply(weight)  # type: ignore[no-untyped-call]
+        try:
+            return forward(*arguments, **options)
+        finally:
+            del module.__dict__["weight"]
+            if is_lent:
+                module.__dict__["weight"] = weight
+
+    module.forward = once
 
 
 def deferred_bytes(work: DeferredWork) -> int:

@@ -6,6 +6,7 @@ dropout and a norm that is clipped; all are compared with one rank (with one rep
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -17,16 +18,17 @@ import torch.distributed as dist
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import RunState
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof.step import verify_step, with_collectives
-from dynapipe_ext.executor.stages.megatron import MegatronStage
-from dynapipe_ext.executor.stages.megatron_exact import ExactMegatronGradients
+from dynapipe_ext.executor.stages.megatron_exact import gpt_stage
 from dynapipe_ext.executor.stages.megatron_model import destroy_parallel
 from dynapipe_ext.executor.stages.megatron_weights import held_weights
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
@@ -35,6 +37,7 @@ from dynapipe_ext.executor.update import ExecutedStep
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import Case, Model, build_trained, join, samples_of, step_plan_of, tensors_of
+from tests.support.preloaded import Preloaded
 
 NUM_STEPS, SAVED = 5, 2
 GPT2, MODERN = Model(modern=False, position="learned"), Model()
@@ -89,7 +92,7 @@ def train(run: Run, rank: int, root: Path) -> Trained:
     chunks, optimizer = build_trained(case, topology, rank)
     groups = make_pipeline_groups(topology, rank, timeout_s=60)
     transport = StrictTransport(topology, rank, groups, timeout_s=30)
-    stage = MegatronStage(chunks, gradients=ExactMegatronGradients(chunks), dropout=case.dropout > 0)
+    stage = gpt_stage(chunks, deterministic=True, dropout=case.dropout > 0)
     executor = PipelineExecutor(stage, transport)
     form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1)
     losses, norms = [], []
@@ -174,3 +177,61 @@ def test_losses_norms_and_weights_have_the_bits_of_one_replica_of_one_stage(trai
 def test_every_step_was_taken_and_its_gradients_clipped(trained):
     for run in (WHOLE, WHOLE_TP):
         assert all(isinstance(norm, float) and norm > 0.5 for norm in trained[run][0].norms)
+
+
+SETTINGS = """
+[run]
+steps = 4
+[topology]
+tp = 1
+pp = 1
+dp = 1
+[model]
+num_layers = 4
+hidden_size = 32
+num_heads = 2
+num_query_groups = 2
+ffn_hidden_size = 64
+max_seq_len = 128
+dropout = 0.1
+[data]
+num_samples = 60
+tokenizer = "bytes"
+truncate = true
+tokens_per_batch = 1024
+[plan]
+layout = "padded"
+rule = "batch-max"
+max_tokens = 512
+[job]
+timeout_s = 60
+"""
+
+
+def test_a_run_of_one_rank_and_one_of_four_write_the_same_losses_and_norms(preloaded: Preloaded, tmp_path: Path):
+    """`dynapipe train --deterministic`, by a rule that cuts the same micro-batches whatever the topology."""
+    (tmp_path / "settings.toml").write_text(SETTINGS)
+    spread = "--pp 2 --dp 2 --placement v --split-backward --costs one/costs.json"
+    found = []
+    for name, flags in (("one", []), ("four", spread.split())):
+        common = ["--config", "settings.toml", "--run-dir", name, "--deterministic"]
+        preloaded.train(*common, *flags, cwd=tmp_path)
+        steps = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+        found.append([(step["loss"], step["grad_norm"]) for step in steps if "grad_norm" in step])
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"model": {"architecture": "mixtral-8x7b"}, "topology": {"tp": 1}}, "architecture mixtral-8x7b has 8 experts, which it does not"),
+        (
+            {"model": {"num_decoder_layers": 2}, "topology": {"tp": 1, "pp": 2}},
+            r"recompute is 'auto'.* set recompute to 'none' or 'selective', or pp to 1",
+        ),
+    ],
+)
+def test_what_the_plan_would_show_in_is_refused(tables, says):
+    with pytest.raises(ConfigError, match=says):
+        TrainConfig().with_values(**tables, optimizer={"deterministic": True})

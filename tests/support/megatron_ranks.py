@@ -160,6 +160,7 @@ def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
         dtype="float32",
         sequence_parallel=case.sequence_parallel,
         dropout=case.dropout,
+        deterministic=case.is_deterministic,
     )
     shape, pp_rank = case.model.shape, topology.coordinates(rank).pp_rank
     chunks = build_chunks(
