@@ -59,6 +59,7 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
         dropout=config.model.dropout > 0,
         measure_bytes=device.type == "cpu",
     )
+    num_sum_bytes = 8 * config.optimizer.deterministic * sum(p.numel() for c in chunks for p in c.parameters())
     description = asdict(architecture) | {"dtype": config.model.dtype}
 
     def saver(root: Path) -> Saver:
@@ -82,5 +83,5 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
         description=description,
         saver=saver,
         restore=restore,
-        held_bytes=lambda: optimizer.state_bytes() + stage.weight_bytes(),
+        held_bytes=lambda: optimizer.state_bytes() + stage.weight_bytes() + num_sum_bytes,
     )

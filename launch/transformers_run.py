@@ -41,7 +41,8 @@ def build_transformers(config: TrainConfig, architecture: Architecture, device: 
     stage = TransformersStage(parts, accumulator=accumulator, parallel=parallel)
     optimizer = TransformersOptimizer(parts, config.optimizer, num_steps=config.run.steps, parallel=parallel)
     weights = {p for part in parts for p in part.parameters()}
-    num_weight_bytes = sum(p.numel() * (p.element_size() + 4 * p.requires_grad) for p in weights)
+    num_grad_bytes = 12 if config.optimizer.deterministic else 4  # with the exact sum
+    num_weight_bytes = sum(p.numel() * (p.element_size() + num_grad_bytes * p.requires_grad) for p in weights)
     return BuiltModel(
         stage=stage,
         optimizer=optimizer,

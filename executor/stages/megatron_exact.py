@@ -52,7 +52,8 @@ class ExactMegatronGradients:
         self._chunks, self._sum_copies = chunks, sum_copies
         self._sums = ExactSums(p for chunk in chunks for p in chunk.parameters() if p.requires_grad)
         for parameter in self._sums.parameters:
-            parameter.register_post_accumulate_grad_hook(self._take)  # before DDP's own hook, which finds nothing
+            # It comes before DDP's own hook, which then finds nothing.
+            parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         self._sums.clear()

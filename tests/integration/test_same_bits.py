@@ -225,7 +225,10 @@ def test_a_run_of_one_rank_and_one_of_four_write_the_same_losses_and_norms(prelo
 @pytest.mark.parametrize(
     ("tables", "says"),
     [
-        ({"model": {"architecture": "mixtral-8x7b"}, "topology": {"tp": 1}}, "architecture mixtral-8x7b has 8 experts, which it does not"),
+        (
+            {"model": {"architecture": "mixtral-8x7b"}, "topology": {"tp": 1}},
+            "architecture mixtral-8x7b has 8 experts, which it does not",
+        ),
         (
             {"model": {"num_decoder_layers": 2}, "topology": {"tp": 1, "pp": 2}},
             r"recompute is 'auto'.* set recompute to 'none' or 'selective', or pp to 1",
