@@ -104,6 +104,12 @@ def keep_cuda_forkable() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
+def keep_cublas_deterministic() -> None:
+    """Have cuBLAS work in a space of its own, unless the user chose: else torch's deterministic mode refuses matrix
+    products. Call before the first of them."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def use_interface(name: str) -> list[str]:
     """Have gloo and NCCL connect over a network interface, each unless the user chose; returns the variables set.
 

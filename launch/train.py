@@ -34,7 +34,7 @@ from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
-from dynapipe_ext.launch.env import RankEnv, limit_threads, num_cores
+from dynapipe_ext.launch.env import RankEnv, keep_cublas_deterministic, limit_threads, num_cores
 from dynapipe_ext.launch.job import (
     architecture_of,
     check_batches,
@@ -101,7 +101,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
     import torch
     import torch.distributed as dist
 
-    from dynapipe_ext.executor.device import process_group_backend, rank_device
+    from dynapipe_ext.executor.device import compute_deterministically, process_group_backend, rank_device
 
     config = job.config
     refuse_unsupported(config, resumes=job.resumed is not None)
@@ -113,6 +113,9 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
             f" {topology.world_size}: change --nproc-per-node or the topology"
         )
     torch.set_num_threads(limit_threads())
+    if config.optimizer.deterministic:
+        keep_cublas_deterministic()
+        compute_deterministically()
     device = rank_device(env.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

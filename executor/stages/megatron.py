@@ -51,6 +51,8 @@ class MegatronGradients:
     With None the caller does so, after the step: the sums are then this rank's own.
     """
 
+    by_use = False
+
     def __init__(self, chunks: Chunks, *, finalize: Callable[[Chunks], object] | None = finalize_grads) -> None:
         self._chunks, self._finalize = chunks, finalize
 

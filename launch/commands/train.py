@@ -154,6 +154,11 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--weight-decay": ("optimizer", "weight_decay", {"type": float, "metavar": "W", "help": "not of norms and biases"}),
     "--clip-grad": ("optimizer", "clip_grad", {"type": float, "metavar": "NORM", "help": "of all gradients; 0: off"}),
     "--betas": ("optimizer", "betas", {"type": _betas, "metavar": "B1,B2", "help": "of Adam"}),
+    "--deterministic": (
+        "optimizer",
+        "deterministic",
+        {"action": "store_true", "help": "same bits under every plan, pp and dp of the same micro-batches"},
+    ),
     "--output": ("checkpoint", "output", {"metavar": "DIR", "help": "folder to make of the trained model"}),
     "--save-format": ("checkpoint", "save_format", {"choices": get_args(SaveFormat), "help": "of --output"}),
     "--keep-best": ("checkpoint", "keep_best", {"action": "store_true", "help": "by validation; --output is then it"}),
