@@ -11,6 +11,7 @@ from typing import Any, Literal, get_type_hints
 from dynapipe_ext.config_model import with_described
 from dynapipe_ext.config_values import checked_value, refuse_out_of_bounds, refuse_unknown
 from dynapipe_ext.data.mixture import weighted_files
+from dynapipe_ext.deepspeed_config import DeepSpeedSettings, with_decided, with_read
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.transformers_sizes import Backend
@@ -19,7 +20,7 @@ from dynapipe_ext.schedule_names import ScheduleName, check_fill_waits, check_pl
 from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 PlacementChoice = Literal[PlacementName, "auto"]
-_READ = "described"  # of [model]: no setting, but what one of them names
+_READ = "described"  # of [model] and [deepspeed]: no setting, but what one of them names
 SaveFormat = Literal["hf", "megatron", "deepspeed"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
@@ -220,6 +221,7 @@ class TrainConfig:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
+    deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
     job: JobSettings = field(default_factory=JobSettings)
 
     @classmethod
@@ -235,6 +237,7 @@ class TrainConfig:
     def from_json(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:
         tables = get_type_hints(cls)
         refuse_unknown(raw, tables, where)
+        raw = with_decided(raw)
         names = {table: get_type_hints(settings).keys() - {_READ} for table, settings in tables.items()}
         built = {}
         for name, table in tables.items():
@@ -246,6 +249,7 @@ class TrainConfig:
             checked = {key: checked_value(v, hints[key], f"{where}: [{name}] {key}") for key, v in values.items()}
             built[name] = table(**checked)
         built["model"] = with_described(built["model"], raw.get("model", {}), where)
+        built["deepspeed"] = with_read(built["deepspeed"])
         config = cls(**built)
         config.check(where)
         return config
@@ -255,9 +259,12 @@ class TrainConfig:
 
     def with_values(self, **tables: Mapping[str, Any]) -> TrainConfig:
         """The same settings with some replaced, for command-line flags: with_values(run={"steps": 5})."""
-        changed = {name: replace(getattr(self, name), **values) for name, values in tables.items() if values}
+        decided = with_decided(tables)
+        changed = {name: replace(getattr(self, name), **values) for name, values in decided.items() if values}
         if "model" in changed:
-            changed["model"] = with_described(changed["model"], tables["model"], "command line")
+            changed["model"] = with_described(changed["model"], decided["model"], "command line")
+        if "deepspeed" in changed:
+            changed["deepspeed"] = with_read(changed["deepspeed"])
         config = replace(self, **changed)
         config.check("command line")
         return config

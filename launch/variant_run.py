@@ -152,6 +152,10 @@ def run_variant(
 def _built(context: RankContext, config: TrainConfig, architecture: Architecture) -> BuiltModel:
     """This rank's part of the model, of the framework that a variant's settings name."""
     device = context.device
+    if config.deepspeed.config:
+        from dynapipe_ext.launch.deepspeed_run import build_deepspeed
+
+        return build_deepspeed(config, architecture, device)
     if config.model.uses_transformers:
         from dynapipe_ext.launch.transformers_run import build_transformers
 

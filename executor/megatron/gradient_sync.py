@@ -41,7 +41,7 @@ class StepGradients:
         """Take in the number of target tokens of one micro-batch, as its loss function counted them."""
         self._num_tokens += num_tokens
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         no_sync = self._config.no_sync_func
         for enter in no_sync if isinstance(no_sync, list) else [no_sync] * (no_sync is not None):
             self._unsynchronised.enter_context(enter())

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.instructions import ExecutionPlan
 
 Sum = Callable[[torch.Tensor], None]  # over ranks, in place
 
@@ -19,8 +20,12 @@ class GradientAccumulator(Protocol):
     implementation adds up in is its own choice.
     """
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         """Start a step: no gradient is held."""
+
+    def backward(self, outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor] | None) -> None:
+        """Run the backward of `outputs`; where they are a loss, `output_grads` is None."""
+        torch.autograd.backward(outputs, output_grads)
 
     def add(self) -> None:
         """Take in what the backward that just ran has produced."""
@@ -32,7 +37,7 @@ class GradientAccumulator(Protocol):
         """Sum over replicas, once a step."""
 
 
-class PlainAccumulator:
+class PlainAccumulator(GradientAccumulator):
     """Floating-point sums in arrival order, replicas in one flat sum.
 
     Micro-batches add up in the parameter's dtype, replicas in float32: with bfloat16 weights and many micro-batches
@@ -43,7 +48,7 @@ class PlainAccumulator:
         self._parameters = list(parameters)
         self._sum_over_replicas = sum_over_replicas
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -63,7 +68,7 @@ class PlainAccumulator:
             _scatter(flat, self._parameters)
 
 
-class Float32Accumulator:
+class Float32Accumulator(GradientAccumulator):
     """Sums in float32, in arrival order, left in `parameter.main_grad`: for weights of 16 bits."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], sum_over_replicas: Sum | None = None) -> None:
@@ -75,7 +80,7 @@ class Float32Accumulator:
         for parameter, own in zip(self._parameters, torch.split(self._sums, sizes), strict=True):
             parameter.main_grad = own.view_as(parameter)  # type: ignore[attr-defined]
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         self._sums.zero_()
         for parameter in self._parameters:
             parameter.grad = None
@@ -94,7 +99,7 @@ class Float32Accumulator:
             self._sum_over_replicas(self._sums)
 
 
-class ExactAccumulator:
+class ExactAccumulator(GradientAccumulator):
     """Sums that do not depend on order or grouping: int64 fixed point with `scale_bits` fractional bits.
 
     The same micro-batch gradients give the same bits in every order, on every split over replicas. Costs 8 bytes a
@@ -115,7 +120,7 @@ class ExactAccumulator:
         self._sums = [torch.zeros(p.shape, dtype=torch.int64, device=p.device) for p in self._parameters]
         self._largest = 0.0
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         self._largest = 0.0
         for parameter, total in zip(self._parameters, self._sums, strict=True):
             parameter.grad = None

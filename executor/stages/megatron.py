@@ -53,7 +53,7 @@ class MegatronGradients:
     def __init__(self, chunks: Chunks, *, finalize: Callable[[Chunks], object] | None = finalize_grads) -> None:
         self._chunks, self._finalize = chunks, finalize
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
             for parameter in chunk.parameters():

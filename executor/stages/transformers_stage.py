@@ -165,7 +165,7 @@ class TiedGradients:
 
     def __init__(self, own: GradientAccumulator, weight: torch.nn.Parameter, sum_over_ends: Sum) -> None:
         self._own, self._weight, self._sum_over_ends = own, weight, sum_over_ends
-        self.begin, self.add, self.add_weight = own.begin, own.add, own.add_weight
+        self.begin, self.backward, self.add, self.add_weight = own.begin, own.backward, own.add, own.add_weight
 
     def reduce(self) -> None:
         self._own.reduce()
