@@ -237,13 +237,13 @@ class TrainConfig:
     def from_json(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:
         tables = get_type_hints(cls)
         refuse_unknown(raw, tables, where)
+        if not_tables := [name for name in raw if not isinstance(raw[name], Mapping)]:
+            raise ConfigError(f"{where}: {not_tables[0]} must be a table like [{not_tables[0]}]")
         raw = with_decided(raw)
         names = {table: get_type_hints(settings).keys() - {_READ} for table, settings in tables.items()}
         built = {}
         for name, table in tables.items():
             values = raw.get(name, {})
-            if not isinstance(values, Mapping):
-                raise ConfigError(f"{where}: {name} must be a table like [{name}]")
             hints = {key: hint for key, hint in get_type_hints(table).items() if key != _READ}
             refuse_unknown(values, hints, f"{where}: [{name}]", names)
             checked = {key: checked_value(v, hints[key], f"{where}: [{name}] {key}") for key, v in values.items()}

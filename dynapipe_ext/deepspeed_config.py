@@ -81,11 +81,10 @@ def read_deepspeed_config(path: str | Path) -> Json:
 def with_decided(tables: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
     """Settings with those that the configuration decides which they name, where they do not say else themselves."""
     path = tables.get("deepspeed", {}).get("config")
-    if not path:
+    if not path or not isinstance(path, str):
         return tables
-    raw = read_deepspeed_config(path)
-    decided = settings_in(raw)
-    return {name: decided.get(name, {}) | dict(tables.get(name, {})) for name in decided | dict(tables)}
+    decided = settings_in(read_deepspeed_config(path))
+    return {**tables, **{name: values | dict(tables.get(name, {})) for name, values in decided.items()}}
 
 
 def with_read(settings: DeepSpeedSettings) -> DeepSpeedSettings:
@@ -112,7 +111,9 @@ def settings_in(raw: Mapping[str, Any]) -> Tables:
     ('bfloat16', 0.001, 0.0)
     """
     parameters = raw.get("optimizer", {}).get("params", {})
-    given = {name: parameters[name] for name in ("lr", "betas", "weight_decay") if parameters.get(name, "auto") != "auto"}
+    given = {
+        name: parameters[name] for name in ("lr", "betas", "weight_decay") if parameters.get(name, "auto") != "auto"
+    }
     optimizer: Json = {name: tuple(v) if name == "betas" else float(v) for name, v in given.items()}
     if "lr" in optimizer:
         optimizer["min_lr"] = optimizer["lr"] / 10

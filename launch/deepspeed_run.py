@@ -15,9 +15,8 @@ from dynapipe_ext.costs.states import state_bytes
 from dynapipe_ext.deepspeed_config import engine_config
 from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import EngineSaver, load_engine
 from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer, gathered, make_engine
-from dynapipe_ext.executor.stages.deepspeed_stage import EngineGradients, scatters_gradients
+from dynapipe_ext.executor.stages.deepspeed_stage import engine_stage
 from dynapipe_ext.executor.stages.transformers_saving import save_parts
-from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.built_model import BuiltModel
 from dynapipe_ext.launch.job import topology_of
@@ -47,9 +46,7 @@ def build_deepspeed(config: TrainConfig, architecture: Architecture, device: tor
     num_parameters = sum(parameter.numel() for parameter in part.parameters())
     recipe = "fp32" if config.model.dtype == "float32" else "deepspeed"
     engine = make_engine(part.model, made.config, device)
-    if scatters_gradients(engine):
-        part.run_by(engine)
-    stage = TransformersStage([part], accumulator=partial(EngineGradients, engine), parallel=parallel)
+    stage = engine_stage(engine, part, parallel=parallel)
     optimizer = DeepSpeedOptimizer(engine, config.optimizer, num_steps=num_steps, parallel=parallel, device=device)
     states = state_bytes(num_parameters, recipe, zero_stage=settings.zero_stage, dp=topology.dp)
     description = asdict(architecture) | {"dtype": config.model.dtype, "zero_stage": settings.zero_stage}

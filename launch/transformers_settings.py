@@ -43,7 +43,7 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
     path, zero_stage, plan = config.deepspeed.config, config.deepspeed.zero_stage, config.plan
     if not config.model.uses_transformers:
         raise ConfigError(
-            f"--deepspeed {path} trains models that transformers computes: name one by --model, with backend transformers"
+            f"--deepspeed {path} trains models that transformers computes: name one by --model, and leave out --backend"
         )
     described = config.deepspeed.described or {}
     offloads = bool(described.get("zero_optimization", {}).get("offload_optimizer"))

@@ -49,9 +49,7 @@ class EngineSaver:
         part = folders.part_folder(self._root, run.step)
         with named_collectives(f"checkpoint of step {run.step}"):
             self._on_first_rank(lambda: folders.begin(self._root, run.step))
-            self._on_every_rank(
-                lambda: self._engine.save_checkpoint(str(self._root), tag=part.name, save_latest=False)
-            )
+            self._on_every_rank(lambda: self._engine.save_checkpoint(str(self._root), tag=part.name, save_latest=False))
             self._on_first_rank(lambda: self._publish(part, run))
             if self._save_last is not None and run.step >= self._num_steps:
                 self._save_last()

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
 
 
-class StepGradients:
+class StepGradients(GradientAccumulator):
     """GradientAccumulator of a model in a Megatron training loop, which itself zeroes the buffers before a step.
 
     A context manager around the step: gradients are not synchronised within until `reduce`.

@@ -12,7 +12,9 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, ExecutionPlan, Forward
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, Sum
-from dynapipe_ext.executor.stages.torch_stage import LossFunction, TorchStage
+from dynapipe_ext.executor.stages.torch_stage import LossFunction, TorchStage, with_batch
+from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
+from dynapipe_ext.executor.stages.transformers_stage import TransformersStage, token_loss_sum
 
 _SCATTERS = 2  # the first ZeRO stage that scatters the gradients of each backward
 
@@ -21,22 +23,33 @@ class DeepSpeedStage(TorchStage):
     """A TorchStage of the module that an engine of `deepspeed.initialize` wraps; `engine.step()` follows each step.
 
     ZeRO 0 to 3. The plan says what a step accumulates and its loss divisor what it divides by; the engine's own batch
-    sizes and accumulation steps count for nothing. A TransformersStage takes `EngineGradients` as its accumulator.
+    sizes and accumulation steps count for nothing. `engine_stage` is the like for models of transformers.
     """
 
     def __init__(
         self, engine: Any, loss: LossFunction, *, parallel: Reductions | None = None, restarts_attention: bool = False
     ) -> None:
+        module = engine.module
         super().__init__(
-            engine if scatters_gradients(engine) else engine.module,
+            {0: with_batch(engine, module)} if _scatters_gradients(engine) else module,
             loss,
+            parameters=module.parameters(),
             accumulator=partial(EngineGradients, engine),
             parallel=parallel,
             restarts_attention=restarts_attention,
         )
 
 
-def scatters_gradients(engine: Any) -> bool:
+def engine_stage(
+    engine: Any, part: TransformersPart, *, loss: LossFunction = token_loss_sum, parallel: Reductions | None = None
+) -> TransformersStage:
+    """The stage of a model of transformers, in one part, around whose `model` an engine was made."""
+    if _scatters_gradients(engine):
+        part.run_by(engine)
+    return TransformersStage([part], loss=loss, accumulator=partial(EngineGradients, engine), parallel=parallel)
+
+
+def _scatters_gradients(engine: Any) -> bool:
     """Whether each backward ends in collectives over replicas, and is thus to be run by the engine."""
     stage: int = engine.zero_optimization_stage()
     return stage >= _SCATTERS
@@ -54,7 +67,7 @@ class EngineGradients(GradientAccumulator):
         self, engine: Any, parameters: Sequence[torch.nn.Parameter], _sum_over_replicas: Sum | None = None
     ) -> None:
         _refuse_engine(engine)
-        self._engine, self._parameters, self._scatters = engine, list(parameters), scatters_gradients(engine)
+        self._engine, self._parameters, self._scatters = engine, list(parameters), _scatters_gradients(engine)
         self._num_left = 0
 
     def begin(self, plan: ExecutionPlan) -> None:

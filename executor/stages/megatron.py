@@ -44,7 +44,7 @@ def finalize_grads(chunks: Chunks) -> None:
     finalize_model_grads(list(chunks))
 
 
-class MegatronGradients:
+class MegatronGradients(GradientAccumulator):
     """Sums in DDP's float32 `main_grad` buffers, into which backward hooks add; `finalize` reduces them.
 
     With None the caller does so, after the step: the sums are then this rank's own.

@@ -160,12 +160,23 @@ def model_inputs(micro_batch: MicroBatch, attention: str, device: torch.device) 
     return inputs
 
 
-class TiedGradients:
+class TiedGradients(GradientAccumulator):
     """Gradients of a rank that has one of two copies of a weight: after `reduce` both copies have the sum."""
 
     def __init__(self, own: GradientAccumulator, weight: torch.nn.Parameter, sum_over_ends: Sum) -> None:
         self._own, self._weight, self._sum_over_ends = own, weight, sum_over_ends
-        self.begin, self.backward, self.add, self.add_weight = own.begin, own.backward, own.add, own.add_weight
+
+    def begin(self, plan: ExecutionPlan) -> None:
+        self._own.begin(plan)
+
+    def backward(self, outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor] | None) -> None:
+        self._own.backward(outputs, output_grads)
+
+    def add(self) -> None:
+        self._own.add()
+
+    def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._own.add_weight(weight, gradient)
 
     def reduce(self) -> None:
         self._own.reduce()
