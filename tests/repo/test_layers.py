@@ -70,7 +70,7 @@ RIM = {
         "dynapipe_ext/packing/check.py",  # builds a small twin of the user's model
         "executor/stages/transformers*.py",
     ),
-    "flash_attn": ("executor/stages/attention*.py",),
+    "flash_attn": ("dynapipe_ext/packing/kernels.py",),
 }
 ENVIRONMENT = "launch/env.py"
 AMBIENT = {"environ", "environb", "getenv", "putenv", "unsetenv"}
