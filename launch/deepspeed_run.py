@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.states import state_bytes
+from dynapipe_ext.costs.states import StateRecipe, state_bytes
 from dynapipe_ext.deepspeed_config import engine_config
 from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import EngineSaver, load_engine
 from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer, gathered, make_engine
@@ -44,7 +44,7 @@ def build_deepspeed(config: TrainConfig, architecture: Architecture, device: tor
             print(f"{settings.config}: {line}", file=sys.stderr)
     (part,) = rank_parts(config, parallel, device)
     num_parameters = sum(parameter.numel() for parameter in part.parameters())
-    recipe = "fp32" if config.model.dtype == "float32" else "deepspeed"
+    recipe: StateRecipe = "fp32" if config.model.dtype == "float32" else "deepspeed"
     engine = make_engine(part.model, made.config, device)
     stage = engine_stage(engine, part, parallel=parallel)
     optimizer = DeepSpeedOptimizer(engine, config.optimizer, num_steps=num_steps, parallel=parallel, device=device)

@@ -24,7 +24,7 @@ class VarlenKernel:
     """A function of (q, k, v), where it lies and how it calls what else it takes; "" for what it has not.
 
     Called by names alone, for versions put new arguments between old ones. `capabilities`: majors of devices that it
-    runs on. `unbounded` is a window's side without a bound.
+    runs on. `unbounded` is a window's side without a bound. `shares_heads` is an argument that some versions ask for.
     """
 
     name: str
@@ -42,12 +42,13 @@ class VarlenKernel:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        named = (self.scale, "window_size", self.causal, self.dropout, self.softcap, self.shares_heads)
+        """That every version must have."""
+        named = (self.scale, "window_size", self.causal, self.dropout, self.softcap)
         return (*self.borders, *self.longest, *filter(None, named))
 
 
 # Best first. Signatures read in flash-attn 2.8 (flash_attn_interface.py), 3 (hopper/flash_attn_interface.py), 4.0.0b36
-# (cute/interface.py), torch 2.13 (nn/attention/varlen.py).
+# (cute/interface.py), torch 2.11 and 2.13 (nn/attention/varlen.py; 2.11 shares heads without being asked).
 KERNELS = (
     VarlenKernel(name="flash-attn-3", module="flash_attn_interface", capabilities=range(9, 10)),
     VarlenKernel(name="flash-attn-4", module="flash_attn.cute", capabilities=range(9, 13), unbounded=None),
@@ -110,7 +111,10 @@ def _prefixes(module: str) -> list[str]:
 
 @cache
 def _loaded(kernel: VarlenKernel) -> Callable[..., Any] | None:
-    return load_kernel(kernel)[0]
+    function, _ = load_kernel(kernel)
+    if function is None or not kernel.shares_heads or kernel.shares_heads in inspect.signature(function).parameters:
+        return function
+    return lambda *tensors, **named: function(*tensors, **{k: v for k, v in named.items() if k != kernel.shares_heads})
 
 
 def kernel_for(q_THD: torch.Tensor, rule: DocumentRule) -> VarlenKernel | None:
@@ -187,7 +191,7 @@ def attend_documents(
     if kernel is not None:
         return attend_by_kernel(kernel, q_THD, k_THD, v_THD, borders, rule)
     assert not rule.softcap
-    pieces = (x.transpose(0, 1)[None].split(list(borders.lengths), dim=2) for x in (q_THD, k_THD, v_THD))
+    pieces = (torch.split(x.transpose(0, 1)[None], list(borders.lengths), dim=2) for x in (q_THD, k_THD, v_THD))
     outputs = []
     for q_BHSD, k_BHSD, v_BHSD in zip(*pieces, strict=True):
         mask = _window_mask(q_BHSD.shape[2], rule.window, rule.is_causal, q_BHSD.device)

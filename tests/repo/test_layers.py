@@ -25,6 +25,7 @@ RIM = {
         "dynapipe_ext/megatron.py",
         "executor/stages/accumulator.py",
         "executor/checkpoints/megatron*.py",  # a rank's tensors, through megatron-core's dist_checkpointing
+        "executor/checkpoints/deepspeed*.py",
         "executor/device.py",
         "executor/stages/chunk_runner.py",
         "executor/loader.py",
@@ -46,6 +47,7 @@ RIM = {
         "executor/transport/torch_p2p.py",
         "launch/commands/doctor.py",
         "launch/commands/profile_model.py",  # the name of the device
+        "launch/deepspeed_run.py",
         "launch/megatron_run.py",
         "launch/transformers_run.py",
         "launch/megatron_core.py",  # a training script to copy from

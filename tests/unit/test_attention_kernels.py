@@ -39,6 +39,9 @@ SIGNATURES = {
         " seqlen_k_per_split=None, disable_scheduler_metadata=False, gather_bwd_recompute_p=False,"
         " gather_bwd_token_chunk=None"
     ),
+    ("torch-varlen", "2.11"): (
+        "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)"
+    ),
     ("torch-varlen", "2.13"): (
         "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),"
         " enable_gqa=False, seqused_k=None, block_table=None, num_splits=None"
@@ -106,7 +109,8 @@ def meant_by_flash_attn(given: dict[str, Any]) -> Any:
 
 def meant_by_torch(given: dict[str, Any]) -> torch.Tensor:
     left, right = (math.inf if side < 0 else side for side in given["window_size"])
-    assert given["enable_gqa"] == (given["query"].shape[1] != given["key"].shape[1])
+    if "enable_gqa" in given:
+        assert given["enable_gqa"] == (given["query"].shape[1] != given["key"].shape[1])
     assert given["max_q"] == given["max_k"] == max(LENGTHS)
     tensors = (given["query"], given["key"], given["value"], given["cu_seq_k"].tolist())
     return by_definition(*tensors, scale=given["scale"], back=left, ahead=right)
