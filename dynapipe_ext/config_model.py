@@ -10,7 +10,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.transformers_sizes import read_trainable
 
 if TYPE_CHECKING:
-    from dynapipe_ext.config import ModelSettings
+    from dynapipe_ext.config import ModelSettings, TrainConfig
 
 
 def with_described(model: ModelSettings, said: Mapping[str, Any], where: str) -> ModelSettings:
@@ -42,6 +42,60 @@ def with_described(model: ModelSettings, said: Mapping[str, Any], where: str) ->
         own["max_seq_len"] = model.max_seq_len
     _refuse_contradiction(model, own, said, place)
     return replace(model, described=a, **own)
+
+
+def check_heads(config: TrainConfig, where: str) -> None:
+    """Refuse sizes of heads, positions and experts that no model has. Errors: ConfigError."""
+    model, topology = config.model, config.topology
+    if model.described is not None:
+        if model.described.num_experts and topology.tp > 1 and not topology.sequence_parallel:
+            raise ConfigError(
+                f"{where}: [model] architecture {model.architecture} has {model.described.num_experts} experts,"
+                f" which Megatron trains with tp {topology.tp} under sequence parallelism alone: set [topology]"
+                " sequence_parallel = true, or tp 1"
+            )
+        return
+    if (model.position == "relative") != (model.num_decoder_layers > 0):
+        raise ConfigError(
+            f"{where}: [model] position is {model.position!r} and num_decoder_layers is {model.num_decoder_layers}:"
+            " relative positions are those of an encoder-decoder, which has a decoder's layers, and no others"
+        )
+    if model.hidden_size % model.num_heads:
+        raise ConfigError(
+            f"{where}: [model] hidden_size is {model.hidden_size} but must be a multiple of num_heads, which is"
+            f" {model.num_heads}"
+        )
+    if model.num_heads % model.num_query_groups:
+        raise ConfigError(
+            f"{where}: [model] num_heads is {model.num_heads} but must be a multiple of num_query_groups, which is"
+            f" {model.num_query_groups}"
+        )
+    head_size = model.hidden_size // model.num_heads
+    if model.position == "rope" and head_size % 2:
+        raise ConfigError(
+            f"{where}: [model] hidden_size / num_heads is {model.hidden_size} / {model.num_heads} = {head_size} but"
+            ' must be even with position = "rope", which turns pairs of numbers'
+        )
+
+
+def refuse_order_in_bits(config: TrainConfig, where: str) -> None:
+    """Refuse what deterministic mode cannot keep the plan out of. Errors: ConfigError."""
+    model, said = config.model, f"{where}: [optimizer] deterministic is on but"
+    if config.deepspeed.config:
+        raise ConfigError(f"{said} a DeepSpeed engine sums gradients in an order of its own: leave one of both out")
+    if model.described is not None and model.described.num_experts:
+        raise ConfigError(
+            f"{said} [model] architecture {model.architecture} has {model.described.num_experts} experts, which it does"
+            " not cover: leave it out, or take a model without experts"
+        )
+    # Under full recomputation Megatron adds a layer's gradient of the encoder's output to that of the layers above in
+    # its own chain, and the sum that comes from the next stage after them.
+    if model.num_decoder_layers and config.topology.pp > 1 and config.plan.recompute in ("auto", "full"):
+        raise ConfigError(
+            f"{said} [plan] recompute is {config.plan.recompute!r}: layers of a decoder that are recomputed whole add"
+            " up gradients of the encoder's output in an order that depends on pp, so set recompute to 'none' or"
+            " 'selective', or pp to 1"
+        )
 
 
 def _refuse_contradiction(model: ModelSettings, own: Mapping[str, Any], said: Mapping[str, Any], place: str) -> None:

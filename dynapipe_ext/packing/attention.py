@@ -15,9 +15,9 @@ class Carried(Protocol):
     """A piece of a cut sample on its way through a stage: keeps keys and values, adds up their gradients."""
 
     def attend(
-        self, layer: object, queries: Any, keys: Any, values: Any, attention: Callable[..., Any], *, draws: bool
+        self, layer: object, queries: Any, keys: Any, values: Any, attention: Callable[..., Any], *, recompute: bool
     ) -> Any:
-        """`attention` of the piece's queries to all keys up to its end, (T, heads, D); `draws`: random numbers."""
+        """`attention` of the piece's queries to all keys up to its end, (T, heads, D); `recompute`: in the backward."""
         ...
 
 
@@ -55,6 +55,8 @@ def _document_attention(
     """
     import torch
 
+    from dynapipe_ext.packing.kernels import Borders, DocumentRule, attend_documents, kernel_for
+
     batch, heads, row_len, _ = query_BHSD.shape
     if cu_seq_lens_q is None or key_BHSD.shape[2] != row_len:
         raise ConfigError(
@@ -77,24 +79,21 @@ def _document_attention(
             f"{type(module).__name__} attends in windows ({sliding_window}) or chunks ({chunk}), or ahead, which does"
             " not go on from piece to piece of a cut sample: plan whole ones"
         )
+    documents = [x.transpose(1, 2).flatten(0, 1) for x in (query_BHSD, key_BHSD, value_BHSD)]
+    rule = DocumentRule(scale=scaling, is_causal=causal, window=sliding_window, dropout=dropout)
 
     def attend(q_THD: Any, k_THD: Any, v_THD: Any) -> Any:
-        q, k, v = (x_THD.transpose(0, 1).unsqueeze(0) for x_THD in (q_THD, k_THD, v_THD))
-        if (groups := heads // k.shape[1]) > 1:
-            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        mask = _mask(q.shape[2], k.shape[2], sliding_window, causal, q.device)
-        out_BHSD = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal and mask is None, dropout_p=dropout, scale=scaling
-        )
-        return out_BHSD[0].transpose(0, 1)
+        queries, keys = (Borders.of([len(x)], x.device) for x in (q_THD, k_THD))
+        return attend_documents(q_THD, k_THD, v_THD, queries, rule, keys=keys)
 
-    parts = (x_BHSD.transpose(1, 2).flatten(0, 1).split(lengths) for x_BHSD in (query_BHSD, key_BHSD, value_BHSD))
-    documents = list(zip(*parts, strict=True))
     outputs = []
     if carried is not None:
-        first, *documents = documents
-        outputs = [carried.attend(module, *first, attend, draws=dropout > 0)]
-    outputs += [attend(*document) for document in documents]
+        own, *lengths = lengths
+        recompute = not dropout and kernel_for(documents[0], rule) is None
+        outputs = [carried.attend(module, *(x[:own] for x in documents), attend, recompute=recompute)]
+        documents = [x[own:] for x in documents]
+    if lengths:
+        outputs.append(attend_documents(*documents, Borders.of(lengths, documents[0].device), rule))
     return torch.cat(outputs).reshape(batch, row_len, heads, -1), None
 
 
@@ -105,17 +104,3 @@ def _chunk_of(module: Any) -> int | None:
     if not size or not kinds:
         return None
     return int(size) if kinds[module.layer_idx] == "chunked_attention" else None
-
-
-def _mask(queries: int, keys: int, window: int | None, causal: bool, device: Any) -> Any:
-    """True where a position may look, of queries that are the last of the keys; None where no mask is needed: none are
-    before them, and no document is longer than its window."""
-    import torch
-    from torch.nn.attention.bias import causal_lower_right
-
-    if queries < keys:
-        return causal_lower_right(queries, keys)
-    if window is None or window >= keys:
-        return None
-    seen = torch.ones(keys, keys, dtype=torch.bool, device=device).triu(1 - window)
-    return seen.tril() if causal else seen.tril(window - 1)

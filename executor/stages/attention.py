@@ -2,31 +2,23 @@
 
 Padded micro-batches need no mask (padding comes last, and causal attention never looks ahead). Packed ones (Megatron's
 "thd" layout) attend within each document only, the first one, where it is a piece of a cut sample, to the earlier
-pieces as well. Backends, best first: flash-attn's varlen kernels on CUDA in 16 bits, one scaled-dot-product call a
-document elsewhere (the reference; exact on CPU).
+pieces as well: by the best varlen kernel that is here on CUDA in 16 bits, by one scaled-dot-product call a document
+elsewhere (the reference; exact on CPU).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
-from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
-
-
-def attention_backend() -> str:
-    """Name of the kernel that packed batches run on here: "flash-attn" or "sdpa"."""
-    if torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None:
-        return "flash-attn"
-    return "sdpa"
+from dynapipe_ext.executor.stages.carried_keys import AttentionKernel, CarriedPiece
+from dynapipe_ext.packing.kernels import Borders, DocumentRule, VarlenKernel, attend, attend_by_kernel, kernel_for
 
 
 def _document_lengths(packed: Any) -> Sequence[int]:
@@ -55,10 +47,12 @@ class DocumentAttention(torch.nn.Module):
 
     Shapes: padded q, k, v (S, B, heads, D) -> (S, B, heads x D); packed (T, heads, D) -> (T, heads x D). Fewer key and
     value heads than query heads are shared in groups (GQA). `packed_seq_params.carried` is a CarriedRow for rows that
-    have one.
+    have one. A subclass may look back on `window` positions alone, and cap scores.
     """
 
     carries = True  # whether it attends to earlier pieces
+    window: int | None = None
+    softcap = 0.0
 
     def __init__(
         self,
@@ -75,7 +69,7 @@ class DocumentAttention(torch.nn.Module):
         self.layer_number = layer_number
         self.dropout = float(config.attention_dropout)
         self.scale = softmax_scale
-        self.backend = attention_backend()
+        self.is_deterministic = bool(config.deterministic_mode)
 
     def forward(
         self,
@@ -93,11 +87,12 @@ class DocumentAttention(torch.nn.Module):
             return out_BHSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
         if (row := getattr(packed_seq_params, "carried", None)) is not None:
             return self._carried(query, key, value, row)
-        if self._takes_flash(query):
-            return self._flash(query, key, value, packed_seq_params)
         lengths = list(_document_lengths(packed_seq_params))
         if sum(lengths) != query.shape[0]:
             raise ValueError(f"documents of {sum(lengths)} positions do not fill a packed row of {query.shape[0]}")
+        if (kernel := kernel_for(query, self._rule)) is not None:
+            borders = Borders(lengths, packed_seq_params.cu_seqlens_q)
+            return self._by_kernel(query, key, value, kernel=kernel, borders=borders).reshape(query.shape[0], -1)
         documents = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
         return torch.cat([self._document(*document) for document in documents]).reshape(query.shape[0], -1)
 
@@ -105,11 +100,14 @@ class DocumentAttention(torch.nn.Module):
         """The piece to its sample up to its end, the other documents as ever: two calls, so that no keys are joined."""
         piece, length, q_THD = row.piece, row.piece.length, q_THD.contiguous()  # not a view that keeps keys and values
         own = q_THD[:length], k_THD[:length], v_THD[:length]
-        if self._takes_flash(q_THD):
-            out_TH = self._flash(own[0], *piece.join(self, *own[1:]), row.to_prefix)
+        if (kernel := kernel_for(q_THD, self._rule)) is None:
+            attention: AttentionKernel = self._document
         else:
-            draws = self.training and self.dropout > 0
-            out_TH = piece.attend(self, *own, self._document, draws=draws).flatten(1)
+            queries = Borders([length], row.to_prefix.cu_seqlens_q)
+            keys = Borders([piece.end], row.to_prefix.cu_seqlens_kv)
+            attention = partial(self._by_kernel, kernel=kernel, borders=queries, keys=keys)
+        recompute = kernel is None and not self._dropout
+        out_TH = piece.attend(self, *own, attention, recompute=recompute).flatten(1)
         if row.others is None:
             return out_TH
         # Copies, for the same reason: the piece's keys and values are in the buffers of its sample.
@@ -121,8 +119,28 @@ class DocumentAttention(torch.nn.Module):
         one = (x_THD.transpose(0, 1).unsqueeze(0) for x_THD in (q_THD, k_THD, v_THD))
         return self._sdpa(*one).squeeze(0).transpose(0, 1)
 
-    def _takes_flash(self, query: torch.Tensor) -> bool:
-        return self.backend == "flash-attn" and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    def _by_kernel(
+        self,
+        q_THD: torch.Tensor,
+        k_THD: torch.Tensor,
+        v_THD: torch.Tensor,
+        *,
+        kernel: VarlenKernel,
+        borders: Borders,
+        keys: Borders | None = None,
+    ) -> torch.Tensor:
+        with self.dropout_generator() if self._dropout else nullcontext():
+            return attend_by_kernel(kernel, q_THD, k_THD, v_THD, borders, self._rule, keys=keys)
+
+    @property
+    def _rule(self) -> DocumentRule:
+        return DocumentRule(
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            dropout=self._dropout,
+            is_deterministic=self.is_deterministic,
+        )
 
     def _sdpa(self, q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor) -> torch.Tensor:
         return self._attend(q_BHSD, k_BHSD, v_BHSD, is_causal=True)
@@ -140,36 +158,14 @@ class DocumentAttention(torch.nn.Module):
 
         Causal queries are the last of the keys, where these are more.
         """
-        if is_causal and q_BHSD.shape[2] < k_BHTD.shape[2]:
-            mask, is_causal = causal_lower_right(q_BHSD.shape[2], k_BHTD.shape[2]), False
-        groups = q_BHSD.shape[1] // k_BHTD.shape[1]
-        if groups > 1:
-            k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BHTD, v_BHTD))
-        dropout = self.dropout if self.training else 0.0
+        dropout = self._dropout
         with self.dropout_generator() if dropout else nullcontext():
-            return F.scaled_dot_product_attention(
-                q_BHSD, k_BHTD, v_BHTD, attn_mask=mask, is_causal=is_causal, dropout_p=dropout, scale=self.scale
-            )
+            return attend(q_BHSD, k_BHTD, v_BHTD, mask=mask, is_causal=is_causal, dropout=dropout, scale=self.scale)
+
+    @property
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
 
     def dropout_generator(self) -> AbstractContextManager[Any]:
         """The context in which dropout draws; heads spread over tensor parallel ranks need a generator a rank."""
         return nullcontext()
-
-    def _flash(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, packed: Any) -> torch.Tensor:
-        from flash_attn import flash_attn_varlen_func
-
-        dropout = self.dropout if self.training else 0.0
-        with self.dropout_generator() if dropout else nullcontext():
-            out_THD: torch.Tensor = flash_attn_varlen_func(
-                q_THD,
-                k_THD,
-                v_THD,
-                packed.cu_seqlens_q,
-                packed.cu_seqlens_kv,
-                packed.max_seqlen_q,
-                packed.max_seqlen_kv,
-                dropout_p=dropout,
-                softmax_scale=self.scale,
-                causal=True,
-            )
-        return out_THD.reshape(q_THD.shape[0], -1)

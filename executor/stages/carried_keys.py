@@ -94,13 +94,13 @@ class CarriedPiece:
         values: torch.Tensor,
         attention: AttentionKernel,
         *,
-        draws: bool,
+        recompute: bool,
     ) -> torch.Tensor:
-        """`attention(queries, *joined)`, for kernels that keep masks and repeated heads, as long as all earlier pieces:
-        it is computed again in the backward, unless it draws random numbers.
+        """`attention(queries, *joined)`; `recompute` in the backward what keeps masks and repeated heads as long as all
+        earlier pieces, and draws no random numbers.
         """
         joined = self.join(layer, keys, values)
-        if draws:
+        if not recompute:
             return attention(queries, *joined)
         output: torch.Tensor = _Recomputed.apply(attention, queries, *joined)  # type: ignore[no-untyped-call]
         return output

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.stages import attention as attention_of_stages
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.attention import DocumentAttention
 from dynapipe_ext.executor.stages.carried_keys import CarriedKeys
 from dynapipe_ext.executor.stages.carried_order import PieceOrder
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.packing.kernels import VarlenKernel
 from dynapipe_ext.pieces import chains
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Kind
@@ -39,7 +41,7 @@ class Capped(CoreAttention):
 
 
 def attention(kind: type[DocumentAttention] = DocumentAttention) -> DocumentAttention:
-    return kind(SimpleNamespace(attention_dropout=0.0, window_size=(3, 0)), 1)
+    return kind(SimpleNamespace(attention_dropout=0.0, window_size=(3, 0), deterministic_mode=False), 1)
 
 
 def plan_of(lengths: list[int], shorts: list[int], *, forward_only: bool = False) -> Any:
@@ -152,19 +154,17 @@ def flash_attn_varlen_func(
 seen: list[tuple[Any, ...]] = []
 
 
-class Flash(DocumentAttention):
-    def _takes_flash(self, query: torch.Tensor) -> bool:
-        return True
-
-
 def test_flash_attention_is_asked_for_longer_keys_than_queries_and_is_given_views(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    kernel = VarlenKernel(name="stated", module="flash_attn", capabilities=range(1), dropout="dropout_p")
     seen.clear()
     lengths, shorts, generator = [5, 3, 4], [2, 0, 3], torch.Generator().manual_seed(0)
     plan = plan_of(lengths, shorts)
     rows = [tensors(length + short, generator) for length, short in zip(lengths, shorts, strict=True)]
     outputs: list[list[torch.Tensor]] = []
-    for core in (attention(Flash), attention()):
+    for found in (kernel, None):
+        monkeypatch.setattr(attention_of_stages, "kernel_for", lambda *_, found=found: found)
+        core = attention()
         keys, outs, inputs = CarriedKeys(plan), [], [[x.clone().requires_grad_() for x in row] for row in rows]
         for m, (length, short) in enumerate(zip(lengths, shorts, strict=True)):
             with keys.forward(0, m) as piece:
