@@ -93,7 +93,8 @@ def _document_attention(
         outputs = [carried.attend(module, *(x[:own] for x in documents), attend, recompute=recompute)]
         documents = [x[own:] for x in documents]
     if lengths:
-        outputs.append(attend_documents(*documents, Borders.of(lengths, documents[0].device), rule))
+        q_THD, k_THD, v_THD = documents
+        outputs.append(attend_documents(q_THD, k_THD, v_THD, Borders.of(lengths, q_THD.device), rule))
     return torch.cat(outputs).reshape(batch, row_len, heads, -1), None
 
 
