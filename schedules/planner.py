@@ -17,6 +17,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, short
 from dynapipe_ext.lengths import LengthArray, SampleLength, checked_samples, sample_lengths
+from dynapipe_ext.pieces import chains
 from dynapipe_ext.plan import (
     RECOMPUTES,
     GlobalBatchPlan,
@@ -274,7 +275,7 @@ class Planner:
         limit = int(self.memory_limit_bytes)
         plans, peaks_of = [], []
         for dp_rank, (micro_batches, schedule, costs) in enumerate(zip(replicas, schedules, priced, strict=True)):
-            validate(schedule, len(micro_batches))
+            validate(schedule, len(micro_batches), chains(micro_batches))
             peaks = peak_bytes(schedule, costs)
             if max(peaks) > limit:
                 rank = int(np.argmax(peaks))

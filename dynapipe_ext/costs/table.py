@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
 from dynapipe_ext.costs.a100 import hidden_size_of, read_grids, read_parameter_bytes
+from dynapipe_ext.costs.abilities import refuse_pieces
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
 from dynapipe_ext.costs.layers import KINDS, WEIGHT, LayerKind, layers_of_stages, stage_values, weight_as_backward
 from dynapipe_ext.costs.links import Links
@@ -150,6 +151,7 @@ class CostTable:
         return table_points(self, stage_ranks, split)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        refuse_pieces(micro_batches, "measured tables")
         shapes = np.array([self._equivalent(m) for m in micro_batches], np.float64).reshape(-1, 3).T
         tokens = np.array([(m.rows * m.encoder_len, m.rows * m.decoder_len) for m in micro_batches], np.float64)
         tokens, recompute = tokens.reshape(-1, 2).T, np.array([m.recompute for m in micro_batches], dtype=np.str_)
@@ -201,7 +203,6 @@ class CostTable:
         """Forward, backward and W in ms, MB stored and MB while the last layer or the head runs: (5, stages, M)."""
         grids = [self.grids.get((recompute, kind)) for kind in KINDS]
         on_every = self.lm_head == "every"
-
         layout, options = self.stage_layers(), {"has_decoder": self.has_decoder, "head_on_every": on_every}
         (forward, backward, stored, running), known = stage_values(grids, layout, shapes, **options)
         weight = np.zeros_like(backward)

@@ -18,10 +18,12 @@ from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.pieces import Chain
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores
 from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.search.carried import positions_of
 from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, rules
 from dynapipe_ext.schedules.search.joint import GONE, Problem, Run, SearchState, records_of, search
 from dynapipe_ext.schedules.search.order import start_orders
@@ -60,15 +62,21 @@ class Start:
     shapes: npt.NDArray[np.int32]
     runs: tuple[Run, ...]
     groups: tuple[tuple[int, ...], ...]
+    chains: tuple[Chain, ...] = ()  # of items that carry one sample, each within one group; only with one column
 
     @classmethod
     def of_micro_batches(
-        cls, kind_costs: Sequence[MicroBatchCosts], groups: Sequence[Sequence[int]], kinds: Sequence[int]
+        cls,
+        kind_costs: Sequence[MicroBatchCosts],
+        groups: Sequence[Sequence[int]],
+        kinds: Sequence[int],
+        chains: tuple[Chain, ...] = (),
     ) -> Start:
         """Micro-batches as they are, each with its index into `kind_costs`."""
         shapes = np.arange(len(kinds), dtype=np.int32).reshape(-1, 1)
         runs = tuple((m, m + 1, kind) for m, kind in enumerate(kinds))
-        return cls(kind_costs=tuple(kind_costs), shapes=shapes, runs=runs, groups=tuple(map(tuple, groups)))
+        grouped = tuple(map(tuple, groups))
+        return cls(kind_costs=tuple(kind_costs), shapes=shapes, runs=runs, groups=grouped, chains=chains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +143,13 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
         except PlanError as error:
             refusal = refusal or error
             continue
-        orders = [[[group[i] for i in o] for o in start_orders(_costs(start, runs, group))] for group in start.groups]
+        orders = [
+            [
+                [group[i] for i in order]
+                for order in start_orders(_costs(start, runs, group), positions_of(group, start.chains))
+            ]
+            for group in start.groups
+        ]
         possible.append((index, problem, runs, orders))
 
     def trial(one: tuple[int, Problem, list[Run], list[list[list[int]]]]) -> SearchState:
@@ -204,6 +218,7 @@ def _problem(start: Start, settings: Settings, records: IntArray) -> Problem:
         shapes=start.shapes,
         rules=tuple(rules(split=settings.split)),
         cores=settings.cores,
+        chains=start.chains,
     )
 
 
@@ -216,9 +231,13 @@ def _fitting(problem: Problem, start: Start, limit_bytes: int) -> list[Run]:
     possible = np.zeros((len(start.kind_costs), len(runs)), bool)
     for kind, costs in enumerate(start.kind_costs):
         stored, working = costs.stored_bytes[:, shapes], costs.working_bytes[:, shapes]
+        possible[kind] = costs.forward_ns[:, shapes].max(axis=0) < INFEASIBLE
+        for chain in map(list, start.chains):  # each piece needs what all of its sample need
+            stored[:, chain] = stored[:, chain].sum(axis=1, keepdims=True)
+            working[:, chain] = working[:, chain].max(axis=1, keepdims=True)
+            possible[kind, chain] = possible[kind, chain].all()
         for rank in range(len(free)):
             needed[kind, rank] = stored[ranks == rank].sum(axis=0) + working[ranks == rank].max(axis=0)
-        possible[kind] = costs.forward_ns[:, shapes].max(axis=0) < INFEASIBLE
     fits = (needed <= free[:, None]).all(axis=1) & possible
     chosen = []
     for m, (first, end, kind) in enumerate(runs):
