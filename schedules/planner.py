@@ -23,12 +23,14 @@ from dynapipe_ext.plan import (
     GlobalBatchPlan,
     Layout,
     LossNorm,
+    Pieces,
     Recompute,
     ReplicaPlan,
     check_cover,
 )
 from dynapipe_ext.schedule_names import ScheduleName, check_fill_waits, check_placed
 from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.judge.batch_floor import batch_floor
 from dynapipe_ext.schedules.judge.certificate import certify
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores
@@ -38,6 +40,7 @@ from dynapipe_ext.schedules.planner_settings import (
     check_bounds,
     check_collectives,
     check_forward_only,
+    check_pieces,
     check_types,
 )
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule, injection_order
@@ -46,6 +49,7 @@ from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replica
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, step_spans
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.tables.published import published_schedule
+from dynapipe_ext.splits.carried import PIECE_TOKENS
 from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
 
@@ -70,6 +74,8 @@ class Planner:
     instructions and to prove these, not to make them; `collectives` only with replicas whose costs do not say them.
     `num_cores`: how many cores all ranks have together, where these are fewer: a step then takes at least its work over
     the cores, so the least work comes first, and predictions are those of shared cores. None: one (or a device) a rank.
+    `pieces` cuts samples of more than so many tokens, which then run piece after piece ("carried" attention); "auto"
+    tries several numbers and takes pieces only where the step is predicted to end earlier than that of whole samples.
     `for_forwards` gives the planner of evaluation.
     """
 
@@ -91,6 +97,7 @@ class Planner:
     format: ActivationFormat | None = field(default=None, kw_only=True)
     collectives: ReplicaCollectives | None = field(default=None, kw_only=True)
     num_cores: int | None = field(default=None, kw_only=True)
+    pieces: Pieces = field(default="off", kw_only=True)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -109,6 +116,8 @@ class Planner:
         check_fill_waits(self.fill_waits, self.schedule, self.split_backward)
         if self.forward_only:
             check_forward_only(self)
+        if self.pieces != "off":
+            check_pieces(self)
         if self.max_tokens and self.max_tokens < self.pad_multiple:
             raise ConfigError(f"max_tokens {self.max_tokens} is below pad_multiple {self.pad_multiple}")
 
@@ -145,6 +154,7 @@ class Planner:
             split_backward=False,
             fill_waits=False,
             recompute=None,
+            pieces="off",
         )
 
     @property
@@ -198,7 +208,43 @@ class Planner:
         return replace(self, memory_limit_bytes=room) if reserve_bytes else self
 
     def _found(self, samples: list[SampleLength], step: int) -> StepPlan:
-        """The best plan, without its bounds."""
+        """The best plan, without its bounds: of samples in pieces where that is asked for, or is faster than of whole
+        ones (None of these may fit)."""
+        sizes = self._piece_sizes(samples)
+        if not sizes:
+            return self._found_whole(samples, step)
+        try:
+            proposals = self._proposals
+            cut = self._predicted(*self._searched(proposals.fixed(proposals.pieces(samples, step, sizes))), step=step)
+        except PlanError:
+            if self.pieces != "auto":
+                raise
+            return self._found_whole(samples, step)
+        makespan_ns = max(prediction.makespan_ns for prediction in cut.predictions)
+        if self.pieces != "auto" or makespan_ns <= self._least_whole_ns(samples):
+            return cut
+        try:
+            whole = self._found_whole(samples, step)
+        except PlanError:
+            return cut
+        return min(whole, cut, key=lambda plan: max(prediction.makespan_ns for prediction in plan.predictions))
+
+    def _piece_sizes(self, samples: Sequence[SampleLength]) -> list[int]:
+        """Tokens of a piece that are worth a try; none where no sample is longer."""
+        if self.pieces == "off":
+            return []
+        sizes = PIECE_TOKENS if self.pieces == "auto" else (self.pieces,)
+        longest = max(s.encoder for s in samples)
+        return [size for size in sizes if size < longest and size <= (self.max_tokens or size)]
+
+    def _least_whole_ns(self, samples: Sequence[SampleLength]) -> int:
+        """No plan of whole samples ends earlier; 0 where that is not known."""
+        lengths, limit = [(s.encoder, s.decoder) for s in samples], int(self.memory_limit_bytes)
+        split, ranks = self.split_backward, self.topology.stage_ranks
+        floor = batch_floor(self.costs, lengths, ranks, split=split, packed=True, memory_limit_bytes=limit)
+        return 0 if floor is None else floor.bound_ns(self.topology.dp)
+
+    def _found_whole(self, samples: list[SampleLength], step: int) -> StepPlan:
         proposals = self._proposals
         if self.schedule != "adaptive":
             return self._best_published(proposals.splits(samples, step), step)
@@ -357,6 +403,7 @@ _PLAIN_FIELDS = (
     "split_backward",
     "fill_waits",
     "num_cores",
+    "pieces",
 )
 
 

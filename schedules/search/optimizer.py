@@ -30,6 +30,7 @@ from dynapipe_ext.schedules.search.order import start_orders
 
 _TRIAL = 16  # of the moves, one part in so many for each of several starts
 _REPLICAS = 4  # that one measure of effort is for
+_ROWS = 24  # likewise, with samples in pieces, which are many rows: moves are fewer, as each costs more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
 
     Errors: PlanError where no start has an order that fits; ConfigError as optimize.
     """
-    moves = settings.effort * max(1, len(starts[0].groups) // _REPLICAS)
+    moves = [_moves(start, settings) for start in starts]
     possible: list[tuple[int, Problem, list[Run], list[list[list[int]]]]] = []
     records: dict[int, IntArray] = {}  # starts share costs
     refusal: PlanError | None = None
@@ -153,8 +154,8 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
         possible.append((index, problem, runs, orders))
 
     def trial(one: tuple[int, Problem, list[Run], list[list[list[int]]]]) -> SearchState:
-        _, problem, runs, orders = one
-        return _found(problem, runs, orders, settings, moves // _TRIAL if len(starts) > 1 else 0)
+        index, problem, runs, orders = one
+        return _found(problem, runs, orders, settings, moves[index] // _TRIAL if len(starts) > 1 else 0)
 
     cores = len(os.sched_getaffinity(0))
     if min(cores, len(possible)) > 1 and settings.use_native and native is not None:  # the core runs without the lock
@@ -169,12 +170,18 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
     index, problem, found = min(tried, key=lambda one: (one[2].value, one[0]))
     if settings.effort:
         runs, orders = _in_turn(found)
-        found = _found(problem, runs, orders, settings, moves)
+        found = _found(problem, runs, orders, settings, moves[index])
     return index, Optimized(
         tuple(tuple(found.runs[m] for m in group) for group in found.groups),
         tuple(_schedule(actions, problem) for actions in found.actions),
         tuple(found.makespan_ns),
     )
+
+
+def _moves(start: Start, settings: Settings) -> int:
+    """What the effort comes to: as many moves, but where samples come in pieces no more work than of a few rows."""
+    moves = settings.effort * max(1, len(start.groups) // _REPLICAS)
+    return moves * _ROWS // max(_ROWS, len(start.runs)) if start.chains else moves
 
 
 def _in_turn(found: SearchState) -> tuple[list[Run], list[list[list[int]]]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import numpy as np
 
@@ -16,10 +16,12 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.pieces import chains
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.schedules.search.joint import Run
 from dynapipe_ext.schedules.search.optimizer import Start
 from dynapipe_ext.splits.balance import assign_replicas
+from dynapipe_ext.splits.carried import Cut, carried_rows
 from dynapipe_ext.splits.exact import MOST_SAMPLES, good_partitions
 from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate
 from dynapipe_ext.splits.padded import (
@@ -34,7 +36,8 @@ from dynapipe_ext.splits.padded import (
     under_fastest,
 )
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
-from dynapipe_ext.splits.runs import Cut, Runs, price_runs
+from dynapipe_ext.splits.runs import Cut as RunCut
+from dynapipe_ext.splits.runs import Runs, price_runs
 from dynapipe_ext.topology import Topology
 
 Replicas = list[list[MicroBatch]]
@@ -121,6 +124,25 @@ class Proposals:
             micro_batches = _possible(partial(self._packed, rows, price, in_flight, dp) for in_flight in held)
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
+    def pieces(self, samples: list[SampleLength], step: int, sizes: Sequence[int]) -> list[Replicas]:
+        """Long samples in pieces of about so many tokens, alike in length or in time, with short documents in packed
+        rows of that room; all pieces of a sample on one replica."""
+        made: list[list[MicroBatch]] = []
+        for size in sizes:
+            rule = RowRule(max_tokens=size, pad_multiple=self.pad_multiple, recompute=self.kinds[0])
+            for cut_by in get_args(Cut):
+                rows = carried_rows(samples, micro_batch_evaluate(self.costs), rule, cut_by)
+                if rows not in made:
+                    made.append(rows)
+        return [self._on_replicas(rows, step) for rows in made]
+
+    def _on_replicas(self, rows: list[MicroBatch], step: int) -> Replicas:
+        units = list(chains(rows))
+        units += [(m,) for m in sorted(set(range(len(rows))) - {m for unit in units for m in unit})]
+        time_ns = bottleneck(self.costs.evaluate(rows))[0].tolist()
+        groups = self._assigned([sum(time_ns[m] for m in unit) for unit in units], units, step)
+        return [[rows[m] for i in group for m in units[i]] for group in groups]
+
     @property
     def _depth(self) -> int:
         """Stages whose fill and drain a cut is judged by."""
@@ -147,6 +169,7 @@ class Proposals:
                 [self._under(kind, micro_batches, like) for kind in kinds],
                 [range(a, b) for a, b in pairwise(ends)],
                 [kinds.index(m.recompute) for m in micro_batches],
+                chains(micro_batches),
             )
             proposed.append(Proposal(start, partial(_with_kind, micro_batches, kinds)))
         return proposed
@@ -155,7 +178,7 @@ class Proposals:
     def _caps(self) -> Caps:
         return Caps(max_bytes=self.limit_bytes, max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple)
 
-    def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[Runs, list[list[Cut]]]:
+    def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[Runs, list[list[RunCut]]]:
         """Runs of the ordered samples, and cuts for pipelines that hold so many in flight (or one, if that is all)."""
         dp = min(self.topology.dp, len(samples))
         order: SortOrder = "classes" if any(s.decoder for s in samples) else "sorted"
@@ -171,7 +194,7 @@ class Proposals:
             least_work=self.cores_are_shared,
         )
 
-        def cut(min_in_flight: int) -> list[Cut]:
+        def cut(min_in_flight: int) -> list[RunCut]:
             return runs.cuts(pp=self._depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
 
         try:
@@ -180,9 +203,9 @@ class Proposals:
             found = [cut(1)]
         return runs, [cuts for i, cuts in enumerate(found) if cuts not in found[:i]]
 
-    def _assigned(self, times_ns: list[int], samples: Sequence[SampleLength], step: int) -> list[list[int]]:
-        """Indices of the micro-batches of each replica; as many replicas as there are samples have some."""
-        busy = min(self.topology.dp, len(samples))
+    def _assigned(self, times_ns: list[int], parts: Sequence[object], step: int) -> list[list[int]]:
+        """Indices of the micro-batches of each replica; as many replicas as there are parts (samples) have some."""
+        busy = min(self.topology.dp, len(parts))
         idle: list[list[int]] = [[] for _ in range(self.topology.dp - busy)]
         return assign_replicas(times_ns, busy, equal_counts=self.equal_counts, seed=step) + idle
 
