@@ -50,11 +50,11 @@ def chains(micro_batches: Sequence[MicroBatch]) -> tuple[Chain, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceOrder:
+class PieceNeighbours:
     """What a piece comes after on every stage, by micro-batch: its forward after that of the piece `before` it, and its
     input gradient (B or I) after that of the piece `behind` it, whose gradients of its keys and values it needs.
 
-    >>> order = PieceOrder.of([(0, 2, 3)])
+    >>> order = PieceNeighbours.of([(0, 2, 3)])
     >>> order.before, order.behind
     ({2: 0, 3: 2}, {0: 2, 2: 3})
     """
@@ -63,6 +63,6 @@ class PieceOrder:
     behind: Mapping[int, int]
 
     @classmethod
-    def of(cls, chains: Sequence[Chain]) -> PieceOrder:
+    def of(cls, chains: Sequence[Chain]) -> PieceNeighbours:
         links = [link for chain in chains for link in pairwise(chain)]
         return cls({later: earlier for earlier, later in links}, dict(links))

@@ -21,11 +21,12 @@ from dynapipe_ext.costs.parameters import checked_topology, layer_parameters, re
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, ZeroStage, check_states, state_bytes
 from dynapipe_ext.costs.tokens import carried_start, fingerprint, sum_of_squares, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 
-_SUM_BYTES = 4  # of a value of the sums of gradients of carried keys and values
+_SUM_BYTES = 4  # of a value in sums of gradients of keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,23 +182,35 @@ class AnalyticCosts:
         return not self.capacity_factor and not self.architecture.sliding_window
 
     def _with_carried(self, costs: MicroBatchCosts, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        """With what pieces of long samples keep for one another in every layer, from F to B.
+        """With what the pieces of a sample, all among these micro-batches, keep for one another in every layer.
 
-        Keys and values, which a layer has anyway unless all of it is recomputed, and their gradients, summed in fp32.
-        While a layer runs, those of all positions so far are joined, and have gradients.
+        Its keys and values lie in a buffer from the first piece's F to its B, which is the last, and so do the sums in
+        fp32 of the gradients that pieces give to the positions before them. A layer then keeps no others, and has
+        gradients of all positions so far while it runs.
         """
         if not self.prices_pieces:
             refuse_pieces(micro_batches, "counted costs with windows, or with experts of a capacity,")
         a, values, layers = self.architecture, self.activation_bytes_per_value, self.stage_layers[:, :1]
         a_position = 2 * a.kv_size // self.topology.tp  # values a layer
-        carried = [m.samples[0] if m.attention == "carried" else None for m in micro_batches]
-        own = np.array([piece.encoder if piece else 0 for piece in carried], np.int64)
-        so_far = np.array([piece.start + piece.encoder if piece else 0 for piece in carried], np.int64)
-        kept = np.array([values if m.recompute == "full" else 0 for m in micro_batches], np.int64) + _SUM_BYTES
+        pieces: dict[int, list[SampleLength]] = {}
+        for m in micro_batches:
+            if m.attention == "carried":
+                pieces.setdefault(m.samples[0].index, []).append(m.samples[0])
+        kept, joined = np.zeros((2, len(micro_batches)), np.int64)
+        for i, m in enumerate(micro_batches):
+            if m.attention != "carried":
+                continue
+            own = m.samples[0]
+            joined[i] = own.start + own.encoder
+            kept[i] = 0 if m.recompute == "full" else -values * own.encoder
+            if not own.start:
+                every = pieces[own.index]
+                before_last = max(s.start for s in every)
+                kept[i] += values * sum(s.encoder for s in every) + _SUM_BYTES * before_last
         return replace(
             costs,
-            stored_bytes=costs.stored_bytes + layers * (a_position * kept * own),
-            working_bytes=costs.working_bytes + (layers > 0) * (2 * values * a_position * so_far),
+            stored_bytes=costs.stored_bytes + layers * (a_position * kept),
+            working_bytes=costs.working_bytes + (layers > 0) * (values * a_position * joined),
         )
 
     def evaluate_shapes(

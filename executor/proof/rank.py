@@ -27,7 +27,7 @@ from dynapipe_ext.executor.instructions import (
     WaitRecv,
     WaitSend,
 )
-from dynapipe_ext.pieces import PieceOrder
+from dynapipe_ext.pieces import PieceNeighbours
 
 _FORWARDED, _HALF, _DONE = 1, 2, 3  # a micro-batch on a stage: forward done, input gradient done, both gradients done
 
@@ -79,7 +79,7 @@ class RankTrace:
         keys: dict[int, int],
         *,
         forward_only: bool,
-        pieces: PieceOrder,
+        pieces: PieceNeighbours,
     ) -> None:
         self.rank, self.program, self._forward_only, self._pieces = rank, program, forward_only, pieces
         self.lanes: dict[tuple[int, int], Lane] = {}

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dynapipe_ext.executor.instructions import Instruction, Send
 from dynapipe_ext.executor.proof.order import check_one_order
 from dynapipe_ext.executor.proof.rank import Event, Lane, RankTrace
-from dynapipe_ext.pieces import Chain, PieceOrder
+from dynapipe_ext.pieces import Chain, PieceNeighbours
 
 _EMPTY = Lane()
 
@@ -56,7 +56,7 @@ def traced(
     """A replica's ranks, each proven by itself, and that the operations of every queue meet in one order."""
     bytes_of: dict[int, int] = {}
     keys: dict[int, int] = {}
-    pieces = PieceOrder.of(chains)
+    pieces = PieceNeighbours.of(chains)
     traces = [
         RankTrace(
             rank, program, stage_ranks, num_micro_batches, bytes_of, keys, forward_only=forward_only, pieces=pieces

@@ -26,8 +26,9 @@ class Certificate:
 
     `batch_ns`: no plan of these samples on so many replicas ends earlier under the same memory limit, whatever its
     split into padded micro-batches (into padded or packed ones, if the plan packs), order, recomputation and replicas;
-    without split backwards, unless the plan has them. None where no such bound is known: a cost model other than the
-    four of this package, or samples cut into pieces.
+    without split backwards, unless the plan has them; and of whole samples, unless the plan has long ones in pieces:
+    then of either. None where no such bound is known: a cost model other than the four of this package, or samples cut
+    at the ends of fixed rows.
     """
 
     makespan_ns: int
@@ -68,14 +69,16 @@ def certify(
         for schedule, priced in zip(step_plan.schedules, step_plan.costs, strict=True)
     )
     micro_batches = step_plan.batch.micro_batches
+    pieces = any(m.attention == "carried" for m in micro_batches)
     floor = None
-    if _are_whole(samples) and sum(len(m.samples) for m in micro_batches) == len(samples):
+    if _are_whole(samples) and (pieces or sum(len(m.samples) for m in micro_batches) == len(samples)):
         floor = batch_floor(
             costs,
             [(s.encoder, s.decoder) for s in samples],
             step_plan.schedules[0].stage_ranks,
             split=split,
             packed=any(m.layout == "packed" for m in micro_batches),
+            pieces=pieces,
             memory_limit_bytes=memory_limit_bytes,
         )
     certificate = Certificate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.pieces import Chain, PieceOrder
+from dynapipe_ext.pieces import Chain, PieceNeighbours
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 
 
@@ -42,11 +42,11 @@ def validate(schedule: PipelineSchedule, num_micro_batches: int, chains: Sequenc
                     f" {' or '.join(allowed)}"
                     + (": only a schedule of forwards alone may lack backwards" if kinds == "F" else "")
                 )
-    _check_pieces(schedule, PieceOrder.of(chains))
+    _check_pieces(schedule, PieceNeighbours.of(chains))
     _check_progress(schedule)
 
 
-def _check_pieces(schedule: PipelineSchedule, order: PieceOrder) -> None:
+def _check_pieces(schedule: PipelineSchedule, order: PieceNeighbours) -> None:
     if not order.before:
         return
     for actions in schedule.ranks:

@@ -143,6 +143,7 @@ def check(
             dp=len(plan.replicas),
             split=split,
             packed=packed,
+            pieces=any(m.carried is not None for replica in plan.replicas for m in replica.micro_batches),
             limit_bytes=memory_limit_bytes,
         )
     figures.append(Compared("batch", "bound of every plan", plan.batch_bound_s, None if batch is None else batch / 1e9))
