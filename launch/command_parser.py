@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.plan import Pieces
 from dynapipe_ext.suggestion import did_you_mean
 
+PIECES_HELP = "run samples of more than N tokens in pieces; auto: where that is faster"
 _STATUSES = {
     0: "done",
     1: "a defect of dynapipe, after its traceback",
@@ -75,6 +77,10 @@ def add_json(parser: argparse._ActionsContainer, what: str) -> None:
     )
 
 
+def add_pieces(parser: argparse._ActionsContainer, default: Pieces) -> None:
+    parser.add_argument("--pieces", type=pieces, metavar="auto|off|N", help=f"{PIECES_HELP} (default: {default})")
+
+
 def add_truncate(parser: argparse._ActionsContainer, longest: str) -> None:
     """`--truncate [N]`, which `cut_at` reads; `longest` is what holds without N."""
     parser.add_argument(
@@ -109,6 +115,19 @@ def dtype(text: str) -> str:
     ('bfloat16', 'float16')
     """
     return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(text, text)
+
+
+def pieces(text: str) -> Pieces:
+    """A type of arguments: off, auto or a number of tokens.
+
+    >>> pieces("auto"), pieces("4096")
+    ('auto', 4096)
+    """
+    if text == "off" or text == "auto":
+        return text
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be off, auto or the tokens of a piece, like 8192")
+    return int(text)
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ def _usual(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: Any)
     topology = config.topology
     if config.placement != own_placement(schedule):
         topology = replace(topology, placement="", stages_per_rank=0, layers_per_stage=())
-    usual = replace(config.plan, schedule=schedule, split_backward=False, fill_waits=False, **plan)
+    usual = replace(config.plan, schedule=schedule, split_backward=False, fill_waits=False, pieces="off", **plan)
     return replace(config, topology=topology, plan=usual)
 
 
@@ -309,6 +309,7 @@ def make_planner(config: TrainConfig, costs: CostModel, num_cores: int | None = 
         effort=plan.effort,
         split_backward=plan.split_backward,
         fill_waits=plan.fill_waits,
+        pieces=plan.pieces,
         loss_norm=plan.loss_norm,
         recompute=None if plan.recompute == "auto" else plan.recompute,
         equal_counts=plan.replica_counts == "equal",

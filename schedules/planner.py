@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -30,8 +31,7 @@ from dynapipe_ext.plan import (
 )
 from dynapipe_ext.schedule_names import ScheduleName, check_fill_waits, check_placed
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.batch_floor import batch_floor
-from dynapipe_ext.schedules.judge.certificate import certify
+from dynapipe_ext.schedules.judge.certificate import certify, whole_bound_ns
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores
 from dynapipe_ext.schedules.judge.simulate import bubble_ratio, last_end_ns
@@ -49,7 +49,7 @@ from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replica
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, step_spans
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.tables.published import published_schedule
-from dynapipe_ext.splits.carried import PIECE_TOKENS
+from dynapipe_ext.splits.carried import piece_sizes
 from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
 
@@ -208,41 +208,25 @@ class Planner:
         return replace(self, memory_limit_bytes=room) if reserve_bytes else self
 
     def _found(self, samples: list[SampleLength], step: int) -> StepPlan:
-        """The best plan, without its bounds: of samples in pieces where that is asked for, or is faster than of whole
-        ones (None of these may fit)."""
-        sizes = self._piece_sizes(samples)
-        if not sizes:
+        """The best plan, without its bounds: of long samples in pieces, where that is asked for or ends earlier."""
+        sizes = piece_sizes(self.pieces, max(s.encoder for s in samples), self.max_tokens)
+        if self.pieces != "auto":
+            return self._found_cut(samples, step, sizes) if sizes else self._found_whole(samples, step)
+        cut: StepPlan | None = None
+        with suppress(PlanError):  # where neither fits, whole samples say why
+            cut = self._found_cut(samples, step, sizes) if sizes else None
+        if cut is None:
             return self._found_whole(samples, step)
-        try:
-            proposals = self._proposals
-            cut = self._predicted(*self._searched(proposals.fixed(proposals.pieces(samples, step, sizes))), step=step)
-        except PlanError:
-            if self.pieces != "auto":
-                raise
-            return self._found_whole(samples, step)
-        makespan_ns = max(prediction.makespan_ns for prediction in cut.predictions)
-        if self.pieces != "auto" or makespan_ns <= self._least_whole_ns(samples):
+        least_ns = whole_bound_ns(cut, self.costs, samples, memory_limit_bytes=int(self.memory_limit_bytes))
+        if cut.makespan_ns <= (least_ns or 0):
             return cut
-        try:
-            whole = self._found_whole(samples, step)
-        except PlanError:
-            return cut
-        return min(whole, cut, key=lambda plan: max(prediction.makespan_ns for prediction in plan.predictions))
+        with suppress(PlanError):
+            return min(self._found_whole(samples, step), cut, key=lambda plan: plan.makespan_ns)
+        return cut
 
-    def _piece_sizes(self, samples: Sequence[SampleLength]) -> list[int]:
-        """Tokens of a piece that are worth a try; none where no sample is longer."""
-        if self.pieces == "off":
-            return []
-        sizes = PIECE_TOKENS if self.pieces == "auto" else (self.pieces,)
-        longest = max(s.encoder for s in samples)
-        return [size for size in sizes if size < longest and size <= (self.max_tokens or size)]
-
-    def _least_whole_ns(self, samples: Sequence[SampleLength]) -> int:
-        """No plan of whole samples ends earlier; 0 where that is not known."""
-        lengths, limit = [(s.encoder, s.decoder) for s in samples], int(self.memory_limit_bytes)
-        split, ranks = self.split_backward, self.topology.stage_ranks
-        floor = batch_floor(self.costs, lengths, ranks, split=split, packed=True, memory_limit_bytes=limit)
-        return 0 if floor is None else floor.bound_ns(self.topology.dp)
+    def _found_cut(self, samples: list[SampleLength], step: int, sizes: Sequence[int]) -> StepPlan:
+        proposals = self._proposals
+        return self._predicted(*self._searched(proposals.fixed(proposals.pieces(samples, step, sizes))), step=step)
 
     def _found_whole(self, samples: list[SampleLength], step: int) -> StepPlan:
         proposals = self._proposals
@@ -311,7 +295,7 @@ class Planner:
         if not found:
             assert refusal is not None
             raise refusal
-        return min(found, key=lambda plan: max(prediction.makespan_ns for prediction in plan.predictions))
+        return min(found, key=lambda plan: plan.makespan_ns)
 
     def _predicted(
         self, replicas: Replicas, schedules: Schedules, priced: ReplicaCosts | None = None, *, step: int

@@ -10,7 +10,7 @@ from typing import Literal
 
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch, round_up
+from dynapipe_ext.plan import MicroBatch, Pieces, round_up
 from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_costs
 from dynapipe_ext.splits.rules import piece
 
@@ -18,6 +18,16 @@ PIECE_TOKENS = (2048, 4096, 8192, 16384, 32768)  # that are tried where the plan
 Cut = Literal["length", "time"]
 
 _LOOSER = 16  # a row more, of so many, where documents find no room
+
+
+def piece_sizes(pieces: Pieces, longest: int, max_tokens: int) -> list[int]:
+    """Tokens of a piece that are worth a try, none above `max_tokens` (0: no cap); [] where no sample is longer.
+
+    >>> piece_sizes("auto", 9000, 0), piece_sizes(3000, 9000, 0), piece_sizes("auto", 2048, 0)
+    ([2048, 4096, 8192], [3000], [])
+    """
+    sizes: tuple[int, ...] = () if pieces == "off" else PIECE_TOKENS if pieces == "auto" else (pieces,)
+    return [size for size in sizes if size < longest and size <= (max_tokens or size)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
