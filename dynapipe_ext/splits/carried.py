@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -75,8 +75,21 @@ def cut(sample: SampleLength, most_tokens: int, multiple: int, slope: Slope) -> 
     return pieces
 
 
+def document_weights(
+    samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rules: Sequence[RowRule]
+) -> dict[SampleLength, int]:
+    """What the samples cost that stay whole under any of the rules (`document_costs`)."""
+    most, least = (choose(rules, key=lambda rule: rule.room) for choose in (max, min))
+    short = [s for s in samples if s.encoder <= most.room]
+    return dict(zip(short, document_costs(short, evaluate, least), strict=True)) if short else {}
+
+
 def carried_rows(
-    samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule, cut_by: Cut
+    samples: Sequence[SampleLength],
+    weights: Mapping[SampleLength, int],
+    evaluate: MicroBatchEvaluate,
+    rule: RowRule,
+    cut_by: Cut,
 ) -> list[MicroBatch]:
     """Packed rows of about `rule.max_tokens` positions: samples above that in pieces, a piece a row; and documents, the
     dearest first, each in the row that has cost least so far and has room, be there a piece in it or not.
@@ -94,11 +107,11 @@ def carried_rows(
     if not short:
         return heads
     loads = evaluate(heads)[0].tolist() if heads else []
-    weights = document_costs(short, evaluate, rule)
+    costs = [weights[s] for s in short]
     fills = [head.samples[0].encoder for head in heads]
     free = sum(max(0, rule.room - fill) for fill in fills)
     num_rows = max(0, -(-(sum(s.encoder for s in short) - free) // rule.room))
-    while (rows := _filled(short, weights, fills + [0] * num_rows, loads + [0] * num_rows, rule.room)) is None:
+    while (rows := _filled(short, costs, fills + [0] * num_rows, loads + [0] * num_rows, rule.room)) is None:
         num_rows += max(1, num_rows // _LOOSER)
     mixed = [_carried(rule, (*head.samples, *rule.row(row).samples)) for head, row in zip(heads, rows, strict=False)]
     return mixed + [rule.row(row) for row in rows[len(heads) :] if row]
