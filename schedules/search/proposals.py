@@ -137,7 +137,9 @@ class Proposals:
             rows = tuple(carried_rows(samples, weights, price, rule, cut_by))
             if rows not in made:
                 made[rows] = self._on_replicas(rows, step)
-        return [replicas for _, replicas in sorted(made.values(), key=lambda one: one[0])[:_MOST_CUTS]]
+        best = [replicas for _, replicas in sorted(made.values(), key=lambda one: one[0])]
+        least = next(replicas for _, replicas in made.values())  # of bytes that one piece needs
+        return best[:_MOST_CUTS] + ([] if least in best[:_MOST_CUTS] else [least])
 
     def _on_replicas(self, rows: Sequence[MicroBatch], step: int) -> tuple[int, Replicas]:
         """Which rows go where, and about how long that takes."""
