@@ -78,7 +78,7 @@ def add_json(parser: argparse._ActionsContainer, what: str) -> None:
 
 
 def add_pieces(parser: argparse._ActionsContainer, default: Pieces) -> None:
-    parser.add_argument("--pieces", type=pieces, metavar="auto|off|N", help=f"{PIECES_HELP} (default: {default})")
+    parser.add_argument("--pieces", type=piece_option, metavar="auto|off|N", help=f"{PIECES_HELP} (default: {default})")
 
 
 def add_truncate(parser: argparse._ActionsContainer, longest: str) -> None:
@@ -117,10 +117,10 @@ def dtype(text: str) -> str:
     return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(text, text)
 
 
-def pieces(text: str) -> Pieces:
+def piece_option(text: str) -> Pieces:
     """A type of arguments: off, auto or a number of tokens.
 
-    >>> pieces("auto"), pieces("4096")
+    >>> piece_option("auto"), piece_option("4096")
     ('auto', 4096)
     """
     if text == "off" or text == "auto":

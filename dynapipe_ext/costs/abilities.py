@@ -89,7 +89,7 @@ def prices_pieces(costs: CostModel) -> bool:
     return bool(getattr(costs, "prices_pieces", False))
 
 
-def refuse_pieces(micro_batches: Sequence[MicroBatch], who: str) -> None:
+def refuse_carried(micro_batches: Sequence[MicroBatch], who: str) -> None:
     """Errors: PlanError for a micro-batch with a piece of a long sample."""
     for m in micro_batches:
         if m.attention == "carried":

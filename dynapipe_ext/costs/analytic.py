@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.costs.abilities import refuse_pieces
+from dynapipe_ext.costs.abilities import refuse_carried
 from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.links import Link, Links
@@ -189,7 +189,7 @@ class AnalyticCosts:
         gradients of all positions so far while it runs.
         """
         if not self.prices_pieces:
-            refuse_pieces(micro_batches, "counted costs with windows, or with experts of a capacity,")
+            refuse_carried(micro_batches, "counted costs with windows, or with experts of a capacity,")
         a, values, layers = self.architecture, self.activation_bytes_per_value, self.stage_layers[:, :1]
         a_position = 2 * a.kv_size // self.topology.tp  # values a layer
         pieces: dict[int, list[SampleLength]] = {}

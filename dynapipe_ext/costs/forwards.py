@@ -14,7 +14,7 @@ from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.abilities import (
     activation_format_of,
     costs_as_json,
-    refuse_pieces,
+    refuse_carried,
     replica_collectives_of,
     shape_prices,
 )
@@ -50,7 +50,7 @@ class ForwardCosts:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         """Errors: PlanError for a micro-batch that asks for recomputation, and for what `base` cannot price."""
-        refuse_pieces(micro_batches, "forwards alone")
+        refuse_carried(micro_batches, "forwards alone")
         for m in micro_batches:
             if m.recompute != "none":
                 raise PlanError(

@@ -15,7 +15,7 @@ from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_co
 from dynapipe_ext.splits.rules import piece
 
 PIECE_TOKENS = (2048, 4096, 8192, 16384, 32768)  # that are tried where the planner chooses
-Cut = Literal["length", "time"]
+CutBy = Literal["length", "time"]
 
 _LOOSER = 16  # a row more, of so many, where documents find no room
 
@@ -89,7 +89,7 @@ def carried_rows(
     weights: Mapping[SampleLength, int],
     evaluate: MicroBatchEvaluate,
     rule: RowRule,
-    cut_by: Cut,
+    cut_by: CutBy,
 ) -> list[MicroBatch]:
     """Packed rows of about `rule.max_tokens` positions: samples above that in pieces, a piece a row; and documents, the
     dearest first, each in the row that has cost least so far and has room, be there a piece in it or not.

@@ -43,7 +43,7 @@ class Returns:
         return cls(tuple(order), tuple(place), tuple(first_of), tuple(last_of), max(map(len, chains), default=1))
 
 
-def positions_of(group: Sequence[int], chains: Sequence[Chain]) -> tuple[Chain, ...]:
+def chain_positions(group: Sequence[int], chains: Sequence[Chain]) -> tuple[Chain, ...]:
     """The chains of an order of runs, as positions in it."""
     place = {m: i for i, m in enumerate(group)}
     return tuple(tuple(place[m] for m in chain) for chain in chains if chain[0] in place)
@@ -57,7 +57,7 @@ def in_piece_order(group: list[int], chains: Sequence[Chain]) -> None:
     >>> group
     [1, 9, 2, 3]
     """
-    for positions, chain in zip(positions_of(group, chains), (c for c in chains if c[0] in group), strict=True):
+    for positions, chain in zip(chain_positions(group, chains), (c for c in chains if c[0] in group), strict=True):
         for position, m in zip(sorted(positions), chain, strict=True):
             group[position] = m
 

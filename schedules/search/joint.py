@@ -18,7 +18,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.pieces import Chain
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores
-from dynapipe_ext.schedules.search.carried import in_piece_order, place_apart, positions_of, put_in_place
+from dynapipe_ext.schedules.search.carried import chain_positions, in_piece_order, place_apart, put_in_place
 from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, DispatchRule, Pipeline, dispatch
 from dynapipe_ext.schedules.search.order import splitmix64
 
@@ -208,7 +208,7 @@ def _run(problem: Problem, state: SearchState, d: int, give_up: int, orders: lis
         stored=tables[3],
         working=tables[4],
         transfer=tables[5],
-        chains=positions_of(state.groups[d], problem.chains),
+        chains=chain_positions(state.groups[d], problem.chains),
     )
     return dispatch(pipe, problem.rules[state.rules[d]], give_up=give_up, orders=orders)
 

@@ -23,7 +23,7 @@ from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores
 from dynapipe_ext.schedules.judge.validate import validate
-from dynapipe_ext.schedules.search.carried import positions_of
+from dynapipe_ext.schedules.search.carried import chain_positions
 from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, rules
 from dynapipe_ext.schedules.search.joint import GONE, Problem, Run, SearchState, records_of, search
 from dynapipe_ext.schedules.search.order import start_orders
@@ -147,7 +147,7 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
         orders = [
             [
                 [group[i] for i in order]
-                for order in start_orders(_costs(start, runs, group), positions_of(group, start.chains))
+                for order in start_orders(_costs(start, runs, group), chain_positions(group, start.chains))
             ]
             for group in start.groups
         ]

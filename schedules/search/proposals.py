@@ -21,7 +21,7 @@ from dynapipe_ext.plan import Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.schedules.search.joint import Run
 from dynapipe_ext.schedules.search.optimizer import Start
 from dynapipe_ext.splits.balance import assign_replicas
-from dynapipe_ext.splits.carried import Cut, carried_rows, document_weights
+from dynapipe_ext.splits.carried import CutBy, carried_rows, document_weights
 from dynapipe_ext.splits.exact import MOST_SAMPLES, good_partitions
 from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate
 from dynapipe_ext.splits.padded import (
@@ -36,8 +36,7 @@ from dynapipe_ext.splits.padded import (
     under_fastest,
 )
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
-from dynapipe_ext.splits.runs import Cut as RunCut
-from dynapipe_ext.splits.runs import Runs, price_runs
+from dynapipe_ext.splits.runs import Cut, Runs, price_runs
 from dynapipe_ext.topology import Topology
 
 Replicas = list[list[MicroBatch]]
@@ -133,7 +132,7 @@ class Proposals:
         price = micro_batch_evaluate(self.costs)
         rules = [RowRule(max_tokens=size, pad_multiple=self.pad_multiple, recompute=self.kinds[0]) for size in sizes]
         weights = document_weights(samples, price, rules)
-        for rule, cut_by in product(rules, get_args(Cut)):
+        for rule, cut_by in product(rules, get_args(CutBy)):
             rows = tuple(carried_rows(samples, weights, price, rule, cut_by))
             if rows not in made:
                 made[rows] = self._on_replicas(rows, step)
@@ -187,7 +186,7 @@ class Proposals:
     def _caps(self) -> Caps:
         return Caps(max_bytes=self.limit_bytes, max_tokens=self.max_tokens or None, pad_multiple=self.pad_multiple)
 
-    def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[Runs, list[list[RunCut]]]:
+    def _first_cuts(self, samples: list[SampleLength], in_flight: Iterable[int]) -> tuple[Runs, list[list[Cut]]]:
         """Runs of the ordered samples, and cuts for pipelines that hold so many in flight (or one, if that is all)."""
         dp = min(self.topology.dp, len(samples))
         order: SortOrder = "classes" if any(s.decoder for s in samples) else "sorted"
@@ -203,7 +202,7 @@ class Proposals:
             least_work=self.cores_are_shared,
         )
 
-        def cut(min_in_flight: int) -> list[RunCut]:
+        def cut(min_in_flight: int) -> list[Cut]:
             return runs.cuts(pp=self._depth, dp=dp, min_in_flight=min_in_flight, equal_counts=self.equal_counts)
 
         try:

@@ -14,7 +14,7 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
 from dynapipe_ext.schedules.judge.validate import validate
-from dynapipe_ext.schedules.search.carried import Returns, positions_of
+from dynapipe_ext.schedules.search.carried import Returns, chain_positions
 from dynapipe_ext.schedules.search.dispatch import NEVER, Pipeline, dispatch, rules
 from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize_best
 
@@ -95,7 +95,7 @@ def test_what_is_found_runs_pieces_in_order_within_the_limit_and_as_fast_as_it_s
         costs = MicroBatchCosts.choose(
             start.kind_costs, np.array([kind for _, _, kind in replica], int), np.array(items, int)
         )
-        mine = positions_of(items, start.chains)
+        mine = chain_positions(items, start.chains)
         assert all(list(chain) == sorted(chain) for chain in mine)
         assert sum(map(len, mine)) == sum(m in chain for m in items for chain in start.chains), "a chain was torn"
         validate(schedule, len(items), mine)
@@ -109,7 +109,7 @@ def test_no_order_blocks_where_every_chain_fits_with_all_that_stands_between_its
     """Any interleaving of chains and whole micro-batches, under every rule, with the bytes that the argument needs."""
     stage_ranks, start, _, rng = case
     costs, group = start.kind_costs[0], rng.permutation(len(start.runs)).tolist()
-    standing = sorted(positions_of(group, start.chains))
+    standing = sorted(chain_positions(group, start.chains))
     order = list(group)
     for chain, items in zip(standing, (start.chains[i] for i in _by_first(start, group)), strict=True):
         for position, item in zip(sorted(chain), items, strict=True):
@@ -143,6 +143,6 @@ def test_no_order_blocks_where_every_chain_fits_with_all_that_stands_between_its
 def _by_first(start: Start, group: list[int]) -> list[int]:
     """Chains in the order of their first places in a group."""
     places = {i: min(group.index(m) for m in chain) for i, chain in enumerate(start.chains)}
-    firsts = {positions_of(group, [chain])[0][0]: i for i, chain in enumerate(start.chains)}
+    firsts = {chain_positions(group, [chain])[0][0]: i for i, chain in enumerate(start.chains)}
     assert len(places) == len(firsts)
-    return [firsts[chain[0]] for chain in sorted(positions_of(group, start.chains))]
+    return [firsts[chain[0]] for chain in sorted(chain_positions(group, start.chains))]
