@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.plan import Pieces
@@ -123,8 +123,8 @@ def piece_option(text: str) -> Pieces:
     >>> piece_option("auto"), piece_option("4096")
     ('auto', 4096)
     """
-    if text == "off" or text == "auto":
-        return text
+    if text in ("off", "auto"):
+        return cast(Pieces, text)
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} must be off, auto or the tokens of a piece, like 8192")
     return int(text)

@@ -230,7 +230,8 @@ def _problem(start: Start, settings: Settings, records: IntArray) -> Problem:
 
 
 def _fitting(problem: Problem, start: Start, limit_bytes: int) -> list[Run]:
-    """Each run under its kind, or the first that lets it run alone; PlanError where none does."""
+    """Each run under its kind, or the first that lets it run alone (and pieces of a sample all together); PlanError
+    where none does."""
     ranks, free = np.array(problem.stage_ranks), np.array(problem.free_bytes, np.int64)
     runs = start.runs
     shapes = _shapes(start, runs)
@@ -239,10 +240,6 @@ def _fitting(problem: Problem, start: Start, limit_bytes: int) -> list[Run]:
     for kind, costs in enumerate(start.kind_costs):
         stored, working = costs.stored_bytes[:, shapes], costs.working_bytes[:, shapes]
         possible[kind] = costs.forward_ns[:, shapes].max(axis=0) < INFEASIBLE
-        for chain in map(list, start.chains):  # each piece needs what all of its sample need
-            stored[:, chain] = stored[:, chain].sum(axis=1, keepdims=True)
-            working[:, chain] = working[:, chain].max(axis=1, keepdims=True)
-            possible[kind, chain] = possible[kind, chain].all()
         for rank in range(len(free)):
             needed[kind, rank] = stored[ranks == rank].sum(axis=0) + working[ranks == rank].max(axis=0)
     fits = (needed <= free[:, None]).all(axis=1) & possible
@@ -257,7 +254,31 @@ def _fitting(problem: Problem, start: Start, limit_bytes: int) -> list[Run]:
                 f" {limit_bytes} B: make the micro-batch smaller, recompute more of it, or raise tp or pp"
             )
         chosen.append((first, end, kind if fits[kind, m] else int(fits[:, m].argmax())))
+    for chain in start.chains:
+        pieces = _fitting_chain(problem, start, [chosen[m] for m in chain], limit_bytes)
+        for m, run in zip(chain, pieces, strict=True):
+            chosen[m] = run
     return chosen
+
+
+def _fitting_chain(problem: Problem, start: Start, runs: Sequence[Run], limit_bytes: int) -> list[Run]:
+    """The pieces of a sample under their kinds, or as many of the first ones, which cost least to compute again, as it
+    takes under the kind of least bytes for all to be held at once; PlanError where no number of them will do."""
+    ranks, free, shapes = np.array(problem.stage_ranks), problem.free_bytes, _shapes(start, runs)
+    lean = min(range(len(start.kind_costs)), key=lambda k: int(start.kind_costs[k].stored_bytes[:, shapes].sum()))
+    kinds = np.array([kind for _, _, kind in runs])
+    for changed in range(len(runs) + 1):
+        kinds[:changed] = lean
+        held = MicroBatchCosts.choose(start.kind_costs, kinds, shapes)
+        stored, working = held.stored_bytes.sum(axis=1), held.working_bytes.max(axis=1)
+        needed = [int(stored[ranks == rank].sum() + working[ranks == rank].max()) for rank in range(len(free))]
+        if all(need <= room for need, room in zip(needed, free, strict=True)):
+            return [(first, end, int(kind)) for (first, end, _), kind in zip(runs, kinds, strict=True)]
+    rank = max(range(len(free)), key=lambda r: needed[r] - free[r])
+    raise PlanError(
+        f"the {len(runs)} pieces of one sample need {needed[rank] + limit_bytes - free[rank]} B at once on rank {rank},"
+        f" recomputed, but the limit is {limit_bytes} B: raise tp or pp, or truncate the sample"
+    )
 
 
 def _costs(start: Start, runs: Sequence[Run], group: Sequence[int]) -> MicroBatchCosts:
