@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from dynapipe_ext.errors import PlanError
@@ -112,13 +112,13 @@ def carried_rows(
     free = sum(max(0, rule.room - fill) for fill in fills)
     num_rows = max(0, -(-(sum(s.encoder for s in short) - free) // rule.room))
     while (rows := _filled(short, costs, fills + [0] * num_rows, loads + [0] * num_rows, rule.room)) is None:
-        num_rows += max(1, num_rows // _LOOSER)
+        num_rows += 1 + num_rows // _LOOSER
     mixed = [_carried(rule, (*head.samples, *rule.row(row).samples)) for head, row in zip(heads, rows, strict=False)]
     return mixed + [rule.row(row) for row in rows[len(heads) :] if row]
 
 
 def _carried(rule: RowRule, samples: tuple[SampleLength, ...]) -> MicroBatch:
-    return replace(rule.row(()), samples=samples, attention="carried")
+    return MicroBatch(samples, "packed", rule.recompute, "carried", rule.pad_multiple)
 
 
 def _filled(

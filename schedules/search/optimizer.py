@@ -30,7 +30,7 @@ from dynapipe_ext.schedules.search.order import start_orders
 
 _TRIAL = 16  # of the moves, one part in so many for each of several starts
 _REPLICAS = 4  # that one measure of effort is for
-_ROWS = 24  # likewise, with samples in pieces, which are many rows: moves are fewer, as each costs more
+_ROWS = 12  # likewise, with samples in pieces, which are many rows: moves are fewer, as each costs more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ Replicas = list[list[MicroBatch]]
 MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]
 Made = TypeVar("Made")
 
-_MOST_CUTS = 4  # into pieces that are searched
+_MOST_CUTS = 2  # into pieces that are searched
 _MOST_FEW = 8  # splits of a few samples by each of three objectives
 
 
