@@ -213,20 +213,25 @@ def _global_batches(config: TrainConfig, lengths: LengthArray, epoch: int, *, dr
 def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> None:
     """Refuse a sample that fits no micro-batch or no rank even alone, before the launch.
 
-    Errors: PlanError naming the longest such sample.
+    Errors: PlanError naming the longest such sample, of a pair's both sides or of either.
     """
     _check_max_tokens(config, lengths)
-    longest = int(np.argmax(lengths[:, 0] + lengths[:, 1]))
-    (sample,) = sample_lengths(lengths, [longest])
+    sides = lengths[:, 0] + lengths[:, 1], lengths[:, 0], lengths[:, 1]
+    for longest in dict.fromkeys(int(np.argmax(side)) for side in sides):
+        _check_alone(config, costs, *sample_lengths(lengths, [longest]))
+
+
+def _check_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) -> None:
+    """Refuse a sample that no rank can hold. Errors: PlanError."""
     plan, limit = config.plan, config.plan.memory_limit_bytes
     try:
         num_bytes, rank = _bytes_alone(config, costs, sample)
     except PlanError as error:
-        raise PlanError(f"sample {longest} with {sample.tokens} tokens cannot be priced: {error}") from None
+        raise PlanError(f"sample {sample.index} with {sample.tokens} tokens cannot be priced: {error}") from None
     if num_bytes > limit:
         raise PlanError(
-            f"sample {longest} with {sample.tokens} tokens needs {num_bytes} B on pipeline rank {rank} even alone, but"
-            f" memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: raise it,"
+            f"sample {sample.index} with {sample.tokens} tokens needs {num_bytes} B on pipeline rank {rank} even alone,"
+            f" but memory_limit_gb {plan.memory_limit_gb:g} is {limit} B a rank: raise it,"
             f" {_what_fits(config, costs, sample)}, or lower max_seq_len with --truncate"
         )
 

@@ -61,11 +61,12 @@ class PlacementSearch:
             except ConfigError as error:
                 refusal = refusal or error
                 continue
-            found.append(self._with_best_layers(even))
+            best = self._with_best_layers(even)
+            finals = {even.layers_per_stage: even, best.layers_per_stage: best}.values()
+            found.append(min((self._trial(one, self.planner.effort) for one in finals), key=lambda one: one.makespan_s))
         if not found:
             assert refusal is not None
             raise refusal
-        found = [self._trial(one.topology, self.planner.effort) for one in found]
         if all(one.refusal for one in found):
             raise PlanError(f"no placement of stages has a plan: {found[0].refusal}")
         return tuple(sorted(found, key=lambda one: one.makespan_s))
@@ -78,7 +79,7 @@ class PlacementSearch:
         placement = () if name == "linear" else ranks
         return replace(base, placement=placement, layers_per_stage=()).with_layers(self.num_layers)
 
-    def _with_best_layers(self, even: Topology) -> PlacementTrial:
+    def _with_best_layers(self, even: Topology) -> Topology:
         effort = self.planner.effort // _TRIAL_EFFORT
         best = self._trial(even, effort)
         seen = {even.layers_per_stage}
@@ -91,7 +92,7 @@ class PlacementSearch:
             if better.makespan_s >= best.makespan_s:
                 break
             best = better
-        return best
+        return best.topology
 
     def _trial(self, topology: Topology, effort: int) -> PlacementTrial:
         """All batches planned with so much effort, and more than none where the planner searches at all."""

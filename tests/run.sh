@@ -37,7 +37,7 @@ check "ruff check" "$venv_python" -m ruff check .
 check "ruff format" "$venv_python" -m ruff format --check .
 "$venv_python" -m mypy >build/mypy.log 2>&1 & # a minute of one core: the tests begin beside it
 trap 'kill %1 2>/dev/null || true' EXIT
-check "pytest" "$venv_python" -m pytest -n 2 --dist loadfile --durations=25 "$@" # a file's tests share fixtures: they stay together
+check "pytest" "$venv_python" -m pytest -n 3 --dist loadfile --durations=25 "$@" # of 2 cores, since some wait; a file stays together
 check "mypy" ended %1 build/mypy.log
 
 if [ ${#failed[@]} -gt 0 ]; then

@@ -93,6 +93,15 @@ def first_decoder_stage(layers: Sequence[tuple[int, int]]) -> int | None:
     return next((stage for stage, (_, num_decoder) in enumerate(layers) if num_decoder), None)
 
 
+def encoder_end_stage(layers: Sequence[tuple[int, int]]) -> int:
+    """Where the encoder ends, or what a decoder-only model has in its place.
+
+    >>> encoder_end_stage([(2, 0), (1, 1), (0, 2)])
+    1
+    """
+    return max(stage for stage, (num_encoder, _) in enumerate(layers) if num_encoder)
+
+
 @lru_cache(32)
 def weight_as_backward(grid: Grid) -> Grid:
     """The grid's W where `stage_values` looks for the backward; zero where it has none."""

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from dynapipe_ext.costs.beside_layers import once_bytes, parameter_counts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import LayerKind
-from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.surface import (
     PARTS,
     QUANTITIES,
     Measured,
+    MeasuredShape,
     ModelPart,
-    Shape,
     Surface,
     left_out_errors,
     next_shape,
+    seen_by,
 )
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, short
@@ -31,14 +32,20 @@ from dynapipe_ext.reproducible import exp, log
 from dynapipe_ext.topology import Topology
 
 _TIMES, _LEAST_SHAPES, _FEWEST = ("forward_s", "backward_s"), 8, 3
+_SIZES = ("rows", "length", "decoder_len")  # of a shape, as it is written
+_LAYER_KINDS: Mapping[ModelPart, LayerKind] = {"layer": "encoder", "encoder": "encoder", "decoder": "decoder"}
 _MOST_BYTES, _MOST_SECONDS = 1e18, 1e6
 _EXACT = 1e-3  # relative noise of counted bytes
+_SHORTEST_TARGET = 4  # many are a word: packed rows are priced by rows that are no shorter than the shortest
 _EDGE = 1.6  # a little above two steps of the grid, rounding included
 _PER_DOUBLING = 4  # points of the written table: a multilinear cell then misses a square by less than 0.8 %
 
 
 class MeasureShape(Protocol):
-    """One layer or the head, for one micro-batch; None where it does not fit. With `bytes_only` times are 0."""
+    """One layer or the head, for one micro-batch; None where it does not fit. With `bytes_only` times are 0.
+
+    Of a pair's two lengths a part reads what `seen_by` says.
+    """
 
     def __call__(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None: ...
 
@@ -48,123 +55,156 @@ class ProfileRange:
     """Which shapes the table will price: lengths from `min_len` to `max_len`, rows x length up to `max_tokens`. Lengths
     are multiples of `multiple`, the ranks that share a sequence. Some more tokens are measured, for the far corners of
     the grid's last cells.
+
+    Of an encoder-decoder `max_len` is the encoder's, `max_decoder_len` the decoder's (0: there is none), whose rows may
+    be shorter, and tokens are those of both sides.
     """
 
     max_len: int
     max_tokens: int
+    max_decoder_len: int = 0
     min_len: int = 16
     multiple: int = 1
     recomputes: tuple[Recompute, ...] = RECOMPUTES
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_len <= self.max_len <= self.max_tokens:
-            raise ConfigError(
-                f"lengths {self.min_len} to {self.max_len} and {self.max_tokens} tokens a micro-batch: they must ascend"
-            )
-        if self.min_len % self.multiple or self.max_len % self.multiple:
-            raise ConfigError(
-                f"lengths {self.min_len} to {self.max_len} must be multiples of {self.multiple}, the ranks that share a"
-                " sequence"
-            )
+        pair = f", which a pair of {self.max_len} + {self.max_decoder_len} must fit into"
+        of_sides, longest_tokens = pair if self.max_decoder_len else "", self.max_len + self.max_decoder_len
+        for least, most in self.sides:
+            if not 1 <= least <= most <= longest_tokens <= self.max_tokens:
+                raise ConfigError(
+                    f"lengths {least} to {most} and {self.max_tokens} tokens a micro-batch{of_sides}: they must ascend"
+                )
+            if least % self.multiple or most % self.multiple:
+                raise ConfigError(
+                    f"lengths {least} to {most} must be multiples of {self.multiple}, the ranks that share a sequence"
+                )
+
+    @property
+    def parts(self) -> tuple[ModelPart, ...]:
+        """What is measured of the model; the last but the head sees all of a shape."""
+        return ("encoder", "decoder", "head") if self.max_decoder_len else ("layer", "head")
+
+    def kept_most(self, part: ModelPart) -> Recompute:
+        """The kind of recomputation, of those that are measured, with which a part keeps most."""
+        return "none" if part == "head" else self.recomputes[0]
+
+    @property
+    def sides(self) -> tuple[tuple[int, int], ...]:
+        """Positions of the shortest and the longest row, of every side."""
+        whole = self.min_len, self.max_len
+        if not self.max_decoder_len:
+            return (whole,)
+        return whole, (round_up(min(self.min_len, _SHORTEST_TARGET), self.multiple), self.max_decoder_len)
 
     @property
     def most_tokens(self) -> int:
         """What is measured."""
         return max(self.max_tokens, int(_EDGE * self.max_tokens))
 
-    def holds(self, shape: Shape) -> bool:
-        return self.min_len <= shape[1] <= self.max_len and shape[0] * shape[1] <= self.most_tokens
+    def holds(self, shape: MeasuredShape) -> bool:
+        rows, *lengths = shape
+        inside = all(least <= n <= most for n, (least, most) in zip(lengths, self.sides, strict=True))
+        return inside and rows * sum(lengths) <= self.most_tokens
 
-    def first(self) -> list[Shape]:
+    def first(self) -> list[MeasuredShape]:
         """The corners, the middle of the longest side, and the middle."""
-        middle, most = round_up(round((self.min_len * self.max_len) ** 0.5), self.multiple), self.most_tokens
-        corners = [(1, self.min_len), (1, self.max_len), (most // self.min_len, self.min_len)]
-        sides = [(most // self.max_len, self.max_len), (most // middle, middle)]
-        return list(dict.fromkeys([*corners, *sides, (max(1, round((most / middle) ** 0.5)), middle)]))
+        most = self.most_tokens
+        middle = tuple(round_up(round((least * most) ** 0.5), self.multiple) for least, most in self.sides)
+        ends = list(itertools.product(*self.sides))
+        few, many = [(1, *lengths) for lengths in ends], [(most // sum(n), *n) for n in (*ends, middle)]
+        return list(dict.fromkeys([*few, *many, (max(1, round((most / sum(middle)) ** 0.5)), *middle)]))
 
-    def candidates(self) -> list[Shape]:
-        return [s for s in itertools.product(self.rows(1), self.lengths(2)) if self.holds(s)]
+    def candidates(self) -> list[MeasuredShape]:
+        return self.grid(1, 2)
 
-    def rows(self, per_doubling: int) -> list[int]:
-        return _spread(1, self.most_tokens // self.min_len, per_doubling, 1)
+    def grid(self, rows_per_doubling: int, lengths_per_doubling: int) -> list[MeasuredShape]:
+        """All shapes of so many rows and lengths a doubling."""
+        rows = _spread(1, self.most_tokens // sum(least for least, _ in self.sides), rows_per_doubling, 1)
+        sides = [_spread(*side, lengths_per_doubling, self.multiple) for side in self.sides]
+        return [shape for shape in itertools.product(rows, *sides) if self.holds(shape)]
 
-    def lengths(self, per_doubling: int) -> list[int]:
-        return _spread(self.min_len, self.max_len, per_doubling, self.multiple)
-
-    def held_out(self, count: int, seed: int) -> list[Shape]:
+    def held_out(self, count: int, seed: int) -> list[MeasuredShape]:
         """Shapes within `max_tokens` that nobody chose, spread evenly over doublings."""
         random = np.random.default_rng(seed)
-        found: list[Shape] = []
+        found: list[MeasuredShape] = []
         while len(found) < count:
-            exponent = random.uniform(log(self.min_len), log(self.max_len))
-            length = round_up(round(float(exp(exponent))), self.multiple)
-            rows = round(float(exp(random.uniform(0.0, log(max(1.0, self.max_tokens / length))))))
-            if length <= self.max_len and rows * length <= self.max_tokens:
-                found.append((rows, length))
+            exponents = [random.uniform(*log(side)) for side in self.sides]
+            lengths = [round_up(round(float(exp(exponent))), self.multiple) for exponent in exponents]
+            rows = round(float(exp(random.uniform(0.0, log(max(1.0, self.max_tokens / sum(lengths)))))))
+            if self.holds((rows, *lengths)) and rows * sum(lengths) <= self.max_tokens:
+                found.append((rows, *lengths))
         return found
 
 
 @dataclass(slots=True)
 class Profile:
-    """What was measured: by part and recomputation, by (rows, length); None where a shape did not fit. `packed`: bytes
-    that a layer keeps for a packed row over those of padded rows with as many tokens and squares.
+    """What was measured: by part and recomputation, by what the part sees of a shape; None where that did not fit.
+    `packed`: bytes that a layer keeps for a packed row over those of padded rows with as many tokens and squares.
     """
 
-    points: dict[tuple[ModelPart, Recompute], dict[Shape, Measured | None]] = field(default_factory=dict)
+    points: dict[tuple[ModelPart, Recompute], dict[MeasuredShape, Measured | None]] = field(default_factory=dict)
     packed: dict[Recompute, float] = field(default_factory=dict)
 
     def kinds(self, within: ProfileRange) -> list[tuple[ModelPart, Recompute]]:
         """The head recomputes nothing."""
-        return [("layer", r) for r in within.recomputes] + [("head", "none")]
+        layers = within.parts[:-1]
+        return [(part, r) for part in layers for r in within.recomputes] + [("head", "none")]
 
-    def known(self, part: ModelPart, recompute: Recompute) -> dict[Shape, Measured]:
+    def known(self, part: ModelPart, recompute: Recompute) -> dict[MeasuredShape, Measured]:
         return {s: m for s, m in self.points.get((part, recompute), {}).items() if m is not None}
 
-    def shapes(self) -> list[Shape]:
-        return sorted(set().union(*self.points.values())) if self.points else []
+    def shapes(self) -> list[MeasuredShape]:
+        """The whole ones, of which every part has seen its own."""
+        found = set().union(*self.points.values())
+        whole = max(map(len, found), default=0)
+        return sorted(shape for shape in found if len(shape) == whole)
 
-    def visit(self, shape: Shape, measure: MeasureShape, within: ProfileRange) -> None:
+    def visit(self, shape: MeasuredShape, measure: MeasureShape, within: ProfileRange) -> None:
         """Measure a shape in every way that is still missing. Larger ones than what did not fit do not fit."""
         for kind in self.kinds(within):
-            points = self.points.setdefault(kind, {})
-            if shape not in points:
-                too_large = any(m is None and s[0] <= shape[0] and s[1] <= shape[1] for s, m in points.items())
-                points[shape] = None if too_large else measure(kind[0], _micro_batch(shape, kind[1]))
+            points, own = self.points.setdefault(kind, {}), seen_by(kind[0], shape)
+            if own not in points:
+                too_large = any(m is None and _is_within(s, own) for s, m in points.items())
+                points[own] = None if too_large else measure(kind[0], _micro_batch(shape, kind[1]))
 
-    def fitting(self, within: ProfileRange) -> list[Shape]:
+    def fitting(self, within: ProfileRange) -> list[MeasuredShape]:
         """Shapes that fit with the kind of recomputation that keeps most, and in the head."""
-        layers, heads = self.known("layer", within.recomputes[0]), self.known("head", "none")
-        return sorted(layers.keys() & heads.keys())
+        known = {part: self.known(part, within.kept_most(part)) for part in within.parts}
+        return [s for s in self.shapes() if all(seen_by(part, s) in own for part, own in known.items())]
 
     def pack(self, measure: MeasureShape, within: ProfileRange) -> None:
         """Measure what packing keeps beyond padding, at a middle shape that fits."""
         shapes = [s for s in self.fitting(within) if s[0] > 1]
         if not shapes:
             return
-        shape = sorted(shapes, key=lambda s: s[0] * s[1])[len(shapes) // 2]
-        for recompute in within.recomputes:
-            padded = self.known("layer", recompute).get(shape)
-            row = measure("layer", _micro_batch(shape, recompute, "packed"), bytes_only=True)
-            if recompute not in self.packed and padded and row:
+        shape = sorted(shapes, key=_tokens)[len(shapes) // 2]
+        for part, recompute in itertools.product(within.parts[:-1], within.recomputes):
+            padded = self.known(part, recompute).get(seen_by(part, shape))
+            row = measure(part, _micro_batch(shape, recompute, "packed"), bytes_only=True)
+            if padded and row:
                 ratios = row.stored_bytes / padded.stored_bytes, row.peak_bytes / padded.peak_bytes
-                self.packed[recompute] = max(1.0, *ratios)
+                self.packed[recompute] = max(1.0, self.packed.get(recompute, 1.0), *ratios)
 
-    def errors(self, within: ProfileRange) -> dict[Shape, float]:
-        """Of each shape, the worst error of a time of a layer or the head when that shape is left out."""
-        worst: dict[Shape, float] = {}
-        for part, recompute in (("layer", within.recomputes[0]), ("head", "none")):
-            known = self.known(part, recompute)  # type: ignore[arg-type]
+    def errors(self, within: ProfileRange) -> dict[MeasuredShape, float]:
+        """Of each shape, the worst error of a time of a layer or the head when what that sees of it is left out."""
+        worst: dict[MeasuredShape, float] = {}
+        visited = self.points[within.parts[-2], within.recomputes[0]]
+        for part in within.parts:
+            known = self.known(part, within.kept_most(part))
             for name in _TIMES:
-                for shape, error in left_out_errors({s: getattr(m, name) for s, m in known.items()}).items():
-                    worst[shape] = max(worst.get(shape, 0.0), error)
+                errors = left_out_errors({s: getattr(m, name) for s, m in known.items()}, part)
+                for shape in visited:
+                    if (own := seen_by(part, shape)) in errors:
+                        worst[shape] = max(worst.get(shape, 0.0), errors[own])
         return worst
 
     def to_json(self) -> list[dict[str, Any]]:
         """The points. Packing is measured at the end, and again where that was not reached."""
         return [
-            {"part": part, "recompute": recompute, "rows": rows, "length": length, **(asdict(m) if m else {})}
+            {"part": part, "recompute": recompute, **dict(zip(_SIZES, s, strict=False)), **(asdict(m) if m else {})}
             for (part, recompute), points in self.points.items()
-            for (rows, length), m in points.items()
+            for s, m in points.items()
         ]
 
     @classmethod
@@ -173,7 +213,8 @@ class Profile:
         profile = cls()
         for i, one in enumerate(raw):
             try:
-                kind, shape = (one["part"], one["recompute"]), (int(one["rows"]), int(one["length"]))
+                kind = one["part"], one["recompute"]
+                shape = tuple(int(one[name]) for name in _SIZES[: 3 if kind[0] == "decoder" else 2])
                 measured = Measured(**{name: one[name] for name in QUANTITIES}) if "forward_s" in one else None
                 sound = kind[0] in PARTS and kind[1] in RECOMPUTES and min(shape) >= 1 and _is_sound(measured)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -204,7 +245,7 @@ def choose_and_measure(
 
     Errors: DataError where hardly anything fits on the device.
     """
-    waiting = within.first() + sorted(within.candidates(), key=lambda s: s[0] * s[1])
+    waiting = within.first() + sorted(within.candidates(), key=_tokens)
     for place, shape in enumerate(waiting):
         enough = len(profile.fitting(within)) >= _FEWEST
         if enough and place >= len(within.first()):
@@ -248,24 +289,18 @@ def cost_table(
     grids: dict[tuple[Recompute, LayerKind], Grid] = {}
     head_grid = _grid(profile, ("head", "none"), within)
     for recompute in within.recomputes:
-        grids[recompute, "encoder"] = _grid(profile, ("layer", recompute), within)
+        for part in within.parts[:-1]:
+            grids[recompute, _LAYER_KINDS[part]] = _grid(profile, (part, recompute), within)
         grids[recompute, "postprocess"] = head_grid
-    one, two = (parameters_per_stage(replace(a, num_layers=n), Topology(tp=tp))[0] for n in (1, 2))
-    head = a.hidden_size * a.vocab_size // tp
-    embedding = head + (a.hidden_size * a.max_seq_len if a.position == "learned" else 0)
-    norm = one - (two - one) - embedding - (0 if a.tied_embeddings else head)
     whole, optimizer = 1 + 4 / value_bytes, 8 / value_bytes  # gradients and Adam's moments are fp32
     optimizer += 4 / value_bytes if value_bytes < 4 else 0  # and a master copy of 16-bit weights
     return CostTable(
         grids=grids,
-        parameter_bytes={
-            "encoder": float((two - one) * value_bytes),
-            "embedding": float(embedding * value_bytes),
-            "head": float((norm if a.tied_embeddings else norm + head) * value_bytes),
-            "tied_head": float(head * value_bytes if a.tied_embeddings else 0),
-        },
+        parameter_bytes={name: float(count * value_bytes) for name, count in parameter_counts(a, tp).items()},
+        once_bytes=once_bytes(a, value_bytes, shards=within.multiple),
         hidden_size=a.hidden_size,
         num_layers=a.num_layers,
+        num_decoder_layers=a.num_decoder_layers,
         topology=Topology(tp=tp),
         packed_bytes=profile.packed,
         state_parts=(whole, optimizer) if distributed_optimizer else (whole + optimizer, 0.0),
@@ -277,17 +312,13 @@ def cost_table(
 def _grid(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRange) -> Grid:
     known = profile.known(*kind)
     missing = [s for s, m in profile.points[kind].items() if m is None]
-    lengths, rows = within.lengths(_PER_DOUBLING), within.rows(_PER_DOUBLING)
-    fits = [
-        s
-        for s in itertools.product(rows, lengths)
-        if within.holds(s) and not any(m[0] <= s[0] and m[1] <= s[1] for m in missing)
-    ]
+    seen = dict.fromkeys(seen_by(kind[0], shape) for shape in within.grid(_PER_DOUBLING, _PER_DOUBLING))
+    fits = [s for s in seen if not any(_is_within(m, s) for m in missing)]
     places = np.array(fits, np.float64)
 
     def column(name: str, unit: float) -> dict[tuple[int, ...], float]:
         noise = {"noise": _EXACT} if name.endswith("bytes") else {}
-        surface = Surface.fit({s: float(getattr(m, name)) for s, m in known.items()}, **noise)
+        surface = Surface.fit({s: float(getattr(m, name)) for s, m in known.items()}, kind[0], **noise)
         return {s: round(float(v) * unit, 6) for s, v in zip(fits, surface(places), strict=True)}
 
     columns = {"forward_ms": column("forward_s", 1e3), "backward_ms": column("backward_s", 1e3)}
@@ -296,9 +327,19 @@ def _grid(profile: Profile, kind: tuple[ModelPart, Recompute], within: ProfileRa
     return Grid.from_points(columns)
 
 
-def _micro_batch(shape: Shape, recompute: Recompute, layout: Layout = "padded") -> MicroBatch:
-    rows, length = shape
-    return MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), layout, recompute)
+def _micro_batch(shape: MeasuredShape, recompute: Recompute, layout: Layout = "padded") -> MicroBatch:
+    rows, *lengths = shape
+    return MicroBatch(tuple(SampleLength(i, *lengths) for i in range(rows)), layout, recompute)
+
+
+def _tokens(shape: MeasuredShape) -> int:
+    """Of all sides."""
+    return shape[0] * sum(shape[1:])
+
+
+def _is_within(shape: MeasuredShape, other: MeasuredShape) -> bool:
+    """Whether no size is larger than the other shape's."""
+    return all(a <= b for a, b in zip(shape, other, strict=True))
 
 
 def _spread(least: int, most: int, per_doubling: int, multiple: int) -> list[int]:

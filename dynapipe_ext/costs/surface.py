@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal, assert_never, get_args
 
 import numpy as np
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.reproducible import FloatArray, exp, log, non_negative_least_squares, product, solve
 
-ModelPart = Literal["layer", "head"]
+ModelPart = Literal["layer", "encoder", "decoder", "head"]  # a layer of a decoder-only model, or of either side
 PARTS: tuple[ModelPart, ...] = get_args(ModelPart)
-Shape = tuple[int, int]  # rows, positions
+MeasuredShape = tuple[int, ...]  # rows and positions; of an encoder-decoder, rows and the positions of either side
 
 _REACH = 1.5  # doublings over which two points' deviations from the fit still resemble each other
 _NOISE = 0.02  # relative, of one measured time
@@ -23,7 +23,8 @@ _NOISE = 0.02  # relative, of one measured time
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Of one layer or of the head, for one micro-batch. `backward_s` is B, `input_s` and `weight_s` I and W of a split
-    one. `stored_bytes`: from F to B; `peak_bytes`: the most that one layer alone needs at any time.
+    one. `stored_bytes`: from F to B; `peak_bytes`: the most that one layer alone needs at any time. The encoder's
+    output, which a stage holds once for all its decoder layers, is in neither.
     """
 
     forward_s: float
@@ -37,20 +38,41 @@ class Measured:
 QUANTITIES = tuple(f.name for f in fields(Measured))
 
 
+def seen_by(part: ModelPart, shape: MeasuredShape) -> MeasuredShape:
+    """What of a shape its costs depend on.
+
+    >>> [seen_by(part, (4, 96, 16)) for part in ("encoder", "decoder", "head")]
+    [(4, 96), (4, 96, 16), (4, 16)]
+    """
+    match part:
+        case "layer" | "decoder":
+            return shape
+        case "encoder":
+            return shape[:2]
+        case "head":
+            return shape[0], shape[-1]
+        case _:
+            assert_never(part)
+
+
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """overhead + rate x tokens + rate x tokens x length (+ rate x rows), times a correction that follows the points.
+    """A sum of overhead and rates x tokens, tokens x length and the like (`_terms`), times a correction that follows
+    the points.
 
     The correction is a Gaussian process of the logarithm of measured over fitted (Rasmussen and Williams 2006, ch. 2)
     over doublings of rows and length: it passes within the noise of every point and fades into the fit between them.
     """
 
-    coefficients: FloatArray  # (4,)
-    points: FloatArray  # (N, 2), log2 of rows and length
+    part: ModelPart
+    coefficients: FloatArray  # (K,)
+    points: FloatArray  # (N, 2 or 3), log2 of rows and lengths
     weights: FloatArray  # (N,)
 
     @classmethod
-    def fit(cls, measured: Mapping[Shape, float], *, noise: float = _NOISE) -> Surface:
+    def fit(
+        cls, measured: Mapping[MeasuredShape, float], part: ModelPart = "layer", *, noise: float = _NOISE
+    ) -> Surface:
         """Zeros everywhere (a W that has nothing to do) stay zero. Errors: DataError for fewer than two shapes, and for
         values that are neither all zero nor all above it.
         """
@@ -58,29 +80,42 @@ class Surface:
             raise DataError(f"{len(measured)} shapes were measured but a cost surface needs at least 2: measure more")
         shapes = np.array(sorted(measured), np.float64)
         values = np.array([measured[shape] for shape in sorted(measured)], np.float64)
-        points = _doublings(shapes)
+        points, terms = _doublings(shapes), _terms(part, shapes)
         if not values.any():
-            return cls(np.zeros(4), points, np.zeros(len(points)))
+            return cls(part, np.zeros(terms.shape[1]), points, np.zeros(len(points)))
         if not (np.isfinite(values) & (values > 0)).all():
             raise DataError(f"costs from {values.min():g} to {values.max():g} were measured: all must be above 0")
-        coefficients = non_negative_least_squares(_terms(shapes), values)
-        deviation = log(values / product(_terms(shapes), coefficients))
+        coefficients = non_negative_least_squares(terms, values)
+        deviation = log(values / product(terms, coefficients))
         spread = max(float(np.mean(deviation**2)), 1e-12)
         kernel = spread * _likeness(points, points) + noise**2 * np.eye(len(points))
         weights = spread * solve(kernel, deviation)
-        return cls(coefficients, points, weights)
+        return cls(part, coefficients, points, weights)
 
     def __call__(self, shapes: FloatArray) -> FloatArray:
-        """Values (M,) at shapes (M, 2)."""
-        shapes = np.asarray(shapes, np.float64).reshape(-1, 2)
+        """Values (M,) at shapes (M, 2 or 3)."""
+        shapes = np.asarray(shapes, np.float64).reshape(-1, self.points.shape[1])
         correction = exp(product(_likeness(_doublings(shapes), self.points), self.weights))
-        return product(_terms(shapes), self.coefficients) * correction
+        return product(_terms(self.part, shapes), self.coefficients) * correction
 
 
-def _terms(shapes: FloatArray) -> FloatArray:
-    """(M, 4): 1, rows, tokens, tokens x length."""
-    rows, length = shapes.T
-    return np.stack([np.ones_like(rows), rows, rows * length, rows * length**2], axis=1)
+def _terms(part: ModelPart, shapes: FloatArray) -> FloatArray:
+    """(M, K): what costs grow with, 1 and rows first, then tokens and scores. Relative position biases, of an
+    encoder-decoder's layers, are laid out once for all rows: scores of one row. A decoder reads the encoder's tokens.
+    """
+    rows, *lengths = shapes.T
+    own = lengths[-1]
+    terms = [np.ones_like(rows), rows, rows * own, rows * own**2]
+    match part:
+        case "layer" | "head":
+            pass
+        case "encoder":
+            terms += [own**2]
+        case "decoder":
+            terms += [own**2, rows * lengths[0], rows * lengths[0] * own]
+        case _:
+            assert_never(part)
+    return np.stack(terms, axis=1)
 
 
 def _doublings(shapes: FloatArray) -> FloatArray:
@@ -92,17 +127,19 @@ def _likeness(left: FloatArray, right: FloatArray) -> FloatArray:
     return exp(-0.5 * squared / _REACH**2)
 
 
-def left_out_errors(measured: Mapping[Shape, float]) -> dict[Shape, float]:
+def left_out_errors(measured: Mapping[MeasuredShape, float], part: ModelPart = "layer") -> dict[MeasuredShape, float]:
     """|predicted - measured| / measured of every shape, by a surface that has not seen it."""
     errors = {}
     for shape, value in measured.items():
         others = {other: v for other, v in measured.items() if other != shape}
-        predicted = float(Surface.fit(others)(np.array([shape]))[0])
+        predicted = float(Surface.fit(others, part)(np.array([shape]))[0])
         errors[shape] = abs(predicted - value) / value if value else 0.0
     return errors
 
 
-def next_shape(measured: Sequence[Shape], errors: Mapping[Shape, float], candidates: Sequence[Shape]) -> Shape | None:
+def next_shape(
+    measured: Sequence[MeasuredShape], errors: Mapping[MeasuredShape, float], candidates: Sequence[MeasuredShape]
+) -> MeasuredShape | None:
     """The candidate about which least is known: far from what was measured, near what was predicted badly."""
     open_shapes = [shape for shape in candidates if shape not in set(measured)]
     if not open_shapes:

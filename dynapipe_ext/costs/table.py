@@ -15,8 +15,18 @@ import numpy.typing as npt
 from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
 from dynapipe_ext.costs.a100 import hidden_size_of, read_grids, read_parameter_bytes
 from dynapipe_ext.costs.abilities import refuse_carried
+from dynapipe_ext.costs.beside_layers import once_by_stage, parameters_by_stage
+from dynapipe_ext.costs.equivalent_shape import equivalent_shape
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
-from dynapipe_ext.costs.layers import KINDS, WEIGHT, LayerKind, layers_of_stages, stage_values, weight_as_backward
+from dynapipe_ext.costs.layers import (
+    KINDS,
+    WEIGHT,
+    LayerKind,
+    first_decoder_stage,
+    layers_of_stages,
+    stage_values,
+    weight_as_backward,
+)
 from dynapipe_ext.costs.links import Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
@@ -39,10 +49,13 @@ class CostTable:
 
     `grids[recompute, kind]` has the columns `COLUMNS` (postprocess, the LM head: the two times at least) over the axes
     rows and encoder_len (the head: rows and output length), for decoder layers rows, encoder_len and decoder_len. A
-    decoder-only model has encoder layers only; an encoder-decoder has `num_layers` of each, encoder first. With a
-    column "weight_ms" in the grids of layers, W of a split backward is as measured, else `split_w` of the backward.
+    decoder-only model has encoder layers only; an encoder-decoder has `num_layers` of each, encoder first, or
+    `num_decoder_layers` of the decoder's where that is not 0. With a column "weight_ms" in the grids of layers, W of a
+    split backward is as measured, else `split_w` of the backward.
 
-    `packed_bytes`: stored bytes of packed rows over those of the padded shape, by recomputation (else 1).
+    `packed_bytes`: stored bytes of packed rows over those of the padded shape, by recomputation (else 1). `once_bytes`:
+    for each encoder position, what the stage where the encoder ends stores beside its layers ("encoder"), and what
+    every stage with decoder layers does ("decoder"; else 0).
     `state_parts`: bytes of states for each byte of parameters, on every replica and divided over replicas.
 
     A message takes `comm_latency_us` and its bytes at `comm_gbps` between any two ranks or, given `links`, what the
@@ -51,20 +64,17 @@ class CostTable:
     Between grid points costs are multilinear. Below the grid a shape costs what the smallest point costs. Above it, or
     next to a point that was not measured, `evaluate` raises PlanError and `evaluate_shapes` answers INFEASIBLE.
 
-    Packed rows have no axis of their own. A packed row of P positions with document attention is priced as the padded
-    shape with the same tokens and the same sum of squared lengths, P / L rows of length L = sum(l^2) / P: matrix
-    products depend on the first and attention on the second. L never goes below the grid's shortest row, so that many
-    tiny documents cost their tokens. Where that leans on a point that was not measured, it is priced by the next
-    smaller measured number of rows, in proportion. Whole-row attention is one padded row of P positions.
+    Packed rows have no axis of their own: they are priced as `equivalent_shape` says. Where that leans on a point that
+    was not measured, it is priced by the next smaller measured number of rows, in proportion.
     """
 
     grids: Mapping[tuple[Recompute, LayerKind], Grid]
-    # Weights on one tensor-parallel rank: of one layer of each kind and of "embedding"; if known, of the "head" on the
-    # last stage, and the "tied_head" that it has unless it is the first too.
+    # Weights on one tensor-parallel rank: of one layer of each kind, and of what else `parameters_by_stage` names.
     parameter_bytes: Mapping[str, float]
     hidden_size: int
     num_layers: int
     topology: Topology
+    num_decoder_layers: int = 0
     lm_head: Literal["last", "every"] = "last"
     split_w: float = 0.45
     comm_gbps: float = 4800.0
@@ -73,6 +83,7 @@ class CostTable:
     working_in: Literal["FBI", "F"] = "FBI"
     state_parts: tuple[float, float] = STATES_PER_PARAMETER_BYTE
     packed_bytes: Mapping[Recompute, float] = field(default_factory=dict)
+    once_bytes: Mapping[LayerKind, float] = field(default_factory=dict)
     value_bytes: int = _VALUE_BYTES  # of what crosses stage boundaries
     provenance: Mapping[str, Any] = field(default_factory=dict)
     replica_collectives: ClassVar[None] = None  # layers were measured, not how replicas share them
@@ -110,7 +121,7 @@ class CostTable:
 
     @property
     def activation_format(self) -> ActivationFormat:
-        first = next((s for s, (_, num_decoder) in enumerate(self.stage_layers()) if num_decoder), None)
+        first = first_decoder_stage(self.stage_layers())
         return ActivationFormat(self.hidden_size, DTYPE_OF_WIDTH[self.value_bytes], first_decoder_stage=first)
 
     @property
@@ -124,7 +135,7 @@ class CostTable:
 
     @property
     def total_layers(self) -> int:
-        return self.num_layers * (1 + self.has_decoder)
+        return self.num_layers + (self.num_decoder_layers or self.num_layers) * self.has_decoder
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
@@ -185,19 +196,7 @@ class CostTable:
         return self._price(shapes, shapes[0] * shapes[1:], recompute)[0]
 
     def _equivalent(self, m: MicroBatch) -> tuple[float, float, float]:
-        """The padded (rows, encoder_len, decoder_len), not always whole, that a micro-batch is priced as."""
-        if m.layout == "padded" or m.attention == "row":
-            return (m.rows, m.encoder_len, m.decoder_len)
-        encoder, decoder = m.encoder_len, m.decoder_len
-        pad = (encoder - sum(s.encoder for s in m.samples)) + (decoder - sum(s.decoder for s in m.samples))
-        squares = sum(s.tokens**2 for s in m.samples) + pad**2
-        rows = (encoder + decoder) ** 2 / squares
-        grid = self.grids.get((m.recompute, "decoder" if decoder else "encoder"))
-        if grid:
-            lengths = zip((encoder, decoder), grid.axes[1:], strict=False)
-            rows = min([rows, *(length / float(axis[0]) for length, axis in lengths)])
-        rows = max(1.0, rows)
-        return (rows, encoder / rows, decoder / rows)
+        return equivalent_shape(m, self.grids.get((m.recompute, "decoder" if m.decoder_len else "encoder")))
 
     def _stages(self, recompute: Recompute, shapes: FloatArray) -> tuple[FloatArray, BoolArray]:
         """Forward, backward and W in ms, MB stored and MB while the last layer or the head runs: (5, stages, M)."""
@@ -215,6 +214,9 @@ class CostTable:
             while_head = stored + at[head.columns.index(HEAD_PEAK)] - at[head.columns.index("stored_mb")]
             stages = slice(None) if on_every else slice(-1, None)
             running[stages] = np.maximum(running[stages], while_head[stages])
+        if self.once_bytes:
+            once = once_by_stage(layout, self.once_bytes)[:, None] * 1e-6 * shapes[0] * shapes[1]
+            stored, running = stored + once, running + once
         return np.stack([forward, backward, weight, stored, running]), known
 
     def _price(
@@ -267,21 +269,10 @@ class CostTable:
     def static_bytes(self) -> IntArray:
         """Weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes x
         (2 + 6 / dp): 16-bit weights and gradients, ZeRO stage 1.
-
-        One embedding is on stage 0 and one on the first decoder stage.
         """
-        layout, parameters = self.stage_layers(), self.parameter_bytes
-        first_decoder = next((s for s, (_, num_decoder) in enumerate(layout) if num_decoder), None)
-        (here, sharded), last = self.state_parts, len(layout) - 1
-        total = [
-            num_encoder * parameters["encoder"]
-            + (num_decoder * parameters["decoder"] if num_decoder else 0.0)
-            + parameters["embedding"] * ((stage == 0) + (stage == first_decoder))
-            + (parameters.get("head", 0.0) if stage == last else 0.0)
-            + (parameters.get("tied_head", 0.0) if 0 < stage == last else 0.0)
-            for stage, (num_encoder, num_decoder) in enumerate(layout)
-        ]
-        return np.rint(np.array(total) * (here + sharded / self.topology.dp)).astype(np.int64)
+        here, sharded = self.state_parts
+        total = parameters_by_stage(self.stage_layers(), self.parameter_bytes)
+        return np.rint(total * (here + sharded / self.topology.dp)).astype(np.int64)
 
     def _refusal(self, m: MicroBatch, shape: FloatArray) -> str:
         text = f"a {m.layout} micro-batch of {m.rows} x {m.encoder_len}"
@@ -307,6 +298,7 @@ class CostTable:
             **{"format": FORMAT, "kind": "table"},
             "hidden_size": self.hidden_size,
             "num_layers": self.num_layers,
+            **({"num_decoder_layers": self.num_decoder_layers} if self.num_decoder_layers else {}),
             "topology": topology_to_json(self.topology),
             "lm_head": self.lm_head,
             "split_w": self.split_w,
@@ -317,6 +309,7 @@ class CostTable:
             **({"state_parts": list(self.state_parts)} if self.state_parts != STATES_PER_PARAMETER_BYTE else {}),
             **({"value_bytes": self.value_bytes} if self.value_bytes != _VALUE_BYTES else {}),
             **({"packed_bytes": dict(self.packed_bytes)} if self.packed_bytes else {}),
+            **({"once_bytes": dict(self.once_bytes)} if self.once_bytes else {}),
             "parameter_bytes": dict(self.parameter_bytes),
             "provenance": dict(self.provenance),
             "grids": [
@@ -337,6 +330,7 @@ class CostTable:
                 parameter_bytes={name: float(value) for name, value in raw["parameter_bytes"].items()},
                 hidden_size=int(raw["hidden_size"]),
                 num_layers=int(raw["num_layers"]),
+                num_decoder_layers=int(raw.get("num_decoder_layers", 0)),
                 topology=topology_from_json(raw["topology"]),
                 lm_head=raw["lm_head"],
                 split_w=float(raw["split_w"]),
@@ -346,6 +340,7 @@ class CostTable:
                 working_in=raw.get("working_in", "FBI"),
                 state_parts=tuple(map(float, raw.get("state_parts", STATES_PER_PARAMETER_BYTE))),  # type: ignore[arg-type]
                 packed_bytes={kind: float(value) for kind, value in raw.get("packed_bytes", {}).items()},
+                once_bytes={kind: float(value) for kind, value in raw.get("once_bytes", {}).items()},
                 value_bytes=int(raw.get("value_bytes", _VALUE_BYTES)),
                 provenance=dict(raw["provenance"]),
             )

@@ -37,11 +37,12 @@ def sum_of_squares(micro_batch: MicroBatch) -> int:
     if micro_batch.layout == "padded" or micro_batch.attention == "row":
         return micro_batch.rows * sum(length**2 for length in sides)
     lengths = ([s.encoder for s in micro_batch.samples], [s.decoder for s in micro_batch.samples])
-    before = 2 * carried_start(micro_batch) * micro_batch.samples[0].encoder  # end^2 - start^2 is more than length^2
-    return before + sum(
+    squares = sum(
         sum(map(mul, documents, documents)) + (length - sum(documents)) ** 2
         for documents, length in zip(lengths, sides, strict=True)
     )
+    # A piece's end^2 - start^2 is that much more than its length squared.
+    return int(squares + 2 * carried_start(micro_batch) * micro_batch.samples[0].encoder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,19 +30,42 @@ _CLASSES = tuple(3**k for k in range(1, 20))
 _ROWS_AT_ONCE = 64
 
 
-def bottleneck(costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray, IntArray]:
-    """The slowest stage's F + B of each micro-batch, and the bytes that the fullest stage needs for it.
+def bottleneck(
+    costs: MicroBatchCosts, min_in_flight: int = 1, stage_ranks: Sequence[int] | None = None
+) -> tuple[IntArray, IntArray]:
+    """The busiest rank's F + B of each micro-batch, and the bytes that the fullest rank needs for it.
 
-    Bytes: states, and the working memory beside as many stored micro-batches of this shape as 1F1B holds on the stage
-    (num_stages - stage), but no more than `min_in_flight`; on every stage as many as that if it is above num_stages.
+    `stage_ranks` says which rank each stage is on (default: a rank each). Bytes: states, and the working memory beside
+    as many stored micro-batches of this shape as 1F1B holds on the rank (num_ranks - rank), but no more than
+    `min_in_flight`; on every rank as many as that if it is above num_ranks.
     """
-    slowest = _largest(costs.forward_ns + costs.backward_ns)
-    held: IntArray = np.minimum(np.arange(costs.num_stages, 0, -1, dtype=np.int64), min_in_flight)[:, None]
-    if min_in_flight > costs.num_stages:
+    times, stored, working, static = _on_ranks(costs, stage_ranks)
+    num_ranks = len(times)
+    slowest = _largest(times)
+    held: IntArray = np.minimum(np.arange(num_ranks, 0, -1, dtype=np.int64), min_in_flight)[:, None]
+    if min_in_flight > num_ranks:
         held = np.full_like(held, min_in_flight)
     bad = _largest(costs.stored_bytes) >= INFEASIBLE
-    needed = _largest(costs.static_bytes[:, None] + held * costs.stored_bytes + costs.working_bytes)
+    needed = _largest(static[:, None] + held * stored + working)
     return np.where(bad, INFEASIBLE, np.minimum(slowest, INFEASIBLE)), np.where(bad, INFEASIBLE, needed)
+
+
+def _on_ranks(
+    costs: MicroBatchCosts, stage_ranks: Sequence[int] | None
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """F + B, stored and working bytes of each rank and micro-batch, and the ranks' static bytes."""
+    times = costs.forward_ns + costs.backward_ns
+    if stage_ranks is None or len(set(stage_ranks)) == costs.num_stages:
+        return times, costs.stored_bytes, costs.working_bytes, costs.static_bytes
+    ranks = np.array(stage_ranks)
+    most = INFEASIBLE // costs.num_stages  # sums of stages that cannot run stay within 64 bits
+
+    def summed(table: IntArray) -> IntArray:
+        return np.stack([np.minimum(table[ranks == rank], most).sum(axis=0) for rank in range(max(stage_ranks) + 1)])
+
+    working = np.stack([_largest(costs.working_bytes[ranks == rank]) for rank in range(max(stage_ranks) + 1)])
+    never = _largest(times) >= INFEASIBLE
+    return np.where(never, INFEASIBLE, summed(times)), summed(costs.stored_bytes), working, summed(costs.static_bytes)
 
 
 def _largest(table: IntArray) -> IntArray:

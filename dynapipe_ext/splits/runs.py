@@ -38,6 +38,7 @@ class Runs:
     kind_costs: tuple[MicroBatchCosts, ...]
     shapes: ShapeIndex
     caps: Caps
+    stage_ranks: tuple[int, ...] | None = None
 
     def micro_batch(self, cut: Cut) -> MicroBatch:
         first, end, kind = cut
@@ -50,7 +51,8 @@ class Runs:
 
         Errors: PlanError where a sample does not fit so often, or counts cannot be made equal.
         """
-        times, kinds = fastest((bottleneck(costs, min_in_flight) for costs in self.kind_costs), self.caps.max_bytes)
+        answers = (bottleneck(costs, min_in_flight, self.stage_ranks) for costs in self.kind_costs)
+        times, kinds = fastest(answers, self.caps.max_bytes)
         costs = np.where(self.shapes >= 0, times[self.shapes], INFEASIBLE)
         if (costs[:, 0] >= INFEASIBLE).any():
             worst = int(np.flatnonzero(costs[:, 0] >= INFEASIBLE)[0])
@@ -72,7 +74,7 @@ class Runs:
         """Bottleneck time of each run under its kind, ns."""
         first, end, kind = np.array(cuts, np.int64).reshape(-1, 3).T
         chosen = MicroBatchCosts.choose(self.kind_costs, kind, self.shapes[end - 1, end - first - 1])
-        times: list[int] = bottleneck(chosen)[0].tolist()
+        times: list[int] = bottleneck(chosen, stage_ranks=self.stage_ranks)[0].tolist()
         return times
 
     def _merged(self, ends: list[int], costs: IntArray, dp: int) -> list[int]:
@@ -100,6 +102,7 @@ def price_runs(
     weight: int,
     equal_counts: bool = False,
     least_work: bool = False,
+    stage_ranks: tuple[int, ...] | None = None,
 ) -> Runs:
     """The runs within the caps that take at most a quarter longer than the time around which even cuts are best, or
     twice as long under `equal_counts`, which may have to join two, and for the `least_work`, which joins what it can;
@@ -110,7 +113,7 @@ def price_runs(
     """
     encoder = padded_lengths(np.array([s.encoder for s in order], np.int64), caps.pad_multiple)
     decoder = padded_lengths(np.array([s.decoder for s in order], np.int64), caps.pad_multiple)
-    table = _Table(encoder, decoder, costs, kinds, caps)
+    table = _Table(encoder, decoder, costs, kinds, caps, stage_ranks)
     singles = table.times[table.cells[0][table.member]]
     if (bad := np.flatnonzero(singles >= INFEASIBLE)).size:
         i = int(bad[0])
@@ -135,6 +138,7 @@ def price_runs(
         kind_costs=tuple(MicroBatchCosts.join(pieces, like=pieces[0]) for pieces in table.priced),
         shapes=table.shapes(most_ns),
         caps=caps,
+        stage_ranks=stage_ranks,
     )
 
 
@@ -142,9 +146,15 @@ class _Table:
     """Shapes of runs with their costs, from one sample up."""
 
     def __init__(
-        self, encoder: IntArray, decoder: IntArray, costs: PricesShapes, kinds: Sequence[Recompute], caps: Caps
+        self,
+        encoder: IntArray,
+        decoder: IntArray,
+        costs: PricesShapes,
+        kinds: Sequence[Recompute],
+        caps: Caps,
+        stage_ranks: tuple[int, ...] | None,
     ) -> None:
-        self.costs, self.kinds, self.caps = costs, kinds, caps
+        self.costs, self.kinds, self.caps, self.stage_ranks = costs, kinds, caps, stage_ranks
         self.own = np.stack([encoder, decoder])
         count = len(encoder)
         # Without a decoder side all runs that end at samples of one length are alike but for their rows.
@@ -189,7 +199,8 @@ class _Table:
             _, first, back = np.unique(key, return_index=True, return_inverse=True)
             sizes = sizes[:, first]
         priced = [self.costs.evaluate_shapes(sizes[0], sizes[1], sizes[2], kind) for kind in self.kinds]
-        time_ns, _ = fastest(map(bottleneck, priced), self.caps.max_bytes)
+        answers = (bottleneck(one, stage_ranks=self.stage_ranks) for one in priced)
+        time_ns, _ = fastest(answers, self.caps.max_bytes)
         time_ns[sizes[0] * (sizes[1] + sizes[2]) > (self.caps.max_tokens or INFEASIBLE)] = INFEASIBLE
         known = len(self.times)
         shapes = known + (np.arange(len(time_ns)) if back is None else back.reshape(-1))

@@ -1,7 +1,8 @@
 """Seconds and bytes of a model's layers and head, action by action, on this device and as the executor runs them.
 
-A Megatron stage of two layers (one for bytes), and one of the head alone, stand by themselves in one process, or in as
-many as share tensor-parallel layers: F, B, I and W are those of training, without transfers.
+A Megatron stage of two layers (one for bytes), of an encoder-decoder one of either side, and one of the head alone
+stand by themselves in one process, or in as many as share tensor-parallel layers: F, B, I and W are those of training,
+without transfers.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, fields, replace
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import torch.distributed as dist
 
 from dynapipe_ext.costs.surface import Measured, ModelPart
+from dynapipe_ext.data.pairs import pair_borders
 from dynapipe_ext.executor.device import process_group_backend
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
@@ -35,8 +37,18 @@ from dynapipe_ext.schedules.step_plan import Prediction
 from dynapipe_ext.topology import Topology
 
 _NUM_LAYERS = 2
-_LAYERS_STAGE, _HEAD_STAGE = 1, 2  # of a pipeline of three, whose first holds the embedding
+# Stages of a side: its layers that are measured are the middle one's, without embedding, final norm and head.
+_STAGES_OF_SIDE, _MIDDLE = 3, 1
 _MOST_REPEATS, _LEAST_REPEATS = 9, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PartStages:
+    """What one part is measured on: of layers a stage of `_NUM_LAYERS` and one of a single layer, of the head one."""
+
+    number: int  # in the pipeline
+    timed: MegatronStage
+    alone: MegatronStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +79,7 @@ class LayerProfiler:
     ) -> None:
         self._model, self._dtype, self._device, self._seconds_each = model, dtype, device, seconds_each
         self._ranks, self._topology = ranks, Topology(tp=ranks.tp)
+        self._num_sides = 2 if model.num_decoder_layers else 1
         self._measure = measure_on(device)
         self._exit = ExitStack()
 
@@ -80,18 +93,24 @@ class LayerProfiler:
         self._exit.callback(dist.destroy_process_group)
         initialize_parallel(self._topology, seed=0)
         self._exit.callback(destroy_parallel)
-        self._stages = {
-            "layers": self._stage(_LAYERS_STAGE, _NUM_LAYERS),
-            "one layer": self._stage(_LAYERS_STAGE, 1),
-            "head": self._stage(_HEAD_STAGE, 0),
-        }
+        layers: tuple[ModelPart, ...] = ("encoder", "decoder") if self._num_sides == 2 else ("layer",)
+        self._parts: dict[ModelPart, _PartStages] = {}
+        for side, part in enumerate(layers):
+            number = side * _STAGES_OF_SIDE + _MIDDLE
+            timed, alone = (self._stage(number, count) for count in (_NUM_LAYERS, 1))
+            self._parts[part] = _PartStages(number=number, timed=timed, alone=alone)
+        head = self._stage(self._num_stages - 1, 0)
+        self._parts["head"] = _PartStages(number=self._num_stages - 1, timed=head, alone=head)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
     def measure(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
-        """Of one layer, or of the head; None where it does not fit on a device. With `bytes_only` times are 0."""
+        """Of one layer, or of the head; None where it does not fit on a device. With `bytes_only` times are 0.
+
+        Padded rows of an encoder are measured with a mask of padding, as nearly all are in training.
+        """
         mine = self._alone(part, micro_batch, bytes_only=bytes_only)
         if self._ranks.tp == 1:
             return mine
@@ -124,16 +143,15 @@ class LayerProfiler:
                 torch.cuda.empty_cache()
 
     def _measured(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool) -> Measured:
-        layers = _NUM_LAYERS if part == "layer" else 1
-        timed = self._stages["layers" if part == "layer" else "head"]
-        alone = self._stages["one layer" if part == "layer" else "head"]
-        stored = self._stored_bytes(timed, micro_batch)
-        if part == "layer":
-            stored -= self._stored_bytes(alone, micro_batch)
+        stages = self._parts[part]
+        layers = 1 if part == "head" else _NUM_LAYERS
+        stored = self._stored_bytes(part, stages.timed, micro_batch)
+        if part != "head":
+            stored -= self._stored_bytes(part, stages.alone, micro_batch)
         whole, split = [0.0, 0.0], [0.0, 0.0, 0.0]
         if not bytes_only:
-            whole, split = (self._seconds(timed, micro_batch, split=flag) for flag in (False, True))
-        peak = max(self._peak_bytes(alone, micro_batch, split=split) for split in (False, True))
+            whole, split = (self._seconds(part, micro_batch, split=flag) for flag in (False, True))
+        peak = max(self._peak_bytes(part, micro_batch, split=split) for split in (False, True))
         return Measured(
             forward_s=whole[0] / layers,
             backward_s=whole[1] / layers,
@@ -143,27 +161,57 @@ class LayerProfiler:
             peak_bytes=max(peak, stored),
         )
 
-    def _stage(self, pp_rank: int, num_layers: int) -> MegatronStage:
+    @property
+    def _num_stages(self) -> int:
+        return self._num_sides * _STAGES_OF_SIDE
+
+    def _of_layers(self, count: int) -> Architecture:
+        """The model with so many layers on every side."""
+        return replace(self._model, num_layers=count, num_decoder_layers=count * (self._num_sides - 1))
+
+    def _stage(self, number: int, num_layers: int) -> MegatronStage:
         layers, ranks = max(1, num_layers), self._ranks
-        topology = Topology(tp=ranks.tp, pp=3, layers_per_stage=(1, layers, 1))
+        around = (1, layers, 1) * self._num_sides
+        topology = Topology(tp=ranks.tp, pp=self._num_stages, layers_per_stage=around)
         config = transformer_config(
-            replace(self._model, num_layers=layers),
-            self._topology,
-            dtype=self._dtype,
-            sequence_parallel=ranks.sequence_parallel,
+            self._of_layers(layers), self._topology, dtype=self._dtype, sequence_parallel=ranks.sequence_parallel
         )
-        pipeline = replace(self._model, num_layers=layers + 2)
-        model = build_model(pipeline, topology, pp_rank, config, seed=0, device=self._device)
+        model = build_model(self._of_layers(layers + 2), topology, number, config, seed=0, device=self._device)
         if not num_layers:
             model.decoder.layers = torch.nn.ModuleList()  # type: ignore[union-attr]
-        return MegatronStage([wrap_ddp(model, config)])
+        if self._num_sides == 1:
+            return MegatronStage([wrap_ddp(model, config)])
+        from dynapipe_ext.executor.stages.megatron_t5 import t5_stage
 
-    def _inputs(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-        """A random hidden state (sequence, rows, hidden), and the batch that goes with it."""
-        rows, length = micro_batch.rows, micro_batch.encoder_len
+        return t5_stage([wrap_ddp(model, config)])
+
+    def _hidden(self, part: ModelPart, micro_batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+        """Random hidden states (sequence, rows, hidden) as the part receives them; of an encoder's output, which the
+        head gets and does not read, no position.
+        """
+        encoder, decoder = micro_batch.encoder_len, micro_batch.decoder_len
+        match part:
+            case "layer" | "encoder":
+                lengths = [encoder]
+            case "decoder":
+                lengths = [encoder, decoder]
+            case "head":
+                lengths = [0, decoder] if self._num_sides == 2 else [encoder]
+            case _:
+                assert_never(part)
         dtype = getattr(torch, self._dtype)
         shards = self._ranks.tp if self._ranks.sequence_parallel else 1
-        x_SBH = torch.randn((length // shards, rows, self._model.hidden_size), dtype=dtype, device=self._device)
+        sizes = [(length // shards, micro_batch.rows, self._model.hidden_size) for length in lengths]
+        return tuple(torch.randn(size, dtype=dtype, device=self._device) for size in sizes)
+
+    def _batch(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        rows, length = micro_batch.rows, micro_batch.encoder_len
+        if self._num_sides == 2:
+            labels = torch.zeros((rows, micro_batch.decoder_len), dtype=torch.long, device=self._device)
+            pair: dict[str, Any] = {"labels": labels, "loss_weights": torch.ones_like(labels, dtype=torch.float32)}
+            if micro_batch.layout == "packed":
+                return pair | pair_borders(micro_batch)
+            return pair | {"encoder_padding": torch.zeros((rows, length), dtype=torch.bool, device=self._device)}
         tokens = torch.zeros((rows, length), dtype=torch.long, device=self._device)
         batch: dict[str, Any] = {
             "tokens": tokens,
@@ -176,39 +224,45 @@ class LayerProfiler:
             if pad := length - sum(lengths):
                 lengths.append(pad)
             batch["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
-        return x_SBH, batch
+        return batch
 
-    def _start(self, stage: MegatronStage, micro_batch: MicroBatch, *, count_bytes: bool) -> tuple[int, torch.Tensor]:
-        """(stage number, its input); the stage has loaded micro-batch 0."""
-        number = _LAYERS_STAGE if stage is not self._stages["head"] else _HEAD_STAGE
-        x_SBH, batch = self._inputs(micro_batch)
+    def _start(
+        self, part: ModelPart, stage: MegatronStage, micro_batch: MicroBatch, *, count_bytes: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """What the stage receives; it has loaded micro-batch 0."""
+        inputs = self._hidden(part, micro_batch)
         stage.count_bytes(count_bytes)
-        stage.start_step(_plan(micro_batch, number))
-        stage.load(0, batch)
-        return number, x_SBH
+        stage.start_step(_plan(micro_batch, self._parts[part].number, self._num_stages))
+        stage.load(0, self._batch(micro_batch))
+        return inputs
 
-    def _stored_bytes(self, stage: MegatronStage, micro_batch: MicroBatch) -> int:
-        number, x_SBH = self._start(stage, micro_batch, count_bytes=True)
-        stage.forward(number, 0, (x_SBH,))
+    def _stored_bytes(self, part: ModelPart, stage: MegatronStage, micro_batch: MicroBatch) -> int:
+        inputs = self._start(part, stage, micro_batch, count_bytes=True)
+        stage.forward(self._parts[part].number, 0, inputs)
         return stage.held_bytes()
 
-    def _peak_bytes(self, stage: MegatronStage, micro_batch: MicroBatch, *, split: bool) -> int:
-        """Above what is held before F, the received input and output gradient included."""
+    def _peak_bytes(self, part: ModelPart, micro_batch: MicroBatch, *, split: bool) -> int:
+        """Above what is held before F: with the received input and output gradient, without the encoder's output."""
+        passing = 0
 
         def run() -> None:
-            number, x_SBH = self._start(stage, micro_batch, count_bytes=False)
-            self._forward_backward(stage, number, x_SBH, split=split)
+            nonlocal passing
+            stage = self._parts[part].alone
+            inputs = self._start(part, stage, micro_batch, count_bytes=False)
+            passing = sum(x.nbytes for x in inputs[:-1])
+            self._forward_backward(part, stage, inputs, split=split)
 
-        return self._measure(run)[1]
+        return self._measure(run)[1] - passing
 
     def _forward_backward(
-        self, stage: MegatronStage, number: int, x_SBH: torch.Tensor, *, split: bool
+        self, part: ModelPart, stage: MegatronStage, inputs: tuple[torch.Tensor, ...], *, split: bool
     ) -> tuple[float, ...]:
         """Seconds of F and B, or of F, I and W."""
-        output_grads = () if number == _HEAD_STAGE else (torch.ones_like(x_SBH),)
+        number = self._parts[part].number
+        output_grads = () if part == "head" else tuple(torch.ones_like(x) for x in inputs)
         clock = self._clock
         start_s = clock()
-        stage.forward(number, 0, (x_SBH,))
+        stage.forward(number, 0, inputs)
         forward_s = clock()
         if not split:
             stage.backward(number, 0, output_grads)
@@ -218,8 +272,9 @@ class LayerProfiler:
         stage.backward_weight(number, 0)
         return forward_s - start_s, input_s - forward_s, clock() - input_s
 
-    def _seconds(self, stage: MegatronStage, micro_batch: MicroBatch, *, split: bool) -> list[float]:
+    def _seconds(self, part: ModelPart, micro_batch: MicroBatch, *, split: bool) -> list[float]:
         """Medians over repetitions, as many as fit into the time for one; the first is a warm-up."""
+        stage = self._parts[part].timed
         runs: list[tuple[float, ...]] = []
         spent_s = 0.0
         while True:
@@ -227,8 +282,8 @@ class LayerProfiler:
             wanted = done < 1 or (done < _LEAST_REPEATS and room_s > -3 * self._seconds_each)
             if not self.agree(wanted or (done < _MOST_REPEATS and room_s > 0)):
                 break
-            number, x_SBH = self._start(stage, micro_batch, count_bytes=False)
-            runs.append(self._forward_backward(stage, number, x_SBH, split=split))
+            inputs = self._start(part, stage, micro_batch, count_bytes=False)
+            runs.append(self._forward_backward(part, stage, inputs, split=split))
             spent_s += sum(runs[-1])
         return [statistics.median(column) for column in zip(*runs[1:], strict=True)]
 
@@ -245,13 +300,13 @@ class LayerProfiler:
         return synchronised
 
 
-def _plan(micro_batch: MicroBatch, stage: int) -> ExecutionPlan:
+def _plan(micro_batch: MicroBatch, stage: int, num_stages: int) -> ExecutionPlan:
     """Of a step with this micro-batch alone, as far as a stage looks at it."""
     return ExecutionPlan(
         step=0,
         dp_rank=0,
         pp_rank=stage,
-        stage_ranks=(0, 1, 2),
+        stage_ranks=tuple(range(num_stages)),
         micro_batches=(micro_batch,),
         instructions=(),
         prediction=Prediction(makespan_ns=0, lower_bound_ns=0, peak_bytes=(0, 0, 0), bubble_ratio=0.0),

@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     search = parser.add_argument_group("search and output")
     search.add_argument("--plans", type=int, default=24, metavar="N", help="options that are planned")
-    search.add_argument("--effort", type=int, default=8000, metavar="N", help="moves tried in the last plans")
+    search.add_argument("--effort", type=int, default=2000, metavar="N", help="moves tried in the last plans")
     search.add_argument("--seed", type=int, default=0, metavar="N", help="of the data order and the search")
     search.add_argument("--top", type=int, default=12, metavar="N", help="options in the table")
     search.add_argument("--price-per-gpu-hour", type=float, default=0.0, metavar="X", help="with --tokens: the cost")

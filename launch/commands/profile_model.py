@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.parameters import parameters_per_stage
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError
@@ -42,10 +43,6 @@ from dynapipe_ext.tools.wording import counted
 from dynapipe_ext.topology import Topology
 
 _FORMAT = "dynapipe-profile-part/1"
-_DECODERS_ONLY = (
-    "the model has an encoder and a decoder, and shapes of decoders alone are measured here: leave [plan] costs out,"
-    " and dynapipe train measures its rate and bytes before the first step"
-)
 _MOST_LEN = 4096  # unless asked for more: longer rows take minutes each on a CPU
 _EPILOG = """examples:
   dynapipe profile --config mine.toml --out costs.json
@@ -69,7 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--min-len", type=int, metavar="N", help="shortest row (default: 16)")
     parser.add_argument("--max-len", type=int, metavar="N", help=f"longest row (default: its model's, to {_MOST_LEN})")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="most rows x length (default: 4 x the longest row)")
+    parser.add_argument(
+        "--max-decoder-len", type=int, metavar="N", help="of an encoder-decoder's targets (default: the longest row)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="most rows x length, of both sides (default: 4 x the longest row)"
+    )
     parser.add_argument("--recompute", default=RECOMPUTES, type=_kinds, metavar="KIND,…", help="kinds to measure")
     parser.add_argument("--error-target", type=float, default=0.05, metavar="E", help="mean error of times")
     parser.add_argument("--max-shapes", type=int, default=24, metavar="N", help="most shapes to measure")
@@ -154,7 +156,8 @@ def _measure(job: _Job, env: RankEnv) -> int:
     start_s = time.monotonic()
     with LayerProfiler(job.model, dtype=job.dtype, device=device, ranks=ranks) as profiler:
         deadline_s = start_s + args.max_seconds
-        with WorkProgress("measuring shapes", args.max_shapes, enabled=first) as progress:
+        most_shapes = max(args.max_shapes, len(within.first()))
+        with WorkProgress("measuring shapes", most_shapes, enabled=first) as progress:
             progress.advance(done := len(profile.shapes()))
 
             def go_on(profile: Profile, error: float | None) -> bool:
@@ -170,7 +173,7 @@ def _measure(job: _Job, env: RankEnv) -> int:
                 profiler.measure,
                 within,
                 error_target=args.error_target,
-                most_shapes=args.max_shapes,
+                most_shapes=most_shapes,
                 go_on=go_on,
             )
         provenance = {
@@ -214,7 +217,7 @@ def _job(args: argparse.Namespace) -> _Job:
         if not number > 0:
             raise ConfigError(f"{name} is {number} but must be above 0")
     counts = {"--max-shapes": 1, "--held-out": 1, "--seed": 0, "--tp": 1, "--min-len": 1, "--max-len": 1}
-    for name, least in (counts | {"--max-tokens": 1}).items():
+    for name, least in (counts | {"--max-decoder-len": 1, "--max-tokens": 1}).items():
         count = getattr(args, name[2:].replace("-", "_"))
         if count is not None and count < least:
             raise ConfigError(f"{name} is {count} but must be at least {least}")
@@ -222,20 +225,17 @@ def _job(args: argparse.Namespace) -> _Job:
     if args.config:
         config = TrainConfig.read(args.config)
         model = architecture_of(config, config.data.vocab_size)
-        if model.num_decoder_layers:
-            raise ConfigError(_DECODERS_ONLY)
         dtype: str = config.model.dtype
         tp, sequence_parallel = args.tp or config.topology.tp, config.topology.sequence_parallel
     else:
         model, _ = read_model(args.model)
-        if model.family == "t5":
-            raise ConfigError(_DECODERS_ONLY)
         tp, dtype = args.tp or 1, model.dtype
     dtype = args.dtype or dtype
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"the model's weights are {dtype}: give --dtype float32 or bfloat16")
     sequence_parallel = sequence_parallel and tp > 1
-    parameters_per_stage(model.padded(), Topology(tp=tp))  # refuses what does not divide
+    counted = EncoderDecoderRunCosts if model.num_decoder_layers else AnalyticCosts
+    counted(architecture=model.padded(), topology=Topology(tp=tp), flops_per_s=1.0)  # refuses what does not divide
     within = _range(args, model, tp if sequence_parallel else 1)
     return _Job(args, model, dtype, tp, sequence_parallel, within)
 
@@ -244,31 +244,39 @@ def _range(args: argparse.Namespace, model: Architecture, multiple: int) -> Prof
     longest = args.max_len or min(model.max_seq_len, _MOST_LEN)
     if longest > model.max_seq_len and model.position == "learned":
         raise ConfigError(f"--max-len is {longest} but the model has {model.max_seq_len} positions")
+    if args.max_decoder_len and not model.num_decoder_layers:
+        raise ConfigError(
+            f"--max-decoder-len is {args.max_decoder_len} but the model has no decoder side: leave it out"
+        )
+    longest_decoder = (args.max_decoder_len or longest) if model.num_decoder_layers else 0
     return ProfileRange(
-        min_len=args.min_len or round_up(min(16, longest), multiple),
+        min_len=args.min_len or round_up(min(16, longest, longest_decoder or longest), multiple),
         max_len=longest,
-        max_tokens=args.max_tokens or 4 * longest,
+        max_decoder_len=longest_decoder,
+        max_tokens=args.max_tokens or 4 * (longest + longest_decoder),
         multiple=multiple,
         recomputes=args.recompute,
     )
 
 
 def _held_out(within: ProfileRange, count: int, seed: int) -> dict[str, Sequence[MicroBatch]]:
-    """Padded shapes, and packed rows of documents of very different lengths, within what the table knows."""
+    """Padded shapes, and packed rows of documents or pairs of very different lengths, within what the table knows."""
     shapes = within.held_out(count, seed)
     kinds: list[Recompute] = [within.recomputes[i % len(within.recomputes)] for i in range(count)]
     padded = [
-        MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), recompute=kind)
-        for (rows, length), kind in zip(shapes, kinds, strict=True)
+        MicroBatch(tuple(SampleLength(i, *lengths) for i in range(rows)), recompute=kind)
+        for (rows, *lengths), kind in zip(shapes, kinds, strict=True)
     ]
     random, packed = np.random.default_rng(seed + 1), []
     for kind in kinds:
-        lengths, room = [], within.max_tokens - within.multiple
-        for exponent in random.uniform(log(within.min_len), log(within.max_len), size=16):
-            if (length := round(float(exp(exponent)))) <= room:
-                lengths.append(length)
-                room -= length
-        samples = tuple(SampleLength(i, n) for i, n in enumerate(lengths))
+        documents, room = [], within.max_tokens - within.multiple * len(within.sides)
+        least, most = log(within.sides).T
+        for exponents in random.uniform(least, most, size=(16, len(within.sides))):
+            lengths = [round(float(n)) for n in exp(exponents)]
+            if sum(lengths) <= room:
+                documents.append(lengths)
+                room -= sum(lengths)
+        samples = tuple(SampleLength(i, *lengths) for i, lengths in enumerate(documents))
         packed.append(MicroBatch(samples, "packed", kind, pad_multiple=within.multiple))
     return {"padded": padded, "packed": packed}
 

@@ -13,7 +13,7 @@ import numpy as np
 from dynapipe_ext.config import SplitRule
 from dynapipe_ext.costs.abilities import shape_prices
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import CostModel, MicroBatchCosts, PricesShapes
+from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.pieces import chains
@@ -153,16 +153,19 @@ class Proposals:
 
     @property
     def _depth(self) -> int:
-        """Stages whose fill and drain a cut is judged by."""
-        return 1 if self.cores_are_shared else self.topology.num_stages
+        """Ranks whose fill and drain a cut is judged by."""
+        return 1 if self.cores_are_shared else self.topology.pp
 
     def _in_flight(self, *counts: int) -> list[int]:
         """Numbers of micro-batches in flight to split for; forwards alone hold nothing, which makes all the same."""
         return [1] if self.forward_only else list(dict.fromkeys(counts))
 
+    def _bottleneck(self, costs: MicroBatchCosts, min_in_flight: int = 1) -> tuple[IntArray, IntArray]:
+        return bottleneck(costs, min_in_flight, self.topology.stage_ranks)
+
     def _with_replicas(self, parts: list[MicroBatch], samples: Sequence[SampleLength], step: int) -> Replicas:
         parts = _at_least(parts, min(self.topology.dp, len(samples)))
-        time_ns, _ = bottleneck(self.costs.evaluate(parts))
+        time_ns, _ = self._bottleneck(self.costs.evaluate(parts))
         return [[parts[i] for i in group] for group in self._assigned(time_ns.tolist(), samples, step)]
 
     def fixed(self, splits: Sequence[Replicas]) -> list[Proposal]:
@@ -200,6 +203,7 @@ class Proposals:
             weight=weight,
             equal_counts=self.equal_counts,
             least_work=self.cores_are_shared,
+            stage_ranks=self.topology.stage_ranks,
         )
 
         def cut(min_in_flight: int) -> list[Cut]:
@@ -240,7 +244,7 @@ class Proposals:
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.max_tokens or max(4096, round_up(longest, self.pad_multiple))
         rule = RowRule(max_tokens=room, pad_multiple=self.pad_multiple, recompute=kind)
-        return RowPackings.of(samples, lambda rows: bottleneck(price(rows)), rule)
+        return RowPackings.of(samples, lambda rows: self._bottleneck(price(rows)), rule)
 
     def _packed(
         self, rows: Callable[[Recompute], RowPackings], price: MicroBatchPrice, min_in_flight: int, dp: int
@@ -249,7 +253,7 @@ class Proposals:
         for kind in self.kinds:
             try:
                 return rows(kind).best(
-                    lambda micro_batches: bottleneck(price(micro_batches), min_in_flight),
+                    lambda micro_batches: self._bottleneck(price(micro_batches), min_in_flight),
                     pp=self._depth,
                     dp=dp,
                     max_bytes=self.limit_bytes,

@@ -25,6 +25,7 @@ from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.job import architecture_of
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
+from tests.support.preloaded import Preloaded
 
 _CONFIG = """
 [model]
@@ -41,6 +42,29 @@ max_seq_len = 64
 tp = 1
 [data]
 vocab_size = 200
+"""
+_PAIRS = """
+[run]
+steps = 2
+[model]
+num_layers = 3
+num_decoder_layers = 2
+hidden_size = 32
+num_heads = 2
+ffn_hidden_size = 64
+max_seq_len = 64
+tied_embeddings = false
+[data]
+vocab_size = 300
+num_samples = 60
+truncate = true
+tokens_per_batch = 0
+batch_size = 12
+num_workers = 0
+[topology]
+tp = 1
+[job]
+timeout_s = 60
 """
 _FEW = ("--min-len", "8", "--max-tokens", "256", "--max-shapes", "6", "--held-out", "1", "--recompute", "none,full")
 
@@ -116,6 +140,55 @@ def test_a_model_of_a_family_is_measured_as_it_is(tmp_path: Path) -> None:
     attention = 32 * (64 + 2 * 32) + 64 * 32 + 2 * 32
     assert table.parameter_bytes["encoder"] == 4 * (attention + 3 * 32 * 48 + 2 * 32)
     table.evaluate([MicroBatch((SampleLength(0, 64),), recompute="full")])
+
+
+@pytest.fixture(scope="module")
+def measured_pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a table of an encoder-decoder."""
+    folder = tmp_path_factory.mktemp("pairs")
+    (folder / "model.toml").write_text(_PAIRS)
+    few = ["--min-len", "16", "--max-len", "64", "--max-tokens", "256"]
+    few += ["--max-shapes", "1", "--held-out", "2", "--recompute", "none,full"]
+    assert main(["profile", "--config", str(folder / "model.toml"), "--out", str(folder / "costs.json"), *few]) == 0
+    return folder
+
+
+@pytest.mark.timeout(120)
+def test_an_encoder_decoder_is_measured_and_its_table_plans(measured_pairs: Path) -> None:
+    table = CostTable.read(measured_pairs / "costs.json")
+    assert set(table.grids) == {(r, k) for r in ("none", "full") for k in ("encoder", "decoder", "postprocess")}
+    assert (table.num_layers, table.total_layers) == (3, 5)
+    errors = table.provenance["held_out_error"]
+    assert errors["padded"]["stored_bytes"] < 0.01
+    assert errors["padded"]["peak_bytes"] < 0.05
+    assert errors["packed"]["stored_bytes"] < 0.15
+    none, full = (
+        table.evaluate([MicroBatch((SampleLength(0, 40, 12),) * 2, recompute=kind)])  # type: ignore[arg-type]
+        for kind in ("none", "full")
+    )
+    assert full.stored_bytes[0, 0] < none.stored_bytes[0, 0] / 2
+    assert full.backward_ns[0, 0] > none.backward_ns[0, 0]
+    assert 0 < none.weight_ns[0, 0] < none.backward_ns[0, 0]
+    np.save(measured_pairs / "lengths.npy", np.array([[9, 4], [60, 12], [33, 16], [12, 2], [17, 9], [40, 8]]))
+    arguments = ["--costs", str(measured_pairs / "costs.json"), "--pp", "5", "--memory-limit-gb", "1"]
+    assert main(["plan", *arguments, "--split-backward", "--lengths", str(measured_pairs / "lengths.npy")]) == 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("layout", "layers"), [("padded", "4,1"), ("packed", "3,2")])
+def test_pairs_train_within_the_memory_that_a_measured_table_predicts(
+    layout: str, layers: str, measured_pairs: Path, preloaded: Preloaded, tmp_path: Path
+) -> None:
+    """The encoder ends on a stage with decoder layers, or on one of its own: its norm and output are counted there."""
+    config = tmp_path / "run.toml"
+    config.write_text(f'{_PAIRS}\n[plan]\ncosts = "{measured_pairs / "costs.json"}"\nrecompute = "none"\n')
+    arguments = ["--config", str(config), "--layout", layout, "--pp", "2", "--dp", "1", "--layers-per-stage", layers]
+    preloaded.train(*arguments, "--run-dir", str(tmp_path / "run"))
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    peaks = report["peak_bytes"]
+    for measured, predicted in zip(peaks["measured"], peaks["predicted"], strict=True):
+        assert 0.75 * predicted <= measured <= predicted
+    assert len(report["predicted_makespan_s"]) == len(report["measured_makespan_s"]) == 2
 
 
 def test_one_rank_agrees_with_itself() -> None:
@@ -219,6 +292,7 @@ def test_measurements_of_another_model_are_not_mixed_in(
         (["--out", "no/such/folder/costs.json"], "must name a file in a folder that exists"),
         (["--min-len", "100"], "must ascend"),
         (["--max-len", "0"], "--max-len is 0"),
+        (["--max-decoder-len", "8"], "--max-decoder-len is 8 but the model has no decoder side"),
         (["--seed", "-1"], "--seed is -1"),
         (["--out", "."], "must name a file"),
         (["--error-target", "0"], "--error-target is 0.0"),

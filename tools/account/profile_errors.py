@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from dynapipe_ext.costs.profiled import MeasureShape
+from dynapipe_ext.costs.surface import ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.plan import MicroBatch
@@ -46,8 +48,9 @@ class HeldOutErrors:
 
 
 def held_out_errors(table: CostTable, measure: MeasureShape, micro_batches: Sequence[MicroBatch]) -> HeldOutErrors:
-    """Measures every micro-batch and asks the table for one layer with the head on it."""
-    one = replace(table, num_layers=1)
+    """Measures every micro-batch and asks the table for one layer (of either side) with the head on it, alone."""
+    one = replace(table, num_layers=1, num_decoder_layers=0, once_bytes={})
+    parts: tuple[ModelPart, ...] = ("encoder", "decoder") if table.has_decoder else ("layer",)
     found: dict[str, list[float]] = {name: [] for name in _LABELS}
     unpriced = 0
     for m in micro_batches:
@@ -56,15 +59,17 @@ def held_out_errors(table: CostTable, measure: MeasureShape, micro_batches: Sequ
         except PlanError:
             unpriced += 1
             continue
-        layer, head = measure("layer", m), measure("head", _plain(m))
-        if layer is None or head is None:
+        layers, head = [measure(part, m) for part in parts], measure("head", _plain(m))
+        fitting = [layer for layer in layers if layer is not None]
+        if len(fitting) < len(layers) or head is None:
             unpriced += 1
             continue
         forward, backward, weight, stored = (
             int(values[0, 0]) for values in (costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.stored_bytes)
         )
-        measured = {name: getattr(layer, name) + getattr(head, name) for name in _LABELS}
-        measured["peak_bytes"] = max(layer.peak_bytes, layer.stored_bytes + head.peak_bytes)
+        measured = {name: sum(getattr(part, name) for part in (*fitting, head)) for name in _LABELS}
+        before = [0, *itertools.accumulate(layer.stored_bytes for layer in fitting)]
+        measured["peak_bytes"] = max(n + part.peak_bytes for n, part in zip(before, (*fitting, head), strict=True))
         predicted = {
             "forward_s": forward / 1e9,
             "backward_s": backward / 1e9,

@@ -38,13 +38,14 @@ Advance = Callable[[int], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     """Bounds of a search. `tokens_per_batch`: least and most of a global batch, equal to fix it; `most_samples` of one.
-    `most_plans`: options that are planned at all; `effort`: of the last plans of the best.
+    `most_plans`: options that are planned at all; `effort`: of the last plans of the best (ranks of options settle by
+    2000: four times as much changed the rate of none of 18 by more than 0.2 %).
     """
 
     tokens_per_batch: tuple[int, int]
     most_samples: int = 1024
     most_plans: int = 24
-    effort: int = 8000
+    effort: int = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
