@@ -213,8 +213,13 @@ def _global_batches(config: TrainConfig, lengths: LengthArray, epoch: int, *, dr
 def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> None:
     """Refuse a sample that fits no micro-batch or no rank even alone, before the launch.
 
-    Errors: PlanError naming the longest such sample, of a pair's both sides or of either.
+    Errors: PlanError naming the longest such sample, of a pair's both sides or of either; with pieces, what their plan
+    of it says.
     """
+    if config.plan.pieces != "off":
+        longest = sample_lengths(lengths, [int(np.argmax(lengths[:, 0]))])
+        replace(make_planner(config, costs), effort=0).plan(longest)
+        return
     _check_max_tokens(config, lengths)
     sides = lengths[:, 0] + lengths[:, 1], lengths[:, 0], lengths[:, 1]
     for longest in dict.fromkeys(int(np.argmax(side)) for side in sides):

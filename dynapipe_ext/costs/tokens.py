@@ -42,7 +42,8 @@ def sum_of_squares(micro_batch: MicroBatch) -> int:
         for documents, length in zip(lengths, sides, strict=True)
     )
     # A piece's end^2 - start^2 is that much more than its length squared.
-    return int(squares + 2 * carried_start(micro_batch) * micro_batch.samples[0].encoder)
+    start = carried_start(micro_batch)
+    return int(squares + (2 * start * micro_batch.samples[0].encoder if start else 0))
 
 
 @dataclass(frozen=True, slots=True)
