@@ -217,8 +217,8 @@ def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> N
     of it says.
     """
     if config.plan.pieces != "off":
-        longest = sample_lengths(lengths, [int(np.argmax(lengths[:, 0]))])
-        replace(make_planner(config, costs), effort=0).plan(longest)
+        alone = sample_lengths(lengths, [int(np.argmax(lengths[:, 0]))])
+        replace(make_planner(config, costs), effort=0).plan(alone)
         return
     _check_max_tokens(config, lengths)
     sides = lengths[:, 0] + lengths[:, 1], lengths[:, 0], lengths[:, 1]
