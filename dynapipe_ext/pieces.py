@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dynapipe_ext.errors import PlanError
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.errors import ConfigError, PlanError, short
+from dynapipe_ext.plan import MicroBatch, Pieces
 
 # Of a cut sample: the positions of its pieces among a replica's micro-batches, first piece first.
 Chain = tuple[int, ...]
@@ -66,3 +66,18 @@ class PieceNeighbours:
     def of(cls, chains: Sequence[Chain]) -> PieceNeighbours:
         links = [link for chain in chains for link in pairwise(chain)]
         return cls({later: earlier for earlier, later in links}, dict(links))
+
+
+def pieces_of(text: str) -> Pieces:
+    """What a flag says: off, auto or the tokens of a piece. Errors: ConfigError.
+
+    >>> pieces_of("auto"), pieces_of("4096")
+    ('auto', 4096)
+    """
+    if text == "off":
+        return "off"
+    if text == "auto":
+        return "auto"
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
+        raise ConfigError(f"pieces is {short(text)} but must be off, auto or the tokens of a piece, like 8192")
+    return int(text)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.pieces import pieces_of
 from dynapipe_ext.plan import Pieces
 from dynapipe_ext.suggestion import did_you_mean
 
@@ -78,7 +79,7 @@ def add_json(parser: argparse._ActionsContainer, what: str) -> None:
 
 
 def add_pieces(parser: argparse._ActionsContainer, default: Pieces) -> None:
-    parser.add_argument("--pieces", type=piece_option, metavar="auto|off|N", help=f"{PIECES_HELP} (default: {default})")
+    parser.add_argument("--pieces", type=pieces_of, metavar="auto|off|N", help=f"{PIECES_HELP} (default: {default})")
 
 
 def add_truncate(parser: argparse._ActionsContainer, longest: str) -> None:
@@ -115,19 +116,6 @@ def dtype(text: str) -> str:
     ('bfloat16', 'float16')
     """
     return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(text, text)
-
-
-def piece_option(text: str) -> Pieces:
-    """A type of arguments: off, auto or a number of tokens.
-
-    >>> piece_option("auto"), piece_option("4096")
-    ('auto', 4096)
-    """
-    if text in ("off", "auto"):
-        return cast(Pieces, text)
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be off, auto or the tokens of a piece, like 8192")
-    return int(text)
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from typing import Any, get_args
 from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.megatron.drop_in import DropInSettings
-from dynapipe_ext.plan import Layout
+from dynapipe_ext.pieces import pieces_of
+from dynapipe_ext.plan import Layout, Pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class Wishes:
     memory_limit_gb: float | None = None
     split_backward: bool | None = None
     layout: Layout | None = None
+    pieces: Pieces | None = None
     data: str | Path | None = None
 
     def wish(self, args: Any, name: str) -> Any:
@@ -39,6 +41,7 @@ class Wishes:
             memory_limit_gb=wish("memory_limit_gb"),
             split_backward=bool(wish("split_backward")),
             layout=wish("layout") or "padded",
+            pieces=wish("pieces") or "off",
         )
         return settings if minutes is None else replace(settings, timeout_s=60.0 * minutes)
 
@@ -75,5 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--dynapipe-layout",
         choices=get_args(Layout),
         help="of the rows of planned data: padded to the longest of a micro-batch (default), or packed end to end",
+    )
+    group.add_argument(
+        "--dynapipe-pieces",
+        type=pieces_of,
+        metavar="auto|off|N",
+        help="run packed samples of more than N tokens in pieces; auto: where that is faster (default: off)",
     )
     return parser

@@ -25,7 +25,7 @@ from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
 from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, check_same_on_all_ranks, uniform_plan
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.megatron_split import split_megatron_linears
-from dynapipe_ext.plan import Layout
+from dynapipe_ext.plan import Layout, Pieces
 
 _TIMEOUT_S = 600.0  # torch's own for process groups: first steps and saves may keep a neighbour waiting
 
@@ -35,13 +35,14 @@ class DropInSettings:
     """How steps are planned: `costs` (counted from the model without), the limit of a rank's memory, split backwards.
 
     Without `memory_limit_gb` (1e9 bytes) steps of equal micro-batches hold no more than under Megatron's schedules, and
-    planned data fill the device. `layout` is that of planned data.
+    planned data fill the device. `layout` and `pieces` (of long samples) are those of planned data.
     """
 
     costs: CostModel | None = None
     memory_limit_gb: float | None = None
     split_backward: bool = False
     layout: Layout = "padded"
+    pieces: Pieces = "off"
     timeout_s: float = _TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -55,7 +56,9 @@ class DropInSettings:
     @property
     def choices(self) -> PlanChoices:
         limit_bytes = None if self.memory_limit_gb is None else int(self.memory_limit_gb * 1e9)
-        return PlanChoices(layout=self.layout, split_backward=self.split_backward, limit_bytes=limit_bytes)
+        return PlanChoices(
+            layout=self.layout, split_backward=self.split_backward, limit_bytes=limit_bytes, pieces=self.pieces
+        )
 
 
 @dataclass(slots=True)

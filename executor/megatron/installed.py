@@ -18,7 +18,7 @@ from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
 from dynapipe_ext.executor.megatron.megatron_lm import has_training_loop, parsed_arguments
 from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
 from dynapipe_ext.executor.megatron.refusals import check_arguments
-from dynapipe_ext.plan import Layout
+from dynapipe_ext.plan import Layout, Pieces
 
 
 @contextmanager
@@ -29,6 +29,7 @@ def installed(
     split_backward: bool | None = None,
     data: str | Path | None = None,
     layout: Layout | None = None,
+    pieces: Pieces | None = None,
 ) -> Iterator[None]:
     """Within: Megatron's training loops run planned schedules; on exit all is as before.
 
@@ -36,7 +37,12 @@ def installed(
     Settings that cannot go with plans are refused when Megatron-LM has parsed its arguments, others at the first step.
     """
     wishes = Wishes(
-        costs=costs, memory_limit_gb=memory_limit_gb, split_backward=split_backward, data=data, layout=layout
+        costs=costs,
+        memory_limit_gb=memory_limit_gb,
+        split_backward=split_backward,
+        data=data,
+        layout=layout,
+        pieces=pieces,
     )
     with ExitStack() as patches:
         _install_norm(patches)

@@ -17,7 +17,7 @@ from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
 from dynapipe_ext.executor.megatron.samples import SampleSource, megatron_arrays
 from dynapipe_ext.executor.plans.step_positions import array_digest
 from dynapipe_ext.lengths import as_length_array
-from dynapipe_ext.plan import Layout
+from dynapipe_ext.plan import Layout, Pieces
 from dynapipe_ext.schedules.planner import Planner
 
 _PAD_MULTIPLE = 8
@@ -30,6 +30,7 @@ class PlanChoices:
     layout: Layout = "padded"
     split_backward: bool = False
     limit_bytes: int | None = None
+    pieces: Pieces = "off"
 
 
 class PlannedSteps:
@@ -122,6 +123,7 @@ def data_planner(pipeline: MegatronPipeline, choices: PlanChoices, *, forward_on
         pipeline.costs,
         choices.limit_bytes if choices.limit_bytes is not None else pipeline.device_bytes,
         layout=choices.layout,
+        pieces=choices.pieces,
         pad_multiple=math.lcm(_PAD_MULTIPLE, pipeline.pad_multiple),
         split_backward=choices.split_backward,
         recompute=pipeline.recompute,
