@@ -37,7 +37,9 @@ class Dispatcher {
     returns_ = &track.returns;
     if (!returns_->empty) needs_.set(machine_.stages, records_, *returns_);
     begin(track, orders ? nullptr : like);
-    if (!returns_->empty) return dispatch<false, true>(track, give_up, orders);
+    if (!returns_->empty) {
+      return linear_ ? dispatch<true, true>(track, give_up, orders) : dispatch<false, true>(track, give_up, orders);
+    }
     return linear_ ? dispatch<true, false>(track, give_up, orders) : dispatch<false, false>(track, give_up, orders);
   }
 
@@ -213,19 +215,18 @@ class Dispatcher {
     }
     const i64 needed = rank_[r].held + taken<kChains>(s, m) + most_working, room = machine_.free_bytes[r];
     if (needed - rank_[r].pending_bytes > room) return false;
-    if ((kChains || stages > 1) && !safe<kChains>(r, s, m, most_working)) return false;
+    if (stages > 1 && !safe<kChains>(r, s, m, most_working)) return false;
     if (needed <= room) return true;
     *only_pending = true;
     return false;
   }
 
-  // Several stages on a rank, or chains: after this admission the micro-batches in flight can still complete, oldest
-  // first.
+  // Several stages on a rank: after this admission the micro-batches in flight can still complete, oldest first.
   template <bool kChains>
   bool safe(int r, int s, int m, i64 most_working) const {
     const int lowest = machine_.rank_stages[r].front();
     i64 held = rank_[r].held - rank_[r].pending_bytes + taken<kChains>(s, m);
-    int end = std::max(stage_[lowest].entered, s == lowest ? m + 1 : 0);
+    const int end = std::max(stage_[lowest].entered, s == lowest ? m + 1 : 0);
     int q = kChains ? oldest(lowest, m) : stage_[lowest].returned;
     for (; q < end; ++q) {
       i64 mine = 0, missing = 0, working = machine_.working_in_backward ? most_working : 0;
@@ -244,7 +245,6 @@ class Dispatcher {
       }
       if (held + missing + working > machine_.free_bytes[r]) return false;
       held += missing - mine;
-      if (kChains) end = std::max(end, returns_->last[q] + 1);
     }
     return true;
   }

@@ -9,10 +9,10 @@ Where a rank holds several stages, an admission must leave the micro-batches in 
 other, oldest first (Dijkstra's banker, with a fixed order, which makes the test local to the rank).
 
 Where micro-batches carry a sample between them (chains), gradients run in the order of `Returns`. The first piece takes
-the bytes of all on a stage, and each gives back its own. The banker's test is then asked of every rank: it walks the
-positions from the oldest in flight on, lets whole ones come and go, has a chain take its bytes at its first piece
-and give them back at its last, and goes on until all chains that have begun are done. So whoever is next in that walk
-is always admitted once all before it have gone; and a cap stops no forward before the head of the returns has come.
+the bytes of all on a stage, and each gives back its own; a cap stops no forward before the head of the returns has
+come. When the oldest that has not come to a stage lacks room there, nothing is inside but chains that span its place,
+and these it must fit beside in any run of this order: so it is the order that blocks, not a choice. The banker's walk
+over the positions lets whole ones come and go, and chains come with their first piece and go with their last.
 """
 
 from __future__ import annotations
@@ -166,10 +166,10 @@ class _Run:
 
     def _admits(self, rank: int, s: int, m: int) -> tuple[bool, bool]:
         """Whether the rank's memory takes it now, and whether it would once the pending W's have run."""
-        pipe, alone = self.pipe, len(self.mine[rank]) == 1 and not self.pipe.chains
+        pipe, alone = self.pipe, len(self.mine[rank]) == 1
         working = self.working[s][m]
         if pipe.working_in_backward:
-            in_turn = not pipe.split and alone  # then what is older has gone when a backward runs
+            in_turn = not pipe.split and alone and not pipe.chains  # then what is older has gone when a backward runs
             for t in self.mine[rank]:
                 gone = 0
                 for q in self._inside(t):
@@ -193,8 +193,7 @@ class _Run:
         pipe, returns, first = self.pipe, self.returns, self.mine[rank][0]
         held = self.held[rank] - self.pending_bytes[rank] + self.taken[s][m]
         end = max(self.entered[first], m + 1 if s == first else 0)
-        q = min(self._inside(first), default=m)
-        while q < end:
+        for q in range(min(self._inside(first), default=m), end):
             own, missing, working = 0, 0, most_working if pipe.working_in_backward else 0
             for t in self.mine[rank]:
                 if q >= self.entered[t] and (t, q) != (s, m):
@@ -209,8 +208,6 @@ class _Run:
             if held + missing + working > pipe.free_bytes[rank]:
                 return False
             held += missing - own
-            end = max(end, returns.last_of[q] + 1)
-            q += 1
         return True
 
     def _start(self, rank: int, now: int, chosen: Chosen) -> int:
