@@ -10,7 +10,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.transformers_sizes import read_trainable
 
 if TYPE_CHECKING:
-    from dynapipe_ext.config import ModelSettings
+    from dynapipe_ext.config import ModelSettings, TrainConfig
 
 
 def with_described(model: ModelSettings, said: Mapping[str, Any], where: str) -> ModelSettings:
@@ -42,6 +42,24 @@ def with_described(model: ModelSettings, said: Mapping[str, Any], where: str) ->
         own["max_seq_len"] = model.max_seq_len
     _refuse_contradiction(model, own, said, place)
     return replace(model, described=a, **own)
+
+
+def refuse_order_in_bits(config: TrainConfig, where: str) -> None:
+    """Refuse what deterministic mode cannot keep the plan out of. Errors: ConfigError."""
+    model, said = config.model, f"{where}: [optimizer] deterministic is on but"
+    if model.described is not None and model.described.num_experts:
+        raise ConfigError(
+            f"{said} [model] architecture {model.architecture} has {model.described.num_experts} experts, which it does"
+            " not cover: leave it out, or take a model without experts"
+        )
+    # Under full recomputation Megatron adds a layer's gradient of the encoder's output to that of the layers above in
+    # its own chain, and the sum that comes from the next stage after them.
+    if model.num_decoder_layers and config.topology.pp > 1 and config.plan.recompute in ("auto", "full"):
+        raise ConfigError(
+            f"{said} [plan] recompute is {config.plan.recompute!r}: layers of a decoder that are recomputed whole add"
+            " up gradients of the encoder's output in an order that depends on pp, so set recompute to 'none' or"
+            " 'selective', or pp to 1"
+        )
 
 
 def _refuse_contradiction(model: ModelSettings, own: Mapping[str, Any], said: Mapping[str, Any], place: str) -> None:

@@ -21,6 +21,15 @@ def rank_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+def compute_deterministically() -> None:
+    """Have torch take kernels that give the same bits in every run, for the life of this process.
+
+    Where it has none, it raises an error that names the operation.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # an aid for debugging
+
+
 def process_group_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 

@@ -66,7 +66,8 @@ class DynaPipeDataLoader:
 
     planner: plans a global batch; equal on all ranks. batch_size | tokens_per_batch: size of a global batch over all
     replicas. sampler: indices of the whole epoch, the same on all ranks (`set_epoch` is called if it has it).
-    num_workers: planner processes, which global rank 0 starts (start_planners overrides that); 0 plans in line.
+    num_workers: planner processes of a node; 0 plans in line. Global rank 0 starts them, or on each of `num_nodes` the
+    rank that is told to (start_planners, node_rank): planners of all nodes share the steps, and plans go to all ranks.
     prefetch_steps: finished plans that the planners keep ahead. store: the address of a Redis-compatible store, or an
     open Store; needed with planner processes. namespace: the same on all ranks, and one that no other loader or run has
     used in that store. plan_key: secret that signs plans (default: derived from the store's password). coordinates: the
@@ -100,6 +101,8 @@ class DynaPipeDataLoader:
         plan_key: bytes | None = None,
         coordinates: Coordinates | None = None,
         start_planners: bool | None = None,
+        node_rank: int = 0,
+        num_nodes: int = 1,
         needs_data: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
@@ -158,6 +161,8 @@ class DynaPipeDataLoader:
                 num_workers=num_workers,
                 prefetch_steps=prefetch_steps,
                 start_planners=start_planners,
+                node_rank=node_rank,
+                num_nodes=num_nodes,
                 timeout_s=timeout_s,
             )
 

@@ -1,10 +1,12 @@
-"""Processes that end with the process that started them, however that one ends (Linux, prctl(2))."""
+"""Processes that end with the process that started them, however that one ends (Linux, prctl(2)), and their ends."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 
@@ -32,7 +34,33 @@ def supervising_pid() -> int:
     return os.getpid()
 
 
-def before_exec() -> Callable[[], None]:
-    """A `preexec_fn` for Popen with which the child ends with this process."""
-    parent_pid = supervising_pid()
+def before_exec(*, from_lasting_thread: bool = False) -> Callable[[], None]:
+    """A `preexec_fn` for Popen with which the child ends with this process.
+
+    Used by the main thread, or `from_lasting_thread`: another one that stays for as long as the child.
+    """
+    parent_pid = os.getpid() if from_lasting_thread else supervising_pid()
     return lambda: end_with_parent(parent_pid)
+
+
+def parent_of(pid: int) -> int:
+    """The process that started another, or took it over; 0 where there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])  # the program's name, in brackets, may hold anything
+    except OSError:
+        return 0
+
+
+def ends_within(process: subprocess.Popen[bytes], limit_s: float) -> bool:
+    """Whether a child has ended, or does so in that time; a wait that costs nothing meanwhile."""
+    if process.poll() is not None:
+        return True
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:  # another thread has waited for it
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], limit_s)[0])
+    finally:
+        os.close(descriptor)

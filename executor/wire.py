@@ -76,6 +76,8 @@ def sealed(body: bytes, key: bytes, *, context: bytes = b"") -> bytes:
 def unseal(data: bytes, key: bytes, *, context: bytes = b"") -> bytes:
     """What `sealed` was given. Raises StoreError, before it unpacks anything, unless key, context and version match."""
     _check_key(key)
+    if len(data) > MAX_PLAN_BYTES:
+        raise StoreError(f"{len(data)} B from the store{_named(context)} are more than a plan's {MAX_PLAN_BYTES} B")
     head, mac, packed = data[:_PREFIX_BYTES], data[_PREFIX_BYTES:][:_MAC_BYTES], data[_PREFIX_BYTES + _MAC_BYTES :]
     if len(mac) < _MAC_BYTES or not head.startswith(_MAGIC):
         raise StoreError(f"{len(data)} B from the store are not a plan: is another program using this namespace?")

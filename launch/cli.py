@@ -32,6 +32,7 @@ SUBCOMMANDS = (
         "estimate", "dynapipe_ext.launch.commands.estimate", "say what a model needs on a cluster, and how to train it"
     ),
     Subcommand("train", "dynapipe_ext.launch.commands.train", "train a model on ranks of this machine, with a report"),
+    Subcommand("launch", "dynapipe_ext.launch.commands.launch", "train on one machine or many, with restarts"),
     Subcommand("plan", "dynapipe_ext.launch.commands.plan", "show the plan of a lengths file without training"),
     Subcommand(
         "check-plan", "dynapipe_ext.launch.commands.check_plan", "prove a plan's file, its bounds and its peaks"

@@ -84,18 +84,24 @@ class Supervised:
 
     @classmethod
     def spawn(
-        cls, name: str, command: Sequence[str], *, stdin: bytes = b"", environment: Mapping[str, str] | None = None
+        cls,
+        name: str,
+        command: Sequence[str],
+        *,
+        stdin: bytes | int = b"",
+        environment: Mapping[str, str] | None = None,
     ) -> Supervised:
-        """Run another program, with `stdin` (at most 64 KiB) on its standard input and `environment` added to ours.
+        """Run another program, with `stdin` (at most 64 KiB, or a descriptor) as its standard input and `environment`
+        added to ours.
 
         Secrets belong in `stdin`: everybody on the machine can read arguments.
         """
-        if len(stdin) > 65536:
+        if isinstance(stdin, bytes) and len(stdin) > 65536:
             raise ConfigError(f"{name} is given {len(stdin)} B on standard input but a pipe holds 65536 B: use a file")
         try:
             popen = subprocess.Popen(
                 list(command),
-                stdin=subprocess.PIPE,
+                stdin=subprocess.PIPE if isinstance(stdin, bytes) else stdin,
                 env=child_environment(environment),
                 process_group=0,  # Ctrl-C reaches this process, which then ends the job in order
                 preexec_fn=before_exec(),
@@ -103,10 +109,11 @@ class Supervised:
         except OSError as error:
             raise ExecutionError(f"{name} cannot be started ({error.strerror}): check {command[0]!r}") from error
         child = cls(name, popen.pid, popen)
-        assert popen.stdin is not None
-        with suppress(BrokenPipeError):  # it ended already: whoever watches it will say so
-            popen.stdin.write(stdin)
-            popen.stdin.close()
+        if isinstance(stdin, bytes):
+            assert popen.stdin is not None
+            with suppress(BrokenPipeError):  # it ended already: whoever watches it will say so
+                popen.stdin.write(stdin)
+                popen.stdin.close()
         return child
 
     def poll(self) -> int | None:
@@ -220,7 +227,7 @@ def run_local(
 def _ask_to_save(ranks: Sequence[Supervised], save_s: float) -> None:
     """Until all have ended, one has failed, or the time is over."""
     deadline_s = time.monotonic() + save_s
-    _say(f"asked to end: the ranks finish their step and save, for at most {save_s:g} s")
+    say_at_once(f"asked to end: the ranks finish their step and save, for at most {save_s:g} s")
     with ending_signals_blocked():
         for rank in ranks:
             rank.send_signal(signal.SIGUSR1)
@@ -240,7 +247,7 @@ def end_all(processes: Sequence[Supervised], grace_s: float = _GRACE_S) -> None:
             _wait_for_all(mine, wait_s)
     for process in mine:
         if process.poll() is None:
-            _say(f"{process.name} (pid {process.pid}) hangs in the kernel and could not be ended")
+            say_at_once(f"{process.name} (pid {process.pid}) hangs in the kernel and could not be ended")
         process.release()
 
 
@@ -310,7 +317,7 @@ def _print_stacks(ranks: Sequence[Supervised]) -> None:
             break
         time.sleep(0.05)
     for rank, text in zip(ranks, texts, strict=True):
-        _say(f"--- {rank.name} (pid {rank.pid}):\n{text.rstrip() or 'it gave no stack'}")
+        say_at_once(f"--- {rank.name} (pid {rank.pid}):\n{text.rstrip() or 'it gave no stack'}")
 
 
 def _rank(rank_main: Callable[[RankEnv], int], env: RankEnv) -> int:
@@ -341,7 +348,7 @@ def _run_child(
         message = f"{name}: {in_one_line(error)}"
         os.write(words, message.encode())
         if is_first():
-            _say(message)
+            say_at_once(message)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:  # noqa: BLE001 - nothing may travel up into the parent's stack
@@ -349,7 +356,7 @@ def _run_child(
         os.write(words, message.encode())
         if is_first():
             calls = "".join(traceback.format_tb(error.__traceback__)).splitlines()
-            _say("\n".join([*(f"{name}: {line}" for line in calls), message]))
+            say_at_once("\n".join([*(f"{name}: {line}" for line in calls), message]))
     finally:
         with suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -361,7 +368,7 @@ def _memory_text(descriptor: int) -> str:
     return "" if descriptor < 0 else os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
 
-def _say(text: str) -> None:
+def say_at_once(text: str) -> None:
     """Write to standard error at once and in one piece: several processes write there."""
     with suppress(OSError):
         os.write(2, (text.rstrip("\n") + "\n").encode())

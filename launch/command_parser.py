@@ -25,7 +25,8 @@ _STATUSES = {
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Takes whole flags only, refuses what it does not know itself (not its parent), and suggests what may be meant."""
+    """Takes whole flags only, refuses what it does not know itself (not its parent), and suggests what may be meant.
+    What was given stays as it stood in `words`."""
 
     def __init__(self, **settings: Any) -> None:
         settings.setdefault("formatter_class", _Help)
@@ -40,6 +41,8 @@ class CommandParser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unknown {' '.join(unknown)}")
+        if self._subparsers is None:
+            found.words = tuple(sys.argv[1:] if args is None else args)
         return found, unknown
 
     def error(self, message: str) -> NoReturn:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from dynapipe_ext.errors import ConfigError
 
 STORE_PASSWORD_VARIABLE = "DYNAPIPE_STORE_PASSWORD"
+_LAUNCHER_VARIABLE = "DYNAPIPE_LAUNCHER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,12 @@ def keep_cuda_forkable() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
+def keep_cublas_deterministic() -> None:
+    """Have cuBLAS work in a space of its own, unless the user chose: else torch's deterministic mode refuses matrix
+    products. Call before the first of them."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def use_interface(name: str) -> list[str]:
     """Have gloo and NCCL connect over a network interface, each unless the user chose; returns the variables set.
 
@@ -118,6 +126,29 @@ def agent_attempt() -> str | None:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The `dynapipe launch` that watches the ranks of a node, and the folder in which they tell it how they are."""
+
+    pid: int
+    records: Path
+
+    def variables(self) -> dict[str, str]:
+        return {_LAUNCHER_VARIABLE: f"{self.pid}:{self.records}"}
+
+
+def launcher() -> Launcher | None:
+    """Whose rank this is; None under another launcher, or none."""
+    pid, separator, records = os.environ.get(_LAUNCHER_VARIABLE, "").partition(":")
+    return Launcher(int(pid), Path(records)) if separator and pid.isdigit() else None
+
+
+def agent_variables(logs: Path, password: str | None) -> dict[str, str]:
+    """What a torchrun that is started here is told besides its arguments, which everybody on the machine can read."""
+    said = {"PET_LOG_DIR": str(logs)}
+    return said if password is None else said | {STORE_PASSWORD_VARIABLE: password}
 
 
 def num_cores() -> int:

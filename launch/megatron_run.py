@@ -13,6 +13,7 @@ from dynapipe_ext.executor.checkpoints.manifest import RunState
 from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
 from dynapipe_ext.executor.checkpoints.periodic import Saver
 from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
+from dynapipe_ext.executor.stages.megatron_exact import gpt_stage
 from dynapipe_ext.executor.stages.megatron_model import build_model, transformer_config
 from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.stages.megatron_placement import build_chunks
@@ -34,6 +35,7 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
         dtype=config.model.dtype,
         sequence_parallel=config.topology.sequence_parallel,
         dropout=config.model.dropout,
+        deterministic=config.optimizer.deterministic,
     )
     seed = None if config.model.init_from else config.run.seed
 
@@ -46,12 +48,18 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
             load_initial_weights(model, config.model.init_from, architecture, topology, number)
     chunks = [wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed) for model in models]
     optimizer = MegatronOptimizer(chunks, settings, config.optimizer, num_steps=config.run.steps)
-    make_stage: Callable[..., MegatronStage] = MegatronStage
+    make_stage: Callable[..., MegatronStage] = gpt_stage
     if architecture.num_decoder_layers:
         from dynapipe_ext.executor.stages.megatron_t5 import t5_stage
 
         make_stage = t5_stage
-    stage = make_stage(chunks, dropout=config.model.dropout > 0, measure_bytes=device.type == "cpu")
+    stage = make_stage(
+        chunks,
+        deterministic=config.optimizer.deterministic,
+        dropout=config.model.dropout > 0,
+        measure_bytes=device.type == "cpu",
+    )
+    num_sum_bytes = 8 * config.optimizer.deterministic * sum(p.numel() for c in chunks for p in c.parameters())
     description = asdict(architecture) | {"dtype": config.model.dtype}
 
     def saver(root: Path) -> Saver:
@@ -75,5 +83,5 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
         description=description,
         saver=saver,
         restore=restore,
-        held_bytes=lambda: optimizer.state_bytes() + stage.weight_bytes(),
+        held_bytes=lambda: optimizer.state_bytes() + stage.weight_bytes() + num_sum_bytes,
     )

@@ -11,9 +11,9 @@ from dynapipe_ext.errors import ConfigError
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
-def interface_towards(hosts: Iterable[str]) -> str:
-    """The interface of the route to the first of `hosts` that is not this machine's loopback, else of the default
-    route, else the only one that is no loopback. Nothing is sent.
+def interface_towards(hosts: Iterable[str]) -> tuple[str, str]:
+    """The interface, and this machine's address on it, of the route to the first of `hosts` that is not this machine's
+    loopback, else of the default route, else of the only interface that is no loopback. Nothing is sent.
 
     A machine's own name often resolves to loopback (Debian: 127.0.1.1), where no other machine reaches it.
 
@@ -23,9 +23,9 @@ def interface_towards(hosts: Iterable[str]) -> str:
     for host in (*hosts, *_ELSEWHERE):
         for own in _own_addresses(host):
             if own in addresses:
-                return addresses[own]
+                return addresses[own], own
     if len(names := sorted(set(addresses.values()))) == 1:
-        return names[0]
+        return names[0], next(iter(addresses))
     found = f"several interfaces ({', '.join(names)}) lead elsewhere" if names else "no interface leads elsewhere"
     raise ConfigError(
         f"{found}, and the route to {' or '.join(hosts)} says no more: name the one that the other machines reach in"

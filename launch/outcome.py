@@ -27,7 +27,7 @@ from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch.cluster import JobError
 from dynapipe_ext.launch.job import Variant, make_planner, topology_of
 from dynapipe_ext.launch.run_data import RunData, data_folder
-from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, link, point_latest_at
+from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, is_in_use, link, point_latest_at
 from dynapipe_ext.launch.traced_spans import Spans
 from dynapipe_ext.lengths import LengthArray, sample_lengths
 from dynapipe_ext.schedules.actions import PipelineSchedule
@@ -130,6 +130,26 @@ def write_unfinished(run_dir: Path, reason: str) -> None:
     Console(stderr=True, highlight=False).print(f"{done}: what is known of them is in {run_dir}", soft_wrap=True)
 
 
+def is_unfinished(run_dir: Path) -> bool:
+    """Whether a directory holds a run that has not done all its steps, or not said so."""
+    report = run_dir / "report.json"
+    if not (run_dir / EVENTS_FILE).exists():
+        return False
+    return not report.exists() or RunReport.read(report).unfinished is not None
+
+
+def report_what_ran(run_dir: Path, reason: str) -> None:
+    """Report a run whose own rank 0 could not, because it was killed: its events are newer than its report. Where it
+    still runs, under another launcher, nothing is changed."""
+    events, report = run_dir / EVENTS_FILE, run_dir / "report.json"
+    if (
+        events.exists()
+        and not is_in_use(run_dir)
+        and not (report.exists() and report.stat().st_mtime_ns >= events.stat().st_mtime_ns)
+    ):
+        _report_early_end(run_dir, reason)
+
+
 @contextmanager
 def keeping_what_ran(directory: RunDirectory) -> Iterator[None]:
     """Inside, a run that ends early for whatever reason leaves its report, with the reason in it."""
@@ -137,14 +157,19 @@ def keeping_what_ran(directory: RunDirectory) -> Iterator[None]:
         yield
     except BaseException as error:
         if directory.has_begun:
-            try:
-                write_unfinished(directory.path, _reason(error))
-            except DynaPipeError as second:  # a full disk may be the cause of both: the first one is what ends the run
-                print(f"dynapipe: the report could not be written: {second}", file=sys.stderr)
+            _report_early_end(directory.path, reason_of(error))
         raise
 
 
-def _reason(error: BaseException) -> str:
+def _report_early_end(run_dir: Path, reason: str) -> None:
+    try:
+        write_unfinished(run_dir, reason)
+    except DynaPipeError as error:  # a full disk may be the cause of both: the first one is what ends the run
+        print(f"dynapipe: the report could not be written: {error}", file=sys.stderr)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a run ended early, for its report."""
     match error:
         case KeyboardInterrupt():
             return "interrupted (Ctrl-C)"

@@ -10,28 +10,47 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
+from dynapipe_ext.errors import DynaPipeError, ExecutionError, in_one_line
+from dynapipe_ext.executor.checkpoints.folder import checkpoints
+from dynapipe_ext.executor.parent_death import end_with_parent, parent_of
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS, JobError
 from dynapipe_ext.launch.command_parser import CommandParser
 from dynapipe_ext.launch.commands.train import add_arguments, config_from, resumed_run
-from dynapipe_ext.launch.env import RankEnv, agent_attempt, limit_threads, rank_env, under_torchrun, use_interface
+from dynapipe_ext.launch.env import (
+    RankEnv,
+    agent_attempt,
+    launcher,
+    limit_threads,
+    rank_env,
+    under_torchrun,
+    use_interface,
+)
 from dynapipe_ext.launch.listeners import require_loggers
 from dynapipe_ext.launch.network import interface_towards
-from dynapipe_ext.launch.outcome import keeping_what_ran
+from dynapipe_ext.launch.outcome import is_unfinished, keeping_what_ran
 from dynapipe_ext.launch.process_title import set_process_title
+from dynapipe_ext.launch.rank_records import recorded
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.launch.run_directory import RunDirectory
+from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory
 from dynapipe_ext.launch.signals import ending_signals_raise
-from dynapipe_ext.launch.train import TrainingJob, greet_store, rank_title, store_address, train_rank
+from dynapipe_ext.launch.train import TrainingJob, rank_title, refuse_done, train_rank
 from dynapipe_ext.launch.trained_model import refuse_output
+from dynapipe_ext.launch.user_store import greet_store, store_address
 
 _ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone
 _INTERRUPTED_STATUS = 130
@@ -39,6 +58,7 @@ _INTERRUPTED_STATUS = 130
 
 def run_and_exit() -> NoReturn:
     """The program. A rank that fails leaves at once: with its peers gone, closing its process groups could hang."""
+    _end_with_agent()
     limit_threads()
     status = main()
     sys.stdout.flush()
@@ -54,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with ending_signals_raise():
             env = rank_env()
-            with _telling(env):
+            with _recorded(env), _telling(env):
                 return _main(env, args)
     except JobError as error:
         return error.exit_status
@@ -63,6 +83,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USER_ERROR_STATUS
     except KeyboardInterrupt:
         return _INTERRUPTED_STATUS
+
+
+def _end_with_agent() -> None:
+    """However torchrun ends, this rank does; where `dynapipe launch` started it, also if it had ended by now."""
+    agent, launched = os.getppid(), launcher()
+    end_with_parent(agent)
+    if launched is not None and parent_of(agent) != launched.pid:
+        os._exit(128 + signal.SIGKILL)
+
+
+def _recorded(env: RankEnv) -> AbstractContextManager[None]:
+    """Inside, the launcher of this node, if there is one, knows of this rank."""
+    launched = launcher()
+    return recorded(launched.records, int(agent_attempt() or 0), env.rank) if launched else nullcontext()
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -83,17 +117,19 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
     require_loggers(config)
     run_dir, resumed = resumed_run(args, config)
     refuse_output(config, run_dir, overwrite=args.overwrite)
-    address = store_address(args.store) if args.store else None
-    _settle_network(env, address)
+    address = store_address(args.store, insecure=args.insecure_store) if args.store else None
+    own = _settle_network(env, address)
     asked = (signal.SIGTERM, signal.SIGUSR1)
     if env.rank:
         return train_rank(env, TrainingJob(config, args.compare, Path(), address, resumed=resumed, end_signals=asked))
     with ExitStack() as stack:
         if address is None:
-            address = _embedded_store(env, config, stack)
+            address = _embedded_store(own, config, stack)
         else:
             greet_store(address)  # refused here, before data and costs are prepared
         overwrite = args.overwrite and resumed is None  # else it is what --output holds that may be lost
+        if launcher() is not None and resumed is None and run_dir:
+            resumed, overwrite = _to_go_on_with(Path(run_dir), config, compare=args.compare)
         directory = stack.enter_context(RunDirectory(run_dir, overwrite=overwrite, resume=resumed is not None))
         stack.enter_context(keeping_what_ran(directory))
         job = TrainingJob(
@@ -110,25 +146,38 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
             return train_rank(env, job)
 
 
-def _embedded_store(env: RankEnv, config: TrainConfig, stack: ExitStack) -> StoreAddress:
-    """The store of a job that was given none: on this machine, so only where all ranks are."""
-    if env.local_world_size != env.world_size:
-        raise ConfigError(
-            f"{env.world_size} ranks on several machines need a store that all can reach:"
-            " pass --store redis://host:port (password in DYNAPIPE_STORE_PASSWORD)"
-        )
-    return stack.enter_context(RedisServer(binary=config.job.redis_server or None)).address
+def _to_go_on_with(run_dir: Path, config: TrainConfig, *, compare: bool) -> tuple[Path | None, bool]:
+    """What `dynapipe launch` does with a directory that holds a run which has not ended well: the checkpoint that it
+    goes on from, or whether it begins anew over one that has saved nothing. Errors: ConfigError for one that is done.
+    """
+    saved = () if compare else checkpoints(run_dir / CHECKPOINTS)  # of what is compared nothing is saved
+    if not saved:
+        return None, is_unfinished(run_dir)
+    if not config.run.epochs:
+        refuse_done(saved[-1], config)
+    print(f"going on from {saved[-1]}", file=sys.stderr, flush=True)
+    return saved[-1], False
 
 
-def _settle_network(env: RankEnv, store: StoreAddress | None) -> None:
-    """Have gloo and NCCL take the interface on which ranks reach each other, unless the user chose."""
+def _embedded_store(tls_host: str | None, config: TrainConfig, stack: ExitStack) -> StoreAddress:
+    """The store of a job that was given none: on this machine, over TLS where ranks on others reach it by that."""
+    server = stack.enter_context(RedisServer(binary=config.job.redis_server or None, tls_host=tls_host))
+    if tls_host:
+        print(f"store: embedded {server.name} {server.version} at {server.address}", file=sys.stderr)
+    return server.address
+
+
+def _settle_network(env: RankEnv, store: StoreAddress | None) -> str | None:
+    """Have gloo and NCCL take the interface on which ranks reach each other, unless the user chose; this machine's
+    address on it, or None where all are on this machine."""
     if env.local_world_size == env.world_size:
         use_interface("lo")
-        return
+        return None
     store_host = urlsplit(store.url).hostname if store else None
-    name = interface_towards(host for host in (env.master_addr, store_host) if host)
+    name, own = interface_towards(host for host in (env.master_addr, store_host) if host)
     if (taken := use_interface(name)) and env.local_rank == 0:
         print(f"network of rank {env.rank}'s machine: {name} ({', '.join(taken)})", file=sys.stderr)
+    return own
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from dynapipe_ext.launch.file_lock import FileLock
 from dynapipe_ext.launch.run_directory import runs_folder
 from dynapipe_ext.lengths import LengthArray
 from dynapipe_ext.tools.wording import counted, percent
+from dynapipe_ext.tools.writing import writing_in
 
 # How long ranks wait for data to be tokenized and costs to be measured; a failure of who does it ends the job at once.
 PREPARE_LIMIT_S = 3600.0
@@ -69,7 +70,7 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
         return open_prepared(config.data.path, max_seq_len=config.model.max_seq_len)
     source = _source(config)
     lock = source.folder.with_name(f".{source.folder.name}.lock")
-    with FileLock(lock, f"the tokenized data in {source.folder}", wait_s=PREPARE_LIMIT_S):
+    with FileLock(lock, f"the tokenized data in {source.folder}", wait_s=PREPARE_LIMIT_S), writing_in(source.folder):
         if not isinstance(source.tokenizer, str):
             return _preprocessed(config, _paths(config), source.folder, source.tokenizer, source.form, progress)
         return prepare(
@@ -127,7 +128,8 @@ def _parts(
     folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
     if is_prepared(folder):
         return train, TokenDataset.open(folder)
-    with FileLock(folder.with_name(f".{folder.name}.lock"), f"the tokenized data in {folder}", wait_s=PREPARE_LIMIT_S):
+    lock = folder.with_name(f".{folder.name}.lock")
+    with FileLock(lock, f"the tokenized data in {folder}", wait_s=PREPARE_LIMIT_S), writing_in(folder):
         return train, _preprocessed(config, [settings.path], folder, encoder, form, None)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.file_lock import FileLock
+from dynapipe_ext.launch.file_lock import FileLock, is_held
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE
 
 CHECKPOINTS = "checkpoints"
@@ -83,6 +83,24 @@ class RunDirectory:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def is_in_use(path: Path) -> bool:
+    """Whether a run goes on in a directory now."""
+    return (path / _LOCK).exists() and is_held(path / _LOCK)
+
+
+def new_run_directory() -> Path:
+    """An empty one in runs/, by the local time."""
+    return _made_by_time(datetime.now())[0]
+
+
+def begin_anew(path: Path) -> None:
+    """Remove the run that a directory holds, if any. Errors: ConfigError where another one uses it now."""
+    if path.is_dir():
+        with RunDirectory(str(path), overwrite=True):
+            clear_run(path)
+            (path / EVENTS_FILE).unlink(missing_ok=True)
 
 
 def run_to_resume(named: str) -> Path:

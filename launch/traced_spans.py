@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from dynapipe_ext.executor.events import StepDone
-from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.timeline import Span
 
 Spans = Mapping[int, Sequence[Span]]  # by the step's number from 0; seconds from the first start on any rank
@@ -26,20 +25,10 @@ class TracedSpans:
     def close(self) -> None: ...
 
 
-def give_spans(store: Store, rank: int, spans: Spans) -> None:
-    """Leave a rank's spans in the run's store."""
-    store.put(_key(rank), json.dumps({step: [asdict(span) for span in of] for step, of in spans.items()}).encode())
+def spans_to_bytes(spans: Spans) -> bytes:
+    return json.dumps({step: [asdict(span) for span in of] for step, of in spans.items()}).encode()
 
 
-def take_spans(store: Store, world_size: int, timeout_s: float) -> list[Spans]:
-    """Those of all ranks, in rank order; the store holds them no longer. Errors: StoreError after `timeout_s`."""
-    everyone = [json.loads(store.get(_key(rank), timeout_s)) for rank in range(world_size)]
-    store.delete(*map(_key, range(world_size)))
-    return [
-        {int(step): [Span(**{**span, "shape": tuple(span["shape"])}) for span in of] for step, of in raw.items()}
-        for raw in everyone
-    ]
-
-
-def _key(rank: int) -> str:
-    return f"spans/{rank}"
+def spans_from_bytes(data: bytes) -> Spans:
+    raw = json.loads(data)
+    return {int(step): [Span(**{**span, "shape": tuple(span["shape"])}) for span in of] for step, of in raw.items()}

@@ -31,9 +31,10 @@ from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.executor.checkpoints.periodic import EndRequest
 from dynapipe_ext.executor.events import Listener
+from dynapipe_ext.executor.plans.channel import store_patience_s
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
-from dynapipe_ext.launch.env import RankEnv, limit_threads, num_cores, store_password
+from dynapipe_ext.launch.env import RankEnv, keep_cublas_deterministic, limit_threads, num_cores
 from dynapipe_ext.launch.job import (
     architecture_of,
     check_batches,
@@ -58,7 +59,7 @@ from dynapipe_ext.launch.run_data import (
     run_data,
 )
 from dynapipe_ext.launch.run_directory import CHECKPOINTS
-from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, give_spans, take_spans
+from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, spans_from_bytes, spans_to_bytes
 from dynapipe_ext.launch.trained_model import keep_model_files, write_trained_model
 from dynapipe_ext.launch.transformers_settings import refuse_unsupported
 from dynapipe_ext.tools.account.report import StoreInfo
@@ -100,7 +101,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
     import torch
     import torch.distributed as dist
 
-    from dynapipe_ext.executor.device import process_group_backend, rank_device
+    from dynapipe_ext.executor.device import compute_deterministically, process_group_backend, rank_device
 
     config = job.config
     refuse_unsupported(config, resumes=job.resumed is not None)
@@ -112,6 +113,9 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
             f" {topology.world_size}: change --nproc-per-node or the topology"
         )
     torch.set_num_threads(limit_threads())
+    if config.optimizer.deterministic:
+        keep_cublas_deterministic()
+        compute_deterministically()
     device = rank_device(env.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -166,6 +170,8 @@ def _run(
         RunCheckpoints,
         broadcast_bytes,
         clock_offset_s,
+        gather_bytes,
+        node_of,
         run_variant,
     )
 
@@ -176,8 +182,7 @@ def _run(
         assert address is not None
         settled = json.dumps(
             {
-                "url": address.url,
-                "password": address.password,
+                "store": address.to_json(),
                 "plan_key": secrets.token_hex(32),
                 "namespace": f"run-{secrets.token_hex(8)}",
                 "costs": cost_model_to_json(costs),
@@ -200,7 +205,9 @@ def _run(
         check_data(data, lambda lengths: check_batches(config, lengths))
         check_data(data, lambda lengths: check_fits(config, agreed, lengths))
     _set_pg_timeout(timedelta(seconds=config.job.timeout_s))  # from here on nobody may be silent for longer
-    store = open_store(StoreAddress(shared["url"], shared["password"]), namespace=shared["namespace"])
+    patience_s = store_patience_s(config.job.timeout_s)
+    address = StoreAddress.from_json(shared["store"])
+    store = open_store(address, namespace=shared["namespace"], reconnect_s=patience_s)
     stack.callback(store.close)
     architecture = architecture_of(config, data.whole.vocab_size)
     initialize_parallel(topology, config.run.seed, timeout_s=config.job.timeout_s, architecture=architecture)
@@ -220,6 +227,7 @@ def _run(
         device=device,
         clock_offset_s=clock_offset_s(env.local_world_size == env.world_size, device),
         num_cores=shared["num_cores"],
+        node=node_of(env.rank, starts=env.local_rank == 0, device=device),
     )
     resumed = Path(shared["resumed"]) if shared["resumed"] else None
     first_step = 0 if resumed is None else read_manifest(resumed).run.step
@@ -257,9 +265,7 @@ def _run(
             for _ in zip_longest(*running):  # a step of each in turn
                 pass
         dist.barrier()
-    give_spans(store, env.rank, traced.spans)
-    dist.barrier()
-    return context, take_spans(store, topology.world_size, config.job.timeout_s) if env.rank == 0 else []
+    return context, [spans_from_bytes(data) for data in gather_bytes(spans_to_bytes(traced.spans), device)]
 
 
 def turns(num_variants: int, device_type: str) -> list[list[int]]:
@@ -351,22 +357,6 @@ def rank_title(env: RankEnv, config: TrainConfig) -> str:
         return title
     me = topology.coordinates(env.rank)
     return f"{title} dp{me.dp_rank} pp{me.pp_rank} tp{me.tp_rank}"
-
-
-def greet_store(address: StoreAddress) -> None:
-    """Errors: StoreError for a store that is not there, or refuses the password."""
-    open_store(address, namespace="greeting").close()
-
-
-def store_address(url: str) -> StoreAddress:
-    """The user's own store; its password comes from the environment rather than the command line, which others see."""
-    address = StoreAddress.parse(url, store_password())
-    if address.password and address.password in url:
-        print(
-            "dynapipe: the store's password is visible in the process list: pass it in DYNAPIPE_STORE_PASSWORD",
-            file=sys.stderr,
-        )
-    return address
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints import folder as checkpoints
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, runs_folder
+from dynapipe_ext.tools.writing import writing_in
 
 MODEL_FOLDER = "model"  # among a run's checkpoints: where one of transformers' own models is saved
 _CONFIG = "config.json"
@@ -53,11 +54,13 @@ def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) 
     """
     settings = config.checkpoint
     place = Path(os.path.abspath(settings.output))
-    place.parent.mkdir(parents=True, exist_ok=True)
+    with writing_in(place.parent):
+        place.parent.mkdir(parents=True, exist_ok=True)
     written = place.with_name(f".{place.name}.written")
     for left in (written, written.with_name(f"{written.name}.partial")):  # by a run that was killed
         shutil.rmtree(left, ignore_errors=True)
-    step = _write(config, run_dir, written)
+    with writing_in(written):
+        step = _write(config, run_dir, written)
     old = place.with_name(f".{place.name}.old")
     try:
         if place.is_dir() and (overwrite or not any(place.iterdir())):
@@ -74,15 +77,19 @@ def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) 
 
 def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
     """Lay config.json, tokenizer and licence of a published model beside a run's checkpoints, where conversion looks
-    for them: a checkpoint alone cannot say them. A model that transformers computes has no checkpoints."""
+    for them: a checkpoint alone cannot say them. A model that transformers computes has no checkpoints.
+
+    Errors: DataError where they cannot be written.
+    """
     if config.model.described is None or config.model.uses_transformers:
         return
     from dynapipe_ext.tools.checkpoint.megatron.folder import CARRIED
 
     folder = run_dir / CHECKPOINTS / CARRIED
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in _carried(config):
-        shutil.copyfile(file, folder / file.name)
+    with writing_in(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in _carried(config):
+            shutil.copyfile(file, folder / file.name)
 
 
 def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:

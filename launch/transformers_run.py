@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.manifest import RunState
-from dynapipe_ext.executor.stages.accumulator import Float32Accumulator, PlainAccumulator
+from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, Float32Accumulator, PlainAccumulator
+from dynapipe_ext.executor.stages.torch_stage import MakeAccumulator
 from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, parts_of_config, parts_of_folder
 from dynapipe_ext.executor.stages.transformers_saving import save_parts
@@ -32,11 +34,15 @@ def build_transformers(config: TrainConfig, architecture: Architecture, device: 
     else:
         parts = parts_of_config(model.architecture, topology, pp_rank, seed=config.run.seed, dtype=dtype)
     parts = [part.to(device) for part in parts]
-    accumulator = PlainAccumulator if dtype == torch.float32 else Float32Accumulator
+    is_float32 = dtype == torch.float32
+    accumulator: MakeAccumulator = PlainAccumulator if is_float32 else Float32Accumulator
+    if config.optimizer.deterministic:
+        accumulator = partial(ExactAccumulator, in_float32=not is_float32)
     stage = TransformersStage(parts, accumulator=accumulator, parallel=parallel)
     optimizer = TransformersOptimizer(parts, config.optimizer, num_steps=config.run.steps, parallel=parallel)
     weights = {p for part in parts for p in part.parameters()}
-    num_weight_bytes = sum(p.numel() * (p.element_size() + 4 * p.requires_grad) for p in weights)
+    num_grad_bytes = 12 if config.optimizer.deterministic else 4  # with the exact sum
+    num_weight_bytes = sum(p.numel() * (p.element_size() + num_grad_bytes * p.requires_grad) for p in weights)
     return BuiltModel(
         stage=stage,
         optimizer=optimizer,

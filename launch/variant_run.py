@@ -50,6 +50,15 @@ class RunCheckpoints:
 
 
 @dataclass(frozen=True, slots=True)
+class NodePlace:
+    """Which of a job's nodes a rank is on, and whether it is the one that starts the node's planners."""
+
+    rank: int
+    num_nodes: int
+    starts_planners: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RankContext:
     """What a rank shares between the runs of a job."""
 
@@ -64,6 +73,7 @@ class RankContext:
     device: torch.device
     clock_offset_s: float
     num_cores: int | None  # of all machines; None on accelerators
+    node: NodePlace
 
 
 def run_variant(
@@ -121,6 +131,9 @@ def run_variant(
                 store=context.store,
                 namespace=namespace,
                 plan_key=context.plan_key,
+                start_planners=context.node.starts_planners,
+                node_rank=context.node.rank,
+                num_nodes=context.node.num_nodes,
             )
         )
         evaluate = None
@@ -211,6 +224,15 @@ def _gather(mine: RankFigures, name: str, device: torch.device) -> list[RankFigu
     return [RankFigures.from_numbers(rank.tolist()) for rank in everyone]
 
 
+def node_of(rank: int, *, starts: bool, device: torch.device) -> NodePlace:
+    """A rank's node, where ranks of a node follow one another and the first of each `starts` its planners."""
+    first = torch.tensor([starts], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(first) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, first)
+    firsts = [bool(one) for one in everyone]
+    return NodePlace(sum(firsts[: rank + 1]) - 1, sum(firsts), starts)
+
+
 def clock_offset_s(one_machine: bool, device: torch.device) -> float:
     """What to take from this rank's clock to read rank 0's: nothing on one machine, else as of a common barrier."""
     if one_machine:
@@ -259,3 +281,15 @@ def broadcast_bytes(data: bytes, device: torch.device) -> bytes:
         payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(payload, src=0)
     return struct.pack(f"{length}B", *payload.tolist())
+
+
+def gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
+    """Every rank's bytes on rank 0, in rank order, over the job's own process group; nothing on the others."""
+    sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device))
+    most = max(1, *(int(size) for size in sizes))
+    mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8).to(device)
+    is_first = dist.get_rank() == 0
+    everyone = [torch.empty_like(mine) for _ in sizes] if is_first else None
+    dist.gather(mine, everyone, dst=0)
+    return [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(everyone or (), sizes, strict=is_first)]

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.megatron.drop_in import DropInSettings
+from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.pieces import pieces_of
 from dynapipe_ext.plan import Layout, Pieces
 
@@ -25,6 +26,7 @@ class Wishes:
     layout: Layout | None = None
     pieces: Pieces | None = None
     data: str | Path | None = None
+    store: str | StoreAddress | None = None  # no argument has it: its password would be seen by all
 
     def wish(self, args: Any, name: str) -> Any:
         own = getattr(self, name)
@@ -42,6 +44,7 @@ class Wishes:
             split_backward=bool(wish("split_backward")),
             layout=wish("layout") or "padded",
             pieces=wish("pieces") or "off",
+            store=StoreAddress.parse(self.store) if isinstance(self.store, str) else self.store,
         )
         return settings if minutes is None else replace(settings, timeout_s=60.0 * minutes)
 

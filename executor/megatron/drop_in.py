@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
@@ -17,15 +17,17 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.megatron.forward_step import Around, BatchIterator, ForwardStepStage, LoopStep
 from dynapipe_ext.executor.megatron.gradient_sync import StepGradients, check_sync
-from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments
+from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments, rescale_router_losses
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline, megatron_pipeline
 from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, planned_steps_in
-from dynapipe_ext.executor.megatron.refusals import check_call, check_config, check_shapes
+from dynapipe_ext.executor.megatron.refusals import check_call, check_config, check_planned_experts, check_shapes
 from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
 from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, check_same_on_all_ranks, uniform_plan
 from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.executor.stages.megatron_recompute import RecomputeSwitch
 from dynapipe_ext.executor.stages.megatron_split import split_megatron_linears
-from dynapipe_ext.plan import Layout, Pieces
+from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.plan import Layout, MicroBatch, Pieces
 
 _TIMEOUT_S = 600.0  # torch's own for process groups: first steps and saves may keep a neighbour waiting
 
@@ -35,7 +37,8 @@ class DropInSettings:
     """How steps are planned: `costs` (counted from the model without), the limit of a rank's memory, split backwards.
 
     Without `memory_limit_gb` (1e9 bytes) steps of equal micro-batches hold no more than under Megatron's schedules, and
-    planned data fill the device. `layout` and `pieces` (of long samples) are those of planned data.
+    planned data fill the device. `layout` and `pieces` (of long samples) are those of planned data; their plans come
+    from a planner process through `store`, or without one from each rank itself.
     """
 
     costs: CostModel | None = None
@@ -43,6 +46,7 @@ class DropInSettings:
     split_backward: bool = False
     layout: Layout = "padded"
     pieces: Pieces = "off"
+    store: StoreAddress | None = None
     timeout_s: float = _TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -57,7 +61,12 @@ class DropInSettings:
     def choices(self) -> PlanChoices:
         limit_bytes = None if self.memory_limit_gb is None else int(self.memory_limit_gb * 1e9)
         return PlanChoices(
-            layout=self.layout, split_backward=self.split_backward, limit_bytes=limit_bytes, pieces=self.pieces
+            layout=self.layout,
+            pieces=self.pieces,
+            split_backward=self.split_backward,
+            limit_bytes=limit_bytes,
+            store=self.store,
+            timeout_s=self.timeout_s,
         )
 
 
@@ -67,7 +76,7 @@ class _PlannedModel:
 
     pipeline: MegatronPipeline
     plans: dict[UniformShape, ExecutionPlan] = field(default_factory=dict)
-    shapes: MicroBatchShapes | None = None  # of planned data
+    around: Around | None = None  # of planned data's micro-batches
 
 
 class ForwardBackward:
@@ -125,6 +134,7 @@ class ForwardBackward:
             chunks=chunks,
             iterators=data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks),
             config=config,
+            num_micro_batches=num_microbatches,
             forward_only=forward_only,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
@@ -155,13 +165,17 @@ class ForwardBackward:
                 " evaluate on validation data, train on training data"
             )
         choices = self.settings.choices
-        if model.shapes is None:
-            model.shapes = MicroBatchShapes(step.chunks, parsed_arguments(), model.pipeline.device, choices.layout)
+        if model.around is None:
+            check_planned_experts(step.config)
+            model.around = _as_planned(step.chunks, model.pipeline, choices.layout)
             _say_planned(step.config, choices)
         if (told := steps.bind(model.pipeline, choices)) is not None:
             check_same_on_all_ranks(told, model.pipeline.device, what="steps of these data")
         micro_batches, plan = next(iterator)
-        return _run(step, model.pipeline, plan, micro_batches, lambda _, batch: iter([batch]), around=model.shapes.of)
+        reports = _run(step, model.pipeline, plan, micro_batches, lambda _, batch: iter([batch]), around=model.around)
+        if step.config.num_moe_experts and not step.forward_only and micro_batches:
+            rescale_router_losses(step.num_micro_batches / len(micro_batches))
+        return reports
 
     def _planned(self, chunks: list[Any], config: Any) -> _PlannedModel:
         found = self._models.get(chunks[0])
@@ -211,6 +225,25 @@ def _say_planned(config: Any, choices: PlanChoices) -> None:
             " so the loss depends on the plan: give it, and a loss function that returns (sum, tokens, report)",
             flush=True,
         )
+
+
+def _as_planned(chunks: Sequence[Any], pipeline: MegatronPipeline, layout: Layout) -> Around:
+    """Around each micro-batch: its own shape, and its own recomputation where the model's configuration fixes none."""
+    shapes = MicroBatchShapes(chunks, parsed_arguments(), pipeline.device, layout)
+    switches = [RecomputeSwitch(chunk) for chunk in chunks] if pipeline.recompute is None else []
+
+    @contextmanager
+    def around(micro_batch: MicroBatch) -> Iterator[None]:
+        try:
+            for switch in switches:
+                switch.set(micro_batch.recompute)
+            with shapes.of(micro_batch):
+                yield
+        finally:
+            for switch in switches:
+                switch.set("none")
+
+    return around
 
 
 def _run(

@@ -23,12 +23,14 @@ class LoopStep:
     """One call of a forward-backward function, in Megatron's words.
 
     `chunks` are the rank's model chunks, `iterators` the data iterator of each. `config` is their TransformerConfig.
+    `num_micro_batches` is what the loop counts, of planned data not what is run.
     """
 
     forward_step_func: Callable[..., Any]
     chunks: Sequence[Any]
     iterators: Sequence[Any]
     config: Any
+    num_micro_batches: int
     forward_only: bool = False
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None

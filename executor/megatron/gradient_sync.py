@@ -24,6 +24,8 @@ class StepGradients:
     A context manager around the step: gradients are not synchronised within until `reduce`.
     """
 
+    by_use = False
+
     def __init__(self, chunks: Sequence[Any], config: Any, *, force_all_reduce: bool = False) -> None:
         self._chunks, self._config, self._force_all_reduce = chunks, config, force_all_reduce
         self._unsynchronised = ExitStack()

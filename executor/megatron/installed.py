@@ -18,6 +18,7 @@ from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
 from dynapipe_ext.executor.megatron.megatron_lm import has_training_loop, parsed_arguments
 from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
 from dynapipe_ext.executor.megatron.refusals import check_arguments
+from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.plan import Layout, Pieces
 
 
@@ -30,10 +31,13 @@ def installed(
     data: str | Path | None = None,
     layout: Layout | None = None,
     pieces: Pieces | None = None,
+    store: str | StoreAddress | None = None,
 ) -> Iterator[None]:
     """Within: Megatron's training loops run planned schedules; on exit all is as before.
 
     What is given here comes before what the command line says (--dynapipe-*, which Megatron-LM's parser then knows).
+    With a `store` (the address of a Redis-compatible one, with its password) a process of the first rank plans the next
+    steps of planned data while ranks train.
     Settings that cannot go with plans are refused when Megatron-LM has parsed its arguments, others at the first step.
     """
     wishes = Wishes(
@@ -43,9 +47,11 @@ def installed(
         data=data,
         layout=layout,
         pieces=pieces,
+        store=store,
     )
     with ExitStack() as patches:
         _install_norm(patches)
+        _install_router(patches)
         install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments())))
         if has_training_loop():
             _install_arguments(patches, wishes)
@@ -89,6 +95,14 @@ def _install_norm(patches: ExitStack) -> None:
     _replace(patches, module.WrappedTorchNorm, "__new__", staticmethod(new))
 
 
+def _install_router(patches: ExitStack) -> None:
+    """megatron-core 0.16.1's router asks for Transformer Engine's kernel by a name that is undefined without it."""
+    module: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(module, "te_general_gemm"):
+        module.te_general_gemm = None
+        patches.callback(delattr, module, "te_general_gemm")
+
+
 def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
     importlib.import_module("megatron.training.initialize")
     module: Any = importlib.import_module("megatron.training.arguments")
@@ -119,6 +133,7 @@ def _install_data(patches: ExitStack, wishes: Wishes) -> None:
             return build(provider)
         if not trained and found[0] is not None:  # with virtual stages the first chunk's iterator is the one that moves
             trained.append(found[0])
+            patches.callback(found[0].close)
         return tuple(None if steps is None else training.RerunDataIterator(steps) for steps in found)
 
     def num_floating_point_operations(args: Any, batch_size: int, *others: Any, **keywords: Any) -> float:

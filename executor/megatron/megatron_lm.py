@@ -18,3 +18,11 @@ def parsed_arguments() -> Any:
         return None
     variables: Any = importlib.import_module("megatron.training.global_vars")
     return variables._GLOBAL_ARGS
+
+
+def rescale_router_losses(factor: float) -> None:
+    """Those that this step's routers have added up for the log, which divides them by Megatron's own number of
+    micro-batches."""
+    utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    for tracked in utils.get_moe_layer_wise_logging_tracker().values():
+        tracked["values"] *= factor

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
@@ -33,8 +34,10 @@ class MegatronPipeline:
     """What planning and transfers need to know of a model and its ranks; made on all ranks at the same point.
 
     `counts_memory`: whether the costs say bytes. `recompute` is what the model's configuration fixes for all
-    micro-batches, `pad_multiple` what lengths of its hidden states must be multiples of. `device_bytes` are those of
-    the smallest device of all ranks; on a CPU, the machine's memory divided by all ranks.
+    micro-batches; None leaves it to plans. `pad_multiple` is what lengths of its hidden states must be multiples of.
+    `replica_collectives` are those of replicas that may run other micro-batches: gradients reduced once, after the last
+    backward (`StepGradients`), and tokens that ranks with shared experts exchange inside each. `device_bytes` are those
+    of the smallest device of all ranks; on a CPU, the machine's memory divided by all ranks.
     """
 
     topology: Topology
@@ -43,8 +46,9 @@ class MegatronPipeline:
     activation_format: ActivationFormat
     costs: CostModel
     counts_memory: bool
-    recompute: Recompute
+    recompute: Recompute | None
     pad_multiple: int
+    replica_collectives: ReplicaCollectives
     device: torch.device
     device_bytes: int
 
@@ -56,13 +60,16 @@ def megatron_pipeline(
 
     A collective call. Errors: ConfigError for ranks in another order than tp-dp-pp.
     """
+    from megatron.core import parallel_state
+
     topology, coordinates = rank_topology(len(chunks))
+    ep = parallel_state.get_expert_model_parallel_world_size() if config.num_moe_experts else 1
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     shards = topology.tp if config.sequence_parallel else 1
     dtype = str(config.pipeline_dtype or config.params_dtype).removeprefix("torch.")
     topology, num_parameters = _with_found_layers(topology, chunks, config, device)
     device_bytes = min(gather_json(_device_bytes(device), device))
-    counted = costs if costs is not None else _counted(chunks[0], config, topology)
+    counted = costs if costs is not None else _counted(chunks[0], config, topology, ep)
     if counted is not None:
         counted, topology = over_topology(counted, topology)
     rank = dist.get_rank()
@@ -76,6 +83,7 @@ def megatron_pipeline(
         counts_memory=counted is not None,
         recompute=fixed_recompute(config),
         pad_multiple=shards,
+        replica_collectives=ReplicaCollectives.of_zero(0, ep=ep),
         device=device,
         device_bytes=device_bytes,
     )
@@ -114,11 +122,12 @@ def rank_topology(num_chunks: int) -> tuple[Topology, Coordinates]:
     return topology, here
 
 
-def fixed_recompute(config: Any) -> Recompute:
-    """What the user's --recompute-* come to for costs: partly recomputed layers count as fully recomputed ones."""
+def fixed_recompute(config: Any) -> Recompute | None:
+    """What the user's --recompute-* come to for costs: partly recomputed layers count as fully recomputed ones. None
+    where they fix nothing."""
     match config.recompute_granularity:
         case None:
-            return "none"
+            return None
         case "selective":
             return "selective"
         case _:
@@ -148,12 +157,12 @@ def _with_found_layers(
     return topology, num_parameters
 
 
-def _counted(chunk: Any, config: Any, topology: Topology) -> AnalyticCosts | None:
+def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCosts | None:
     """Costs counted from the configuration of a GPTModel whose layers all lie where they should; None for others."""
     model = unwrapped(chunk)
     if type(model).__name__ != "GPTModel" or not topology.layers_per_stage:
         return None
-    activations = config.num_moe_experts or 0
+    num_experts = config.num_moe_experts or 0
     ddp_config = getattr(chunk, "ddp_config", None)
     is_gated = bool(config.gated_linear_unit)
     architecture = Architecture.gpt(
@@ -161,7 +170,7 @@ def _counted(chunk: Any, config: Any, topology: Topology) -> AnalyticCosts | Non
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_query_groups=config.num_query_groups or config.num_attention_heads,
-        ffn_hidden_size=(config.moe_ffn_hidden_size if activations else None) or config.ffn_hidden_size,
+        ffn_hidden_size=(config.moe_ffn_hidden_size if num_experts else None) or config.ffn_hidden_size,
         gated_mlp=is_gated,
         vocab_size=model.vocab_size,
         max_seq_len=model.max_sequence_length,
@@ -169,14 +178,12 @@ def _counted(chunk: Any, config: Any, topology: Topology) -> AnalyticCosts | Non
         position="learned" if model.position_embedding_type == "learned_absolute" else "rope",
         norm="rmsnorm" if config.normalization == "RMSNorm" else "layernorm",
         bias=bool(config.add_bias_linear),
-        num_experts=activations,
-        top_k=config.moe_router_topk if activations else 0,
+        num_experts=num_experts,
+        top_k=config.moe_router_topk if num_experts else 0,
         head_dim=config.kv_channels,
         qkv_bias=bool(config.add_qkv_bias),
     )
     num_bytes = 4 if config.params_dtype == torch.float32 else 2
-    from megatron.core import parallel_state
-
     return AnalyticCosts(
         architecture,
         topology,
@@ -186,7 +193,7 @@ def _counted(chunk: Any, config: Any, topology: Topology) -> AnalyticCosts | Non
         flash=config.transformer_impl != "local",
         distributed_optimizer=bool(getattr(ddp_config, "use_distributed_optimizer", False)),
         dropout=bool(config.hidden_dropout or config.attention_dropout),
-        ep=parallel_state.get_expert_model_parallel_world_size() if activations else 1,
+        ep=ep,
     )
 
 

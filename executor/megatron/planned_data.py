@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.loader import DynaPipeDataLoader, LoadedStep
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
 from dynapipe_ext.executor.megatron.samples import SampleSource, megatron_arrays
 from dynapipe_ext.executor.plans.step_positions import array_digest
+from dynapipe_ext.executor.stages.collectives import gather_json
+from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.lengths import as_length_array
 from dynapipe_ext.plan import Layout, Pieces
+from dynapipe_ext.schedule_names import ScheduleName
 from dynapipe_ext.schedules.planner import Planner
 
 _PAD_MULTIPLE = 8
@@ -25,12 +28,15 @@ _PAD_MULTIPLE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanChoices:
-    """What a Planner is told beside costs and topology."""
+    """What a Planner is told beside costs and topology, and where plans of training come from: a planner process, by
+    the `store`, or without one this process, before each step."""
 
     layout: Layout = "padded"
     split_backward: bool = False
     limit_bytes: int | None = None
     pieces: Pieces = "off"
+    store: StoreAddress | None = None
+    timeout_s: float = 60.0
 
 
 class PlannedSteps:
@@ -55,20 +61,26 @@ class PlannedSteps:
         self._num_steps = len(GlobalBatches(self._lengths, batch_size=batch_size, seed=seed, drop_last=True))
         self._next_step = consumed_samples // batch_size
         self.forward_only = forward_only
-        self._steps: Iterator[LoadedStep] | None = None
+        self._steps: Generator[LoadedStep, None, None] | None = None
 
     def bind(self, pipeline: MegatronPipeline, choices: PlanChoices) -> str | None:
-        """Plan for this model; once. The first time, what must be the same on all ranks for their plans to be.
+        """Plan for this model; once. The first time, what must be the same on all ranks for their plans to be; with a
+        store, a collective call.
 
         Errors: ConfigError where the model cannot be planned for.
         """
         if self._steps is not None:
             return None
         planner = data_planner(pipeline, choices, forward_only=self.forward_only)
-        self._steps = self._loaded(planner, pipeline)
+        self._steps = self._loaded(planner, pipeline, self._planner_processes(pipeline, choices))
         data = (array_digest(self._lengths), self._batch_size, self._seed, self._next_step)
         limit = (planner.memory_limit_bytes, planner.pad_multiple, planner.recompute)
         return repr((data, planner.topology, planner.costs.fingerprint(), limit, choices))
+
+    def close(self) -> None:
+        """End the planner process, if there is one; no step comes after."""
+        if self._steps is not None:
+            self._steps.close()
 
     def __iter__(self) -> PlannedSteps:
         return self
@@ -88,9 +100,18 @@ class PlannedSteps:
         lengths: list[int] = self._lengths[np.array(batches[step]), 0].tolist()
         return lengths
 
-    def _loaded(self, planner: Planner, pipeline: MegatronPipeline) -> Iterator[LoadedStep]:
+    def _planner_processes(self, pipeline: MegatronPipeline, choices: PlanChoices) -> dict[str, Any]:
+        """What a loader needs to know of them. Evaluation plans in line: its steps are few, and far between."""
+        if choices.store is None or self.forward_only:
+            return {}
+        namespace = gather_json(secrets.token_hex(8), pipeline.device)[0]  # the first rank's, on all
+        return {"num_workers": 1, "store": choices.store, "namespace": namespace, "timeout_s": choices.timeout_s}
+
+    def _loaded(
+        self, planner: Planner, pipeline: MegatronPipeline, processes: dict[str, Any]
+    ) -> Generator[LoadedStep, None, None]:
         stages = pipeline.topology.stages_of(pipeline.coordinates.pp_rank)
-        loader = DynaPipeDataLoader(
+        with DynaPipeDataLoader(
             self._source,
             planner,
             collate_fn=megatron_arrays,
@@ -100,15 +121,16 @@ class PlannedSteps:
             seed=self._seed,
             coordinates=pipeline.coordinates,
             needs_data=0 in stages or planner.topology.num_stages - 1 in stages,
-        )
-        epoch, step = divmod(self._next_step, self._num_steps)
-        loader.load_state_dict(
-            loader.state_dict() | {"epoch": epoch, "step": step, "global_step": self._next_step, "order": None}
-        )
-        while True:
-            for loaded in loader:
-                self._next_step += 1
-                yield loaded
+            **processes,
+        ) as loader:
+            epoch, step = divmod(self._next_step, self._num_steps)
+            loader.load_state_dict(
+                loader.state_dict() | {"epoch": epoch, "step": step, "global_step": self._next_step, "order": None}
+            )
+            while True:
+                for loaded in loader:
+                    self._next_step += 1
+                    yield loaded
 
 
 def data_planner(pipeline: MegatronPipeline, choices: PlanChoices, *, forward_only: bool) -> Planner:
@@ -118,19 +140,40 @@ def data_planner(pipeline: MegatronPipeline, choices: PlanChoices, *, forward_on
             "micro-batches can only be cut for a model whose costs are known, which are counted for GPTModel alone:"
             " give costs (--dynapipe-costs, from `dynapipe profile`)"
         )
+    schedule = _schedule(pipeline, choices)
     planner = Planner(
         pipeline.topology,
         pipeline.costs,
         choices.limit_bytes if choices.limit_bytes is not None else pipeline.device_bytes,
         layout=choices.layout,
         pieces=choices.pieces,
+        schedule=schedule,
         pad_multiple=math.lcm(_PAD_MULTIPLE, pipeline.pad_multiple),
-        split_backward=choices.split_backward,
+        split_backward=choices.split_backward and schedule == "adaptive",
+        equal_counts=schedule != "adaptive",
         recompute=pipeline.recompute,
         format=pipeline.activation_format,
-        collectives=ReplicaCollectives(),  # `StepGradients` reduces once, after the last backward
+        collectives=pipeline.replica_collectives,
     )
     return replace(planner.for_forwards(), layout=choices.layout) if forward_only else planner
+
+
+def _schedule(pipeline: MegatronPipeline, choices: PlanChoices) -> ScheduleName:
+    """Where replicas meet inside micro-batches a published one, whose order is the same on all of them.
+
+    Errors: ConfigError for what has no such order.
+    """
+    if not any(pipeline.replica_collectives.of_micro_batches):
+        return "adaptive"
+    if not pipeline.topology.placement:
+        return "zb-h1" if choices.split_backward else "1f1b"
+    if choices.split_backward:
+        raise ConfigError(
+            f"experts lie over replicas, which then need one order of micro-batches, but with virtual stages"
+            f" ({pipeline.topology.placement_name}) split backwards have none: leave --dynapipe-split-backward out, or"
+            " give one stage a rank"
+        )
+    return "interleaved-1f1b"
 
 
 def planned_steps_in(data_iterator: Any) -> tuple[PlannedSteps, Any] | None:

@@ -46,6 +46,7 @@ UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
     "multiple_validation_sets": ((False,), "leave it out: planned data have one validation set"),
     "phase_transition_iterations": ((), "leave it out: planned data have one phase"),
     "iterations_to_skip": (([],), "leave it out: it reads batches of one shape"),
+    "decoder_seq_length": ((), "leave --dynapipe-data out: planned data have one side"),
     "dataloader_save": ((), "leave it out: the number of consumed samples says where a run goes on"),
     "mtp_num_layers": ((0,), "leave it out: its labels roll over the ends of samples"),
     "reset_position_ids": ((False,), "leave it out: positions begin anew with every sample"),
@@ -56,16 +57,38 @@ UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
 def check_planned_arguments(args: Any) -> None:
     """Refuse what would take other batches out of planned data, or be ignored by them. Errors: ConfigError."""
     _check(args, UNSUPPORTED_DATA)
-    if getattr(args, "expert_model_parallel_size", 1) > 1:
+    check_planned_experts(args)
+
+
+def check_planned_experts(settings: Any) -> None:
+    """`settings` are Megatron-LM's arguments, or a TransformerConfig. Errors: ConfigError for mixtures of experts whose
+    ranks would have to hold as many tokens as one another."""
+    ep, dispatcher = (
+        getattr(settings, name, None) for name in ("expert_model_parallel_size", "moe_token_dispatcher_type")
+    )
+    if (ep or 1) > 1 and dispatcher != "alltoall":
         raise ConfigError(
-            f"expert_model_parallel_size is {args.expert_model_parallel_size}, but replicas that share experts would"
-            " have to run planned micro-batches in one order: give 1, or Megatron's own data"
+            f"moe_token_dispatcher_type is {dispatcher!r} with expert_model_parallel_size {ep}, but micro-batches of"
+            " planned data have other shapes on each rank: give alltoall, or 1"
+        )
+    balancing = getattr(settings, "moe_router_load_balancing_type", None) or ()
+    if "global_aux_loss" in ((balancing,) if isinstance(balancing, str) else balancing):
+        raise ConfigError(
+            f"moe_router_load_balancing_type is {balancing!r}, whose global_aux_loss sums over replicas inside each"
+            " micro-batch and follows their order: give aux_loss or seq_aux_loss"
         )
 
 
 def check_arguments(args: Any) -> None:
     """Refuse, at start-up, what `check_config` and `rank_topology` would refuse later. Errors: ConfigError."""
     _check(args, UNSUPPORTED_CONFIG | UNSUPPORTED_ARGUMENTS)
+    pp = getattr(args, "pipeline_model_parallel_size", 1)
+    if getattr(args, "decoder_seq_length", None) is not None and pp > 1:
+        raise ConfigError(
+            f"pipeline_model_parallel_size is {pp} with decoder_seq_length {args.decoder_seq_length}, but Megatron-LM"
+            " has encoder-decoders on one pipeline rank alone: give 1 and more tensor parallel ranks, or train it over"
+            " pipeline stages by `dynapipe train` (num_decoder_layers under [model])"
+        )
 
 
 def check_config(config: Any, chunks: Sequence[Any]) -> None:

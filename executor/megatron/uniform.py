@@ -80,7 +80,7 @@ class UniformPlanner:
     def plan(self, samples: Any, *, step: int, reserve_bytes: int = 0) -> StepPlan:
         """Errors: PlanError where the micro-batches do not fit `limit_bytes`."""
         rows = self.shape.rows
-        recompute = "none" if self.shape.forward_only else self.pipeline.recompute
+        recompute = "none" if self.shape.forward_only else self.pipeline.recompute or "none"
         micro_batches = tuple(
             MicroBatch(tuple(samples[i : i + rows]), recompute=recompute) for i in range(0, len(samples), rows)
         )

@@ -41,27 +41,35 @@ class PlanChannel:
         num_workers: int,
         prefetch_steps: int,
         start_planners: bool | None,
+        node_rank: int,
+        num_nodes: int,
         timeout_s: float,
     ) -> None:
         is_first = coordinates == Coordinates(tp_rank=0, pp_rank=0, dp_rank=0)
-        self._starts = is_first if start_planners is None else start_planners
+        if not 0 <= node_rank < num_nodes or (num_nodes > 1 and start_planners is None):
+            raise ConfigError(
+                f"node_rank is {node_rank} and num_nodes is {num_nodes} but must be in 0..num_nodes - 1, with"
+                " start_planners=True on one rank of each of several nodes and False on the others"
+            )
+        starts = is_first if start_planners is None else start_planners
+        self._workers = range(node_rank * num_workers, (node_rank + 1) * num_workers if starts else 0)
+        self._num_workers = num_workers * num_nodes
         self._marks_taken = is_first
         self._rule = rule
         self._lengths = lengths
         self._coordinates = coordinates
-        self._num_workers = num_workers
-        self._ahead = prefetch_steps + num_workers  # finished ones, and one in the making for each planner
+        self._ahead = prefetch_steps + self._num_workers  # finished ones, and one in the making for each planner
         self._timeout_s = timeout_s
         self._planner = describe_planner(planner)
-        self._topic = _topic(namespace, lengths, rule, self._planner)
         self._owns_store = isinstance(store, str | StoreAddress)
-        self._store = _opened(store, namespace, num_workers)
-        if self._starts and self._store.address is None:
+        self._store = _opened(store, namespace, num_workers, timeout_s)
+        if self._workers and self._store.address is None:
             raise ConfigError(
                 f"planner processes cannot reach a {type(self._store).__name__}: give the address of a Redis-compatible"
                 " store, or use num_workers=0"
             )
         self._plan_key = plan_key or _derived_key(self._store.address)
+        self._topic = _topic(namespace, lengths, rule, self._planner, self._plan_key)
         self._session = 0
         self._next: StepPosition | None = None  # where the present session goes on; None before the first
         self._pool: PlannerProcesses | None = None
@@ -84,6 +92,8 @@ class PlanChannel:
     def reached(self, place: StepPosition) -> None:
         """The consumer's next place in this session."""
         self._next = place
+        if self._pool is not None:
+            self._pool.reached(place)
 
     @property
     def planners(self) -> PlannerProcesses | None:
@@ -104,13 +114,13 @@ class PlanChannel:
         self._stop_planners()
         self._session += 1
         self._next = place
-        if not self._starts:
+        if not self._workers:
             return
         address = self._store.address
         assert address is not None
         job = PlannerJob(
-            store_url=address.url,
-            store_password=address.password,
+            store=address,
+            store_patience_s=store_patience_s(self._timeout_s),
             namespace=self._store.namespace,
             prefix=self._keys.prefix,
             plan_key=self._plan_key.hex(),
@@ -120,7 +130,7 @@ class PlanChannel:
             ahead=self._ahead,
             num_workers=self._num_workers,
         )
-        self._pool = PlannerProcesses(job, self._store, self._lengths, order)
+        self._pool = PlannerProcesses(job, self._store, self._lengths, order, workers=self._workers)
 
     def _stop_planners(self) -> None:
         if self._pool is not None:
@@ -128,16 +138,27 @@ class PlanChannel:
             self._pool = None
 
 
-def _topic(namespace: str, lengths: LengthArray, rule: GlobalBatchRule, planner: dict[str, object]) -> str:
-    """Keeps loaders of another namespace, over other data, or with other settings, apart in one store."""
+def _topic(
+    namespace: str, lengths: LengthArray, rule: GlobalBatchRule, planner: dict[str, object], plan_key: bytes
+) -> str:
+    """Keeps loaders of another namespace, other data, other settings, or with another key, apart in one store.
+
+    A run that is started again has a new key: what late processes of an earlier attempt write lies where nobody looks.
+    """
+    attempt = hmac.new(plan_key, b"dynapipe topic", hashlib.sha256).hexdigest()
     try:
-        settings = json.dumps([namespace, rule.to_json(), planner], sort_keys=True)
+        settings = json.dumps([namespace, attempt, rule.to_json(), planner], sort_keys=True)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"planner.to_json() must give plain JSON values for planner processes: {error}") from error
     return hashlib.sha256(f"{array_digest(lengths)} {settings}".encode()).hexdigest()[:16]
 
 
-def _opened(store: str | StoreAddress | Store | None, namespace: str, num_workers: int) -> Store:
+def store_patience_s(timeout_s: float) -> float:
+    """How long a store may be away where a plan may take `timeout_s`: what is left is for planning again."""
+    return timeout_s / 2
+
+
+def _opened(store: str | StoreAddress | Store | None, namespace: str, num_workers: int, timeout_s: float) -> Store:
     if store is None:
         raise ConfigError(
             f"num_workers={num_workers} needs a store: pass store='redis://:PASSWORD@HOST:PORT/0' (or rediss://, unix://),"
@@ -145,7 +166,9 @@ def _opened(store: str | StoreAddress | Store | None, namespace: str, num_worker
         )
     if isinstance(store, str):
         store = StoreAddress.parse(store)
-    return open_store(store, namespace=namespace) if isinstance(store, StoreAddress) else store
+    if isinstance(store, StoreAddress):
+        return open_store(store, namespace=namespace, reconnect_s=store_patience_s(timeout_s))
+    return store
 
 
 def _derived_key(address: StoreAddress | None) -> bytes:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +20,10 @@ from dynapipe_ext.executor.store.wait import StoreTimeoutError
 from dynapipe_ext.executor.wire import decode, sealed, unseal
 
 _SLICE_S = 0.25  # how often a rank that waits for its plan looks for a failed or silent planner
+_MISSED_AFTER_S = 1.0  # then it says which plan it misses: the store may have lost it
 SILENT_AFTER_S = 15.0  # planner processes give a sign every second; on a crowded machine some come late
+_GIVEN_UP_AFTER_S = 3 * SILENT_AFTER_S  # by ranks: the planner's owner has started another one by then, if it lives
+_MOST_REFUSALS = 5  # of one plan; another key than the planners' would refuse them for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +75,11 @@ class InlinePlanSource:
 class StorePlanSource:
     """Takes the plans of one rank, and no others, from a store.
 
-    `num_planners` planner processes publish them, process k those of steps k modulo their number. A wait ends at once
-    with PlanError if the planner in charge has published a failure of planning, with StoreError if it is dead, has been
-    silent for `silent_after_s`, or after `timeout_s`. Plans that other planners have published are still taken, so all
-    ranks end at the same step. With `marks_taken` (global rank 0) each plan taken lets planners go on.
+    `num_planners` planner processes publish them, process k those of steps k modulo their number. A plan that the store
+    has lost, or that does not carry the job's signature, is asked for again. A wait ends at once with PlanError if the
+    planner in charge has published a failure of planning, with StoreError if it is dead for good, has been silent for
+    `silent_after_s`, or after `timeout_s`. Plans that other planners have published are still taken, so all ranks end
+    at the same step. With `marks_taken` (global rank 0) each plan taken lets planners go on.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class StorePlanSource:
         num_planners: int,
         timeout_s: float,
         marks_taken: bool = False,
-        silent_after_s: float = SILENT_AFTER_S,
+        silent_after_s: float = _GIVEN_UP_AFTER_S,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -106,10 +111,9 @@ class StorePlanSource:
         key = self._keys.plan(epoch=place.epoch, step=place.step, dp_rank=self._dp_rank, pp_rank=self._pp_rank)
         asked_s = time.monotonic()
         try:
-            data = self._wait(key, place, asked_s + self._timeout_s)
+            plan = self._genuine(key, place, asked_s)
         finally:
             self.exposed_planning_s += time.monotonic() - asked_s
-        plan = decode(data, self._plan_key, context=key.encode())
         if self._marks_taken:
             self._store.put(self._keys.taken(epoch=place.epoch, step=place.step), b"1")
         found, wanted = (
@@ -126,23 +130,47 @@ class StorePlanSource:
     def close(self) -> None:
         self._closed.set()
 
-    def _wait(self, key: str, place: StepPosition, deadline_s: float) -> bytes:
+    def _genuine(self, key: str, place: StepPosition, asked_s: float) -> ExecutionPlan:
+        """The plan with the job's signature; what has none is refused, taken out, and asked for again."""
+        refusals: list[StoreError] = []
+        while True:
+            data = self._wait(key, place, asked_s, refusals)
+            try:
+                return decode(data, self._plan_key, context=key.encode())
+            except StoreError as error:
+                refusals.append(error)
+                if len(refusals) == _MOST_REFUSALS:
+                    raise
+                print(f"dynapipe: refused, and asked for again: {error}", file=sys.stderr)
+                self._store.delete(key)
+                self._ask_again(key, place)
+
+    def _wait(self, key: str, place: StepPosition, asked_s: float, refusals: Sequence[StoreError]) -> bytes:
+        deadline_s = asked_s + self._timeout_s
         while True:
             try:
                 return self._store.get(key, max(0.0, min(_SLICE_S, deadline_s - time.monotonic())))
             except StoreTimeoutError:
                 pass
-            if self._closed.is_set():
-                raise StoreError(f"the data loader was closed while it waited for {_named(place)}")
             planner = place.step % self._num_planners
+            if self._closed.is_set():
+                self._store.delete(self._keys.wanted(planner))  # its planner may be closed, too, and not look any more
+                raise StoreError(f"the data loader was closed while it waited for {_named(place)}")
             _raise_failure(self._store, self._keys, self._plan_key, planner, place)
             self._check_alive(planner, place)
-            if time.monotonic() >= deadline_s:
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
+                refused = f" (what was there was refused: {refusals[-1]})" if refusals else ""
                 raise StoreError(
                     f"planner process {planner} did not publish {_named(place)} for dp_rank"
-                    f" {self._dp_rank}, pp_rank {self._pp_rank} within {self._timeout_s:.1f} s: is it running, with the"
-                    " same data and settings? If planning takes longer, raise timeout_s or num_workers"
+                    f" {self._dp_rank}, pp_rank {self._pp_rank} within {self._timeout_s:.1f} s{refused}: is it running,"
+                    " with the same data and settings? If planning takes longer, raise timeout_s or num_workers"
                 )
+            if now_s - asked_s > _MISSED_AFTER_S:
+                self._ask_again(key, place)
+
+    def _ask_again(self, key: str, place: StepPosition) -> None:
+        self._store.put(self._keys.wanted(place.step % self._num_planners), key.encode())
 
     def _check_alive(self, planner: int, place: StepPosition) -> None:
         """A planner that has not given its first sign is still starting: `timeout_s` bounds that."""
@@ -176,7 +204,12 @@ def _raise_failure(store: Store, keys: Keys, plan_key: bytes, worker: int, place
     data = store.try_get(key)
     if data is None:
         return
-    failure = json.loads(unseal(data, plan_key, context=key.encode()))
+    try:
+        failure = json.loads(unseal(data, plan_key, context=key.encode()))
+    except StoreError as error:
+        print(f"dynapipe: not believed: {error}", file=sys.stderr)
+        store.delete(key)
+        return
     if failure["of_planning"]:
         raise PlanError(failure["message"])
     raise StoreError(f"{failure['message']} (this rank waits for {_named(place)})")

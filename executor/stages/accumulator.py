@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.stages.exact_sums import ExactSums, Sum
 
-Sum = Callable[[torch.Tensor], None]  # over ranks, in place
+# Weights that another rank has a copy of, each with the sum over the ranks that have one.
+Copies = Mapping[torch.nn.Parameter, Sum]
+_NO_COPIES: Copies = MappingProxyType({})
 
 
 class GradientAccumulator(Protocol):
     """Sums gradients over micro-batches and replicas; after `reduce` the sums are where the optimizer expects them.
 
     That is `parameter.grad`, in the parameter's dtype, as torch wants it, or Megatron's `main_grad`; what an
-    implementation adds up in is its own choice.
+    implementation adds up in is its own choice. One that sums `by_use` takes each gradient of a linear layer by
+    `add_weight`, whole backwards or split ones; else autograd adds up what one backward has of a weight.
     """
+
+    @property
+    def by_use(self) -> bool: ...
 
     def begin(self) -> None:
         """Start a step: no gradient is held."""
@@ -26,7 +33,7 @@ class GradientAccumulator(Protocol):
         """Take in what the backward that just ran has produced."""
 
     def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Take in a gradient that a split backward had put off; `add` follows."""
+        """Take in a gradient that does not come by autograd; `add` follows."""
 
     def reduce(self) -> None:
         """Sum over replicas, once a step."""
@@ -39,8 +46,16 @@ class PlainAccumulator:
     a step, small gradients are lost in the first sum.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], sum_over_replicas: Sum | None = None) -> None:
-        self._parameters = list(parameters)
+    by_use = False
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        sum_over_replicas: Sum | None = None,
+        *,
+        copies: Copies = _NO_COPIES,
+    ) -> None:
+        self._parameters, self._copies = list(parameters), copies
         self._sum_over_replicas = sum_over_replicas
 
     def begin(self) -> None:
@@ -61,13 +76,22 @@ class PlainAccumulator:
             flat = torch.cat([_grad(parameter).reshape(-1).float() for parameter in self._parameters])
             self._sum_over_replicas(flat)
             _scatter(flat, self._parameters)
+        _sum_copies(self._copies)
 
 
 class Float32Accumulator:
     """Sums in float32, in arrival order, left in `parameter.main_grad`: for weights of 16 bits."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], sum_over_replicas: Sum | None = None) -> None:
-        self._parameters = list(parameters)
+    by_use = False
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        sum_over_replicas: Sum | None = None,
+        *,
+        copies: Copies = _NO_COPIES,
+    ) -> None:
+        self._parameters, self._copies = list(parameters), copies
         self._sum_over_replicas = sum_over_replicas
         sizes = [parameter.numel() for parameter in self._parameters]
         device = self._parameters[0].device if sizes else None
@@ -92,60 +116,55 @@ class Float32Accumulator:
     def reduce(self) -> None:
         if self._sum_over_replicas is not None and self._parameters:
             self._sum_over_replicas(self._sums)
+        _sum_copies(self._copies)
 
 
 class ExactAccumulator:
-    """Sums that do not depend on order or grouping: int64 fixed point with `scale_bits` fractional bits.
+    """Sums that do not depend on order or grouping: `ExactSums`, converted once.
 
-    The same micro-batch gradients give the same bits in every order, on every split over replicas. Costs 8 bytes a
-    parameter. Raises ExecutionError where a sum leaves the range of 2^(62 - scale_bits).
+    The same micro-batch gradients give the same bits in every order, on every split over replicas, whether the uses of
+    a weight lie on one rank or on two. `in_float32` leaves them in `parameter.main_grad`, for weights of 16 bits.
+    Errors: ExecutionError where a sum leaves the range of fixed point.
     """
+
+    by_use = True
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
         sum_over_replicas: Sum | None = None,
         *,
-        scale_bits: int = 44,
+        copies: Copies = _NO_COPIES,
+        in_float32: bool = False,
     ) -> None:
-        self._parameters = list(parameters)
-        self._sum_over_replicas = sum_over_replicas
-        self._scale = float(2**scale_bits)
-        self._limit = float(2 ** (62 - scale_bits))
-        self._sums = [torch.zeros(p.shape, dtype=torch.int64, device=p.device) for p in self._parameters]
-        self._largest = 0.0
+        self._sums, self._copies = ExactSums(parameters), copies
+        self._sum_over_replicas, self._in_float32 = sum_over_replicas, in_float32
 
     def begin(self) -> None:
-        self._largest = 0.0
-        for parameter, total in zip(self._parameters, self._sums, strict=True):
+        self._sums.clear()
+        for parameter in self._sums.parameters:
             parameter.grad = None
-            total.zero_()
 
     def add(self) -> None:
-        for parameter, total in zip(self._parameters, self._sums, strict=True):
+        for parameter in self._sums.parameters:
             if parameter.grad is not None:
-                grad = parameter.grad.double()
-                self._largest += float(grad.abs().max()) if grad.numel() else 0.0
-                total += torch.round(grad * self._scale).long()
+                self._sums.add(parameter, parameter.grad)
                 parameter.grad = None
 
     def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        _add_to_grad(weight, gradient)
+        self._sums.add(weight, gradient)
 
     def reduce(self) -> None:
-        device = self._sums[0].device if self._sums else None
-        largest = torch.tensor([self._largest], dtype=torch.float64, device=device)
         if self._sum_over_replicas is not None:
-            self._sum_over_replicas(largest)
-        if not float(largest) < self._limit:
-            raise ExecutionError(
-                f"gradients as large as {float(largest):.3g} leave the fixed-point range {self._limit:.3g}:"
-                " lower the learning rate, clip, or use the plain accumulator"
-            )
-        for parameter, total in zip(self._parameters, self._sums, strict=True):
-            if self._sum_over_replicas is not None:
-                self._sum_over_replicas(total)
-            parameter.grad = (total.double() / self._scale).to(parameter.dtype)
+            self._sums.sum_all(self._sum_over_replicas)
+        for weight, over_copies in self._copies.items():
+            self._sums.sum_over(over_copies, [weight])
+        self._sums.check()
+        for parameter in self._sums.parameters:
+            if self._in_float32:
+                parameter.main_grad = self._sums.value(parameter).float()  # type: ignore[attr-defined]
+            else:
+                parameter.grad = self._sums.value(parameter).to(parameter.dtype)
 
 
 def gradient_of(weight: torch.Tensor) -> torch.Tensor:
@@ -154,6 +173,11 @@ def gradient_of(weight: torch.Tensor) -> torch.Tensor:
     found = weight.grad if gradient is None else gradient
     assert found is not None
     return found
+
+
+def _sum_copies(copies: Copies) -> None:
+    for weight, over_copies in copies.items():
+        over_copies(gradient_of(weight))
 
 
 def _add_to_grad(weight: torch.Tensor, gradient: torch.Tensor) -> None:

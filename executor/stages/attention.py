@@ -55,6 +55,7 @@ class DocumentAttention(torch.nn.Module):
         self.dropout = float(config.attention_dropout)
         self.scale = softmax_scale
         self.backend = attention_backend()
+        self.is_deterministic = bool(config.deterministic_mode)
 
     def forward(
         self,
@@ -124,5 +125,6 @@ class DocumentAttention(torch.nn.Module):
                 dropout_p=dropout,
                 softmax_scale=self.scale,
                 causal=True,
+                deterministic=self.is_deterministic,
             )
         return out_THD.reshape(q_THD.shape[0], -1)

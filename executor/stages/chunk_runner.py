@@ -1,11 +1,12 @@
 """Runs the model chunks of one pipeline rank: what stages of torch tensors have in common.
 
 Between a micro-batch's forward and its backward it keeps inputs and outputs, between I and W the weight gradients that
-were put off; it sums the loss. How a chunk is called and where gradients are summed is said by the stage that owns it.
+were put off; it sums losses. How a chunk is called and where gradients are summed is said by the stage that owns it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class ChunkRunner:
         measure_bytes: bool,
     ) -> None:
         self._num_chunks, self._gradients, self._device = num_chunks, gradients, device
-        self._deferred = DeferredGradients(splittable, gradients.add_weight)
+        self._deferred = DeferredGradients(splittable, gradients.add_weight, takes_all=gradients.by_use)
         own = list(parameters)
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in own}
         self._trains = any(parameter.requires_grad for parameter in own)
@@ -63,7 +64,6 @@ class ChunkRunner:
                 f" model chunks: give one a stage, in that order (Topology.stages_of({plan.pp_rank}))"
             )
         self._plan = plan
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         self._losses: dict[int, torch.Tensor] = {}
         self._batches: dict[int, Batch] = {}
         self._live: dict[tuple[int, int], _Live] = {}
@@ -91,7 +91,6 @@ class ChunkRunner:
         outputs = output if isinstance(output, tuple) else (output,)
         if is_last:
             self._losses[micro_batch] = output.detach()
-            self._loss_sum += output.detach().double()
         if learns:
             if not any(x.requires_grad for x in outputs) and (inputs or is_last or self._trains):
                 raise ConfigError(
@@ -132,12 +131,21 @@ class ChunkRunner:
         self._gradients.add()
 
     def finish_step(self, sum_over_job: Callable[[torch.Tensor], None]) -> float:
-        """Reduces gradients, and returns the loss of the global batch: `sum_over_job` adds up the ranks' in place."""
-        with named_collectives(f"step {self._plan.step}, reduction of gradients and loss"):
-            if not self._plan.forward_only:
+        """Reduces gradients, and returns the loss of the global batch: `sum_over_job` adds up the ranks' in place.
+
+        The sum of the micro-batches' losses is that of real numbers, rounded once: their order is in no bit of it.
+        """
+        plan = self._plan
+        with named_collectives(f"step {plan.step}, reduction of gradients and loss"):
+            if not plan.forward_only:
                 self._gradients.reduce()
-            sum_over_job(self._loss_sum)
-            return float(self._loss_sum)
+            losses = torch.zeros(sum(plan.num_micro_batches), dtype=torch.float64, device=self._device)
+            first = sum(plan.num_micro_batches[: plan.dp_rank])
+            for micro_batch, loss in self._losses.items():
+                losses[first + micro_batch] = loss
+            sum_over_job(losses)
+        total = float(losses.sum())
+        return math.fsum(losses.tolist()) if math.isfinite(total) else total
 
     def losses(self) -> dict[int, float]:
         """Micro-batch -> its share of the step's loss; empty where the last stage does not run."""

@@ -17,6 +17,7 @@ from dynapipe_ext.executor.stages import megatron_split
 from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
 from dynapipe_ext.executor.stages.keyed_random import random_key, seed_of
+from dynapipe_ext.executor.stages.megatron_recompute import RecomputeSwitch
 
 Chunks = Sequence[Any]  # a rank's model chunks, one a stage and in their order, each in megatron-core's DDP
 
@@ -49,6 +50,8 @@ class MegatronGradients:
 
     With None the caller does so, after the step: the sums are then this rank's own.
     """
+
+    by_use = False
 
     def __init__(self, chunks: Chunks, *, finalize: Callable[[Chunks], object] | None = finalize_grads) -> None:
         self._chunks, self._finalize = chunks, finalize
@@ -95,8 +98,6 @@ class MegatronStage:
         measure_bytes: bool = True,
     ) -> None:
         from megatron.core import parallel_state
-        from megatron.core.transformer.attention import Attention
-        from megatron.core.transformer.transformer_block import TransformerBlock
         from megatron.core.transformer.transformer_layer import TransformerLayer
 
         self._chunks, self._call = _checked(chunks), call
@@ -113,10 +114,8 @@ class MegatronStage:
         )
         self._counts_loss = parallel_state.get_tensor_model_parallel_rank() == 0
         self._num_weight_bytes: int = sum(p.numel() * (p.element_size() + 4) for p in parameters)
-        self._blocks, self._layers, self._attentions = (
-            [[m for m in chunk.modules() if isinstance(m, kind)] for chunk in self._chunks]
-            for kind in (TransformerBlock, TransformerLayer, Attention)
-        )
+        self._recompute = [RecomputeSwitch(chunk) for chunk in self._chunks]
+        self._layers = [[m for m in chunk.modules() if isinstance(m, TransformerLayer)] for chunk in self._chunks]
         if dropout:
             self._key_dropout()
 
@@ -139,7 +138,8 @@ class MegatronStage:
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
         number = self._plan.stages.index(stage)
-        self._set_recompute(number, micro_batch)
+        planned = self._plan.micro_batches[micro_batch]
+        self._recompute[number].set("none" if self._plan.forward_only else planned.recompute)
         self._working_on = micro_batch
         return self._runner.forward(stage, micro_batch, inputs, partial(self._call, self._chunks[number]))
 
@@ -172,17 +172,6 @@ class MegatronStage:
         if not self._counts_loss:
             loss.zero_()  # tensor parallel ranks all hold the same loss: count it once
         dist.all_reduce(loss)
-
-    def _set_recompute(self, number: int, micro_batch: int) -> None:
-        """Megatron reads these at run time: "full" in its block's forward, "selective" in each attention layer's."""
-        recompute = "none" if self._plan.forward_only else self._plan.micro_batches[micro_batch].recompute
-        full = recompute == "full"
-        for block in self._blocks[number]:
-            block.config.recompute_granularity = "full" if full else None
-            block.config.recompute_method = "uniform" if full else None
-            block.config.recompute_num_layers = 1 if full else None
-        for attention in self._attentions[number]:
-            attention.checkpoint_core_attention = recompute == "selective"
 
     def _key_dropout(self) -> None:
         """Before each layer, seed by what it works on: masks depend neither on schedule, placement nor replica."""

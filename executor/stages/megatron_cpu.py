@@ -119,6 +119,7 @@ def install() -> bool:
 
     torch.Tensor.type = type_as_on_cuda  # type: ignore[assignment, method-assign]
     _redirect_megatron_generator_state()
+    _take_split_sizes_as_tensors()
     return True
 
 
@@ -136,6 +137,26 @@ def _import_megatron_uncompiled() -> None:
             jit.disable_jit_fuser()
     finally:
         torch.compile = compile_function
+
+
+def _take_split_sizes_as_tensors() -> None:
+    """Megatron's dispatchers make numbers of split sizes that lie on a device, and leave those on a CPU tensors."""
+    exchange = torch.distributed.all_to_all_single
+
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> Any:
+        here, there = (
+            x.tolist() if isinstance(x, torch.Tensor) else x for x in (output_split_sizes, input_split_sizes)
+        )
+        return exchange(output, input, here, there, *arguments, **keywords)
+
+    torch.distributed.all_to_all_single = all_to_all_single
 
 
 def _redirect_megatron_generator_state() -> None:

@@ -74,9 +74,10 @@ def transformer_config(
     dtype: str,
     sequence_parallel: bool = False,
     dropout: float = 0.0,
+    deterministic: bool = False,
 ) -> Any:
     """Megatron's TransformerConfig of a model (of an encoder-decoder's decoder); losses and gradients are sums, to be
-    divided by global counts.
+    divided by global counts. `deterministic`: kernels that give the same bits in every run.
     """
     from megatron.core.transformer import TransformerConfig
 
@@ -89,6 +90,7 @@ def transformer_config(
     arguments = _parallel_arguments(
         num_layers, topology, dtype=dtype, sequence_parallel=sequence_parallel, dropout=dropout
     )
+    arguments["deterministic_mode"] = deterministic
     if a.num_experts:
         arguments |= {
             "num_moe_experts": a.num_experts,

@@ -11,6 +11,7 @@ from dynapipe_ext.config import LrSchedule, OptimizerSettings
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
 from dynapipe_ext.executor.stages.megatron import Chunks
+from dynapipe_ext.executor.stages.megatron_exact import ExactNorm
 from dynapipe_ext.executor.stages.megatron_guard import StepGuard
 from dynapipe_ext.executor.stages.megatron_weights import take_unrounded
 from dynapipe_ext.executor.update import ExecutedStep, Refused
@@ -37,7 +38,7 @@ class MegatronOptimizer:
                 lr=settings.lr,
                 min_lr=settings.min_lr,
                 weight_decay=settings.weight_decay,
-                clip_grad=settings.clip_grad,
+                clip_grad=0.0 if settings.deterministic else settings.clip_grad,  # else `_exact_norm` clips
                 adam_beta1=settings.betas[0],
                 adam_beta2=settings.betas[1],
                 bf16=config.bf16,
@@ -46,6 +47,8 @@ class MegatronOptimizer:
             ),
             list(chunks),
         )
+        self._exact_norm = ExactNorm(chunks) if settings.deterministic else None
+        self._clip_grad = settings.clip_grad
         self._has_masters = bool(config.bf16)
         self._is_distributed = settings.distributed
         self._fill_masters(chunks)
@@ -75,12 +78,13 @@ class MegatronOptimizer:
 
     def update(self) -> float:
         """Clip, change the weights, advance the schedule, unguarded; returns the gradient norm before clipping."""
+        exact_norm = self._exact_norm.clip(self._clip_grad) if self._exact_norm else None
         updated, grad_norm, _ = self._optimizer.step()
         if not updated:
             raise ExecutionError("Megatron's optimizer refused the step: a gradient is not finite; lower lr")
         self._scheduler.step(1)
         self._num_updates += 1
-        return float(grad_norm) if grad_norm is not None else 0.0
+        return exact_norm if exact_norm is not None else float(grad_norm or 0.0)
 
     @property
     def place(self) -> OptimizerPlace:

@@ -52,7 +52,7 @@ def split_megatron_linears() -> None:
                 shard = torch.empty_like(x)
                 dist.reduce_scatter_tensor(shard, x_grad, group=ctx.tp_group)
                 x_grad = shard
-            queue.put_off(weight, flat_x, flat_grad)
+            queue.take(weight, flat_x, flat_grad)
             bias_grad = flat_grad.sum(dim=0) if ctx.use_bias else None
             return x_grad, None, bias_grad, None, None, None, None, None, None
 

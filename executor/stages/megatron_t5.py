@@ -7,7 +7,7 @@ its gradient comes back as the sum of all that used it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -20,15 +20,20 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.T5.t5_model import T5LMHead
 from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 from dynapipe_ext.costs.layers import first_decoder_stage
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
+from dynapipe_ext.executor.stages.exact_sums import ExactSums
 from dynapipe_ext.executor.stages.megatron import Chunks, MegatronGradients, MegatronStage, finalize_grads, unwrapped
+from dynapipe_ext.executor.stages.megatron_exact import ExactMegatronGradients, over
 from dynapipe_ext.executor.stages.megatron_layers import MarkedNorm
 from dynapipe_ext.executor.stages.megatron_placement import PlacedLayout, virtual_stage
 from dynapipe_ext.executor.stages.megatron_t5_attention import PairAttention, RelativePositions
+from dynapipe_ext.executor.stages.split_linear import hand_over_each_use
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import stage_layers
 from dynapipe_ext.models.tensors import ModelSide
@@ -231,15 +236,9 @@ def sum_copies(chunks: Sequence[Any]) -> None:
     Errors: ConfigError where Megatron's groups were made for another model.
     """
     weights = {name: module.weight for chunk in chunks for name, module in unwrapped(chunk).copies().items()}
-    group = parallel_state.get_embedding_group(check_initialized=False)
-    num_grouped, num_wanted = (1 if group is None else group.size()), unwrapped(chunks[0]).num_embedding_ranks
-    if EMBEDDING in weights and num_grouped != num_wanted:
-        raise ConfigError(
-            f"Megatron's embedding group has {num_grouped} ranks but this encoder-decoder's embedding lies on"
-            f" {num_wanted}: give initialize_parallel its architecture"
-        )
+    group = _embedding_group(chunks, weights)
     grads = {name: weight.main_grad for name, weight in weights.items() if weight.requires_grad}
-    if EMBEDDING in grads and num_grouped > 1:
+    if EMBEDDING in grads and group is not None:
         dist.all_reduce(grads[EMBEDDING], group=group)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     if pipeline.size() > 1:
@@ -252,15 +251,49 @@ def sum_copies(chunks: Sequence[Any]) -> None:
                 grads[name].copy_(total)
 
 
+def _embedding_group(chunks: Chunks, weights: Mapping[str, torch.Tensor]) -> Any:
+    """The ranks that hold the embedding, if this is one of several. Errors: ConfigError as `sum_copies` has it."""
+    group = parallel_state.get_embedding_group(check_initialized=False)
+    num_grouped, num_wanted = (1 if group is None else group.size()), unwrapped(chunks[0]).num_embedding_ranks
+    if EMBEDDING in weights and num_grouped != num_wanted:
+        raise ConfigError(
+            f"Megatron's embedding group has {num_grouped} ranks but this encoder-decoder's embedding lies on"
+            f" {num_wanted}: give initialize_parallel its architecture"
+        )
+    return group if EMBEDDING in weights and num_grouped > 1 else None
+
+
 def finalize_t5_grads(chunks: Chunks) -> None:
     """Megatron's own reductions, then the sums over the stages that hold copies of a weight."""
     finalize_grads(chunks)
     sum_copies(chunks)
 
 
-def t5_stage(chunks: Chunks, **options: Any) -> MegatronStage:
-    """The stage of a rank's parts of an encoder-decoder; `options` are MegatronStage's."""
-    gradients = MegatronGradients(chunks, finalize=finalize_t5_grads)
+def sum_exact_copies(chunks: Chunks, sums: ExactSums) -> None:
+    """The same of exact sums, before they are rounded."""
+    weights = {name: module.weight for chunk in chunks for name, module in unwrapped(chunk).copies().items()}
+    group = _embedding_group(chunks, weights)
+    if group is not None:
+        sums.sum_over(over(group), [weights[EMBEDDING]])
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    if pipeline.size() > 1:
+        names = [f"{side}_{_POSITIONS}" for side in ("encoder", "decoder")]
+        like = next(weights[name] for name in names if name in weights)
+        sums.sum_over(over(pipeline), [weights[name] if name in weights else like.detach().clone() for name in names])
+
+
+def t5_stage(chunks: Chunks, *, deterministic: bool = False, **options: Any) -> MegatronStage:
+    """The stage of a rank's parts of an encoder-decoder; `options` are MegatronStage's.
+
+    `deterministic`: exact sums. Where decoder layers on several stages are recomputed whole, those of the gradients of
+    the encoder's output are not.
+    """
+    gradients: GradientAccumulator = MegatronGradients(chunks, finalize=finalize_t5_grads)
+    if deterministic:
+        gradients = ExactMegatronGradients(chunks, sum_copies=sum_exact_copies)
+        for module in (module for chunk in chunks for module in unwrapped(chunk).copies().values()):
+            if isinstance(module, torch.nn.Embedding | VocabParallelEmbedding):  # a head is a linear layer
+                hand_over_each_use(module)
     return MegatronStage(chunks, call=t5_call, gradients=gradients, **options)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_tensor_model_parallel_region
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dynapipe_ext.executor.stages.megatron_layers import CoreAttention
 
@@ -110,4 +112,6 @@ class PairAttention(CoreAttention):
             hidden_B11T = later if hidden_B11T is None else hidden_B11T | later
         if hidden_B11T is not None:
             added_BHST = added_BHST.masked_fill(hidden_B11T, torch.finfo(q_BHSD.dtype).min)
-        return self._attend(q_BHSD, k_BHTD, v_BHTD, mask=added_BHST)
+        # A bias that learns rules out torch's fused kernels, but not in the first pass of what is recomputed.
+        with sdpa_kernel(SDPBackend.MATH) if self.is_deterministic else nullcontext():
+            return self._attend(q_BHSD, k_BHTD, v_BHTD, mask=added_BHST)

@@ -22,13 +22,18 @@ _QUEUE = "dynapipe_deferred"  # attribute of a weight: where its gradients go wh
 class DeferredGradients:
     """The weight gradients that one micro-batch's I has put off. One for each stage; holds work only between I and W.
 
-    `accumulate(weight, gradient)` adds a finished gradient where the optimizer expects it.
+    `accumulate(weight, gradient)` adds a finished gradient where the optimizer expects it. With `takes_all` it is given
+    those of whole backwards too, as each of them is found, and autograd none.
     """
 
     def __init__(
-        self, weights: Iterable[torch.Tensor], accumulate: Callable[[torch.Tensor, torch.Tensor], None]
+        self,
+        weights: Iterable[torch.Tensor],
+        accumulate: Callable[[torch.Tensor, torch.Tensor], None],
+        *,
+        takes_all: bool = False,
     ) -> None:
-        self._accumulate = accumulate
+        self._accumulate, self._takes_all = accumulate, takes_all
         self._work: DeferredWork | None = None
         for weight in weights:
             setattr(weight, _QUEUE, self)
@@ -44,12 +49,21 @@ class DeferredGradients:
             self._work = None
 
     @property
-    def is_deferring(self) -> bool:
-        return self._work is not None
+    def takes(self) -> bool:
+        """Whether gradients come here just now, and not to autograd."""
+        return self._takes_all or self._work is not None
 
-    def put_off(self, weight: torch.Tensor, inputs: torch.Tensor, output_grads: torch.Tensor) -> None:
-        assert self._work is not None
-        self._work.append((weight, inputs.detach(), output_grads.detach()))
+    def take(self, weight: torch.Tensor, inputs: torch.Tensor, output_grads: torch.Tensor) -> None:
+        """A gradient by its two factors, multiplied now or in W."""
+        work = [(weight, inputs.detach(), output_grads.detach())]
+        if self._work is None:
+            self.run(work)
+        else:
+            self._work += work
+
+    def take_whole(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        """A gradient as it is."""
+        self._accumulate(weight, gradient)
 
     def run(self, work: DeferredWork) -> None:
         """Compute a micro-batch's gradients in the order in which its backward came to them, freeing as it goes."""
@@ -63,7 +77,41 @@ class DeferredGradients:
 def deferred_of(weight: torch.Tensor) -> DeferredGradients | None:
     """Where this weight's gradient goes just now: None means to autograd, as usual."""
     queue: DeferredGradients | None = getattr(weight, _QUEUE, None)
-    return queue if queue is not None and queue.is_deferring else None
+    return queue if queue is not None and queue.takes else None
+
+
+class _Use(torch.autograd.Function):
+    """A weight, for one of its uses: the gradient goes where those of linear layers go."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor | None:
+        if (queue := deferred_of(ctx.weight)) is None:
+            return grads[0]
+        queue.take_whole(ctx.weight, grads[0])
+        return None
+
+
+def hand_over_each_use(module: Any) -> None:
+    """Have a module that one forward calls several times (an embedding of both sides, biases of all layers) hand over
+    the gradient of its weight call by call, where linear layers do; autograd would add them up."""
+    forward = module.forward
+
+    def once(*arguments: Any, **options: Any) -> Any:
+        weight, is_lent = module.weight, "weight" in module.__dict__
+        module.__dict__["weight"] = _Use.apply(weight)  # type: ignore[no-untyped-call]
+        try:
+            return forward(*arguments, **options)
+        finally:
+            del module.__dict__["weight"]
+            if is_lent:
+                module.__dict__["weight"] = weight
+
+    module.forward = once
 
 
 def deferred_bytes(work: DeferredWork) -> int:
@@ -101,7 +149,7 @@ class _SplitLinear(torch.autograd.Function):
         pair = x.reshape(-1, x.shape[-1]), flat_grad
         inputs, output_grads = pair[::-1] if ctx.transposed else pair  # the gradient of W^T, transposed
         if (queue := deferred_of(ctx.weight)) is not None:
-            queue.put_off(ctx.weight, inputs, output_grads)
+            queue.take(ctx.weight, inputs, output_grads)
             return x_grad, None, bias_grad, None
         return x_grad, output_grads.t().matmul(inputs), bias_grad, None
 

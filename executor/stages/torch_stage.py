@@ -12,13 +12,13 @@ import torch
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
-from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, PlainAccumulator, Sum
+from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
 from dynapipe_ext.executor.stages.split_linear import make_linears_splittable
 
 Module = Callable[..., Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
-MakeAccumulator = Callable[[Sequence[torch.nn.Parameter], Sum | None], GradientAccumulator]
+MakeAccumulator = Callable[..., GradientAccumulator]  # of the parameters that train, and their sum over replicas
 
 
 class TorchStage:

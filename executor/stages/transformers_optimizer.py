@@ -10,6 +10,7 @@ import torch
 
 from dynapipe_ext.config import OptimizerSettings
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.accumulator import gradient_of
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
@@ -40,6 +41,7 @@ class TransformersOptimizer:
         if not named and parallel is None:
             raise ConfigError("no weight of the model trains: give adapters, or weights that require gradients")
         self._names, self._parallel, self._clip_grad = named, parallel, settings.clip_grad
+        self._deterministic = settings.deterministic
         self._device = next(parts[0].parameters()).device
         self._speaks = parts[0].place.is_first  # one rank of each replica
         last = parts[-1]
@@ -65,9 +67,10 @@ class TransformersOptimizer:
         """
         plan = executed.plan
         gradients = {p: gradient_of(p) for p in self._names}
-        squares = sum(float(g.double().square().sum()) for p, g in gradients.items() if p is not self._copy)
+        squares = [float(g.double().square().sum()) for p, g in gradients.items() if p is not self._copy]
         targets = sum(sample.target for m in plan.micro_batches for sample in m.samples)
-        own = [squares, float(not math.isfinite(squares + executed.loss)), float(self._speaks) * targets]
+        is_finite = math.isfinite(sum(squares) + executed.loss)
+        own = [sum(squares), float(not is_finite), float(self._speaks) * targets]
         summed = torch.tensor(own, dtype=torch.float64, device=self._device)
         if self._parallel is not None:
             with named_collectives(f"step {plan.step}, check of loss and gradients"):
@@ -80,10 +83,18 @@ class TransformersOptimizer:
         self._policy.passed()
         if not num_targets:
             return Refused(f"step {plan.step} has no target tokens: it has nothing to learn from")
-        norm = math.sqrt(total / (1 if self._parallel is None else self._parallel.topology.dp))
+        total /= 1 if self._parallel is None else self._parallel.topology.dp
+        norm = math.sqrt(self._exact_total(squares, plan) if self._deterministic else total)
         scale = self._clip_grad / (norm + 1e-6) if 0 < self._clip_grad < norm else 1.0
         self._update(gradients, scale)
         return norm
+
+    def _exact_total(self, squares: list[float], plan: ExecutionPlan) -> float:
+        """The sum over all weights of the model, as real numbers rounded once: no matter on which ranks they lie."""
+        own = [] if plan.dp_rank else squares
+        with named_collectives(f"step {plan.step}, norm of all gradients"):
+            of_ranks = [own] if self._parallel is None else gather_json(own, self._device)
+        return math.fsum(square for rank in of_ranks for square in rank)
 
     def _update(self, gradients: dict[torch.nn.Parameter, torch.Tensor], scale: float) -> None:
         for parameter, gradient in gradients.items():

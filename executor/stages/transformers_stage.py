@@ -14,7 +14,7 @@ from dynapipe_ext.data.collate import document_lengths
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
-from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, PlainAccumulator, Sum, gradient_of
+from dynapipe_ext.executor.stages.accumulator import PlainAccumulator
 from dynapipe_ext.executor.stages.keyed_random import random_key
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage
 from dynapipe_ext.executor.stages.transformers_layers import has_tied_ends
@@ -60,8 +60,8 @@ class TransformersStage(TorchStage):
         if not self._parts or not all(isinstance(part, TransformersPart) for part in self._parts):
             raise ConfigError("TransformersStage takes a list of parts: give parts_of_model(model, topology, pp_rank)")
         weight = _copied_weight(self._parts)
-        if weight is not None and parallel is not None:
-            accumulator = partial(_tied, accumulator, weight, parallel.sum_over_ends)
+        if weight is not None and weight.requires_grad and parallel is not None:  # on both ranks, or on none
+            accumulator = partial(accumulator, copies={weight: parallel.sum_over_ends})
         super().__init__(self._parts, loss, accumulator=accumulator, parallel=parallel, restarts_attention=True)
         self._device = next(self._parts[0].parameters()).device
 
@@ -158,29 +158,6 @@ def model_inputs(micro_batch: MicroBatch, attention: str, device: torch.device) 
         inputs |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
         inputs |= {"max_length_q": max(documents), "max_length_k": max(documents)}
     return inputs
-
-
-class TiedGradients:
-    """Gradients of a rank that has one of two copies of a weight: after `reduce` both copies have the sum."""
-
-    def __init__(self, own: GradientAccumulator, weight: torch.nn.Parameter, sum_over_ends: Sum) -> None:
-        self._own, self._weight, self._sum_over_ends = own, weight, sum_over_ends
-        self.begin, self.add, self.add_weight = own.begin, own.add, own.add_weight
-
-    def reduce(self) -> None:
-        self._own.reduce()
-        if self._weight.requires_grad:  # on both ranks, or on none
-            self._sum_over_ends(gradient_of(self._weight))
-
-
-def _tied(
-    accumulator: MakeAccumulator,
-    weight: torch.nn.Parameter,
-    sum_over_ends: Sum,
-    parameters: Sequence[torch.nn.Parameter],
-    sum_over_replicas: Sum | None,
-) -> GradientAccumulator:
-    return TiedGradients(accumulator(parameters, sum_over_replicas), weight, sum_over_ends)
 
 
 def _copied_weight(parts: Sequence[TransformersPart]) -> Any:

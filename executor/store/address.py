@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 from urllib.parse import SplitResult, parse_qsl, quote, unquote, urlencode, urlsplit
 
 from dynapipe_ext.errors import ConfigError
@@ -16,7 +18,8 @@ class StoreAddress:
     """A store's URL without its password, and the password; `parse` makes one out of what a person wrote.
 
     `url` may hold an ACL user name and, for TLS, redis-py's options (`?ssl_ca_certs=…`); `repr` and `str` show no
-    password.
+    password. `ca_pem` is the text of certificates to trust, where no file holds them. `insecure` allows a network
+    without TLS.
 
     >>> StoreAddress.parse("redis://alice:secret@10.0.0.7:6380/2")
     StoreAddress(url='redis://alice@10.0.0.7:6380/2')
@@ -24,6 +27,8 @@ class StoreAddress:
 
     url: str
     password: str = field(repr=False, default="")
+    ca_pem: str = field(repr=False, default="")
+    insecure: bool = field(repr=False, default=False)
 
     def __post_init__(self) -> None:
         parts = _split(self.url)
@@ -31,7 +36,7 @@ class StoreAddress:
             raise ConfigError(f"the password is inside the store address {_without_password(parts)!r}: pass it apart")
 
     @classmethod
-    def parse(cls, text: str, password: str | None = None) -> StoreAddress:
+    def parse(cls, text: str, password: str | None = None, *, insecure: bool = False) -> StoreAddress:
         """The address that `text` names. `password` is used where the URL has none of its own.
 
         Raises ConfigError for another form than the three known ones, and where there is no password: plans are taken
@@ -45,7 +50,15 @@ class StoreAddress:
             raise ConfigError(
                 f"the store {url} has no password: set DYNAPIPE_STORE_PASSWORD (or write redis://:PASSWORD@HOST:PORT/0)"
             )
-        return cls(url, found)
+        return cls(url, found, insecure=insecure)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, the password too: for channels that nobody else reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> StoreAddress:
+        return cls(**fields)
 
     def __str__(self) -> str:
         return self.redacted()

@@ -25,6 +25,10 @@ class Keys:
         """Put by global rank 0 when it takes its plan of the step: what lets planners go on."""
         return f"{self.prefix}/taken/{epoch}/{step}"
 
+    def wanted(self, worker: int) -> str:
+        """Put by a rank that waits: the key of a plan that this planner may have published to a store that lost it."""
+        return f"{self.prefix}/wanted/{worker}"
+
     def failure(self, worker: int) -> str:
         """The signed sentence with which a planner process ended; see `publish_failure`."""
         return f"{self.prefix}/failure/{worker}"

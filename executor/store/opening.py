@@ -6,9 +6,15 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.store.address import StoreAddress
 
+RECONNECT_S = 30.0
 
-def open_store(address: StoreAddress, *, namespace: str, patience_s: float = 5.0) -> Store:
-    """The store at `address`, its keys below `namespace`; connecting, and connecting again, may take `patience_s`.
+
+def open_store(
+    address: StoreAddress, *, namespace: str, connect_s: float = 5.0, reconnect_s: float = RECONNECT_S
+) -> Store:
+    """The store at `address`, its keys below `namespace`.
+
+    Connecting may take `connect_s`; one that is lost later, or full, is waited for `reconnect_s`.
 
     Errors: ConfigError for an address or options that cannot work; StoreError for a server that is away or refuses.
     """
@@ -17,7 +23,7 @@ def open_store(address: StoreAddress, *, namespace: str, patience_s: float = 5.0
             from dynapipe_ext.executor.store.redis import RedisStore  # only who opens one needs its client
 
             return RedisStore(
-                address, namespace=namespace, connect_timeout_s=patience_s, reconnect_timeout_s=patience_s
+                address, namespace=namespace, connect_timeout_s=connect_s, reconnect_timeout_s=reconnect_s
             )
         case scheme:
             raise ConfigError(f"no store is known for {scheme}://: give redis://, rediss:// or unix://")

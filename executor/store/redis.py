@@ -22,6 +22,8 @@ from redis.exceptions import (
     AuthenticationError,
     AuthenticationWrongNumberOfArgsError,
     NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
     RedisError,
     ResponseError,
 )
@@ -35,6 +37,10 @@ T = TypeVar("T")
 
 _SLICE_S = 1.0  # the longest single wait on the server: bounds how late a lost connection is noticed
 _REPLY_S = 4.0  # a server that says nothing for so long is taken for lost
+_FULL_S = 0.05  # between looks for a value in a full server
+_MOST_PAUSE_S = 0.5  # between attempts, which begin at once and come further and further apart
+# Lost, full, or a replica after a failover: it may pass.
+_PASSING = (redis.ConnectionError, redis.TimeoutError, OSError, OutOfMemoryError, ReadOnlyError)
 
 
 class RedisStore:
@@ -44,10 +50,11 @@ class RedisStore:
     `ttl_s` seconds from their last put, so an abandoned job leaves nothing behind.
 
     A lost connection is made again for up to `reconnect_timeout_s` (puts are repeatable, so nothing is done twice),
-    also where that goes beyond a `get`'s own limit; then StoreError. The first connection may take `connect_timeout_s`.
+    also where that goes beyond a `get`'s own limit; then StoreError. A full server is given as long to have room again.
+    The first connection may take `connect_timeout_s`. What a server held that was started again, or flushed, is gone.
 
-    Errors: ConfigError for options that cannot work; StoreError for a server that is away, refuses the password, or
-    would be used over a network without one.
+    Errors: ConfigError for options that cannot work; StoreError for a server that is away, full, refuses the password,
+    or would be used over a network without one or in the clear.
     """
 
     def __init__(
@@ -69,8 +76,10 @@ class RedisStore:
         self._patience_s = connect_timeout_s
         self._ttl_ms = max(1, math.ceil(ttl_s * 1000))
         try:
+            trusted = {"ssl_ca_data": address.ca_pem} if address.ca_pem else {}
             self._client = redis.Redis.from_url(
                 address.url,
+                **trusted,
                 password=address.password or None,
                 socket_connect_timeout=min(connect_timeout_s, _REPLY_S),
                 socket_timeout=_SLICE_S + _REPLY_S,
@@ -137,12 +146,16 @@ class RedisStore:
         self.close()
 
     def _move(self, name: str, wait_s: float) -> bytes | None:
-        # redis-py declares whole seconds; the server takes fractions since 6.0.
-        return _bytes(self._client.blmove(name, name, wait_s, "LEFT", "LEFT"))  # type: ignore[arg-type]
+        try:
+            # redis-py declares whole seconds; the server takes fractions since 6.0.
+            return _bytes(self._client.blmove(name, name, wait_s, "LEFT", "LEFT"))  # type: ignore[arg-type]
+        except OutOfMemoryError:  # a full server refuses what could write, though this does not
+            time.sleep(min(wait_s, _FULL_S))
+            return _bytes(self._client.lindex(name, 0))
 
     def _call(self, doing: str, call: Callable[[], T]) -> T:
-        """`call()`, again after a lost connection until that has lasted for the patience of this store."""
-        lost_since_s: float | None = None
+        """`call()`, again after what may pass until that has lasted for the patience of this store."""
+        failing_since_s: float | None = None
         pause_s = 0.02
         while True:
             try:
@@ -157,28 +170,51 @@ class RedisStore:
                     f"store at {self.where} does not permit {doing} ({error}): allow the ACL user the commands"
                     f" @read @write @blocking @transaction @connection on keys {self._prefix}*"
                 ) from None
-            except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+            except _PASSING as error:
                 now_s = time.monotonic()
-                lost_since_s = now_s if lost_since_s is None else lost_since_s
-                if now_s + pause_s - lost_since_s > self._patience_s:
-                    raise StoreError(
-                        f"store at {self.where} did not answer for {self._patience_s:.1f} s while {doing} ({error}):"
-                        " is the server running and reachable from this machine?"
-                    ) from None
+                failing_since_s = now_s if failing_since_s is None else failing_since_s
+                if now_s + pause_s - failing_since_s > self._patience_s:
+                    raise self._failing(error, doing) from None
+                if isinstance(error, ReadOnlyError):  # the address may lead to the new primary by now
+                    self._client.connection_pool.disconnect()
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.5)
+                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
             except ResponseError as error:
                 raise StoreError(
                     f"store at {self.where} refused {doing}: {error} (needed: Redis 6.2 or any Valkey, a writable"
                     f" primary, and keys {self._prefix}* that no other program uses)"
                 ) from None
 
+    def _failing(self, error: Exception, doing: str) -> StoreError:
+        within = f"for {self._patience_s:.1f} s while {doing}"
+        match error:
+            case OutOfMemoryError():
+                return StoreError(
+                    f"store at {self.where} was full (maxmemory) {within}: give it more, or lower prefetch_steps or"
+                    " num_workers"
+                )
+            case ReadOnlyError():
+                return StoreError(f"store at {self.where} was a read-only replica {within}: give the primary's address")
+            case _:
+                return StoreError(
+                    f"store at {self.where} did not answer {within} ({error}): is the server running and reachable from"
+                    " this machine?"
+                )
+
 
 def _refuse_open_network(address: StoreAddress) -> None:
-    if address.scheme != "unix" and not _is_loopback(address.host) and not address.password:
+    if address.scheme == "unix" or _is_loopback(address.host):
+        return
+    if not address.password:
         raise StoreError(
             f"store at {address.redacted()} would be used over the network without a password: set requirepass or an"
             " ACL user on the server and give its password in the address"
+        )
+    if address.scheme == "redis" and not address.insecure:
+        raise StoreError(
+            f"store at {address.redacted()} would be used over the network in the clear, where its password can be"
+            " read: give a TLS server's rediss:// address, or say that this network is trusted (--insecure-store;"
+            " StoreAddress.parse(…, insecure=True))"
         )
 
 

@@ -41,17 +41,16 @@ from dynapipe_ext.launch.run_directory import RunDirectory, run_to_resume
 from dynapipe_ext.launch.train import (
     TrainingJob,
     data_progress,
-    greet_store,
     rank_title,
     ranks_line,
     refuse_done,
     show_samples,
-    store_address,
     to_go_on_from,
     train_rank,
 )
 from dynapipe_ext.launch.trained_model import refuse_output
 from dynapipe_ext.launch.transformers_settings import refuse_unsupported
+from dynapipe_ext.launch.user_store import greet_store, store_address
 from dynapipe_ext.models.transformers_sizes import Backend
 from dynapipe_ext.pieces import pieces_of
 from dynapipe_ext.plan import Layout, LossNorm
@@ -165,6 +164,11 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--weight-decay": ("optimizer", "weight_decay", {"type": float, "metavar": "W", "help": "not of norms and biases"}),
     "--clip-grad": ("optimizer", "clip_grad", {"type": float, "metavar": "NORM", "help": "of all gradients; 0: off"}),
     "--betas": ("optimizer", "betas", {"type": _betas, "metavar": "B1,B2", "help": "of Adam"}),
+    "--deterministic": (
+        "optimizer",
+        "deterministic",
+        {"action": "store_true", "help": "same bits under every plan, pp and dp of the same micro-batches"},
+    ),
     "--output": ("checkpoint", "output", {"metavar": "DIR", "help": "folder to make of the trained model"}),
     "--save-format": ("checkpoint", "save_format", {"choices": get_args(SaveFormat), "help": "of --output"}),
     "--keep-best": ("checkpoint", "keep_best", {"action": "store_true", "help": "by validation; --output is then it"}),
@@ -193,7 +197,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", metavar="N", help="steps of rising learning rate, or below 1 the part of all steps")
     parser.add_argument("--show-samples", type=int, default=0, metavar="N", help="print what N samples become")
     add_truncate(parser, "--max-seq-len; without --truncate longer ones are refused")
-    parser.add_argument("--store", metavar="URL", help="your own Redis-compatible server (default: an embedded one)")
+    parser.add_argument(
+        "--store", metavar="URL", help="your own Redis-compatible server, or a file with its URL (default: embedded)"
+    )
+    parser.add_argument("--insecure-store", action="store_true", help="allow a store without TLS on another machine")
     parser.add_argument("--overwrite", action="store_true", help="lose what --run-dir and --output hold")
     parser.add_argument(
         "--resume", metavar="RUN_DIR", help='go on from its newest checkpoint; "latest": the newest run'
@@ -291,7 +298,7 @@ def run(args: argparse.Namespace) -> int:
         from dynapipe_ext.launch.initial_weights import open_initial_weights
 
         open_initial_weights(config.model.init_from, config.model.described)
-    address = store_address(args.store) if args.store else None
+    address = store_address(args.store, insecure=args.insecure_store) if args.store else None
     require_loggers(config)
     run_dir, resumed = resumed_run(args, config)
     refuse_output(config, run_dir, overwrite=args.overwrite)

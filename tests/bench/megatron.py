@@ -1,9 +1,10 @@
-"""Megatron-LM's pretrain_gpt.py by planned schedules in many combinations, beside its own schedule: losses, times.
+"""Megatron-LM's pretraining scripts by planned schedules in many combinations, beside its own, 20 steps each.
 
     python tests/bench/megatron.py [--only NAME ...] [--output results/megatron.json]
 
 Needs Megatron-LM (`../shared`, or DYNAPIPE_MEGATRON_LM=DIR). Weights depend on their names, so that one stock run of
-two ranks is the measure of all. Seconds are the mean of the steps after the first two, on whatever cores there are.
+few ranks is the measure of all of its kind. Losses, gradient norms and final weights are compared unrounded.
+Seconds are means of the steps after the first two, on whatever cores there are; CPU seconds are those of all ranks.
 """
 
 from __future__ import annotations
@@ -12,86 +13,177 @@ import argparse
 import json
 import sys
 import tempfile
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from contenders import provenance
 
 RESULTS = Path(__file__).parent / "results"
 PP2, TP2 = ["--pipeline-model-parallel-size", "2"], ["--tensor-model-parallel-size", "2"]
 PP4 = ["--pipeline-model-parallel-size", "4"]
-HALF_VOCAB = ["--make-vocab-size-divisible-by", "64"]  # times TP 2
+TP2_PP2 = [*PP2, *TP2, "--make-vocab-size-divisible-by", "64"]  # times TP 2
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+VIRTUAL = [*OVERLAP, "--num-layers-per-virtual-pipeline-stage", "1"]
 SPLIT = ["--dynapipe-split-backward", "--dynapipe-memory-limit-gb", "1"]
 PACKED = ["--dynapipe-layout", "packed"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 _SHAPE = "--seq-length 96 --max-position-embeddings 96 --vocab-size 257 --train-iters 20 --split 80,10,10"
 SHAPE = _SHAPE.split()
 
-# name: ranks, arguments, whether data are uneven
-PLANNED: dict[str, tuple[int, list[str], bool]] = {
-    "pp2": (2, PP2, False),
-    "pp4": (4, PP4, False),
-    "tp2 pp2": (4, [*PP2, *TP2, *HALF_VOCAB], False),
-    "pp2 dp2 overlap": (4, [*PP2, *OVERLAP], False),
-    "pp2 dp2 overlap split": (4, [*PP2, *OVERLAP, *SPLIT], False),
-    "virtual stages": (4, [*PP2, *OVERLAP, "--num-layers-per-virtual-pipeline-stage", "1"], False),
-    "recompute": (2, [*PP2, *RECOMPUTE], False),
-    "uneven pp1": (1, [], True),
-    "uneven pp2": (2, PP2, True),
-    "uneven pp2 packed": (2, [*PP2, *PACKED], True),
-    "uneven tp2 pp2": (4, [*PP2, *TP2, *HALF_VOCAB], True),
-    "uneven tp2 pp2 packed split": (4, [*PP2, *TP2, *HALF_VOCAB, *PACKED, *SPLIT], True),
-    "uneven pp2 dp2 overlap": (4, [*PP2, *OVERLAP], True),
-    "uneven pp4 packed split": (4, [*PP4, *PACKED, *SPLIT], True),
-    "uneven virtual stages": (4, [*PP2, *OVERLAP, "--num-layers-per-virtual-pipeline-stage", "1"], True),
-    "uneven recompute packed": (2, [*PP2, *RECOMPUTE, *PACKED], True),
+EXPERTS = [
+    "--num-experts",
+    "4",
+    "--moe-router-topk",
+    "2",
+    "--moe-token-dispatcher-type",
+    "alltoall",
+    "--disable-bias-linear",
+    "--pipeline-model-parallel-size",
+    "2",
+]
+BALANCED = [*EXPERTS, "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"]
+UNBALANCED = [*EXPERTS, "--moe-router-load-balancing-type", "none"]  # an auxiliary loss depends on how batches are cut
+EP2 = ["--expert-model-parallel-size", "2"]
+FP16 = ["--fp16", "--initial-loss-scale", "4194304", *PP2]  # some first steps are skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Runs that are compared with one stock run: all with `arguments`, those of `cases` (ranks, arguments) besides.
+
+    `data`: of uneven length; Megatron's own random samples, of one; or documents for pretrain_t5.py.
+    """
+
+    data: Literal["uneven", "mock", "t5"]
+    stock: tuple[int, list[str]]
+    arguments: list[str] = field(default_factory=list)
+    cases: dict[str, tuple[int, list[str]]]
+
+
+KINDS = {
+    "mock": Kind(
+        data="mock",
+        stock=(2, PP2),
+        cases={
+            "pp2": (2, PP2),
+            "pp4": (4, PP4),
+            "tp2 pp2": (4, TP2_PP2),
+            "tp2 pp2 split": (4, [*TP2_PP2, *SPLIT]),
+            "pp2 dp2": (4, PP2),
+            "pp2 dp2 split": (4, [*PP2, *SPLIT]),
+            "pp2 dp2 overlap split": (4, [*PP2, *OVERLAP, *SPLIT]),
+            "pp2 dp2 virtual stages": (4, [*PP2, *VIRTUAL]),
+            "pp2 recompute": (2, [*PP2, *RECOMPUTE]),
+        },
+    ),
+    "uneven": Kind(
+        data="uneven",
+        stock=(2, PP2),
+        cases={
+            "pp1": (1, []),
+            "pp2": (2, PP2),
+            "tp2 pp2": (4, TP2_PP2),
+            "tp2 pp2 split": (4, [*TP2_PP2, *SPLIT]),
+            "tp2 pp2 packed": (4, [*TP2_PP2, *PACKED]),
+            "tp2 pp2 packed split": (4, [*TP2_PP2, *PACKED, *SPLIT]),
+            "tp2 pp2 packed sequence parallel": (4, [*TP2_PP2, *PACKED, "--sequence-parallel"]),
+            "pp2 dp2": (4, PP2),
+            "pp2 dp2 split": (4, [*PP2, *SPLIT]),
+            "pp2 dp2 packed": (4, [*PP2, *PACKED]),
+            "pp2 dp2 packed split": (4, [*PP2, *PACKED, *SPLIT]),
+            "pp2 dp2 overlap": (4, [*PP2, *OVERLAP]),
+            "pp2 dp2 virtual stages": (4, [*PP2, *VIRTUAL]),
+            "pp4 packed split": (4, [*PP4, *PACKED, *SPLIT]),
+            "pp2 recompute packed": (2, [*PP2, *RECOMPUTE, *PACKED]),
+            "pp2 little memory": (2, [*PP2, "--dynapipe-memory-limit-gb", "0.004"]),
+        },
+    ),
+    "experts": Kind(data="mock", stock=(2, []), arguments=BALANCED, cases={"pp2": (2, [])}),
+    "experts ep2": Kind(
+        data="mock", stock=(4, []), arguments=[*BALANCED, *EP2], cases={"pp2": (4, []), "pp2 split": (4, SPLIT)}
+    ),
+    "uneven experts": Kind(
+        data="uneven", stock=(2, []), arguments=UNBALANCED, cases={"pp2": (2, []), "pp2 packed": (2, PACKED)}
+    ),
+    "uneven experts ep2": Kind(
+        data="uneven",
+        stock=(4, []),
+        arguments=[*UNBALANCED, *EP2],
+        cases={"pp2": (4, []), "pp2 packed": (4, PACKED), "pp2 split": (4, SPLIT)},
+    ),
+    "t5": Kind(
+        data="t5",
+        stock=(2, []),
+        cases={"dp2": (2, []), "tp2": (2, TP2), "dp2 overlap": (2, OVERLAP)},
+    ),
+    "fp16": Kind(data="mock", stock=(2, FP16), cases={"pp2": (2, FP16)}),
 }
+NAMES = [f"{kind}: {case}" for kind, one in KINDS.items() for case in one.cases]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(PLANNED))
+    parser.add_argument("--only", nargs="*", default=NAMES, choices=NAMES, metavar="NAME")
     parser.add_argument("--output", type=Path, default=RESULTS / "megatron.json")
     parser.add_argument("--machine", default="")
     args = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from dynapipe_ext.data.dataset import prepare
     from dynapipe_ext.data.generation import generate_examples
+    from tests.support.megatron_lm_record import apart
     from tests.support.megatron_lm_runs import ARGUMENTS, Run, megatron_lm_runs
+    from tests.support.megatron_lm_t5 import t5_arguments
 
     with tempfile.TemporaryDirectory() as name:
         folder, data = Path(name), str(Path(name) / "data")
         prepare(
             lambda: generate_examples(num_samples=240, seed=0), data, tokenizer="bytes", max_seq_len=96, truncate=True
         )
-        common = [*ARGUMENTS, *SHAPE]
-        runs = [
-            Run("stock", 2, [*common, *PP2, "--mock-data"], planned=False),
-            Run("uneven stock", 2, [*common, *PP2, "--padded-data", data], planned=False, script="pretrain_padded.py"),
-        ]
-        for case in args.only:
-            num_ranks, arguments, is_uneven = PLANNED[case]
-            source = ["--dynapipe-data", data] if is_uneven else ["--mock-data"]
-            runs.append(Run(case, num_ranks, [*common, *arguments, *source]))
+        gpt, t5 = [*ARGUMENTS, *SHAPE], [*t5_arguments(folder / "t5"), "--train-iters", "20"]
+        # Of each kind of data: the script of the stock run and its arguments, the script of the others and theirs.
+        sources = {
+            "mock": ("pretrain_gpt.py", [*gpt, "--mock-data"], "pretrain_gpt.py", [*gpt, "--mock-data"]),
+            "uneven": (
+                "pretrain_padded.py", [*gpt, "--padded-data", data], "pretrain_gpt.py", [*gpt, "--dynapipe-data", data]
+            ),
+            "t5": ("pretrain_t5.py", t5, "pretrain_t5.py", t5),
+        }  # fmt: skip
+        runs, stock_of = [], {}
+        for kind, one in KINDS.items():
+            wanted = {f"{kind}: {case}": ran for case, ran in one.cases.items() if f"{kind}: {case}" in args.only}
+            if not wanted:
+                continue
+            stock_script, stock_arguments, script, arguments = sources[one.data]
+            num_ranks, own = one.stock
+            stock = Run(f"{kind}: stock", num_ranks, [*stock_arguments, *one.arguments, *own], False, stock_script)
+            runs.append(stock)
+            for case, (num_ranks, own) in wanted.items():
+                runs.append(Run(case, num_ranks, [*arguments, *one.arguments, *own], True, script))
+                stock_of[case] = stock.name
         ran = megatron_lm_runs(runs, folder, timeout_s=3600)
     found: dict[str, Any] = {}
-    for case, one in ran.items():
-        stock = ran["uneven stock" if case.startswith("uneven") else "stock"]
-        if one.status:
-            found[case] = {"failed": one.log[-2000:]}
-            continue
-        times_ms = one.column("elapsed time per iteration (ms)")[2:]
-        found[case] = {
-            "last_loss": one.losses[-1],
-            "largest_relative_error": max(abs(a - b) / b for a, b in zip(one.losses, stock.losses, strict=True)),
-            "largest_norm_error": max(
-                abs(a - b) / b for a, b in zip(one.column("grad norm"), stock.column("grad norm"), strict=True)
-            ),
-            "step_s": round(sum(times_ms) / len(times_ms) / 1e3, 4),
-        }
+    for case, one_run in ran.items():
+        if one_run.status:
+            found[case] = {"failed": one_run.log[-2000:]}
+        else:
+            found[case] = figures(one_run.records)
+            if case in stock_of and not ran[stock_of[case]].status:
+                differences = apart(one_run.records, ran[stock_of[case]].records)
+                found[case] |= {"largest_relative_differences": asdict(differences)}
+        print(json.dumps({case: found[case]}), flush=True)
     args.output.write_text(json.dumps({**provenance(args.machine), "cases": found}, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+
+
+def figures(records: Any) -> dict[str, Any]:
+    steps = [record["steps"][2:] for record in records]
+    num_steps = len(steps[0])
+    return {
+        "last_loss": next(iter(records[-1]["steps"][-1]["losses"].values())),
+        "skipped_steps": sum(step["skipped"] for step in records[0]["steps"]),
+        "step_s": round(sum(step["step_s"] for step in steps[0]) / num_steps, 4),
+        "cpu_s": round(sum(step["cpu_s"] for rank in steps for step in rank) / num_steps, 4),
+    }
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,10 @@ from judged import CASES, MANY, MEMORY_GB, Bench, Case, Measured, closed_share, 
 from peers import peer_plan, renumbered
 
 from dynapipe_ext.core import active_core
+from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
+from dynapipe_ext.launch.placement import placement_trials
 from dynapipe_ext.plan import Layout
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
@@ -47,6 +49,7 @@ from dynapipe_ext.topology import Topology
 
 RESULTS = Path(__file__).parent / "results"
 SHARED = Path(__file__).resolve().parents[3] / "shared"
+OURS = ("ours", "ours, split", "ours, placed", "ours, placed, split")
 PEERS = ("DynaPipe", "Megatron", "Megatron, packed", "verl", "verl, packed", "readiness")
 _SLOW_S = 5.0  # a plan that takes longer is made once
 
@@ -74,6 +77,14 @@ def planner_of(case: Case, costs: CostTable, *, split: bool) -> Planner:
     return Planner(case.topology, costs, MEMORY_GB * 10**9, pad_multiple=1, split_backward=split)
 
 
+def placed(planner: Planner, batches: Sequence[Mapping[str, Any]], case: Case) -> Planner:
+    """The same under what `--placement auto` takes for these batches."""
+    costs = planner.costs
+    sampled = [samples_of(case, batch) for batch in batches]
+    best = placement_trials(planner, sampled, stages_per_rank=0)[0].topology
+    return replace(planner, topology=best, costs=over_topology(costs, best)[0])
+
+
 def timed(plan: Callable[[], StepPlan], topology: Topology, runs: int) -> tuple[StepPlan, float, bool | None]:
     """The plan, the median CPU seconds of its warm runs, and whether all are the same (None: made once)."""
     start_s = time.process_time()
@@ -92,15 +103,17 @@ def timed(plan: Callable[[], StepPlan], topology: Topology, runs: int) -> tuple[
 
 def plans_of(bench: Bench, case: Case, *, with_peers: bool) -> Iterator[Callable[[], Measured]]:
     """Plans of every batch, ours first; each with a function that has it judged."""
-    costs, limit = bench.costs(case), MEMORY_GB * 10**9
-    for index, batch in enumerate(bench.batches(case)):
+    costs, limit, batches = bench.costs(case), MEMORY_GB * 10**9, bench.batches(case)
+    planners = {column: planner_of(case, costs, split=column.endswith("split")) for column in OURS[:2]}
+    if case is not MANY:
+        planners |= {f"ours, placed{name[4:]}": placed(one, batches, case) for name, one in planners.items()}
+    for index, batch in enumerate(batches):
         samples = samples_of(case, batch)
         plain: StepPlan | None = None
-        for column in ("ours", "ours, split"):
-            planner = planner_of(case, costs, split=column == "ours, split")
-            plan, cpu_s, same = timed(lambda p=planner, s=samples: p.plan(s), case.topology, bench.runs)  # type: ignore[misc]
+        for column, planner in planners.items():
+            plan, cpu_s, same = timed(lambda p=planner, s=samples: p.plan(s), planner.topology, bench.runs)  # type: ignore[misc]
             plain = plain or plan
-            yield _to_judge(bench, case, index, column, plan, cpu_s, same)
+            yield _to_judge(bench, case, planner.topology, index, column, plan, cpu_s, same)
         for column in PEERS if with_peers else ():
             peer, _, packed = column.partition(", ")
             layout: Layout = "packed" if packed else "padded"
@@ -110,14 +123,23 @@ def plans_of(bench: Bench, case: Case, *, with_peers: bool) -> Iterator[Callable
             except PlanError as error:
                 print(f"{case.name} batch {index}: {column}: {error}", file=sys.stderr)
                 continue
-            yield _to_judge(bench, case, index, column, renumbered(plan), time.process_time() - start_s, None)
+            yield _to_judge(
+                bench, case, case.topology, index, column, renumbered(plan), time.process_time() - start_s, None
+            )
 
 
 def _to_judge(
-    bench: Bench, case: Case, index: int, column: str, plan: StepPlan, cpu_s: float, same: bool | None
+    bench: Bench,
+    case: Case,
+    topology: Topology,
+    index: int,
+    column: str,
+    plan: StepPlan,
+    cpu_s: float,
+    same: bool | None,
 ) -> Callable[[], Measured]:
     path = bench.scratch / f"{case.file}.{index}.{column.replace(', ', '-')}.json"
-    write_plan(path, plan, case.topology)
+    write_plan(path, plan, topology)
     load = os.getloadavg()[0]
     packed = any(m.layout == "packed" for m in plan.batch.micro_batches)
 
@@ -141,21 +163,22 @@ def _to_judge(
 
 def case_rows(case: Case, column: str, found: Sequence[Measured], batches: Sequence[Mapping[str, Any]]) -> list[Row]:
     """The bars of one setting of ours on one file: means over its batches."""
-    split = column == "ours, split"
-    name = f"{case.name}, {'split' if split else 'whole'} backward"
+    split, is_placed = column.endswith("split"), "placed" in column
+    name = f"{case.name}, {'placed, ' * is_placed}{'split' if split else 'whole'} backward"
+    closed_bars, faster_bars = (case.placed_closed, case.placed_faster) if is_placed else (case.closed, case.faster)
     rows = []
     if "makespan_ms" in batches[0]:
         reference = [max(batches[m.index]["makespan_ms"]) / 1e3 for m in found]
         judged = [m.verdict["makespan_s"] for m in found]
         note = f"judged {_mean(judged):.3f} s, reference {_mean(reference):.3f} s"
-        if case.closed:
+        if closed_bars:
             closed = [closed_share(m, r) for m, r in zip(found, reference, strict=True)]
             note += f", each {' '.join(f'{100 * c:.0f} %' for c in closed)}"
-            rows.append(Row(what=f"{name}: room closed", value=_mean(closed), bar=case.closed[split], best="high",
+            rows.append(Row(what=f"{name}: room closed", value=_mean(closed), bar=closed_bars[split], best="high",
                             note=note))  # fmt: skip
-        if case.faster:
+        if faster_bars:
             ratios = [r / j for r, j in zip(reference, judged, strict=True)]
-            rows.append(Row(what=f"{name}: reference / judged", value=_mean(ratios), bar=case.faster[split],
+            rows.append(Row(what=f"{name}: reference / judged", value=_mean(ratios), bar=faster_bars[split],
                             best="high", unit="x", note=note))  # fmt: skip
     over = _mean([m.verdict["makespan_s"] / m.bound_s for m in found])
     rows.append(Row(what=f"{name}: judged / own lower bound", value=over, bar=case.over_bound, unit="x",
@@ -181,7 +204,7 @@ def peer_table(found: Sequence[Measured], batches: Mapping[str, Sequence[Mapping
     """Makespans of every column, judged where the judge can, and relative to the reference; means over the batches."""
     table = []
     for case in CASES:
-        for column in ("ours", "ours, split", *PEERS):
+        for column in (*OURS, *PEERS):
             mine = [m for m in found if m.case == case.name and m.column == column]
             if not mine:
                 continue
@@ -270,8 +293,10 @@ def run_cases(bench: Bench, *, with_peers: bool) -> tuple[list[Row], list[Measur
     valid = [m for m in found if m.verdict["valid"]]
     rows = []
     for case in cases:
-        for column in ("ours", "ours, split"):
+        for column in OURS:
             mine = [m for m in valid if m.case == case.name and m.column == column]
+            if not mine:
+                continue
             rows += case_rows(case, column, mine, batches[case.name])
     ours = [m for m in found if m.column.startswith("ours")]
     rows.append(Row(what="plans of ours that are not valid", value=sum(not m.verdict["valid"] for m in ours), bar=0))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import redis
 
-from dynapipe_ext.errors import ConfigError, StoreError
+from dynapipe_ext.errors import ConfigError, DynaPipeError, StoreError
 from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.memory import MemoryStore
@@ -54,11 +54,14 @@ def redis_store(address: StoreAddress, namespace: str) -> Iterator[RedisStore]:
         yield made
 
 
+def redis_at(address: StoreAddress) -> redis.Redis:
+    return redis.Redis.from_url(address.url, password=address.password)
+
+
 @pytest.fixture
 def admin(address: StoreAddress) -> Iterator[redis.Redis]:
-    client = redis.Redis.from_url(address.url, password=address.password)
-    yield client
-    client.close()
+    with closing(redis_at(address)) as client:
+        yield client
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -174,19 +177,53 @@ def test_the_server_is_named_with_its_version(redis_store: RedisStore) -> None:
 
 
 def test_a_lost_server_ends_a_long_wait_with_its_address() -> None:
-    with RedisServer() as server:
+    with RedisServer() as server, closing(redis_at(server.address)) as client:
         store = RedisStore(server.address, namespace="lost", reconnect_timeout_s=0.5)
-        client = redis.Redis.from_url(server.address.url, password=server.address.password)
         with ThreadPoolExecutor(1) as pool:
             reader = pool.submit(store.get, "never", 600.0)
             until(lambda: blocked(client) == 1)
-            client.shutdown(nosave=True, now=True, force=True)
+            server.close()
             with pytest.raises(StoreError, match=r"did not answer for 0\.5 s while waiting for 'never'") as caught:
                 reader.result(50)
         assert server.address.path in str(caught.value)
         with pytest.raises(StoreError, match="putting 'a'"):
             store.put("a", b"1")
         store.close()
+
+
+def test_a_server_that_is_started_again_is_used_again_by_who_waits_and_by_who_puts() -> None:
+    with RedisServer() as server, closing(redis_at(server.address)) as client:
+        store = open_store(server.address, namespace="again")
+        store.put("a", b"1")
+        with ThreadPoolExecutor(1) as pool:
+            reader = pool.submit(store.get, "late", 600.0)
+            until(lambda: blocked(client) == 1)
+            os.kill(server.pid, signal.SIGKILL)
+            store.put("late", b"here")
+            assert reader.result(50) == b"here"
+        assert store.try_get("a") is None
+        store.close()
+
+
+def test_a_full_server_is_waited_for_and_then_named() -> None:
+    """Nothing it holds is evicted, and what it holds can be waited for meanwhile."""
+    with RedisServer() as server, closing(redis_at(server.address)) as client:
+        store = RedisStore(server.address, namespace="full", reconnect_timeout_s=0.3)
+        assert client.config_get("maxmemory*")["maxmemory-policy"] == "noeviction"
+        assert int(client.config_get("maxmemory")["maxmemory"]) == 1 << 30
+        store.put("a", b"1")
+        client.config_set("maxmemory", 1)
+        with pytest.raises(StoreError, match=r"was full \(maxmemory\) for 0\.3 s while putting 'b'.*prefetch_steps"):
+            store.put("b", b"2")
+        assert store.get("a", 1.0) == b"1"
+        with pytest.raises(StoreTimeoutError):
+            store.get("b", 0.2)
+        patient = RedisStore(server.address, namespace="full")
+        with ThreadPoolExecutor(2) as pool:
+            writer, reader = pool.submit(patient.put, "b", b"2"), pool.submit(patient.get, "b", 50.0)
+            client.config_set("maxmemory", 0)
+            writer.result(50)
+            assert reader.result(50) == b"2"
 
 
 def test_ctrl_c_ends_a_wait(redis_store: RedisStore, admin: redis.Redis) -> None:
@@ -223,6 +260,15 @@ def test_a_wrong_or_missing_password_is_refused_at_once(address: StoreAddress) -
 def test_a_network_server_without_a_password_is_refused_unasked(url: str) -> None:
     with pytest.raises(StoreError, match="without a password: set requirepass"):
         RedisStore(StoreAddress(url, ""), namespace="n")
+
+
+@pytest.mark.parametrize("url", ["redis://10.255.255.1:6379", "redis://user@node7"])
+def test_a_network_server_without_tls_is_refused_unasked_unless_that_is_said(url: str) -> None:
+    with pytest.raises(StoreError, match=r"in the clear.*rediss://.*--insecure-store") as caught:
+        RedisStore(StoreAddress(url, "hidden"), namespace="n")
+    assert "hidden" not in str(caught.value)
+    with pytest.raises(DynaPipeError, match=r"did not answer|cannot be used"):  # it was asked
+        RedisStore(StoreAddress.parse(url, "hidden", insecure=True), namespace="n", connect_timeout_s=0.05)
 
 
 def test_an_acl_user_without_the_needed_permissions_is_told_which(address: StoreAddress, admin: redis.Redis) -> None:

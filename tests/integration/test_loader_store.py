@@ -8,47 +8,29 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-import redis
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.data.dataset import TokenSample
-from dynapipe_ext.errors import DataError, PlanError, StoreError
+from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.redis import RedisStore
-from dynapipe_ext.executor.wire import decode, encode
+from dynapipe_ext.executor.wire import decode
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.lengths import LengthArray
-from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Coordinates, Topology
+from tests.support.store_loaders import (
+    FIRST,
+    KEY,
+    RANKS,
+    CountingDataset,
+    in_step,
+    inline,
+    keys_left,
+    planner,
+    plans,
+    through,
+    train_epochs,
+)
 
 pytestmark = pytest.mark.timeout(90)
-KEY = b"k" * 32
-RANKS = [Coordinates(tp_rank=0, pp_rank=pp_rank, dp_rank=dp_rank) for pp_rank in range(2) for dp_rank in range(2)]
-FIRST = RANKS[0]
-
-
-class CountingDataset:
-    """Decoder-only samples of seeded lengths; remembers which were read, by which thread."""
-
-    def __init__(self, num_samples: int = 30) -> None:
-        sizes = np.random.default_rng(0).integers(4, 90, num_samples)
-        self.lengths: LengthArray = np.stack([sizes, np.zeros_like(sizes), sizes], axis=1)
-        self.read: list[int] = []
-        self.threads: set[int] = set()
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> TokenSample:
-        self.read.append(index)
-        self.threads.add(threading.get_ident())
-        return TokenSample(index, np.arange(self.lengths[index, 0] + 1) + index, 1)
 
 
 class RecordingStore(RedisStore):
@@ -74,52 +56,6 @@ def address() -> Iterator[StoreAddress]:
 @pytest.fixture
 def namespace(request: pytest.FixtureRequest) -> str:
     return request.node.name
-
-
-def planner(memory_limit_bytes: float = 1e12) -> Planner:
-    topology, costs = Topology(pp=2, dp=2), TokenCosts(2)
-    needed: Any = {"format": ActivationFormat(16), "collectives": ReplicaCollectives()}
-    return Planner(topology, costs, memory_limit_bytes, schedule="1f1b", **needed)
-
-
-def inline(at: Coordinates, **settings: Any) -> DynaPipeDataLoader:
-    options = {"planner": planner(), "tokens_per_batch": 400, "shuffle": True, **settings}
-    return DynaPipeDataLoader(options.pop("dataset", CountingDataset()), coordinates=at, **options)
-
-
-def through(store: object, at: Coordinates, namespace: str = "", **settings: Any) -> DynaPipeDataLoader:
-    options = {"planner": planner(), "tokens_per_batch": 400, "shuffle": True, "num_workers": 1, **settings}
-    dataset = options.pop("dataset", CountingDataset())
-    return DynaPipeDataLoader(
-        dataset, options.pop("planner"), coordinates=at, store=store, namespace=namespace or "loader", **options
-    )
-
-
-def plans(loading: DynaPipeDataLoader) -> list[bytes]:
-    return [encode(plan, KEY) for _, plan in loading]
-
-
-def train_epochs(loading: DynaPipeDataLoader, epochs: int) -> list[bytes]:
-    with loading:
-        return [data for _ in range(epochs) for data in plans(loading)]
-
-
-def in_step(loaders: list[DynaPipeDataLoader], epochs: int) -> list[list[bytes]]:
-    """The plans of each rank, which take their steps together as training ranks do."""
-    seen: list[list[bytes]] = [[] for _ in loaders]
-    for _ in range(epochs):
-        for step in zip(*loaders, strict=True):
-            for rank, (_, plan) in enumerate(step):
-                seen[rank].append(encode(plan, KEY))
-    return seen
-
-
-def until_it_ends(loading: DynaPipeDataLoader, running: Iterator[Any]) -> None:
-    """Take all that was published before, over the end of the epoch too."""
-    while True:
-        for _ in running:
-            pass
-        running = iter(loading)
 
 
 def samples_of(plan: ExecutionPlan) -> list[int]:
@@ -254,23 +190,14 @@ def test_ranks_whose_samplers_differ_are_told(address: StoreAddress, namespace: 
             loading.close()
 
 
-def test_a_killed_planner_ends_every_ranks_iteration(address: StoreAddress, namespace: str) -> None:
-    loaders = [through(address, at, namespace, num_workers=2, timeout_s=600.0) for at in RANKS[:2]]
-    try:
-        running = [iter(loading) for loading in loaders]
-        for one in running:
-            next(one)
-        assert loaders[0]._channel is not None
-        pool = loaders[0]._channel.planners
-        assert pool is not None
-        for process in pool.processes:
-            os.kill(process.pid, signal.SIGKILL)
-        for loading, one in zip(loaders, running, strict=True):
-            with pytest.raises(StoreError, match=r"planner process [01] \(pid \d+\) was killed by SIGKILL"):
-                until_it_ends(loading, one)
-    finally:
-        for loading in loaders:
-            loading.close()
+@pytest.mark.parametrize(
+    ("node_rank", "num_nodes", "starts"), [(2, 2, True), (-1, 2, False), (0, 0, True), (0, 2, None)]
+)
+def test_a_node_outside_of_the_job_is_refused(
+    address: StoreAddress, node_rank: int, num_nodes: int, starts: bool | None
+) -> None:
+    with pytest.raises(ConfigError, match=f"node_rank is {node_rank} and num_nodes is {num_nodes}"):
+        through(address, FIRST, start_planners=starts, node_rank=node_rank, num_nodes=num_nodes)
 
 
 def test_a_failing_planner_ends_every_ranks_iteration_with_its_sentence(address: StoreAddress, namespace: str) -> None:
@@ -322,11 +249,6 @@ def test_exposed_planning_does_not_exceed_the_consumers_waiting(address: StoreAd
     with through(address, FIRST, namespace) as loading:
         plans(loading)
         assert loading.exposed_planning_s > 0  # the first plan cannot be ahead of its consumer
-
-
-def keys_left(address: StoreAddress, namespace: str) -> list[bytes]:
-    with redis.Redis.from_url(address.url, password=address.password) as client:
-        return sorted(key for key in client.scan_iter(count=1000) if namespace.encode() in key)
 
 
 @pytest.mark.parametrize("steps", [1, 5, None])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,13 +17,17 @@ from dynapipe_ext.executor.stages import megatron_cpu
 megatron_cpu.install()
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
+from megatron.core.transformer.attention import SelfAttention  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 import dynapipe_ext.megatron as dynapipe  # noqa: E402
-from dynapipe_ext.data.dataset import prepare  # noqa: E402
+from dynapipe_ext.data.dataset import TokenSample, prepare  # noqa: E402
 from dynapipe_ext.data.generation import generate_examples  # noqa: E402
 from dynapipe_ext.errors import ConfigError, DynaPipeError  # noqa: E402
+from dynapipe_ext.executor import loader  # noqa: E402
+from dynapipe_ext.executor.store.address import StoreAddress  # noqa: E402
 from dynapipe_ext.launch import megatron_core  # noqa: E402
-from tests.support.megatron_loops import Loop, Stepped, run_step, start  # noqa: E402
+from tests.support.megatron_loops import LENGTH, VOCAB, Loop, Stepped, forward_step, run_step, start  # noqa: E402
 
 LOOPS = {
     "one stage": Loop(),
@@ -31,7 +37,8 @@ LOOPS = {
     "two stages": Loop(pp=2),
     "two chunks a rank, overlap": Loop(pp=2, chunks=2, overlap=True),
     "overlap and distributed optimizer": Loop(pp=2, overlap=True, distributed=True),
-    "mean of micro-batches": Loop(pp=2, per_token=False),
+    "mean of micro-batches, scaled": Loop(pp=2, per_token=False, loss_scale=1024.0),
+    "experts on two replicas, auxiliary loss": Loop(pp=2, ep=2),
 }
 SPLIT = dynapipe.DropInSettings(split_backward=True, memory_limit_gb=1)
 
@@ -57,7 +64,7 @@ def run_loops(env: Any) -> tuple[dict[str, Found], list[str]]:
         # steps of several chunks are compared with those of the same weights in two stages.
         expected = run_step(stock() if loop.chunks == 1 else ours, loop, chunks)
         orders = [counted_reductions(chunks, ours, loop), counted_reductions(chunks, split, loop)]
-        buckets = [*range(sum(len(chunk.bucket_groups) for chunk in chunks))]
+        buckets = [*range(len(bucket_groups(chunks)))]
         assert [started for _, started in orders] == [buckets, buckets]  # whatever the plan
         forwards = run_step(ours, loop, chunks, forward_only=True)
         collected = len(run_step(ours, loop, chunks, forward_only=True, collect_non_loss_data=True).reports)
@@ -67,9 +74,13 @@ def run_loops(env: Any) -> tuple[dict[str, Found], list[str]]:
     return found, refused
 
 
+def bucket_groups(chunks: list[Any]) -> list[Any]:
+    return [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+
+
 def counted_reductions(chunks: list[Any], function: Any, loop: Loop) -> tuple[Stepped, list[int]]:
     """A step, and the buckets of this rank in the order in which their reductions started."""
-    groups = [group for chunk in chunks for group in chunk.bucket_groups]
+    groups = bucket_groups(chunks)
     started: list[int] = []
     original = _ParamAndGradBucketGroup.start_grad_sync
 
@@ -139,14 +150,84 @@ def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(r
         ]  # fmt: skip
 
 
+class Samples:
+    """Of 1 to 16 positions."""
+
+    lengths = np.stack([1 + np.arange(24) % LENGTH, 0 * np.arange(24), 1 + np.arange(24) % LENGTH], axis=1)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenSample:
+        tokens = np.random.default_rng(index).integers(0, VOCAB, self.lengths[index, 0] + 1)
+        return TokenSample(index, tokens, 1)
+
+
+class Kept(dynapipe.PlannedSteps):
+    """Keeps the plan of its last step."""
+
+    def __next__(self) -> Any:
+        loaded = super().__next__()
+        self.plan = loaded[1]
+        return loaded
+
+
+def recomputed(env: Any, **settings: Any) -> tuple[list[str], Counter[str], dict[str, torch.Tensor]]:
+    """A planned step's kinds of recomputation; how often layers ran forwards and core attention was recomputed; the
+    gradients."""
+    dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
+    (chunk,), _ = start(Loop())
+    ran: Counter[str] = Counter()
+    for module in chunk.modules():
+        if isinstance(module, TransformerLayer):
+            module.register_forward_hook(lambda *_: ran.update(["layer"]))
+        if isinstance(module, SelfAttention):
+            checkpointed = module._checkpointed_attention_forward
+            module._checkpointed_attention_forward = lambda *a, f=checkpointed, **k: (
+                ran.update(["attention"]) or f(*a, **k)
+            )
+    steps = Kept(Samples(), batch_size=24, seed=0)
+    function = dynapipe.ForwardBackward(dynapipe.DropInSettings(**settings))
+    shape = {"num_microbatches": 1, "seq_length": LENGTH, "micro_batch_size": 2}
+    function(forward_step_func=forward_step, data_iterator=steps, model=chunk, **shape)
+    steps.close()
+    gradients = {name: parameter.main_grad for name, parameter in chunk.module.named_parameters()}
+    return [micro_batch.recompute for micro_batch in steps.plan.micro_batches], ran, gradients
+
+
+def test_each_micro_batch_recomputes_what_its_plan_says(run_ranks: Any) -> None:
+    ((plain, ran, expected),) = run_ranks(1, recomputed, timeout_s=60)
+    assert set(plain) == {"none"}
+    assert ran == {"layer": 4 * len(plain)}
+    ((kinds, ran, gradients),) = run_ranks(1, lambda env: recomputed(env, memory_limit_gb=0.0021), timeout_s=60)
+    assert len(set(kinds)) > 1
+    assert ran["layer"] == 4 * (len(kinds) + kinds.count("full"))
+    assert ran["attention"] == 4 * kinds.count("selective")
+    for name, gradient in expected.items():
+        assert torch.allclose(gradients[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max())), name
+
+
+def test_plans_come_from_a_planner_process_where_a_store_is_given(
+    run_ranks: Any, redis_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, theirs = {"memory_limit_gb": 0.0021}, {"memory_limit_gb": 0.0021, "store": redis_server.address}
+    ((kinds, _, expected),) = run_ranks(1, lambda env: recomputed(env, **own), timeout_s=60)
+    monkeypatch.setattr(loader, "prove_step", None)  # no rank plans
+    ((others, _, gradients),) = run_ranks(1, lambda env: recomputed(env, **theirs), timeout_s=60)
+    assert others == kinds
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+
+
 def test_what_is_installed_stands_wherever_the_name_was_imported_and_is_undone() -> None:
     before = schedules.get_forward_backward_func
     assert get_forward_backward_func is before
-    with dynapipe.installed(memory_limit_gb=3):
+    with dynapipe.installed(memory_limit_gb=3, store="redis://:secret@127.0.0.1:1/0"):
         assert get_forward_backward_func is schedules.get_forward_backward_func
         made = get_forward_backward_func()
         assert isinstance(made, dynapipe.ForwardBackward)
         assert made.settings.memory_limit_gb == 3
+        assert made.settings.store == StoreAddress("redis://127.0.0.1:1/0", "secret")
+        assert "secret" not in repr(made.settings)
         assert get_forward_backward_func() is made
         with pytest.raises(ConfigError, match="pp_size 2"):
             get_forward_backward_func(pp_size=2)

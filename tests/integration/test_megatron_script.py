@@ -10,35 +10,39 @@ import pytest
 from dynapipe_ext.data.dataset import prepare
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.executor.megatron.refusals import UNSUPPORTED_ARGUMENTS, UNSUPPORTED_DATA
-from tests.support.megatron_lm_runs import ARGUMENTS, Ran, Run, megatron_lm_runs, missing
+from tests.support.megatron_lm_record import apart
+from tests.support.megatron_lm_runs import ARGUMENTS, Ran, Run, megatron_lm_runs, missing, without
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 MOCK = [*ARGUMENTS, "--mock-data", "--train-iters", "5"]
-_UNEVEN = "--seq-length 96 --max-position-embeddings 96 --vocab-size 257 --train-iters 5 --split 80,10,10"
-UNEVEN = [*ARGUMENTS, *_UNEVEN.split()]
+_UNEVEN = "--seq-length 96 --max-position-embeddings 96 --vocab-size 257 --split 80,10,10"
+UNEVEN = [*ARGUMENTS, *_UNEVEN.split(), "--train-iters", "20"]
+_IN_SAMPLES = "--train-samples 320 --lr-warmup-samples 16 --lr-decay-samples 96"  # UNEVEN's, by batches of 16
+IN_SAMPLES = [*without(UNEVEN, "train-iters", "lr-warmup-iters", "lr-decay-iters"), *_IN_SAMPLES.split()]
 PP = ["--pipeline-model-parallel-size", "2"]
 _TP = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"  # times TP
 TP_PP = [*PP, *_TP.split()]
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 SPLIT = ["--dynapipe-split-backward", "--dynapipe-memory-limit-gb", "1"]
 VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
-RESUME = ["--ckpt-step", "4", "--eval-iters", "0", "--no-load-optim", "--no-load-rng"]
+_RESUME = "--train-iters 30 --exit-interval 20 --ckpt-step 19 --eval-iters 0 --no-load-optim --no-load-rng"
 STOCK = {"mock": "mock, stock", "packed": "uneven, stock", "virtual stages": "uneven, stock"}
 
+NUM_STEPS = {"mock": 5, "packed": 20, "virtual stages": 20}
 WIDTHS = {"lm loss": 1e-5, "grad norm": 2e-3, "learning rate": 0, "consumed samples": 0}
 
 
 def runs(data: str, saved: str) -> tuple[Run, ...]:
-    planned = [*UNEVEN, "--dynapipe-data", data]
-    virtual = [*planned, *PP, *VIRTUAL, *OVERLAP, *SPLIT]
+    planned = ["--dynapipe-data", data]
+    virtual = [*UNEVEN, *planned, *PP, *VIRTUAL, *OVERLAP, *SPLIT]
     return (
         Run("mock, stock", 2, [*MOCK, *PP], planned=False),
         Run("mock", 4, [*MOCK, *TP_PP]),
         Run("uneven, stock", 2, [*UNEVEN, *PP, "--padded-data", data], planned=False, script="pretrain_padded.py"),
-        Run("packed", 4, [*planned, *TP_PP, "--dynapipe-layout", "packed"]),
-        Run("virtual stages", 4, [*virtual, "--save", saved, "--save-interval", "4"]),
-        Run("resumed", 2, [*planned, *PP, "--load", saved, *RESUME]),
+        Run("packed", 4, [*IN_SAMPLES, *planned, *TP_PP, "--dynapipe-layout", "packed"]),
+        Run("virtual stages", 4, [*virtual, "--save", saved, "--save-interval", "19"]),
+        Run("resumed", 2, [*UNEVEN, *planned, *PP, "--load", saved, *_RESUME.split()]),
         Run("cp2", 1, [*MOCK, "--context-parallel-size", "2"]),
         Run("help", 1, ["--help"]),
     )
@@ -57,7 +61,7 @@ def ran(tmp_path_factory: Any) -> dict[str, Ran]:
 def test_each_line_of_the_log_agrees_with_megatrons_own_schedule(ran: dict[str, Ran], name: str) -> None:
     ours, theirs = ran[name], ran[STOCK[name]]
     assert ours.status == theirs.status == 0, ours.log[-3000:] + theirs.log[-3000:]
-    assert len(ours.losses) == 5
+    assert len(ours.losses) == NUM_STEPS[name]
     for column, width in WIDTHS.items():
         assert ours.column(column) == pytest.approx(theirs.column(column), abs=width)
     assert ours.validated == pytest.approx(theirs.validated, abs=1e-5)
@@ -66,8 +70,17 @@ def test_each_line_of_the_log_agrees_with_megatrons_own_schedule(ran: dict[str, 
     assert "dynapipe: " not in theirs.log
 
 
+@pytest.mark.parametrize("name", STOCK)
+def test_losses_gradient_norms_and_final_weights_agree_with_megatrons_own_schedule(
+    ran: dict[str, Ran], name: str
+) -> None:
+    found = apart(ran[name].records, ran[STOCK[name]].records)
+    assert max(found.loss, found.grad_norm, found.weights) < 1e-5, found
+
+
 def test_a_run_goes_on_at_the_sample_after_those_of_its_checkpoint(ran: dict[str, Ran]) -> None:
-    """In mid-epoch and on other ranks; without the optimizer, whose state Megatron-LM cannot load on a CPU."""
+    """In mid-epoch and on other ranks, to its exit interval; without the optimizer, whose state Megatron-LM cannot load
+    on a CPU."""
     assert ran["resumed"].status == 0, ran["resumed"].log[-3000:]
     for column in ("lm loss", "grad norm", "consumed samples"):
         (last,) = ran["resumed"].column(column)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -95,7 +95,8 @@ def in_job(case: PairCase, env: Any) -> Iterator[tuple[list[Any], PipelineExecut
         verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
     plan = plans[me.dp_rank][me.pp_rank]
     batches = [pair_tensors(m, case.loss_norm) for m in plan.micro_batches]
-    yield ddps, PipelineExecutor(t5_stage(ddps, dropout=case.dropout > 0), transport), plan, batches
+    stage = t5_stage(ddps, deterministic=case.is_deterministic, dropout=case.dropout > 0)
+    yield ddps, PipelineExecutor(stage, transport), plan, batches
     transport.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -135,6 +136,27 @@ def test_steps_leave_nothing_over_and_keep_copies_alike(run_ranks: RunRanks) -> 
     spread = PairCase(Topology(pp=3, dp=2, layers_per_stage=(3, 3, 2)), distributed_optimizer=True)
     for rank, found in enumerate(run_ranks(6, partial(main, spread))):
         assert found == pytest.approx(alone, rel=1e-4), f"rank {rank}"
+
+
+def test_deterministic_steps_have_the_same_bits_on_one_stage_and_on_many(run_ranks: RunRanks) -> None:
+    """The embedding is read by both sides and the head, biases by every layer, the encoder's output by four layers."""
+
+    def main(case: PairCase, env: Any) -> list[float]:
+        with in_job(case, env) as (ddps, executor, plan, batches):
+            optimizer = pair_optimizer(case, ddps)
+            found: list[Any] = []
+            for _ in range(3):
+                found.append(executor.execute(plan, batches))
+                found.append(optimizer.step(ExecutedStep(plan, found[-1])))
+            return [*found, executor.execute(forwards_of(plan), batches)]
+
+    published("t5", "tokens")
+    one = PairCase(Topology(), is_deterministic=True)
+    alone = run_ranks(1, partial(main, one))[0]
+    folded = replace(one, topology=Topology(pp=2, placement=(0, 1, 1, 0)), schedule="zb-v")
+    spread = replace(one, topology=Topology(pp=3, layers_per_stage=(3, 3, 2)), recompute="selective")
+    for case in (folded, spread):
+        assert run_ranks(case.topology.world_size, partial(main, case)) == [alone] * case.topology.world_size
 
 
 def test_groups_that_were_made_without_the_model_are_refused(run_ranks: RunRanks) -> None:

@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError, StoreError
 from dynapipe_ext.executor import proven_step
 from dynapipe_ext.executor.plans.planner_pool import PlannerProcesses
-from dynapipe_ext.executor.plans.planner_process import PlannerJob, describe_planner, publish_plans
-from dynapipe_ext.executor.plans.source import StorePlanSource, publish_failure
-from dynapipe_ext.executor.plans.step_positions import GlobalBatchRule, StepPosition, step_positions
+from dynapipe_ext.executor.plans.planner_process import describe_planner
+from dynapipe_ext.executor.plans.source import publish_failure
+from dynapipe_ext.executor.plans.step_positions import StepPosition, step_positions
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.wire import decode, encode
 from dynapipe_ext.launch.redis_server import RedisServer
-from dynapipe_ext.lengths import LengthArray, as_length_array, sample_lengths
-from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.lengths import as_length_array, sample_lengths
+from tests.support.planned_steps import (
+    KEY,
+    KEYS,
+    LENGTHS,
+    PLANNER,
+    RULE,
+    job_of,
+    places,
+    plan_key,
+    publisher,
+    source,
+    until,
+)
 
 pytestmark = pytest.mark.timeout(90)
-KEY = b"k" * 32
-LENGTHS: LengthArray = as_length_array(np.random.default_rng(0).integers(4, 90, 40))
-RULE = GlobalBatchRule(batch_size=5, shuffle=True)
-PLANNER = Planner(
-    Topology(pp=2, dp=2), TokenCosts(2), 1e12,
-    schedule="1f1b", format=ActivationFormat(16), collectives=ReplicaCollectives(),
-)  # fmt: skip
-KEYS = Keys("topic/1")
 
 
 @pytest.fixture(scope="module")
@@ -55,43 +52,6 @@ def address() -> Iterator[StoreAddress]:
 def store(address: StoreAddress, request: pytest.FixtureRequest) -> Iterator[RedisStore]:
     with RedisStore(address, namespace=request.node.name) as made:
         yield made
-
-
-def job_of(store: RedisStore, *, num_workers: int = 2, ahead: int = 4) -> PlannerJob:
-    return PlannerJob(
-        store_url=store.address.url,
-        store_password=store.address.password,
-        namespace=store.namespace,
-        prefix=KEYS.prefix,
-        plan_key=KEY.hex(),
-        rule=RULE,
-        planner=describe_planner(PLANNER),
-        start=StepPosition(),
-        ahead=ahead,
-        num_workers=num_workers,
-    )
-
-
-def source(
-    store: object, *, dp_rank: int = 0, pp_rank: int = 0, num_planners: int = 2, **options: float
-) -> StorePlanSource:
-    settings = {"timeout_s": 60.0, "marks_taken": dp_rank == pp_rank == 0, **options}
-    return StorePlanSource(store, KEYS, KEY, dp_rank=dp_rank, pp_rank=pp_rank, num_planners=num_planners, **settings)
-
-
-def plan_key(place: StepPosition, dp_rank: int = 0, pp_rank: int = 0) -> str:
-    return KEYS.plan(epoch=place.epoch, step=place.step, dp_rank=dp_rank, pp_rank=pp_rank)
-
-
-def places(count: int) -> list[tuple[StepPosition, tuple[int, ...]]]:
-    steps = step_positions(RULE, LENGTHS, StepPosition())
-    return [next(steps) for _ in range(count)]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Poll, under the test's own time limit, for a state of another process that cannot be waited for."""
-    while not condition():
-        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:
@@ -129,7 +89,7 @@ def test_plans_that_nobody_needs_any_more_are_deleted() -> None:
     order = places(40)
     for place, _ in order:
         store.put(KEYS.taken(epoch=place.epoch, step=place.step), b"1")
-    publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, order, worker=0, num_workers=1, ahead=3)
+    publisher(store).publish(order)
     left = [place for place, _ in order if store.try_get(plan_key(place, 1, 1))]
     assert left == [place for place, _ in order[-10:]]  # 2 x ahead and the slack of 4
     assert store.try_get(KEYS.taken(epoch=0, step=0)) is None
@@ -150,27 +110,6 @@ def test_planning_processes_do_not_import_torch() -> None:
     modules = "dynapipe_ext.executor.plans.planner_process, dynapipe_ext.schedules.planner"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-
-
-def test_a_killed_planner_is_named_at_a_rank_that_waits_for_it(store: RedisStore) -> None:
-    with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
-        store.get(KEYS.heartbeat(1), 60.0)
-        pid = pool.processes[1].pid
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(
-            StoreError, match=rf"planner process 1 \(pid {pid}\) was killed by SIGKILL.*step 7 of epoch 3"
-        ):
-            source(store, timeout_s=600.0).plan(StepPosition(3, 7, 31))
-        assert pool.poll() == {1: -signal.SIGKILL}
-
-
-def test_a_planner_that_falls_silent_is_named_without_its_owners_help(store: RedisStore) -> None:
-    with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
-        store.get(KEYS.heartbeat(1), 60.0)
-        os.kill(pool.processes[1].pid, signal.SIGSTOP)
-        with pytest.raises(StoreError, match=r"planner process 1 has given no sign for .* step 7 of epoch 3"):
-            source(store, timeout_s=600.0, silent_after_s=3.0).plan(StepPosition(3, 7, 31))
-        os.kill(pool.processes[1].pid, signal.SIGCONT)
 
 
 def test_a_batch_that_cannot_be_planned_ends_every_rank_with_the_planners_sentence(store: RedisStore) -> None:
@@ -303,16 +242,6 @@ def test_a_planner_ends_when_its_input_closes(store: RedisStore) -> None:
         assert process.wait(60) == 0
 
 
-def test_a_stopped_planner_of_strangers_making_keeps_its_plans_for_the_ranks(store: RedisStore) -> None:
-    with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
-        store.get(plan_key(StepPosition()), 60.0)
-        store.get(plan_key(places(2)[1][0]), 60.0)
-        pool.processes[0].terminate()
-        store.get(KEYS.failure(0), 60.0)
-    assert store.try_get(plan_key(StepPosition())) is not None
-    assert store.try_get(plan_key(places(2)[1][0])) is not None  # its neighbour's too, though that was closed
-
-
 def test_a_planner_class_of_the_main_script_is_refused_before_anything_starts() -> None:
     kind = type("Planner", (), {"__module__": "__main__"})
     with pytest.raises(ConfigError, match="define it in a module"):
@@ -328,24 +257,9 @@ def test_an_overdue_plan_names_the_planner_the_step_and_the_rank() -> None:
 
 def test_a_rank_at_another_step_than_its_planners_is_told() -> None:
     store = MemoryStore()
-    publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)
+    publisher(store).publish(places(1))
     with pytest.raises(StoreError, match="same checkpoint"):
         source(store, num_planners=1).plan(StepPosition(0, 0, 5))
-
-
-def test_a_plan_put_under_another_ranks_name_is_refused() -> None:
-    store = MemoryStore()
-    publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)
-    store.put(plan_key(StepPosition(), 0, 0), store.get(plan_key(StepPosition(), 1, 0), 1.0))
-    with pytest.raises(StoreError, match="signature"):
-        source(store, num_planners=1).plan(StepPosition())
-
-
-def test_a_forged_failure_is_not_believed() -> None:
-    store = MemoryStore()
-    publish_failure(store, KEYS, b"j" * 32, 0, "pay here", of_planning=True)
-    with pytest.raises(StoreError, match="signature"):
-        source(store, timeout_s=30.0).plan(StepPosition())
 
 
 def test_a_failure_of_a_later_step_does_not_stop_a_rank_that_waits_for_another_planner() -> None:
@@ -375,7 +289,7 @@ def test_plans_are_verified_before_they_are_published(monkeypatch: pytest.Monkey
     monkeypatch.setattr(proven_step, "lower", without_waits)
     store = MemoryStore()
     with pytest.raises(Exception, match="rank"):
-        publish_plans(store, KEYS, KEY, PLANNER, LENGTHS, places(1), worker=0, num_workers=1, ahead=3)
+        publisher(store).publish(places(1))
     assert store.try_get(plan_key(StepPosition())) is None
     with pytest.raises(PlanError):
         source(store, num_planners=1).plan(StepPosition())

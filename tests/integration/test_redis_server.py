@@ -1,5 +1,6 @@
 """The embedded server is private to its job and leaves nothing behind."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -197,6 +199,59 @@ def test_a_running_servers_directory_is_not_taken_for_an_abandoned_one(tmp_path:
         with RedisServer(directory=tmp_path):
             pass
         assert "+PONG" in ask(one.address, f"AUTH {one.address.password}", "PING")
+
+
+@pytest.mark.parametrize("port", [None, "free"])
+def test_a_server_that_is_killed_is_started_again_where_it_was_and_ends_with_its_owner(
+    port: str | None, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with RedisServer(directory=tmp_path, port=free_port() if port else None) as server:
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            pid = server.pid
+            os.kill(pid, number)
+            until_served(server, other_than=pid)
+        last = server.pid
+    assert not Path(f"/proc/{last}").exists()
+    assert list(tmp_path.iterdir()) == []
+    said = capfd.readouterr().err
+    assert "was killed by signal 9: started again" in said
+    assert server.address.password not in said
+
+
+def test_a_server_that_does_not_answer_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(module, "_LOOK_S", 0.1)
+    with RedisServer() as server:
+        pid = server.pid
+        os.kill(pid, signal.SIGSTOP)
+        until_served(server, other_than=pid)
+
+
+def test_a_server_that_falls_again_and_again_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "_MOST_FALLS", 2)
+    with RedisServer() as server:
+        for num_left in (2, 1, 0):
+            pid = server.pid
+            os.kill(pid, signal.SIGKILL)
+            if num_left:
+                until_served(server, other_than=pid)
+        server._keeper.join(20)
+        assert not server._keeper.is_alive()
+    assert "as 3 times in a row: it is given up" in capfd.readouterr().err
+
+
+def until_served(server: RedisServer, *, other_than: int) -> None:
+    """Poll until another process answers at the address."""
+    deadline_s = time.monotonic() + 20
+    while True:
+        assert time.monotonic() < deadline_s
+        if server.pid != other_than:
+            with contextlib.suppress(OSError):
+                assert "+PONG" in ask(server.address, f"AUTH {server.address.password}", "PING")
+                return
+        time.sleep(0.01)
 
 
 def test_a_forked_child_does_not_stop_it() -> None:

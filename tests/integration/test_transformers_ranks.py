@@ -10,16 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from megatron.core import optimizer_param_scheduler  # noqa: F401  (here, once, instead of in every rank)
 
 from dynapipe_ext import ParallelContext, PipelineExecutor, Planner, TokenCosts, Topology
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.config import OptimizerSettings
 from dynapipe_ext.data.collate import collate
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages.accumulator import ExactAccumulator
+from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, parts_of_config, parts_of_folder
 from dynapipe_ext.executor.stages.transformers_saving import save_parts
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
+from dynapipe_ext.executor.update import ExecutedStep
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.topology import placement_of
 from tests.support.tiny_models import CONFIGS, one_by_one, samples_of, tiny_model
@@ -39,8 +45,15 @@ def folder(tmp_path_factory) -> Path:
 def plan_of(topology: Topology, coordinates: Any, step: int, **options: Any):
     lengths = [SampleLength(s.index, s.positions, target=s.target) for s in SAMPLES]
     costs, form = TokenCosts(topology.num_stages, overhead_ns=10**5), ActivationFormat(16, order="bsh")
-    planner = Planner(topology, costs, 10**9, format=form, collectives=ReplicaCollectives(), max_tokens=40, **options)
+    planner = Planner(
+        topology, costs, 10**9, format=form, collectives=ReplicaCollectives(), **{"max_tokens": 40} | options
+    )
     return prove_step(planner, lengths, step=step).plans[coordinates.dp_rank][coordinates.pp_rank]
+
+
+def tensors_of(plan: ExecutionPlan) -> list[dict[str, torch.Tensor]]:
+    batches = [collate(m, [SAMPLES[s.index] for s in m.samples]) for m in plan.micro_batches]
+    return [{name: torch.from_numpy(array) for name, array in batch.items()} for batch in batches]
 
 
 def steps(env: Any, topology: Topology, parts_of: Callable[[int], list[TransformersPart]], **options: Any):
@@ -53,8 +66,7 @@ def steps(env: Any, topology: Topology, parts_of: Callable[[int], list[Transform
     losses = []
     for step in range(2):
         plan = plan_of(topology, parallel.coordinates, step, **options)
-        batches = [collate(m, [SAMPLES[s.index] for s in m.samples]) for m in plan.micro_batches]
-        losses.append(executor.execute(plan, [{k: torch.from_numpy(v) for k, v in b.items()} for b in batches]))
+        losses.append(executor.execute(plan, tensors_of(plan)))
         optimizer.step()
     weights = {name: p.detach().clone() for part in parts for name, p in part.model.named_parameters()}
     dist.barrier()
@@ -82,6 +94,40 @@ def test_two_stages_and_two_replicas_out_of_a_folder_train_the_whole_model(run_r
     embedding = "transformer.wte.weight"  # lies on both ends
     copies = [weights[embedding] for _, weights in ranks]
     assert all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+def test_deterministic_steps_have_the_same_bits_on_every_topology(run_ranks, folder):
+    """Tied ends, gradients clipped by one norm; the micro-batches are those of one rule for all."""
+    options = {"rule": "packed-balanced", "layout": "packed", "max_tokens": 24, "split_backward": True}
+    settings = OptimizerSettings(lr=0.1, warmup_steps=0, clip_grad=0.4, deterministic=True)
+
+    def trained(topology: Topology) -> tuple[list[float], list[Any], dict[str, torch.Tensor]]:
+        parallel = ParallelContext(topology, timeout_s=60)
+        parts = parts_of_folder(folder, topology, parallel.coordinates.pp_rank)
+        stage = TransformersStage(parts, accumulator=ExactAccumulator, parallel=parallel)
+        executor = PipelineExecutor(stage, parallel.transport)
+        optimizer = TransformersOptimizer(parts, settings, num_steps=5, parallel=parallel)
+        losses, norms = [], []
+        for step in range(5):
+            plan = plan_of(topology, parallel.coordinates, step, **options)
+            losses.append(executor.execute(plan, tensors_of(plan)))
+            norms.append(optimizer.step(ExecutedStep(plan, losses[-1], stage.losses())))
+        weights = {name: p.detach().clone() for part in parts for name, p in part.model.named_parameters()}
+        return losses, norms, weights
+
+    def main(env):
+        dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size)
+        found = [trained(topology) for topology in (Topology(dp=4), GRID, Topology(pp=4))]
+        dist.barrier()
+        dist.destroy_process_group()
+        return found
+
+    ranks = run_ranks(4, main, timeout_s=120)
+    losses, norms, whole = ranks[0][0]
+    assert min(norms) > 0.4
+    for found in (found for rank in ranks for found in rank):
+        assert found[:2] == (losses, norms)
+        assert [name for name, weight in found[2].items() if not torch.equal(weight, whole[name])] == []
 
 
 def test_dropout_is_the_same_on_one_rank_and_on_two(run_ranks, folder):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import random
 import struct
 import zlib
+from collections.abc import Callable
 from typing import get_args
 
 import numpy as np
@@ -181,6 +183,45 @@ def test_the_signature_is_checked_before_anything_is_unpacked(monkeypatch: pytes
     monkeypatch.setattr(wire.zlib, "decompressobj", never)
     with pytest.raises(StoreError):
         wire.decode(data[:-1] + b"\0", KEY)
+
+
+def test_ten_thousand_strange_messages_are_refused_by_name() -> None:
+    """Random bytes, pieces of genuine plans changed, cut, joined and repeated, heads of ours on bodies of anybody's."""
+    rng = random.Random(0)
+    names = [f"plan/0/{step}/0/0".encode() for step in range(4)]
+    genuine = {name: wire.encode(example_plan(count), KEY, context=name) for count, name in enumerate(names, 1)}
+
+    foreign = wire.encode(example_plan(), b"j" * 32, context=names[0])
+
+    def changed(data: bytes) -> bytes:
+        bits = bytearray(data)
+        for _ in range(rng.randint(1, 20)):
+            bits[rng.randrange(len(bits))] ^= rng.randint(1, 255)
+        return bytes(bits) if bytes(bits) != data else foreign
+
+    ways: list[Callable[[bytes], bytes]] = [
+        lambda data: rng.randbytes(rng.randrange(2000)),
+        lambda data: data[:5] + rng.randbytes(rng.randrange(2000)),
+        lambda data: data[:37] + zlib.compress(rng.randbytes(rng.randrange(500)), 1),
+        lambda data: data[: rng.randrange(len(data))],
+        lambda data: data[: rng.randrange(len(data))] + genuine[rng.choice(names)] + b"\0",
+        lambda data: data * rng.randint(2, 5),
+        changed,
+        lambda data: foreign,
+    ]
+
+    for _ in range(10_000):
+        name = rng.choice(names)
+        with pytest.raises(StoreError):
+            wire.decode(rng.choice(ways)(genuine[name]), KEY, context=name)
+    assert all(wire.decode(data, KEY, context=name).step == 5 for name, data in genuine.items())
+
+
+def test_a_message_above_the_bound_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = wire.encode(example_plan(), KEY)
+    monkeypatch.setattr(wire, "MAX_PLAN_BYTES", len(data) - 1)
+    with pytest.raises(StoreError, match=f"{len(data)} B from the store are more than a plan's {len(data) - 1} B"):
+        wire.decode(data, KEY)
 
 
 def signed(packed: bytes) -> bytes:

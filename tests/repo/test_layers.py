@@ -24,6 +24,7 @@ RIM = {
         "dynapipe_ext/packing/*.py",  # tensors and attention of transformers models; packing itself is numpy
         "dynapipe_ext/megatron.py",
         "executor/stages/accumulator.py",
+        "executor/stages/exact_sums.py",
         "executor/checkpoints/megatron*.py",  # a rank's tensors, through megatron-core's dist_checkpointing
         "executor/device.py",
         "executor/stages/chunk_runner.py",

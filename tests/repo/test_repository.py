@@ -30,6 +30,9 @@ ESTIMATED = (
 )
 CONVERTED = "tests/integration/test_convert_formats.py::test_the_command_goes_there_with_uneven_stages_and_back"
 LEARNED = "tests/integration/test_collect_memory.py::test_held_out_errors_are_printed_and_small"
+LAUNCHED = (
+    "tests/integration/test_two_nodes.py::test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run"
+)
 AS_IT_STANDS = f"{README_TESTS}::test_commands_of_the_readme_run_as_they_stand"
 TESTED_COMMANDS = {
     "bash tests/run.sh": "tests/repo/test_repository.py::test_every_check_of_the_suite_is_run_by_one_command",
@@ -81,9 +84,15 @@ TESTED_COMMANDS = {
     "torchrun … -m dynapipe_ext.megatron pretrain_gpt.py …": (
         "tests/integration/test_megatron_script.py::test_each_line_of_the_log_agrees_with_megatrons_own_schedule"
     ),
-    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
-    " -m dynapipe_ext.launch.train --config mine.toml --store redis://HOST:6379/0": (
-        "tests/integration/test_two_nodes.py::test_a_job_trains_over_two_hosts"
+    "dynapipe launch --config mine.toml --run-dir runs/mine": (
+        "tests/unit/test_launch_command.py::test_on_one_machine_torchrun_starts_all_ranks_with_the_flags_of_train"
+    ),
+    "dynapipe launch --config mine.toml --hosts hosts.txt --run-dir runs/mine": LAUNCHED,
+    "dynapipe launch --config mine.toml --run-dir runs/mine --hosts hosts.txt --store rediss://HOST:6379/0"
+    " --secret-file ~/.store": LAUNCHED,
+    "sbatch --nodes 4 --gpus-per-node 8 launch/slurm.sh --config mine.toml --run-dir runs/mine"
+    " --store rediss://HOST:6379/0": (
+        "tests/unit/test_nodes.py::test_the_slurm_script_starts_all_nodes_and_is_queued_again_once_all_have_saved"
     ),
 }
 

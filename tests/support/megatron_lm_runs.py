@@ -7,6 +7,7 @@ DYNAPIPE_MEGATRON_LM names a clone.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -21,13 +22,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+import torch
+
+from tests.support.megatron_lm_record import Record, Recorder
 
 _BESIDE = [folder / "shared" for folder in Path(__file__).resolve().parents[3:5]]
 SHARED = next((folder for folder in _BESIDE if (folder / "megatron_on_cpu.py").is_file()), _BESIDE[0])
 ARCHIVE = SHARED / "data" / "megatron-lm-core_v0.16.1.tar.xz"
 TREE_VARIABLE = "DYNAPIPE_MEGATRON_LM"
-_NEVER_CALLED = ("six",)  # by the tokenizer of these runs, but imported
 ABSENT = "no Megatron-LM: give DYNAPIPE_MEGATRON_LM=DIR, a clone at core_v0.16.1"
 # A GPT that trains on a CPU in a second, on samples of one length.
 _ARGUMENTS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -39,6 +42,12 @@ _ARGUMENTS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-le
 --no-rope-fusion --position-embedding-type rope --calculate-per-token-loss --ckpt-format torch_dist
 --disable-jit-fuser"""
 ARGUMENTS = _ARGUMENTS.split()
+
+
+def without(arguments: Sequence[str], *options: str) -> list[str]:
+    """Less these options, each of which has one value."""
+    dropped = {i for name in options for i, word in enumerate(arguments) if word == f"--{name}"}
+    return [word for i, word in enumerate(arguments) if not {i, i - 1} & dropped]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +63,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a run's ranks printed, each with its exit status, and what the log of all says of each iteration."""
+    """What a run's ranks printed, each with its exit status, what the log of all says of each iteration, and what each
+    rank's training came to (see `megatron_lm_record`)."""
 
     status: int
     printed: tuple[str, ...]
+    records: tuple[Record, ...]
 
     @property
     def log(self) -> str:
@@ -122,7 +133,8 @@ def megatron_lm_runs(runs: Sequence[Run], folder: Path, *, timeout_s: float) -> 
     for run in runs:
         printed = tuple((folder / f"{run.name}.{rank}").read_text() for rank in range(run.num_ranks))
         statuses = [int((folder / f"{run.name}.{rank}.status").read_text()) for rank in range(run.num_ranks)]
-        ran[run.name] = Ran(max(statuses), printed)
+        records = tuple(torch.load(folder / f"{run.name}.{rank}.pt") for rank in range(run.num_ranks))
+        ran[run.name] = Ran(max(statuses), printed, records)
     return ran
 
 
@@ -132,24 +144,6 @@ def _place(megatron_lm: Path, script: str) -> str:
     return str(own if own.is_file() else megatron_lm / script)
 
 
-def _name_weights() -> None:
-    """Weights depend on their names, not on ranks: a run on few ranks is then the measure of runs on any."""
-    import megatron.training.training as training
-
-    from dynapipe_ext.executor.stages.megatron import unwrapped
-    from dynapipe_ext.executor.stages.megatron_weights import initialize_weights
-
-    original = training.get_model
-
-    def get_model(*arguments: Any, **keywords: Any) -> Any:
-        chunks = original(*arguments, **keywords)
-        for model in map(unwrapped, chunks):
-            initialize_weights(model, model.config, seed=1)
-        return chunks
-
-    training.get_model = get_model
-
-
 def main() -> None:
     megatron_lm, folder = map(Path, sys.argv[1:])
     spec = importlib.util.spec_from_file_location("megatron_on_cpu", SHARED / "megatron_on_cpu.py")
@@ -157,9 +151,9 @@ def main() -> None:
     assert spec.loader
     on_cpu = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(on_cpu)
-    for name in _NEVER_CALLED:
-        if importlib.util.find_spec(name) is None:
-            sys.modules[name] = types.ModuleType(name)
+    if importlib.util.find_spec("six") is None:  # of which tokenizers ask only this
+        sys.modules["six"] = types.ModuleType("six")
+        sys.modules["six"].PY3 = True  # type: ignore[attr-defined]
     on_cpu.prepare(megatron_lm)
     runs = [Run(**run) for run in json.loads((folder / "runs.json").read_text())]
     for script in {run.script for run in runs}:
@@ -168,7 +162,9 @@ def main() -> None:
     from dynapipe_ext.launch.cluster import run_local
     from dynapipe_ext.launch.env import RankEnv
 
-    _name_weights()
+    routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    vars(routers).setdefault("te_general_gemm", None)  # which stock routers ask for without Transformer Engine, too
+    recorder = Recorder(importlib.import_module("megatron.training.training"))
     for run in runs:
 
         def rank_main(env: RankEnv, run: Run = run) -> int:
@@ -193,6 +189,7 @@ def main() -> None:
                 sys.stdout.flush()
                 sys.stderr.flush()
             Path(f"{place}.status").write_text(str(status))
+            recorder.save(Path(f"{place}.pt"))
             return 0
 
         run_local(rank_main, run.num_ranks, timeout_s=240)

@@ -15,10 +15,18 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 
 from dynapipe_ext.executor.stages.megatron_weights import global_name, initialize_weights
 
 VOCAB, LENGTH, ROWS = 128, 16, 2
+_EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_aux_loss_coeff": 0.01,
+    "add_bias_linear": False,
+}
+vars(moe_utils).setdefault("te_general_gemm", None)  # for which routers ask where there is no Transformer Engine, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +35,13 @@ class Loop:
 
     tp: int = 1
     pp: int = 1
+    ep: int = 0  # replicas that share four experts a layer; 0 for none
     chunks: int = 1
     tied: bool = False
     overlap: bool = False
     distributed: bool = False  # the distributed optimizer's buffers
     per_token: bool = True
+    loss_scale: float = 1.0
     num_micro_batches: int = 4
 
 
@@ -50,6 +60,7 @@ def start(loop: Loop) -> tuple[list[Any], Any]:
         tensor_model_parallel_size=loop.tp,
         pipeline_model_parallel_size=loop.pp,
         virtual_pipeline_model_parallel_size=loop.chunks if loop.chunks > 1 else None,
+        expert_model_parallel_size=max(loop.ep, 1),
     )
     model_parallel_cuda_manual_seed(7)
     config = TransformerConfig(
@@ -69,6 +80,8 @@ def start(loop: Loop) -> tuple[list[Any], Any]:
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         finalize_model_grads_func=finalize_model_grads,
+        grad_scale_func=None if loop.loss_scale == 1 else lambda loss: loss * loop.loss_scale,
+        **(_EXPERTS | {"expert_model_parallel_size": loop.ep} if loop.ep else {}),
     )
     chunks = []
     for number in range(loop.chunks):
@@ -77,7 +90,7 @@ def start(loop: Loop) -> tuple[list[Any], Any]:
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            get_gpt_layer_local_spec(num_experts=_EXPERTS["num_moe_experts"] if loop.ep else None),
             VOCAB,
             LENGTH,
             pre_process=first,
@@ -125,7 +138,8 @@ def loss_func(mask: torch.Tensor, output: torch.Tensor, *, non_loss_data: bool =
 
 def forward_step(data_iterator: Any, model: Any) -> Any:
     batch = next(data_iterator)
-    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
+    rows, length = batch["tokens"].shape
+    positions = torch.arange(length).expand(rows, length)
     output = model(batch["tokens"], positions, None, labels=batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])
 

@@ -98,6 +98,8 @@ class Case:
     dropout: float = 0.0
     weights_lag: int | None = None  # split backwards: W of a micro-batch follows I of the one this many places later
     is_joined: bool = False  # the schedule's I and W run as B
+    deal: tuple[tuple[int, ...], ...] = ()  # the micro-batches that each replica runs, in this order
+    is_deterministic: bool = False
 
     def __str__(self) -> str:
         t, m = self.topology, self.model
@@ -106,7 +108,9 @@ class Case:
         words += ["samples"] * (self.loss_norm != "tokens")
         words += [f"split{self.weights_lag}"] * (self.weights_lag is not None) + ["joined"] * self.is_joined
         words += [self.recompute] * (self.recompute != "none") + ["zero1"] * self.distributed_optimizer
-        words += ["dropout"] * (self.dropout > 0) + ["".join(map(str, t.placement))] * bool(t.placement)
+        words += ["dropout"] * (self.dropout > 0)
+        words += ["-".join(map(str, own)) for own in self.deal] + ["exact"] * self.is_deterministic
+        words += ["".join(map(str, t.placement))] * bool(t.placement)
         return "-".join(words + [str(n) for n in t.layers_per_stage])
 
 
@@ -136,7 +140,13 @@ def build_trained(case: Case, topology: Topology, rank: int) -> tuple[list[Any],
     """The chunks of a rank as `build_ddps` makes them, and their optimizer."""
     ddps = build_ddps(case, topology, rank)
     settings = OptimizerSettings(
-        lr=1e-3, min_lr=1e-4, warmup_steps=1, weight_decay=0.01, clip_grad=0.5, distributed=case.distributed_optimizer
+        lr=1e-3,
+        min_lr=1e-4,
+        warmup_steps=1,
+        weight_decay=0.01,
+        clip_grad=0.5,
+        distributed=case.distributed_optimizer,
+        deterministic=case.is_deterministic,
     )
     return ddps, MegatronOptimizer(ddps, ddps[0].config, settings, num_steps=10)
 
@@ -150,6 +160,7 @@ def build_ddps(case: Case, topology: Topology, rank: int) -> list[Any]:
         dtype="float32",
         sequence_parallel=case.sequence_parallel,
         dropout=case.dropout,
+        deterministic=case.is_deterministic,
     )
     shape, pp_rank = case.model.shape, topology.coordinates(rank).pp_rank
     chunks = build_chunks(
@@ -167,11 +178,13 @@ def join(env) -> None:
 
 
 def step_plan_of(case: Case, step: int) -> StepPlan:
-    """Uneven micro-batches (5, 2, 1, 3 and 3 samples); of two replicas one has two of them, the other three."""
+    """Uneven micro-batches (5, 2, 1, 3 and 3 samples); of two replicas one has two of them, the other three, where the
+    case does not deal them otherwise."""
     lengths = [length_of(sample) for sample in samples_of(step)]
     cuts = [lengths[:5], lengths[5:7], lengths[7:8], lengths[8:11], lengths[11:]]
     parts = [MicroBatch(tuple(cut), case.layout, case.recompute, pad_multiple=4) for cut in cuts]
-    replicas = [parts] if case.topology.dp == 1 else [parts[:2], parts[2:]]
+    deal = case.deal or (((0, 1, 2, 3, 4),) if case.topology.dp == 1 else ((0, 1), (2, 3, 4)))
+    replicas = [[parts[number] for number in own] for own in deal]
     costs = costs_of(case.topology, replicas)
     schedules = [schedule_of(case.schedule, c, case.topology) for c in costs]
     if case.weights_lag is not None:

@@ -48,12 +48,14 @@ class PairCase:
     distributed_optimizer: bool = False
     dropout: float = 0.0
     weights_lag: int | None = None
+    is_deterministic: bool = False
 
     def __str__(self) -> str:
         t = self.topology
         words = [self.variant, f"tp{t.tp}pp{t.pp}dp{t.dp}", self.layout, self.schedule]
         words += ["sp"] * self.sequence_parallel + [self.recompute] * (self.recompute != "none")
         words += [f"split{self.weights_lag}"] * (self.weights_lag is not None)
+        words += ["exact"] * self.is_deterministic
         words += ["zero1"] * self.distributed_optimizer + ["samples"] * (self.loss_norm != "tokens")
         words += ["".join(map(str, t.placement))] * bool(t.placement)
         return "-".join(words + [str(n) for n in t.layers_per_stage])
@@ -106,7 +108,12 @@ def build_pair_ddps(
     topology = case.topology
     initialize_parallel(topology, 0, architecture=architecture)
     config = transformer_config(
-        architecture, topology, dtype="float32", sequence_parallel=case.sequence_parallel, dropout=case.dropout
+        architecture,
+        topology,
+        dtype="float32",
+        sequence_parallel=case.sequence_parallel,
+        dropout=case.dropout,
+        deterministic=case.is_deterministic,
     )
     chunks = build_chunks(
         topology,
@@ -121,7 +128,13 @@ def build_pair_ddps(
 
 def pair_optimizer(case: PairCase, ddps: Sequence[Any]) -> MegatronOptimizer:
     settings = OptimizerSettings(
-        lr=1e-3, min_lr=1e-4, warmup_steps=1, weight_decay=0.01, clip_grad=0.5, distributed=case.distributed_optimizer
+        lr=1e-3,
+        min_lr=1e-4,
+        warmup_steps=1,
+        weight_decay=0.01,
+        clip_grad=0.5,
+        distributed=case.distributed_optimizer,
+        deterministic=case.is_deterministic,
     )
     return MegatronOptimizer(ddps, ddps[0].config, settings, num_steps=10)
 

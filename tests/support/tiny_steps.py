@@ -13,6 +13,8 @@ from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.collate import collate
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages.accumulator import PlainAccumulator
+from dynapipe_ext.executor.stages.torch_stage import MakeAccumulator
 from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
@@ -24,13 +26,12 @@ from tests.support.tiny_models import samples_of
 SAMPLES = samples_of((3, 12, 7, 20, 5, 9, 14, 4))
 
 
-def plans_of(topology: Topology, layout: str, *, split: bool, recompute: str = "none", step: int = 0):
+def plans_of(topology: Topology, layout: str, *, split: bool, recompute: str = "none", step: int = 0, **options: Any):
     """The plans of all ranks for one global batch."""
     lengths = [SampleLength(s.index, s.positions, target=s.target) for s in SAMPLES]
     costs, form = TokenCosts(topology.num_stages, overhead_ns=10**5), ActivationFormat(16, order="bsh")
-    planner = Planner(
-        topology, costs, 10**9, format=form, layout=layout, max_tokens=40, split_backward=split, recompute=recompute
-    )
+    options |= {"layout": layout, "max_tokens": 40, "split_backward": split, "recompute": recompute}
+    planner = Planner(topology, costs, 10**9, format=form, **options)
     return prove_step(planner, lengths, step=step).plans[0]
 
 
@@ -41,7 +42,9 @@ def batches_of(plan) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def learned(model: Any, topology: Topology, plans, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def learned(
+    model: Any, topology: Topology, plans, *, accumulator: MakeAccumulator = PlainAccumulator, **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Each rank's loss, and all gradients by the whole model's names; ranks are threads with a model each."""
     hub, parallel = InlineHub(), InlineReductions(topology)
     models = [copy.deepcopy(model) for _ in range(topology.pp)]
@@ -50,7 +53,9 @@ def learned(model: Any, topology: Topology, plans, **options: Any) -> tuple[list
 
     def rank(number: int) -> None:
         parts = parts_of_model(models[number], topology, number, **options)
-        executor = PipelineExecutor(TransformersStage(parts, parallel=parallel), hub.transport(number))
+        executor = PipelineExecutor(
+            TransformersStage(parts, accumulator=accumulator, parallel=parallel), hub.transport(number)
+        )
         losses[number] = executor.execute(plans[number], batches_of(plans[number]))
         for part in parts:
             for name, weight in part.model.named_parameters():

@@ -162,6 +162,18 @@ def test_exact_accumulation_refuses_what_it_cannot_hold():
         accumulator.reduce()
 
 
+def test_exact_accumulation_hands_on_what_is_not_finite_to_those_who_judge_it():
+    healthy, broken = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    accumulator = ExactAccumulator([healthy, broken])
+    accumulator.begin()
+    for gradient in (torch.tensor([1.0, torch.inf]), torch.ones(2)):
+        healthy.grad, broken.grad = torch.ones(2), gradient
+        accumulator.add()
+    accumulator.reduce()
+    assert torch.equal(healthy.grad, torch.full((2,), 2.0))
+    assert broken.grad.isnan().all()
+
+
 class Spans(list):
     def record(self, span) -> None:
         self.append(span)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, DataError
@@ -25,14 +26,14 @@ from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
 from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, data_planner
 from dynapipe_ext.executor.megatron.samples import Conversations, megatron_arrays, open_samples, split_source
 from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape
-from dynapipe_ext.executor.proven_step import prove
+from dynapipe_ext.executor.proven_step import prove, prove_step
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Kind
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
-from dynapipe_ext.topology import Topology, placement_of
+from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 
 class Source:
@@ -49,7 +50,7 @@ class Source:
         return TokenSample(index, np.full(self.lengths[index, 0] + 1, index), 1)
 
 
-def pipeline(topology: Topology, rank: int = 0) -> MegatronPipeline:
+def pipeline(topology: Topology, rank: int = 0, *, ep: int = 1) -> MegatronPipeline:
     return MegatronPipeline(
         topology=topology,
         coordinates=topology.coordinates(rank),
@@ -59,6 +60,7 @@ def pipeline(topology: Topology, rank: int = 0) -> MegatronPipeline:
         counts_memory=True,
         recompute="none",
         pad_multiple=1,
+        replica_collectives=ReplicaCollectives.of_zero(0, ep=ep),
         device=torch.device("cpu"),
         device_bytes=1 << 30,
     )
@@ -87,6 +89,27 @@ def test_a_step_has_the_same_samples_on_any_ranks_and_after_any_stop() -> None:
     assert samples_of_steps(Topology(), 3, consumed=4 * 8) == whole[4:]
     assert samples_of_steps(Topology(pp=2, dp=2), 7) == whole
     assert samples_of_steps(Topology(), 7, seed=4) != whole
+
+
+@pytest.mark.parametrize("placement", ["linear", "interleaved"])
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_replicas_that_share_experts_run_as_many_micro_batches_in_one_order(
+    placement: PlacementName, split_backward: bool, forward_only: bool
+) -> None:
+    """Their proof is of tokens that are exchanged inside every micro-batch."""
+    topology = Topology(pp=2, dp=2, placement=() if placement == "linear" else placement_of(placement, 2, 2))
+    choices = PlanChoices(split_backward=split_backward, limit_bytes=20_000)
+    sharing = pipeline(topology, ep=2)
+    if split_backward and placement != "linear":
+        with pytest.raises(ConfigError, match="give one stage a rank"):
+            data_planner(sharing, choices, forward_only=forward_only)
+        return
+    planner = data_planner(sharing, choices, forward_only=forward_only)
+    lengths = [4] * 9 + [60] * 5 + [31]
+    samples = [SampleLength(i, length, 0, length) for i, length in enumerate(lengths)]
+    first, second = prove_step(planner, samples, step=0).plans[0][0].num_micro_batches
+    assert first == second > 1
 
 
 def test_steps_that_cannot_be_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields
@@ -51,18 +52,21 @@ DATA: dict[str, Any] = {
     "multiple_validation_sets": True,
     "phase_transition_iterations": [3],
     "iterations_to_skip": [2],
+    "decoder_seq_length": 8,
     "dataloader_save": "place",
     "mtp_num_layers": 1,
     "reset_position_ids": True,
     "reset_attention_mask": True,
-    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "flex",
+    "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
 }
+EXPERTS = ("moe_token_dispatcher_type", "moe_router_load_balancing_type")
 
 
 def test_every_refusal_has_a_case_here() -> None:
     assert CONFIG.keys() == UNSUPPORTED_CONFIG.keys()
     assert ARGUMENTS.keys() == UNSUPPORTED_ARGUMENTS.keys()
-    assert DATA.keys() == {*UNSUPPORTED_DATA, "expert_model_parallel_size"}
+    assert DATA.keys() == {*UNSUPPORTED_DATA, *EXPERTS}
 
 
 @pytest.mark.parametrize(
@@ -75,8 +79,8 @@ def test_every_refusal_has_a_case_here() -> None:
 )
 def test_a_setting_is_refused_by_its_name_and_value(check: Callable[[Any], None], name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:
-        check(Namespace(**{name: value}))
-    assert str(error.value).startswith(f"{name} is {value!r}, ")
+        check(Namespace(expert_model_parallel_size=2, **{"moe_token_dispatcher_type": "alltoall", name: value}))
+    assert re.match(rf"{name} is {re.escape(repr(value))}(,| with) ", str(error.value))
 
 
 def test_names_are_those_of_megatrons_configuration_and_its_defaults_pass() -> None:
@@ -87,6 +91,14 @@ def test_names_are_those_of_megatrons_configuration_and_its_defaults_pass() -> N
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
     check_config(config, [])
     check_shapes(config)
+
+
+def test_an_encoder_decoder_over_pipeline_ranks_is_refused_with_what_trains_it() -> None:
+    check_arguments(Namespace(decoder_seq_length=8, pipeline_model_parallel_size=1))
+    with pytest.raises(
+        ConfigError, match=r"pipeline_model_parallel_size is 2 with decoder_seq_length 8.*dynapipe train"
+    ):
+        check_arguments(Namespace(decoder_seq_length=8, pipeline_model_parallel_size=2))
 
 
 class FullyShardedFSDP:

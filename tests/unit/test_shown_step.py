@@ -18,7 +18,8 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
-from dynapipe_ext.executor.plans.planner_process import describe_planner, planner_of, publish_plans
+from dynapipe_ext.executor.plans.planner_process import describe_planner, planner_of
+from dynapipe_ext.executor.plans.publishing import PlanPublisher
 from dynapipe_ext.executor.plans.source import StorePlanSource
 from dynapipe_ext.executor.plans.step_positions import GlobalBatchRule, StepPosition
 from dynapipe_ext.executor.store.keys import Keys
@@ -106,7 +107,16 @@ def through_a_store(config: TrainConfig, costs: AnalyticCosts) -> dict[tuple[int
     store, planner = MemoryStore(), planner_of(json.loads(json.dumps(describe_planner(planner_from(config, costs)))))
     batches = GlobalBatchRule(batch_size=BATCH_SIZE, shuffle=True).batches(LENGTHS, 0)
     places = [(place, batches[place.step]) for place in PLACES]
-    publish_plans(store, KEYS, KEY, planner, LENGTHS, places, worker=0, num_workers=1, ahead=NUM_STEPS)
+    PlanPublisher(
+        store=store,
+        keys=KEYS,
+        plan_key=KEY,
+        planner=planner,
+        lengths=LENGTHS,
+        worker=0,
+        num_workers=1,
+        ahead=NUM_STEPS,
+    ).publish(places)
     sources = {
         (dp, pp): StorePlanSource(store, KEYS, KEY, dp_rank=dp, pp_rank=pp, num_planners=1, timeout_s=1)
         for dp, pp in RANKS

@@ -1,9 +1,12 @@
 """A store's address is taken apart without ever showing its password."""
 
+from pathlib import Path
+
 import pytest
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.store.address import StoreAddress
+from dynapipe_ext.launch.user_store import store_address
 
 
 @pytest.mark.parametrize(
@@ -69,3 +72,32 @@ def test_an_address_cannot_be_built_with_its_password_in_the_url() -> None:
     with pytest.raises(ConfigError, match="pass it apart") as caught:
         StoreAddress("redis://:hidden@h/0")
     assert "hidden" not in str(caught.value)
+
+
+def test_a_file_that_only_its_owner_reads_gives_user_and_password(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "store.url"
+    file.write_text("rediss://alice:hidden@h:6380/0?ssl_ca_certs=/ca.pem\n")
+    file.chmod(0o600)
+    address = store_address(str(file))
+    assert (address.username, address.password, address.host) == ("alice", "hidden", "h")
+    assert capsys.readouterr().err == ""
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"can be read by others.*chmod 600") as caught:
+        store_address(str(file))
+    assert "hidden" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"neither a URL .* nor a file"):
+        store_address("localhost:6379")
+
+
+def test_a_password_on_the_command_line_is_said_to_be_seen_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert store_address("redis://:hidden@127.0.0.1:1/0").password == "hidden"
+    said = capsys.readouterr().err
+    assert "visible in the process list" in said
+    assert "hidden" not in said
+
+
+def test_all_of_an_address_travels_between_processes() -> None:
+    address = StoreAddress("rediss://al@h:1/0", "hidden", ca_pem="PEM", insecure=True)
+    assert StoreAddress.from_json(address.to_json()) == address

@@ -16,7 +16,7 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, VerificationError
 from dynapipe_ext.executor.instructions import Backward, BackwardWeight, Forward
-from dynapipe_ext.executor.plans.planner_process import publish_plans
+from dynapipe_ext.executor.plans.publishing import PlanPublisher
 from dynapipe_ext.executor.plans.step_positions import StepPosition
 from dynapipe_ext.executor.proof.step import Collective, with_collectives
 from dynapipe_ext.executor.proven_step import prove_step
@@ -79,7 +79,16 @@ def published(costs: CostModel) -> MemoryStore:
     """What is in the store once the first step has been planned, or refused."""
     store, steps = MemoryStore(), [(StepPosition(), tuple(range(len(LENGTHS))))]
     with suppress(VerificationError):
-        publish_plans(store, KEYS, b"k" * 32, planner(costs), LENGTHS, steps, worker=0, num_workers=1, ahead=2)
+        PlanPublisher(
+            store=store,
+            keys=KEYS,
+            plan_key=b"k" * 32,
+            planner=planner(costs),
+            lengths=LENGTHS,
+            worker=0,
+            num_workers=1,
+            ahead=2,
+        ).publish(steps)
     return store
 
 

@@ -30,6 +30,7 @@ from dynapipe_ext.tools.account.report import (
 )
 from dynapipe_ext.tools.json_file import Fields, parse_json, write_atomic
 from dynapipe_ext.tools.show.loss_curve import CurvePoint
+from dynapipe_ext.tools.writing import writing_in
 
 FORMAT = "dynapipe-events/1"
 EVENTS_FILE = "events.jsonl"
@@ -85,7 +86,8 @@ class EventsFile:
 
     def __init__(self, path: Path, variant: str) -> None:
         self._path, self._variant = path, variant
-        self._file = path.open("ab", buffering=0)
+        with writing_in(path):
+            self._file = path.open("ab", buffering=0)
 
     def step_done(self, done: StepDone) -> None:
         line = _line(self._variant, done).encode()

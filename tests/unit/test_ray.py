@@ -1,3 +1,5 @@
+"""What runs on a Ray cluster, one of this machine here: preprocessing, and the nodes of a job."""
+
 import json
 
 import pytest
@@ -9,6 +11,9 @@ from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess
 from dynapipe_ext.data.preprocessing.ray_workers import RayWorkers
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.launch.agent import NodeEnd
+from dynapipe_ext.launch.nodes import run_on_nodes
+from dynapipe_ext.launch.ray_nodes import RayNodes
 from tests.support.preprocessing import BYTES, Stopping
 
 ray = pytest.importorskip("ray", reason="the optional package ray is not installed")
@@ -82,3 +87,40 @@ def test_a_file_that_a_node_does_not_see_is_named(tmp_path, cluster, corpus):
     (tmp_path / "d.jsonl").unlink()
     with RayWorkers(settings, BYTES, num_workers=1) as workers, pytest.raises(DataError, match="where all nodes see"):
         list(workers.run(blocks))
+
+
+def test_a_node_of_the_cluster_runs_what_it_is_told_and_ends_as_that_did(cluster):
+    nodes = RayNodes(1, 2, None)
+    assert nodes.first_address.count(".") == 3
+    line = 'test -n "$RAY_JOB_ID" -a "$OMP_NUM_THREADS" = 1 && exit 2'
+    assert run_on_nodes(nodes, [line], 5.0) == NodeEnd(2)
+
+
+def test_a_node_is_told_to_save_ends_with_its_input_and_is_missed_when_its_actor_dies(
+    tmp_path, cluster, wait_until_gone, monkeypatch
+):
+    nodes = RayNodes(1, 2, None)  # the room of the job before is free again
+    nodes.start([f"echo $$ > {tmp_path}/shell; exec sh -c 'read a; echo $a > {tmp_path}/told; cat; exit 138'"])
+    while not (tmp_path / "shell").exists() or not (tmp_path / "shell").read_text():
+        assert nodes.ended(0.02) == {}
+    nodes.save()
+    nodes.close()
+    assert (tmp_path / "told").read_text() == "save\n"
+    assert nodes.ended(0.0) == {"Ray node 0": 138}
+    again = RayNodes(1, 1, None)
+    again.start([f"echo $$ > {tmp_path}/next; exec sleep 60"])
+    while not (tmp_path / "next").exists() or not (tmp_path / "next").read_text():
+        assert again.ended(0.02) == {}
+    ray.kill(again._actors[0])
+    while not again.ended(0.1):
+        pass
+    assert again.ended(0.0) == {"Ray node 0": 75}
+    wait_until_gone(int((tmp_path / "next").read_text()))
+    monkeypatch.setattr("dynapipe_ext.launch.ray_nodes._END_S", 0.1)
+    again.close()
+
+
+def test_nodes_that_the_cluster_has_not_got_are_refused(cluster, monkeypatch):
+    monkeypatch.setattr("dynapipe_ext.launch.ray_nodes._PLACE_S", 0.2)
+    with pytest.raises(ConfigError, match="no 2 nodes with 1 CPU each that are free"):
+        RayNodes(2, 1, None)

@@ -1,0 +1,262 @@
+"""`dynapipe launch`: a job under torchrun, on this machine or many, that starts again from its last checkpoint.
+
+every attempt: torchrun on each node ─► ranks ─► all end well, or what failed first ends the rest ─► the next one
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.checkpoints.folder import checkpoints
+from dynapipe_ext.launch.agent import LOST_STATUS, NodeEnd, NodePlace, RendezvousBackend, run_agent, torchrun_command
+from dynapipe_ext.launch.cluster import JobError, say_at_once
+from dynapipe_ext.launch.command_parser import ending
+from dynapipe_ext.launch.commands import train
+from dynapipe_ext.launch.env import limit_threads, store_password
+from dynapipe_ext.launch.job import topology_of, variants
+from dynapipe_ext.launch.network import interface_towards
+from dynapipe_ext.launch.nodes import (
+    FOLLOW_FLAG,
+    Host,
+    Nodes,
+    ShellNodes,
+    order_of_stdin,
+    read_hosts,
+    run_on_nodes,
+    shell_line,
+)
+from dynapipe_ext.launch.outcome import reason_of, report_what_ran
+from dynapipe_ext.launch.ray_nodes import RayNodes
+from dynapipe_ext.launch.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
+from dynapipe_ext.launch.secret_file import read_secret
+from dynapipe_ext.launch.transformers_settings import refuse_unsupported
+
+_EPILOG = """examples:
+  dynapipe launch --config mine.toml
+  dynapipe launch --config mine.toml --hosts hosts.txt --store rediss://host:6379/0 --secret-file ~/.store-password
+  dynapipe launch --config mine.toml --nnodes 2 --rdzv-endpoint host:29400 --store rediss://host:6379/0
+  dynapipe launch --config mine.toml --hosts hosts.txt --dry-run
+"""
+_PORT = 29400  # torchrun's own for c10d
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    train.add_arguments(parser)
+    parser.epilog = ending(
+        _EPILOG, {LOST_STATUS: "ranks were lost: the same command goes on", 138: "saved on SIGUSR1 (143: SIGTERM)"}
+    )
+    _add_own(parser.add_argument_group("nodes"))
+
+
+def _add_own(parser: argparse._ActionsContainer) -> None:
+    """Those that torchrun knows by these names mean what they mean there."""
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines of the job")
+    parser.add_argument("--node-rank", type=int, metavar="N", help="this machine's, from 0 (default: they settle it)")
+    parser.add_argument(
+        "--rdzv-endpoint", metavar="HOST[:PORT]", help=f"where they meet (default: the first of --hosts, {_PORT})"
+    )
+    parser.add_argument(
+        "--rdzv-backend", choices=get_args(RendezvousBackend), default="c10d", help="static keeps the order of nodes"
+    )
+    parser.add_argument("--rdzv-id", metavar="ID", default="dynapipe", help="of the job, among those that meet there")
+    parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="starts from the last checkpoint")
+    parser.add_argument("--hosts", metavar="FILE", help="start all from here: a host a line, slots=N if it has fewer")
+    parser.add_argument(
+        "--ssh", default="ssh -o BatchMode=yes", metavar="COMMAND", help="runs `COMMAND HOST sh -s` on a host"
+    )
+    parser.add_argument("--ray", action="store_true", help="start all from here, on --nnodes nodes of a Ray cluster")
+    parser.add_argument("--ray-address", metavar="ADDRESS", help="of a running one, or auto (default: a new local one)")
+    parser.add_argument("--secret-file", metavar="FILE", help="password of --store, there on every node, mode 600")
+    parser.add_argument(FOLLOW_FLAG, action="store_true", help="end when standard input does")
+    parser.add_argument("--dry-run", action="store_true", help="print every command, and start nothing")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedJob:
+    """What every attempt shares. `words` are flags of `dynapipe train`; `hosts` are empty where torchrun is started
+    here, or Ray says where (`place.num_nodes` of them)."""
+
+    config: TrainConfig
+    words: tuple[str, ...]
+    place: NodePlace
+    hosts: tuple[Host, ...]
+    secret_file: str
+
+    def node_command(self, place: NodePlace) -> list[str]:
+        """The launcher of one of several nodes, as it is started on that node."""
+        words = [sys.executable, "-m", "dynapipe_ext.launch.cli", "launch", "--nnodes", str(place.num_nodes)]
+        words += ["--node-rank", str(place.node_rank), "--rdzv-endpoint", place.rdzv_endpoint]
+        words += ["--rdzv-backend", place.rdzv_backend, "--rdzv-id", place.rdzv_id]
+        words += ["--max-restarts", "0", FOLLOW_FLAG]
+        if self.secret_file:
+            words += ["--secret-file", self.secret_file]
+        return [*words, *self.words]
+
+    def places(self, first_address: str, attempt: int) -> list[NodePlace]:
+        """Of all nodes; they meet at the first unless told otherwise, those of one attempt among themselves."""
+        endpoint = self.place.rdzv_endpoint or _with_port(first_address)
+        same = replace(self.place, rdzv_endpoint=endpoint, rdzv_id=f"{self.place.rdzv_id}-{attempt}")
+        return [replace(same, node_rank=i) for i in range(self.place.num_nodes)]
+
+
+def run(args: argparse.Namespace) -> int:
+    limit_threads()
+    config = train.config_from(args)
+    job = _job(args, config)
+    from_here = bool(job.hosts) or args.ray
+    by_hand = job.place.num_nodes > 1 and not from_here  # others are started elsewhere: torchrun counts the restarts
+    if args.dry_run:
+        print("\n".join(_commands(args, job, by_hand)))
+        return 0
+    run_dir, job = _with_run_directory(args, job, by_hand)
+    try:
+        if from_here:
+            end = _attempts(lambda attempt: _run_from_here(args, job, attempt), args.max_restarts, run_dir)
+        else:
+            password = read_secret(Path(args.secret_file), store_password()) if args.secret_file else None
+            place = replace(job.place, local_addr=_local_address(job.place))
+            command = torchrun_command(place, args.max_restarts if by_hand else 0, job.words)
+            end = _attempts(
+                lambda _: run_agent(
+                    command,
+                    password=password,
+                    timeout_s=config.job.timeout_s,
+                    grace_s=config.checkpoint.grace_s,
+                    order=order_of_stdin if args.follow_stdin else lambda: "",
+                ),
+                0 if by_hand else args.max_restarts,
+                run_dir,
+            )
+        if end.status:
+            raise JobError(end.cause, end.status)
+    except BaseException as error:
+        if not args.follow_stdin:  # else that is for whoever started this
+            report_what_ran(run_dir, reason_of(error) or "ranks failed: the log says why")
+        if isinstance(error, JobError) and not error.cause:  # a rank has said it
+            return error.exit_status
+        raise
+    finally:
+        if not (job.config.run.run_dir or args.resume):
+            with suppress(OSError):
+                run_dir.rmdir()  # where nothing has begun
+    return 0
+
+
+def _attempts(start: Callable[[int], NodeEnd], max_restarts: int, run_dir: Path) -> NodeEnd:
+    for attempt in range(max_restarts + 1):
+        end = start(attempt)
+        if not end.may_restart or attempt == max_restarts:
+            break
+        saved = checkpoints(run_dir / CHECKPOINTS)
+        where = f"from {saved[-1]}" if saved else "from the first step on: nothing has been saved"
+        why = end.cause or f"ranks failed (exit status {end.status}, see above)"
+        say_at_once(f"dynapipe launch: {why}; restart {attempt + 1} of {max_restarts}, {where}")
+    return end
+
+
+def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
+    """Errors: ConfigError for what torchrun, or every rank, would refuse later."""
+    refuse_unsupported(config, resumes=bool(args.resume))
+    variants(config, compare=args.compare)
+    hosts = read_hosts(Path(args.hosts)) if args.hosts else ()
+    if args.ray and (hosts or args.node_rank is not None):
+        raise ConfigError("--ray finds its nodes itself: leave out --hosts and --node-rank")
+    if hosts and (args.node_rank is not None or args.nnodes not in (1, len(hosts))):
+        raise ConfigError(f"--hosts names {len(hosts)} hosts and starts all: leave out --nnodes and --node-rank")
+    num_nodes, world_size = len(hosts) or args.nnodes, topology_of(config).world_size
+    if num_nodes < 1 or world_size % num_nodes:
+        raise ConfigError(f"{world_size} ranks (tp x pp x dp) do not spread evenly over {num_nodes} nodes: change one")
+    num_ranks = world_size // num_nodes
+    if small := [host for host in hosts if host.slots is not None and host.slots < num_ranks]:
+        raise ConfigError(f"{small[0].name} has {small[0].slots} slots but {num_ranks} ranks: name more hosts")
+    if args.node_rank is not None and not 0 <= args.node_rank < num_nodes:
+        raise ConfigError(f"--node-rank is {args.node_rank} but must be in 0..{num_nodes - 1}")
+    if args.max_restarts < 0:
+        raise ConfigError(f"--max-restarts is {args.max_restarts} but must be at least 0")
+    if num_nodes > 1 and not (args.rdzv_endpoint or hosts or args.ray):
+        raise ConfigError(f"{num_nodes} nodes must meet somewhere: give --rdzv-endpoint HOST:PORT, or --hosts FILE")
+    if args.rdzv_backend == "static" and num_nodes > 1 and not (hosts or args.ray or args.node_rank is not None):
+        raise ConfigError("--rdzv-backend static needs --node-rank on every node: give it, or --hosts FILE")
+    if num_nodes > 1 and not (config.run.run_dir or args.resume):
+        raise ConfigError(f"{num_nodes} nodes must mean the same directory: give --run-dir DIR where all see it")
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_own(own)
+    place = NodePlace(
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        node_rank=args.node_rank,
+        rdzv_backend=args.rdzv_backend,
+        rdzv_endpoint=_with_port(args.rdzv_endpoint) if args.rdzv_endpoint else "",
+        rdzv_id=args.rdzv_id,
+    )
+    words = tuple(own.parse_known_args(args.words)[1])
+    return LaunchedJob(config=config, words=words, place=place, hosts=hosts, secret_file=args.secret_file or "")
+
+
+def _with_port(endpoint: str) -> str:
+    """
+    >>> _with_port("host"), _with_port("host:1234"), _with_port("fe80::1"), _with_port("[fe80::1]:1234")
+    ('host:29400', 'host:1234', '[fe80::1]:29400', '[fe80::1]:1234')
+    """
+    if endpoint.count(":") > 1 and not endpoint.startswith("["):
+        endpoint = f"[{endpoint}]"
+    host, separator, port = endpoint.rpartition(":")
+    return endpoint if separator and host and port.isdigit() else f"{endpoint}:{_PORT}"
+
+
+def _with_run_directory(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> tuple[Path, LaunchedJob]:
+    """The run's directory, the same for every attempt, and the job that names it."""
+    if args.resume:
+        return run_to_resume(args.resume), job
+    if not job.config.run.run_dir:
+        run_dir = new_run_directory()
+        return run_dir, replace(job, words=(*job.words, "--run-dir", str(run_dir)))
+    run_dir = Path(job.config.run.run_dir)
+    if args.overwrite and not args.follow_stdin:  # once, not by every attempt
+        if by_hand:
+            raise ConfigError(f"nodes that are started one by one do not know who loses {run_dir}: remove it first")
+        begin_anew(run_dir)
+    return run_dir, job
+
+
+def _local_address(place: NodePlace) -> str:
+    """Where other nodes reach this one; empty where there are none, or several ways."""
+    if place.num_nodes == 1:
+        return ""
+    with suppress(ConfigError):
+        return interface_towards([place.rdzv_endpoint.rpartition(":")[0].strip("[]")])[1]
+    return ""
+
+
+def _run_from_here(args: argparse.Namespace, job: LaunchedJob, attempt: int) -> NodeEnd:
+    nodes: Nodes
+    if args.ray:
+        nodes = RayNodes(job.place.num_nodes, job.place.num_ranks, args.ray_address)
+    else:
+        nodes = ShellNodes(shlex.split(args.ssh), job.hosts)
+    lines = [shell_line(job.node_command(place), Path.cwd()) for place in job.places(nodes.first_address, attempt)]
+    return run_on_nodes(nodes, lines, job.config.checkpoint.grace_s)
+
+
+def _commands(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> Sequence[str]:
+    """Every command of the job, as a shell would be given it; those that a node runs itself are set in."""
+    if not (job.hosts or args.ray):
+        place = replace(job.place, local_addr=_local_address(job.place))
+        return [shlex.join(torchrun_command(place, args.max_restarts if by_hand else 0, job.words))]
+    said = []
+    names = [host.name for host in job.hosts] or [f"ray-node-{i}" for i in range(job.place.num_nodes)]
+    for name, place in zip(names, job.places(names[0].rpartition("@")[2], 0), strict=True):
+        line = shell_line(job.node_command(place), Path.cwd())
+        shell = [*shlex.split(args.ssh), name, "sh", "-s"] if job.hosts else ["sh", "-s"]
+        said += [f"{shlex.join(shell)} <<< {shlex.quote(line)}"]
+        said += [f"    {shlex.join(torchrun_command(place, 0, job.words))}"]
+    return said

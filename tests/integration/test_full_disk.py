@@ -1,0 +1,51 @@
+"""What a disk that is full does to `dynapipe train`: its cause in one line, by the rank that met it, and status 2."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+from dynapipe_ext.tools.account.report import RunReport
+from tests.integration.test_resume_command import LIMIT_S, SETTINGS
+from tests.support.preloaded import Command, Preloaded
+from tests.support.rank_processes import rank_process
+
+ENDED = r"dynapipe: error: rank 0 ended with exit status 2 \(see its message above\)\n"
+
+
+def train(preloaded: Preloaded, folder: Path, steps: int, at_step_2: Callable[[Command], None]) -> str:
+    """What a run says of its failure, the lines of its log left out."""
+    (folder / "settings.toml").write_text(SETTINGS.replace("steps = 40", f"steps = {steps}"))
+    said = []
+    words = ["train", "--config", "settings.toml", "--run-dir", "run"]
+    with preloaded.started(words, cwd=folder, environment={"GLOO_SOCKET_IFNAME": "lo"}) as command:
+        for line in command.stderr:
+            if line.startswith("step 2 "):
+                at_step_2(command)
+            if "cannot be written" in line or "rror" in line or "Traceback" in line or line.startswith("rank"):
+                said.append(line)
+        command.communicate(LIMIT_S)
+    assert command.returncode == 2, said
+    return "".join(said)
+
+
+def test_a_report_that_cannot_be_written_is_named_once_by_rank_0(preloaded: Preloaded, tmp_path: Path) -> None:
+    def fill(_: Command) -> None:
+        (tmp_path / "run" / "trace.json").mkdir()  # no place for the file
+
+    said = train(preloaded, tmp_path, 6, fill)
+    why = r"rank 0: run/trace.json cannot be written \(Is a directory\): choose another directory\n"
+    assert re.fullmatch(rf"ranks: .*\n{why}{ENDED}", said)
+    assert RunReport.read(tmp_path / "run" / "report.json").unfinished is not None
+
+
+def test_of_ranks_that_fail_since_one_could_not_write_none_is_heard(preloaded: Preloaded, tmp_path: Path) -> None:
+    def fill(_: Command) -> None:
+        process = rank_process(0, 2, tmp_path)  # as a full disk: its files end here
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+
+    said = train(preloaded, tmp_path, 40, fill)
+    why = r"rank 0: run/events.jsonl cannot be written \(File too large\): make room for it\n"
+    assert re.fullmatch(rf"ranks: .*\n{why}{ENDED}", said)

@@ -1,0 +1,240 @@
+"""Deterministic mode: the same micro-batches train the same bits, however they are ordered, dealt and laid out.
+
+Real megatron-core ranks over gloo. Each run trains the same five uneven micro-batches a step, with a tied embedding,
+dropout and a norm that is clipped; all are compared with one rank (with one replica of one stage where TP is 2).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.checkpoints.folder import latest
+from dynapipe_ext.executor.checkpoints.manifest import RunState
+from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSaver, load_checkpoint
+from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.proof.step import verify_step, with_collectives
+from dynapipe_ext.executor.stages.megatron_exact import gpt_stage
+from dynapipe_ext.executor.stages.megatron_model import destroy_parallel
+from dynapipe_ext.executor.stages.megatron_weights import held_weights
+from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.transport.strict import StrictTransport
+from dynapipe_ext.executor.update import ExecutedStep
+from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.topology import Topology
+from tests.support.megatron_ranks import Case, Model, build_trained, join, samples_of, step_plan_of, tensors_of
+from tests.support.preloaded import Preloaded
+
+NUM_STEPS, SAVED = 5, 2
+GPT2, MODERN = Model(modern=False, position="learned"), Model()
+V, INTERLEAVED = Topology(pp=2, placement=(0, 1, 1, 0)), Topology(pp=2, placement=(0, 1, 0, 1))
+REVERSED, SHUFFLED = ((4, 3, 2, 1, 0),), ((2, 0, 4, 1, 3),)
+
+
+@dataclass(frozen=True)
+class Run:
+    case: Case
+    saves: bool = False  # a checkpoint after step SAVED
+    resumes: bool = False  # from that of another run
+
+    def __str__(self) -> str:
+        return f"{self.case}{'-resumed' * self.resumes}"
+
+
+def exact(topology: Topology, schedule: str = "1f1b", **options) -> Case:
+    settings = {"model": GPT2, "dropout": 0.1, "is_deterministic": True} | options
+    return Case(topology, schedule=schedule, **settings)
+
+
+def exact_tp(topology: Topology, **options) -> Case:
+    return exact(topology, model=MODERN, sequence_parallel=True, layout="packed", **options)
+
+
+WHOLE, WHOLE_TP = Run(exact(Topology())), Run(exact_tp(Topology(tp=2)))
+RUNS = [
+    WHOLE,
+    Run(exact(Topology(), deal=REVERSED, recompute="selective")),
+    Run(exact(Topology(), deal=SHUFFLED, weights_lag=2)),
+    WHOLE_TP,
+    Run(exact(Topology(pp=2), "adaptive", deal=SHUFFLED), saves=True),
+    Run(exact(V, "zb-v")),
+    Run(exact(Topology(dp=2), deal=((3, 0), (4, 1, 2)), distributed_optimizer=True)),
+    Run(exact(Topology(pp=4), "zb-h1", deal=REVERSED, recompute="full")),
+    Run(exact(replace(INTERLEAVED, dp=2), "adaptive", deal=((0, 2), (4, 3, 1))), resumes=True),
+    Run(exact_tp(Topology(tp=2, pp=2), deal=REVERSED)),
+]
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, torch.Tensor]  # this rank's
+
+
+def train(run: Run, rank: int, root: Path) -> Trained:
+    case, topology = run.case, run.case.topology
+    me = topology.coordinates(rank)
+    chunks, optimizer = build_trained(case, topology, rank)
+    groups = make_pipeline_groups(topology, rank, timeout_s=60)
+    transport = StrictTransport(topology, rank, groups, timeout_s=30)
+    stage = gpt_stage(chunks, deterministic=True, dropout=case.dropout > 0)
+    executor = PipelineExecutor(stage, transport)
+    form = ActivationFormat(case.model.shape.hidden_size, sequence_shards=topology.tp if case.sequence_parallel else 1)
+    losses, norms = [], []
+    with CheckpointSaver(root, chunks, optimizer, {}) as saver:
+        if run.resumes:
+            losses += load_checkpoint(latest(root), chunks, optimizer, model={}).run.losses
+        for step in range(len(losses), NUM_STEPS):
+            plans = lower(step_plan_of(case, step), form)
+            programs = [[plan.instructions for plan in replica] for replica in plans]
+            verify_step(
+                with_collectives(programs, ReplicaCollectives()), plans[0][0].stage_ranks, plans[0][0].num_micro_batches
+            )
+            plan, samples = plans[me.dp_rank][me.pp_rank], samples_of(step)
+            batches = [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches]
+            losses.append(executor.execute(plan, batches))
+            norms.append(optimizer.step(ExecutedStep(plan, losses[-1], stage.losses())))
+            if run.saves and step + 1 == SAVED:
+                saver.save(state_of(step + 1, losses))
+    transport.close()
+    weights = {
+        f"{name} of tp {me.tp_rank}": weight.detach().clone()
+        for chunk in chunks
+        for name, weight in held_weights(chunk.module)
+    }
+    return Trained(losses, norms, weights)
+
+
+def state_of(step: int, losses: list[float]) -> RunState:
+    costs = TokenCosts(num_stages=2)
+    return RunState(
+        step=step,
+        num_samples=0,
+        loader={"global_step": step},
+        model={},
+        settings={},
+        costs=cost_model_to_json(costs),
+        costs_fingerprint=costs.fingerprint(),
+        losses=tuple(losses),
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[Run, list[Trained]]:
+    """Every run's ranks; runs of as many ranks follow one another in the same processes."""
+    folder, found = tmp_path_factory.mktemp("runs"), {}
+    of_size = defaultdict(list)
+    for run in RUNS:
+        of_size[run.case.topology.world_size].append(run)
+    for size, runs in of_size.items():
+
+        def main(env, runs=runs) -> int:
+            join(env)
+            outcomes = []
+            for run in runs:
+                outcomes.append(train(run, env.rank, folder / "checkpoints"))
+                destroy_parallel()
+            (folder / f"{env.world_size}-{env.rank}").write_bytes(pickle.dumps(outcomes))
+            dist.barrier()
+            dist.destroy_process_group()
+            return 0
+
+        run_local(main, size, timeout_s=120)
+        ranks = [pickle.loads((folder / f"{size}-{rank}").read_bytes()) for rank in range(size)]
+        found |= dict(zip(runs, zip(*ranks, strict=True), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_losses_norms_and_weights_have_the_bits_of_one_replica_of_one_stage(trained, run):
+    whole = trained[WHOLE_TP if run.case.topology.tp > 1 else WHOLE]
+    expected = {name: weight for rank in whole for name, weight in rank.weights.items()}
+    seen = set()
+    for number, rank in enumerate(trained[run]):
+        assert rank.losses == whole[0].losses, f"rank {number}"
+        assert rank.norms == whole[0].norms[-len(rank.norms) :], f"rank {number}"
+        for name, weight in rank.weights.items():
+            assert torch.equal(weight, expected[name]), f"rank {number}: {name}"
+        seen |= rank.weights.keys()
+    assert seen == expected.keys()
+
+
+def test_every_step_was_taken_and_its_gradients_clipped(trained):
+    for run in (WHOLE, WHOLE_TP):
+        assert all(isinstance(norm, float) and norm > 0.5 for norm in trained[run][0].norms)
+
+
+SETTINGS = """
+[run]
+steps = 4
+[topology]
+tp = 1
+pp = 1
+dp = 1
+[model]
+num_layers = 4
+hidden_size = 32
+num_heads = 2
+num_query_groups = 2
+ffn_hidden_size = 64
+max_seq_len = 128
+dropout = 0.1
+[data]
+num_samples = 60
+tokenizer = "bytes"
+truncate = true
+tokens_per_batch = 1024
+[plan]
+layout = "padded"
+rule = "batch-max"
+max_tokens = 512
+[job]
+timeout_s = 60
+"""
+
+
+def test_a_run_of_one_rank_and_one_of_four_write_the_same_losses_and_norms(preloaded: Preloaded, tmp_path: Path):
+    """`dynapipe train --deterministic`, by a rule that cuts the same micro-batches whatever the topology."""
+    (tmp_path / "settings.toml").write_text(SETTINGS)
+    spread = "--pp 2 --dp 2 --placement v --split-backward --costs one/costs.json"
+    found = []
+    for name, flags in (("one", []), ("four", spread.split())):
+        common = ["--config", "settings.toml", "--run-dir", name, "--deterministic"]
+        preloaded.train(*common, *flags, cwd=tmp_path)
+        steps = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
+        found.append([(step["loss"], step["grad_norm"]) for step in steps if "grad_norm" in step])
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        (
+            {"model": {"architecture": "mixtral-8x7b"}, "topology": {"tp": 1}},
+            "architecture mixtral-8x7b has 8 experts, which it does not",
+        ),
+        (
+            {"model": {"num_decoder_layers": 2}, "topology": {"tp": 1, "pp": 2}},
+            r"recompute is 'auto'.* set recompute to 'none' or 'selective', or pp to 1",
+        ),
+    ],
+)
+def test_what_the_plan_would_show_in_is_refused(tables, says):
+    with pytest.raises(ConfigError, match=says):
+        TrainConfig().with_values(**tables, optimizer={"deterministic": True})

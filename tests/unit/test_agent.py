@@ -1,0 +1,155 @@
+"""A node's launcher, with real processes in the place of torchrun and its ranks: what it notices, ends and says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dynapipe_ext.launch.agent import LOST_STATUS, NodeEnd, run_agent
+from dynapipe_ext.launch.env import launcher
+from dynapipe_ext.launch.rank_records import RankRecord, read_rank_records
+
+# As torchrun: starts ranks, and ends with 1 as soon as one has failed, once it has ended the others.
+AGENT = """
+import os, signal, sys, time
+from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.executor.parent_death import end_with_parent, supervising_pid
+from dynapipe_ext.launch.cluster import JobError
+from dynapipe_ext.launch.env import launcher
+from dynapipe_ext.launch.rank_records import recorded
+from dynapipe_ext.launch.signals import ending_signals_raise
+
+def fail(error, cause):
+    raise JobError(str(error), 1 if isinstance(error, ValueError) else 2, cause) from error
+
+def rank(number, body):
+    agent = supervising_pid()
+    if child := os.fork():
+        return child
+    end_with_parent(agent)
+    try:
+        with ending_signals_raise(), recorded(launcher().records, 0, number):
+            body()
+    except SystemExit as error:
+        os._exit(error.code)
+    except JobError as error:
+        os._exit(error.exit_status)
+    os._exit(0)
+
+def watch(*bodies):
+    ranks = [rank(number, body) for number, body in enumerate(bodies)]
+    while ranks:
+        pid, status = os.wait()
+        ranks.remove(pid)
+        if status:
+            for other in ranks:
+                os.kill(other, signal.SIGTERM)
+                os.waitpid(other, 0)
+            sys.exit(1)
+
+def wait():
+    time.sleep(60)
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def ended(body: str, *, timeout_s: float = 60.0, order: Callable[[], str] = lambda: "") -> NodeEnd:
+    command = [sys.executable, "-c", AGENT + body]
+    return run_agent(command, password="hidden", timeout_s=timeout_s, grace_s=20.0, order=order)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says", "may_restart"),
+    [
+        ("watch(lambda: None, lambda: None)", 0, "", False),
+        ("watch(wait, killed)", LOST_STATUS, r"rank 1 \(process \d+\) was killed: if nobody did that, memory", True),
+        ("watch(wait, lambda: fail(ConfigError('no'), 'no'))", 2, "", False),
+        ("watch(wait, lambda: fail(ExecutionError('late'), 'late'))", LOST_STATUS, "", True),
+        ("watch(wait, lambda: fail(ExecutionError('late'), 'another is why'))", LOST_STATUS, "", True),
+        ("watch(wait, lambda: fail(ValueError('bug'), 'bug'))", 1, "", True),
+        ("watch(wait, lambda: sys.exit(138))", 138, "", False),  # another node was asked to save
+        ("sys.exit(3)", LOST_STATUS, "no rank has begun: torchrun ended with exit status 3", True),
+        ("killed()", LOST_STATUS, r"no rank has begun: torchrun was killed by signal 9", True),
+    ],
+)
+def test_how_ranks_end_is_how_the_node_does(body: str, status: int, says: str, may_restart: bool) -> None:
+    end = ended(body)
+    assert (end.status, end.may_restart) == (status, may_restart)
+    assert re.match(says, end.cause) if says else end.cause == ""
+
+
+def test_what_stands_still_is_killed_by_name() -> None:
+    end = ended("watch(wait, stopped)", timeout_s=0.5)
+    assert (end.status, end.may_restart) == (LOST_STATUS, True)
+    assert re.fullmatch(r"rank 1 \(process \d+\) was stopped for 0.5 s, and is killed", end.cause)
+    end = ended("stopped()", timeout_s=0.5)
+    assert re.fullmatch(r"torchrun \(process \d+\) was stopped for 0.5 s, and is killed", end.cause)
+
+
+def test_an_agent_that_stays_when_its_ranks_have_failed_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynapipe_ext.launch.agent._AFTER_RANKS_S", 0.5)
+    end = ended("os.waitpid(rank(0, lambda: fail(ExecutionError('late'), 'x')), 0); wait()", timeout_s=0.1)
+    assert (end.status, end.cause) == (LOST_STATUS, "no rank has run here for 0.6 s, and none will")
+
+
+def test_ranks_that_are_asked_to_save_end_by_themselves_and_are_not_started_again(tmp_path: Path) -> None:
+    """Torchrun, which would take their end for a failure, stands still meanwhile."""
+    body = f"""
+def save():
+    try:
+        open({str(tmp_path / "began")!r}, "w")
+        wait()
+    except SystemExit as error:
+        time.sleep(0.3)
+        open({str(tmp_path)!r} + f"/saved-{{error.code}}", "w")
+        raise
+os.waitpid(rank(0, save), 0)
+open({str(tmp_path / "again")!r}, "w")
+"""
+    with pytest.raises(SystemExit) as caught:
+        ended(body, order=lambda: "save" if (tmp_path / "began").exists() else "")
+    assert caught.value.code == 138
+    assert {path.name for path in tmp_path.iterdir()} == {"began", "saved-138"}
+
+
+def test_the_password_is_in_the_environment_alone(tmp_path: Path) -> None:
+    end = ended(f"open({str(tmp_path / 'told')!r}, 'w').write(os.environ['DYNAPIPE_STORE_PASSWORD'])")
+    assert end.status == 0
+    assert (tmp_path / "told").read_text() == "hidden"
+
+
+def test_everything_ends_with_a_launcher_that_is_killed(
+    tmp_path: Path, wait_until_gone: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what it left in the temporary folder is removed by the next one."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    body = f"open({str(tmp_path / 'agent')!r}, 'w').write(str(os.getpid())); watch(wait, wait)"
+    if (first := os.fork()) == 0:
+        ended(body)
+        os._exit(70)
+    ranks: tuple[RankRecord, ...] = ()
+    deadline_s = time.monotonic() + 20
+    while len(ranks) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+        ranks = tuple(rank for folder in tmp_path.glob("*/ranks") for rank in read_rank_records(folder) if rank.runs)
+    agent = int((tmp_path / "agent").read_text())
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    for pid in (agent, *(rank.pid for rank in ranks)):
+        wait_until_gone(pid)
+    assert len(ranks) == 2
+    assert ended("sys.exit(0)").status == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["agent"]
+    assert launcher() is None

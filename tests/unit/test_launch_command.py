@@ -1,0 +1,175 @@
+"""`dynapipe launch` before anything starts: what it would run, what it refuses, and where a run goes on."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch import cli, rank_program
+from dynapipe_ext.launch.agent import NodeEnd
+from dynapipe_ext.launch.commands import launch
+from dynapipe_ext.launch.outcome import report_what_ran
+from dynapipe_ext.launch.run_directory import RunDirectory
+from dynapipe_ext.launch.secret_file import read_secret
+from dynapipe_ext.tools.account.run_events import EVENTS_FILE
+
+SIZES = ["--tp", "2", "--pp", "2", "--dp", "2"]
+TORCHRUN = "-m torch.distributed.run --nnodes {nodes} --nproc-per-node {ranks} --max-restarts {restarts}"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("node0 slots=8\nme@node1\n")
+    return tmp_path
+
+
+def commands(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[str]]:
+    """Of a dry run, the words of each, without the path of Python."""
+    assert cli.main(["launch", *SIZES, "--dry-run", *arguments]) == 0
+    return [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_on_one_machine_torchrun_starts_all_ranks_with_the_flags_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--max-restarts", "5", "--data", "a b.jsonl=1", "c.jsonl=2", "--min-lr", "1e-9", "--steps", "3"]
+    (words,) = commands(capsys, *arguments)
+    assert words[1:] == [
+        *TORCHRUN.format(nodes=1, ranks=8, restarts=0).split(),  # the launcher starts again itself
+        *["--standalone", "-m", "dynapipe_ext.launch.train", "--tp", "2", "--pp", "2", "--dp", "2"],
+        *["--data", "a b.jsonl=1", "c.jsonl=2", "--min-lr", "1e-9", "--steps", "3"],
+    ]
+
+
+def test_of_nodes_that_are_started_one_by_one_torchrun_counts_the_restarts(capsys: pytest.CaptureFixture[str]) -> None:
+    meeting = ["--nnodes", "2", "--rdzv-endpoint", "localhost", "--run-dir", "r", "--rdzv-id", "mine"]
+    for backend, conf in (("c10d", ["--rdzv-conf", "is_host=0"]), ("static", [])):
+        (words,) = commands(capsys, *meeting, "--node-rank", "1", "--rdzv-backend", backend)
+        said = f"--rdzv-backend {backend} --rdzv-endpoint localhost:29400 --rdzv-id mine --node-rank 1"
+        wanted = [*TORCHRUN.format(nodes=2, ranks=4, restarts=3).split(), *said.split(), *conf]
+        assert words[1 : len(wanted) + 1] == wanted
+    (words,) = commands(capsys, *meeting)
+    assert "--node-rank" not in words
+    assert "--rdzv-conf" not in words
+
+
+def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "secret").write_text("hidden")
+    shells = commands(capsys, "--hosts", "hosts", "--run-dir", "my run", "--ssh", "rsh -n", "--secret-file", "secret")
+    assert [words[:5] for words in shells[::2]] == [["rsh", "-n", name, "sh", "-s"] for name in ("node0", "me@node1")]
+    for rank, (words, torchrun) in enumerate(zip(shells[::2], shells[1::2], strict=True)):
+        line = shlex.split(words[6])
+        assert line[:4] == ["cd", str(here), "&&", "exec"]
+        said = f"--nnodes 2 --node-rank {rank} --rdzv-endpoint node0:29400 --rdzv-backend c10d --rdzv-id dynapipe-0"
+        said += " --max-restarts 0 --follow-stdin --secret-file secret"
+        assert line[5:] == ["-m", "dynapipe_ext.launch.cli", "launch", *said.split(), *SIZES, "--run-dir", "my run"]
+        assert f"--node-rank {rank} --rdzv-conf is_host={int(rank == 0)}" in " ".join(torchrun)
+    assert "hidden" not in str(shells)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--nnodes", "3"], "8 ranks (tp x pp x dp) do not spread evenly over 3 nodes"),
+        (["--nnodes", "0"], "over 0 nodes"),
+        (["--nnodes", "2"], "must meet somewhere: give --rdzv-endpoint HOST:PORT"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a"], "the same directory: give --run-dir"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a", "--rdzv-backend", "static"], "static needs --node-rank"),
+        (["--node-rank", "1"], "--node-rank is 1 but must be in 0..0"),
+        (["--max-restarts", "-1"], "--max-restarts is -1 but"),
+        (["--hosts", "hosts", "--node-rank", "1", "--run-dir", "r"], "leave out --nnodes and --node-rank"),
+        (["--hosts", "hosts", "--dp", "8", "--run-dir", "r"], "node0 has 8 slots but 16 ranks"),
+        (["--hosts", "hosts", "--ray"], "--ray finds its nodes itself"),
+        (["--schedule", "dualpipe-v", "--split-backwards"], "unknown --split-backwards"),
+        (["--secret-file", "nothere"], "the secret file nothere cannot be read"),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "a", "--run-dir", "r", "--overwrite"],
+            "do not know who loses r: remove it first",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    flags: list[str], says: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main(["launch", *SIZES, *flags])
+    except SystemExit as error:
+        status = int(error.code or 0)
+    assert status == 2
+    assert says in capsys.readouterr().err
+    assert {path.name for path in here.iterdir()} <= {"hosts", "runs"}
+    assert not list(here.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("ends", "starts", "status"),
+    [([0], 1, 0), ([75, 1, 0], 3, 0), ([75, 75, 75, 75], 3, 75), ([75, 2], 2, 2), ([143], 1, 143)],
+)
+def test_a_job_starts_again_as_often_as_it_may_and_never_after_a_mistake(
+    ends: list[int], starts: int, status: int, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "run" / "checkpoints" / "iter_0000004").mkdir(parents=True)
+    started: list[int] = []
+
+    def start(attempt: int) -> NodeEnd:
+        started.append(attempt)
+        return NodeEnd(ends[attempt])
+
+    assert launch._attempts(start, 2, here / "run").status == status
+    assert started == list(range(starts))
+    assert capfd.readouterr().err.count("from " + str(here / "run" / "checkpoints" / "iter_0000004")) == starts - 1
+
+
+def test_a_launched_run_goes_on_where_it_ended_and_what_is_done_is_refused(here: Path) -> None:
+    def go_on(*, compare: bool = False) -> tuple[Path | None, bool]:
+        return rank_program._to_go_on_with(here, TrainConfig(), compare=compare)
+
+    assert go_on() == (None, False)  # an empty place
+    (here / EVENTS_FILE).touch()
+    assert go_on() == (None, True)  # killed before it saved anything
+    saved = here / "checkpoints" / "iter_0000004"
+    saved.mkdir(parents=True)
+    assert go_on(compare=True) == (None, True)  # of what is compared nothing is saved
+    with pytest.raises(Exception, match=r"dynapipe\.json"):
+        go_on()
+
+
+def test_the_report_of_a_killed_run_is_made_of_its_events_unless_it_still_runs(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report_what_ran(here, "killed")
+    (here / EVENTS_FILE).touch()  # with nothing in it to report
+    with RunDirectory(str(here), overwrite=True):
+        report_what_ran(here, "killed")
+    assert capsys.readouterr().err == ""
+    report_what_ran(here, "killed")
+    assert "the report could not be written" in capsys.readouterr().err
+    (here / "report.json").touch()
+    report_what_ran(here, "killed")  # by its own rank 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_secret_is_the_only_line_of_a_file_of_ones_own(here: Path) -> None:
+    file = here / "secret"
+    file.touch(0o600)
+    file.write_text("hidden\n")
+    assert read_secret(file, None) == read_secret(file, "hidden") == "hidden"
+    for change, says in (
+        (lambda: file.chmod(0o640), "is open to others: chown it to yourself and chmod 600"),
+        (lambda: (file.chmod(0o600), file.write_text("hidden\nmore")), "must be one line"),
+        (lambda: file.write_text(""), "must be one line"),
+        (lambda: file.write_bytes(b"\xff"), "must be one line"),
+        (lambda: file.write_text("h" * 5000), "at most 4096 B"),
+    ):
+        change()
+        with pytest.raises(ConfigError, match=says) as caught:
+            read_secret(file, None)
+        assert "hidden" not in str(caught.value)
+    file.write_text("hidden")
+    with pytest.raises(ConfigError, match="differ"):
+        read_secret(file, "another")

@@ -1,0 +1,126 @@
+"""Nodes that one launcher starts: host files, shells in the place of ssh and srun, and what becomes of all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.agent import NodeEnd
+from dynapipe_ext.launch.nodes import Host, ShellNodes, read_hosts, run_on_nodes
+from dynapipe_ext.launch.signals import ending_signals_raise
+
+HOSTS = (Host("a"), Host("me@b"), Host("c"))
+
+
+def shell(folder: Path, name: str, text: str) -> Path:
+    place = folder / name
+    place.write_text(f"#!/bin/sh\n{text}\n")
+    place.chmod(0o700)
+    return place
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> ShellNodes:
+    """Three nodes that are this machine; each runs what it is told in a folder of its own name."""
+    return ShellNodes(
+        [str(shell(tmp_path, "into", f'mkdir {tmp_path}/$1 && cd {tmp_path}/$1; shift; exec "$@"'))], HOSTS
+    )
+
+
+def test_a_host_file_has_a_name_a_line_and_what_fits_there(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# ours\nnode0 slots=8\n\nme@node1  # as me\n")
+    assert read_hosts(tmp_path / "hosts") == (Host("node0", 8), Host("me@node1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "names no host"),
+        ("a\nb 8", "line 2 is 'b 8' but must be a host's name"),
+        ("a slots=0", "line 1 is 'a slots=0'"),
+        ("a slots=2 b", "line 1"),
+        ("-oProxyCommand=x", "line 1"),
+        ("a\na", "line 2 names a again"),
+    ],
+)
+def test_a_wrong_line_of_a_host_file_is_named(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_hosts(tmp_path / "hosts")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_hosts(tmp_path / "nothere")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "end"),
+    [
+        ((0, 0, 0), NodeEnd(0)),
+        ((0, 75, 75), NodeEnd(75, "me@b ended with exit status 75, c ended with exit status 75")),
+        ((75, 2, 75), NodeEnd(2)),  # a mistake, for which the others were lost
+        ((138, 138, 143), NodeEnd(143)),
+    ],
+)
+def test_a_job_ends_as_the_node_that_explains_the_others(
+    statuses: Sequence[int], end: NodeEnd, nodes: ShellNodes, tmp_path: Path
+) -> None:
+    assert run_on_nodes(nodes, [f"pwd > here; exit {status}" for status in statuses], 5.0) == end
+    assert (tmp_path / "me@b" / "here").read_text() == f"{tmp_path / 'me@b'}\n"
+
+
+def test_when_a_node_has_failed_the_input_of_the_others_ends_and_they_with_it(
+    nodes: ShellNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dynapipe_ext.launch.nodes._TELL_S", 0.2)
+    lines = ["cat > order; echo over > end", "kill -9 $$", "cat; sleep 60"]
+    monkeypatch.setattr("dynapipe_ext.launch.nodes._END_S", 0.5)  # the last one does not follow its input
+    assert run_on_nodes(nodes, lines, 5.0) == NodeEnd(75, "me@b ended with exit status 137")
+    assert ((tmp_path / "a" / "order").read_text(), (tmp_path / "a" / "end").read_text()) == ("", "over\n")
+
+
+def test_a_signal_that_asks_to_save_is_passed_on_to_every_node(nodes: ShellNodes, tmp_path: Path) -> None:
+    class Signalled(ShellNodes):
+        def ended(self, wait_s: float) -> Mapping[str, int]:
+            if len(list(tmp_path.glob("*/began"))) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)  # the second one, while they save, is for nobody
+            return super().ended(wait_s)
+
+    signalled = Signalled(nodes._shell, HOSTS)
+    with pytest.raises(SystemExit) as caught, ending_signals_raise():
+        run_on_nodes(signalled, ["exec sh -c 'touch began; read order; echo $order > order'"] * 3, 5.0)
+    assert caught.value.code == 143
+    assert [(tmp_path / host.name / "order").read_text() for host in HOSTS] == ["save\n"] * 3
+
+
+def test_the_slurm_script_starts_all_nodes_and_is_queued_again_once_all_have_saved(tmp_path: Path, root: Path) -> None:
+    script = root / "launch" / "slurm.sh"
+    subprocess.run(["bash", "-n", script], check=True, timeout=20)
+    shell(tmp_path, "scontrol", f'[ "$1" = show ] && printf "n1\\nn2\\n" || echo "$@" > {tmp_path}/queued')
+    shell(
+        tmp_path,
+        "dynapipe",
+        f'echo "$@" > {tmp_path}/arguments; cp "$3" {tmp_path}/hosts\n'
+        f"trap 'kill $waiting; exit 138' USR1; sleep 60 & waiting=$!; touch {tmp_path}/began; wait",
+    )
+    slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = subprocess.Popen(["bash", script, "--config", "my settings.toml"], env={**os.environ, **slurm})
+    deadline_s = time.monotonic() + 20
+    while not (tmp_path / "began").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(20) == 138
+    assert (tmp_path / "queued").read_text() == "requeue 7\n"
+    assert read_hosts(tmp_path / "hosts") == (Host("n1"), Host("n2"))
+    said = (tmp_path / "arguments").read_text()
+    assert said.endswith(
+        " --ssh srun --overlap --cpu-bind=none --nodes 1 --ntasks 1 --nodelist --config my settings.toml\n"
+    )
+    srun = shell(tmp_path, "srun", 'while [ "$1" != --nodelist ]; do shift; done; shift 2; exec "$@"')
+    words = said.partition("--ssh srun ")[2].partition(" --config")[0].split()
+    assert run_on_nodes(ShellNodes([str(srun), *words], HOSTS[:2]), ["exit 0", "exit 2"], 5.0) == NodeEnd(2)
