@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from dynapipe_ext.config_model import refuse_order_in_bits, with_described
+from dynapipe_ext.config_model import check_heads, refuse_order_in_bits, with_described
 from dynapipe_ext.config_values import checked_value, refuse_out_of_bounds, refuse_unknown
 from dynapipe_ext.data.mixture import weighted_files
+from dynapipe_ext.deepspeed_config import DeepSpeedSettings, with_decided, with_read
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.transformers_sizes import Backend
@@ -19,7 +20,7 @@ from dynapipe_ext.schedule_names import ScheduleName, check_fill_waits, check_pl
 from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 PlacementChoice = Literal[PlacementName, "auto"]
-_READ = "described"  # of [model]: no setting, but what one of them names
+_READ = "described"  # of [model] and [deepspeed]: no setting, but what one of them names
 SaveFormat = Literal["hf", "megatron", "deepspeed"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
@@ -224,6 +225,7 @@ class TrainConfig:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
+    deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
     job: JobSettings = field(default_factory=JobSettings)
 
     @classmethod
@@ -239,17 +241,19 @@ class TrainConfig:
     def from_json(cls, raw: Mapping[str, Any], where: str = "config") -> TrainConfig:
         tables = get_type_hints(cls)
         refuse_unknown(raw, tables, where)
+        if not_tables := [name for name in raw if not isinstance(raw[name], Mapping)]:
+            raise ConfigError(f"{where}: {not_tables[0]} must be a table like [{not_tables[0]}]")
+        raw = with_decided(raw)
         names = {table: get_type_hints(settings).keys() - {_READ} for table, settings in tables.items()}
         built = {}
         for name, table in tables.items():
             values = raw.get(name, {})
-            if not isinstance(values, Mapping):
-                raise ConfigError(f"{where}: {name} must be a table like [{name}]")
             hints = {key: hint for key, hint in get_type_hints(table).items() if key != _READ}
             refuse_unknown(values, hints, f"{where}: [{name}]", names)
             checked = {key: checked_value(v, hints[key], f"{where}: [{name}] {key}") for key, v in values.items()}
             built[name] = table(**checked)
         built["model"] = with_described(built["model"], raw.get("model", {}), where)
+        built["deepspeed"] = with_read(built["deepspeed"])
         config = cls(**built)
         config.check(where)
         return config
@@ -259,9 +263,12 @@ class TrainConfig:
 
     def with_values(self, **tables: Mapping[str, Any]) -> TrainConfig:
         """The same settings with some replaced, for command-line flags: with_values(run={"steps": 5})."""
-        changed = {name: replace(getattr(self, name), **values) for name, values in tables.items() if values}
+        decided = with_decided(tables)
+        changed = {name: replace(getattr(self, name), **values) for name, values in decided.items() if values}
         if "model" in changed:
-            changed["model"] = with_described(changed["model"], tables["model"], "command line")
+            changed["model"] = with_described(changed["model"], decided["model"], "command line")
+        if "deepspeed" in changed:
+            changed["deepspeed"] = with_read(changed["deepspeed"])
         config = replace(self, **changed)
         config.check("command line")
         return config
@@ -312,7 +319,7 @@ class TrainConfig:
         check_fill_waits(self.plan.fill_waits, self.plan.schedule, self.plan.split_backward, f"{where}: [plan] ")
         self._check_placement(where)
         _check_evaluation(self.eval, where)
-        self._check_heads(where)
+        check_heads(self, where)
         if optimizer.deterministic:
             refuse_order_in_bits(self, where)
 
@@ -341,38 +348,6 @@ class TrainConfig:
         except ConfigError as error:
             raise ConfigError(f"{where}: [topology] {error}") from error
         check_placed(self.plan.schedule, Topology(pp=t.pp, placement=stage_ranks), f"{where}: [plan] ")
-
-    def _check_heads(self, where: str) -> None:
-        model, topology = self.model, self.topology
-        if model.described is not None:
-            if model.described.num_experts and topology.tp > 1 and not topology.sequence_parallel:
-                raise ConfigError(
-                    f"{where}: [model] architecture {model.architecture} has {model.described.num_experts} experts,"
-                    f" which Megatron trains with tp {topology.tp} under sequence parallelism alone: set [topology]"
-                    " sequence_parallel = true, or tp 1"
-                )
-            return
-        if (model.position == "relative") != (model.num_decoder_layers > 0):
-            raise ConfigError(
-                f"{where}: [model] position is {model.position!r} and num_decoder_layers is {model.num_decoder_layers}:"
-                " relative positions are those of an encoder-decoder, which has a decoder's layers, and no others"
-            )
-        if model.hidden_size % model.num_heads:
-            raise ConfigError(
-                f"{where}: [model] hidden_size is {model.hidden_size} but must be a multiple of num_heads, which is"
-                f" {model.num_heads}"
-            )
-        if model.num_heads % model.num_query_groups:
-            raise ConfigError(
-                f"{where}: [model] num_heads is {model.num_heads} but must be a multiple of num_query_groups, which is"
-                f" {model.num_query_groups}"
-            )
-        head_size = model.hidden_size // model.num_heads
-        if model.position == "rope" and head_size % 2:
-            raise ConfigError(
-                f"{where}: [model] hidden_size / num_heads is {model.hidden_size} / {model.num_heads} = {head_size} but"
-                ' must be even with position = "rope", which turns pairs of numbers'
-            )
 
 
 def _check_evaluation(settings: EvalSettings, where: str) -> None:

@@ -44,9 +44,45 @@ def with_described(model: ModelSettings, said: Mapping[str, Any], where: str) ->
     return replace(model, described=a, **own)
 
 
+def check_heads(config: TrainConfig, where: str) -> None:
+    """Refuse sizes of heads, positions and experts that no model has. Errors: ConfigError."""
+    model, topology = config.model, config.topology
+    if model.described is not None:
+        if model.described.num_experts and topology.tp > 1 and not topology.sequence_parallel:
+            raise ConfigError(
+                f"{where}: [model] architecture {model.architecture} has {model.described.num_experts} experts,"
+                f" which Megatron trains with tp {topology.tp} under sequence parallelism alone: set [topology]"
+                " sequence_parallel = true, or tp 1"
+            )
+        return
+    if (model.position == "relative") != (model.num_decoder_layers > 0):
+        raise ConfigError(
+            f"{where}: [model] position is {model.position!r} and num_decoder_layers is {model.num_decoder_layers}:"
+            " relative positions are those of an encoder-decoder, which has a decoder's layers, and no others"
+        )
+    if model.hidden_size % model.num_heads:
+        raise ConfigError(
+            f"{where}: [model] hidden_size is {model.hidden_size} but must be a multiple of num_heads, which is"
+            f" {model.num_heads}"
+        )
+    if model.num_heads % model.num_query_groups:
+        raise ConfigError(
+            f"{where}: [model] num_heads is {model.num_heads} but must be a multiple of num_query_groups, which is"
+            f" {model.num_query_groups}"
+        )
+    head_size = model.hidden_size // model.num_heads
+    if model.position == "rope" and head_size % 2:
+        raise ConfigError(
+            f"{where}: [model] hidden_size / num_heads is {model.hidden_size} / {model.num_heads} = {head_size} but"
+            ' must be even with position = "rope", which turns pairs of numbers'
+        )
+
+
 def refuse_order_in_bits(config: TrainConfig, where: str) -> None:
     """Refuse what deterministic mode cannot keep the plan out of. Errors: ConfigError."""
     model, said = config.model, f"{where}: [optimizer] deterministic is on but"
+    if config.deepspeed.config:
+        raise ConfigError(f"{said} a DeepSpeed engine sums gradients in an order of its own: leave one of both out")
     if model.described is not None and model.described.num_experts:
         raise ConfigError(
             f"{said} [model] architecture {model.architecture} has {model.described.num_experts} experts, which it does"

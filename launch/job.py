@@ -28,7 +28,7 @@ from dynapipe_ext.topology import Topology, placement_of
 
 CountedCosts = AnalyticCosts | EncoderDecoderRunCosts
 _OURS = "dynapipe-ext"
-# Of Megatron's data parallelism, with its distributed optimizer or without: gradients are reduced once, at the end.
+# Without a DeepSpeed engine, whatever the optimizer: gradients are reduced once, at the end.
 TRAIN_COLLECTIVES = ReplicaCollectives()
 
 
@@ -48,6 +48,8 @@ def variants(config: TrainConfig, *, compare: bool) -> list[Variant]:
     ours = Variant(_OURS, config)
     if not compare:
         return [ours]
+    if config.deepspeed.config:
+        raise ConfigError("--compare runs several models side by side, of which DeepSpeed knows one: leave one out")
     if config.model.num_decoder_layers:
         raise ConfigError(
             "--compare packs rows that attend as a whole, which would mix the inputs of an encoder-decoder: leave"
@@ -166,7 +168,9 @@ def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
         "split_backward": plan.split_backward or plan.schedule in SPLIT_SCHEDULES,
     }
     if not costs.has_decoder:
-        settled |= {"zero_stage": 0, "ep": 1}
+        settled |= {"zero_stage": config.deepspeed.zero_stage, "ep": 1}
+        if config.deepspeed.config:
+            settled["state_recipe"] = "deepspeed"
     return replace(costs, **settled)
 
 
@@ -324,7 +328,7 @@ def make_planner(config: TrainConfig, costs: CostModel, num_cores: int | None = 
         recompute=None if plan.recompute == "auto" else plan.recompute,
         equal_counts=plan.replica_counts == "equal",
         format=configured_format(config),
-        collectives=TRAIN_COLLECTIVES,
+        collectives=ReplicaCollectives.of_zero(config.deepspeed.zero_stage),
         num_cores=num_cores,
     )
 

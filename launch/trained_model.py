@@ -77,15 +77,16 @@ def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) 
 
 def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
     """Lay config.json, tokenizer and licence of a published model beside a run's checkpoints, where conversion looks
-    for them: a checkpoint alone cannot say them. A model that transformers computes has no checkpoints.
+    for them: a checkpoint alone cannot say them. A model that transformers trains has no checkpoints.
 
     Errors: DataError where they cannot be written.
     """
-    if config.model.described is None or config.model.uses_transformers:
+    if config.model.described is None or (config.model.uses_transformers and not config.deepspeed.config):
         return
     from dynapipe_ext.tools.checkpoint.megatron.folder import CARRIED
 
-    folder = run_dir / CHECKPOINTS / CARRIED
+    root = run_dir / CHECKPOINTS
+    folder = root if config.deepspeed.config else root / CARRIED
     with writing_in(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file in _carried(config):

@@ -26,15 +26,9 @@ from dynapipe_ext.models.architecture import Architecture
 
 def build_transformers(config: TrainConfig, architecture: Architecture, device: torch.device) -> BuiltModel:
     """Every rank calls it at the same point. Weights are those of `[model] init_from`, else drawn by the seed."""
-    model, topology = config.model, topology_of(config)
-    parallel = ParallelContext(topology, device=device, timeout_s=config.job.timeout_s)
-    pp_rank, dtype = parallel.coordinates.pp_rank, getattr(torch, model.dtype)
-    if model.init_from:
-        parts = parts_of_folder(model.init_from, topology, pp_rank, dtype=dtype)
-    else:
-        parts = parts_of_config(model.architecture, topology, pp_rank, seed=config.run.seed, dtype=dtype)
-    parts = [part.to(device) for part in parts]
-    is_float32 = dtype == torch.float32
+    parallel = ParallelContext(topology_of(config), device=device, timeout_s=config.job.timeout_s)
+    parts = rank_parts(config, parallel, device)
+    is_float32 = config.model.dtype == "float32"
     accumulator: MakeAccumulator = PlainAccumulator if is_float32 else Float32Accumulator
     if config.optimizer.deterministic:
         accumulator = partial(ExactAccumulator, in_float32=not is_float32)
@@ -47,11 +41,21 @@ def build_transformers(config: TrainConfig, architecture: Architecture, device: 
         stage=stage,
         optimizer=optimizer,
         modules=parts,
-        description=asdict(architecture) | {"dtype": model.dtype},
+        description=asdict(architecture) | {"dtype": config.model.dtype},
         saver=lambda root: PartsSaver(parts, parallel, root / MODEL_FOLDER, num_steps=config.run.steps),
         restore=_cannot_restore,
         held_bytes=lambda: num_weight_bytes + optimizer.state_bytes(),
     )
+
+
+def rank_parts(config: TrainConfig, parallel: ParallelContext, device: torch.device) -> list[TransformersPart]:
+    """This rank's parts of the run's model."""
+    model, pp_rank, dtype = config.model, parallel.coordinates.pp_rank, getattr(torch, config.model.dtype)
+    if model.init_from:
+        parts = parts_of_folder(model.init_from, parallel.topology, pp_rank, dtype=dtype)
+    else:
+        parts = parts_of_config(model.architecture, parallel.topology, pp_rank, seed=config.run.seed, dtype=dtype)
+    return [part.to(device) for part in parts]
 
 
 class PartsSaver:

@@ -5,25 +5,59 @@ from __future__ import annotations
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError
 
+_MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
+
 
 def refuse_unsupported(config: TrainConfig, *, resumes: bool) -> None:
-    """Errors: ConfigError for settings that only models of megatron-core have."""
+    """Errors: ConfigError for settings that only models of megatron-core have, or that a DeepSpeed engine has not."""
+    if config.deepspeed.config:
+        _refuse_beside_engine(config)
+        return
     if not config.model.uses_transformers:
         return
-    model, checkpoint = config.model, config.checkpoint
-    asked = {
-        "tp": config.topology.tp > 1,
-        "dropout": model.dropout > 0,
-        "the distributed optimizer": config.optimizer.distributed,
+    checkpoint = config.checkpoint
+    asked = _asked_of_megatron(config) | {
         "save_every": checkpoint.save_every > 0,
         "save_minutes": checkpoint.save_minutes > 0,
-        "keep_best": checkpoint.keep_best,
         "--resume": resumes,
-        f"save_format {checkpoint.save_format}": checkpoint.save_format != "hf",
     }
     if found := [name for name, is_asked in asked.items() if is_asked]:
         raise ConfigError(
-            f"{model.architecture} is computed by transformers, whose runs have no {', '.join(found)}: leave it out"
-            " (dropout is that of its config.json, the model is saved at the end), or train a model with a twin in"
+            f"{config.model.architecture} is computed by transformers, whose runs have no {', '.join(found)}: leave it"
+            " out (dropout is that of its config.json, the model is saved at the end), or train a model with a twin in"
             " megatron-core"
+        )
+
+
+def _asked_of_megatron(config: TrainConfig) -> dict[str, bool]:
+    return {
+        "tp": config.topology.tp > 1,
+        "dropout": config.model.dropout > 0,
+        "the distributed optimizer": config.optimizer.distributed,
+        "keep_best": config.checkpoint.keep_best,
+        f"save_format {config.checkpoint.save_format}": config.checkpoint.save_format != "hf",
+    }
+
+
+def _refuse_beside_engine(config: TrainConfig) -> None:
+    path, zero_stage, plan = config.deepspeed.config, config.deepspeed.zero_stage, config.plan
+    if not config.model.uses_transformers:
+        raise ConfigError(
+            f"--deepspeed {path} trains models that transformers computes: name one by --model, and leave out --backend"
+        )
+    described = config.deepspeed.described or {}
+    offloads = bool(described.get("zero_optimization", {}).get("offload_optimizer"))
+    asked = _asked_of_megatron(config) | {
+        "pp": config.topology.pp > 1,
+        "nan_policy skip with an offloaded optimizer": config.optimizer.nan_policy == "skip" and offloads,
+    }
+    if zero_stage >= _MEETS_INSIDE:
+        asked |= {
+            f"schedule {plan.schedule}": plan.schedule not in ("adaptive", "1f1b"),
+            "split_backward": plan.split_backward,
+            "replica_counts free": plan.replica_counts == "free",
+        }
+    if found := [name for name, is_asked in asked.items() if is_asked]:
+        raise ConfigError(
+            f"a DeepSpeed engine of ZeRO stage {zero_stage} ({path}) trains without {', '.join(found)}: leave it out"
         )

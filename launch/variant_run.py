@@ -50,7 +50,7 @@ class RunCheckpoints:
 
 
 @dataclass(frozen=True, slots=True)
-class NodePlace:
+class NodeOfRank:
     """Which of a job's nodes a rank is on, and whether it is the one that starts the node's planners."""
 
     rank: int
@@ -73,7 +73,7 @@ class RankContext:
     device: torch.device
     clock_offset_s: float
     num_cores: int | None  # of all machines; None on accelerators
-    node: NodePlace
+    node: NodeOfRank
 
 
 def run_variant(
@@ -165,6 +165,10 @@ def run_variant(
 def _built(context: RankContext, config: TrainConfig, architecture: Architecture) -> BuiltModel:
     """This rank's part of the model, of the framework that a variant's settings name."""
     device = context.device
+    if config.deepspeed.config:
+        from dynapipe_ext.launch.deepspeed_run import build_deepspeed
+
+        return build_deepspeed(config, architecture, device)
     if config.model.uses_transformers:
         from dynapipe_ext.launch.transformers_run import build_transformers
 
@@ -224,13 +228,13 @@ def _gather(mine: RankFigures, name: str, device: torch.device) -> list[RankFigu
     return [RankFigures.from_numbers(rank.tolist()) for rank in everyone]
 
 
-def node_of(rank: int, *, starts: bool, device: torch.device) -> NodePlace:
+def node_of(rank: int, *, starts: bool, device: torch.device) -> NodeOfRank:
     """A rank's node, where ranks of a node follow one another and the first of each `starts` its planners."""
     first = torch.tensor([starts], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(first) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, first)
     firsts = [bool(one) for one in everyone]
-    return NodePlace(sum(firsts[: rank + 1]) - 1, sum(firsts), starts)
+    return NodeOfRank(sum(firsts[: rank + 1]) - 1, sum(firsts), starts)
 
 
 def clock_offset_s(one_machine: bool, device: torch.device) -> float:

@@ -38,7 +38,7 @@ def _document_attention(
     **_: Any,
 ) -> tuple[Any, None]:
     """One call a document. Shapes: (B, heads, S, D) -> (B, S, heads, D); borders in the flattened B x S."""
-    import torch
+    from dynapipe_ext.packing.kernels import Borders, DocumentRule, attend_documents
 
     batch, heads, row_len, _ = query_BHSD.shape
     if cu_seq_lens_q is None or key_BHSD.shape[2] != row_len:
@@ -57,22 +57,10 @@ def _document_attention(
     if chunk := _chunk_of(module):  # a position looks back to the start of its chunk: chunks are documents of their own
         lengths = [min(chunk, length - start) for length in lengths for start in range(0, length, chunk)]
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    groups = heads // key_BHSD.shape[1]
-    if groups > 1:
-        key_BHSD, value_BHSD = (x.repeat_interleave(groups, dim=1) for x in (key_BHSD, value_BHSD))
-    parts = (
-        x_BHSD.transpose(0, 1).reshape(1, heads, batch * row_len, -1).split(lengths, dim=2)
-        for x_BHSD in (query_BHSD, key_BHSD, value_BHSD)
-    )
-    outputs = []
-    for q, k, v in zip(*parts, strict=True):
-        mask = _window_mask(q.shape[2], sliding_window, causal, q.device)
-        outputs.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal and mask is None, dropout_p=dropout, scale=scaling
-            )
-        )
-    return torch.cat(outputs, dim=2)[0].transpose(0, 1).reshape(batch, row_len, heads, -1), None
+    q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHSD, key_BHSD, value_BHSD))
+    rule = DocumentRule(scale=scaling, is_causal=causal, window=sliding_window, dropout=dropout)
+    out_THD = attend_documents(q_THD, k_THD, v_THD, Borders.of(lengths, q_THD.device), rule)
+    return out_THD.reshape(batch, row_len, heads, -1), None
 
 
 def _chunk_of(module: Any) -> int | None:
@@ -82,13 +70,3 @@ def _chunk_of(module: Any) -> int | None:
     if not size or not kinds:
         return None
     return int(size) if kinds[module.layer_idx] == "chunked_attention" else None
-
-
-def _window_mask(length: int, window: int | None, causal: bool, device: Any) -> Any:
-    """(S, S), true where a position may look, for a document longer than its window; None where no mask is needed."""
-    import torch
-
-    if window is None or window >= length:
-        return None
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
-    return seen.tril() if causal else seen.tril(window - 1)

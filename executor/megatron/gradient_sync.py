@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
 
 
-class StepGradients:
+class StepGradients(GradientAccumulator):
     """GradientAccumulator of a model in a Megatron training loop, which itself zeroes the buffers before a step.
 
     A context manager around the step: gradients are not synchronised within until `reduce`.
     """
-
-    by_use = False
 
     def __init__(self, chunks: Sequence[Any], config: Any, *, force_all_reduce: bool = False) -> None:
         self._chunks, self._config, self._force_all_reduce = chunks, config, force_all_reduce
@@ -43,7 +43,7 @@ class StepGradients:
         """Take in the number of target tokens of one micro-batch, as its loss function counted them."""
         self._num_tokens += num_tokens
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         no_sync = self._config.no_sync_func
         for enter in no_sync if isinstance(no_sync, list) else [no_sync] * (no_sync is not None):
             self._unsynchronised.enter_context(enter())

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.stages.exact_sums import ExactSums, Sum
 
 # Weights that another rank has a copy of, each with the sum over the ranks that have one.
@@ -23,11 +24,14 @@ class GradientAccumulator(Protocol):
     `add_weight`, whole backwards or split ones; else autograd adds up what one backward has of a weight.
     """
 
-    @property
-    def by_use(self) -> bool: ...
+    by_use: bool = False
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         """Start a step: no gradient is held."""
+
+    def backward(self, outputs: Sequence[torch.Tensor], output_grads: Sequence[torch.Tensor] | None) -> None:
+        """Run the backward of `outputs`; where they are a loss, `output_grads` is None."""
+        torch.autograd.backward(outputs, output_grads)
 
     def add(self) -> None:
         """Take in what the backward that just ran has produced."""
@@ -39,14 +43,12 @@ class GradientAccumulator(Protocol):
         """Sum over replicas, once a step."""
 
 
-class PlainAccumulator:
+class PlainAccumulator(GradientAccumulator):
     """Floating-point sums in arrival order, replicas in one flat sum.
 
     Micro-batches add up in the parameter's dtype, replicas in float32: with bfloat16 weights and many micro-batches
     a step, small gradients are lost in the first sum.
     """
-
-    by_use = False
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class PlainAccumulator:
         self._parameters, self._copies = list(parameters), copies
         self._sum_over_replicas = sum_over_replicas
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -79,10 +81,8 @@ class PlainAccumulator:
         _sum_copies(self._copies)
 
 
-class Float32Accumulator:
+class Float32Accumulator(GradientAccumulator):
     """Sums in float32, in arrival order, left in `parameter.main_grad`: for weights of 16 bits."""
-
-    by_use = False
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Float32Accumulator:
         for parameter, own in zip(self._parameters, torch.split(self._sums, sizes), strict=True):
             parameter.main_grad = own.view_as(parameter)  # type: ignore[attr-defined]
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         self._sums.zero_()
         for parameter in self._parameters:
             parameter.grad = None
@@ -119,7 +119,7 @@ class Float32Accumulator:
         _sum_copies(self._copies)
 
 
-class ExactAccumulator:
+class ExactAccumulator(GradientAccumulator):
     """Sums that do not depend on order or grouping: `ExactSums`, converted once.
 
     The same micro-batch gradients give the same bits in every order, on every split over replicas, whether the uses of
@@ -140,7 +140,7 @@ class ExactAccumulator:
         self._sums, self._copies = ExactSums(parameters), copies
         self._sum_over_replicas, self._in_float32 = sum_over_replicas, in_float32
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         self._sums.clear()
         for parameter in self._sums.parameters:
             parameter.grad = None

@@ -1,27 +1,20 @@
 """Causal core attention that restarts at each document: plugs into Megatron's layer spec.
 
 Padded micro-batches need no mask (padding comes last, and causal attention never looks ahead). Packed ones (Megatron's
-"thd" layout) attend within each document only. Backends, best first: flash-attn's varlen kernels on CUDA in 16 bits,
-one scaled-dot-product call a document elsewhere (the reference; exact on CPU).
+"thd" layout) attend within each document only, by the best varlen kernel that is here on CUDA in 16 bits, by one
+scaled-dot-product call a document elsewhere (the reference; exact on CPU).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-
-def attention_backend() -> str:
-    """Name of the kernel that packed batches run on here: "flash-attn" or "sdpa"."""
-    if torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is not None:
-        return "flash-attn"
-    return "sdpa"
+from dynapipe_ext.packing.kernels import Borders, DocumentRule, attend, attend_by_kernel, kernel_for
 
 
 def _document_lengths(packed: Any) -> Sequence[int]:
@@ -36,8 +29,12 @@ class DocumentAttention(torch.nn.Module):
     """Megatron's CoreAttention protocol: softmax(QK^T scale)V, causal, per document in "thd" layout.
 
     Shapes: padded q, k, v (S, B, heads, D) -> (S, B, heads x D); packed (T, heads, D) -> (T, heads x D). Fewer key and
-    value heads than query heads are shared in groups (GQA).
+    value heads than query heads are shared in groups (GQA). A subclass may look back on `window` positions alone, and
+    cap scores.
     """
+
+    window: int | None = None
+    softcap = 0.0
 
     def __init__(
         self,
@@ -54,7 +51,6 @@ class DocumentAttention(torch.nn.Module):
         self.layer_number = layer_number
         self.dropout = float(config.attention_dropout)
         self.scale = softmax_scale
-        self.backend = attention_backend()
         self.is_deterministic = bool(config.deterministic_mode)
 
     def forward(
@@ -71,11 +67,21 @@ class DocumentAttention(torch.nn.Module):
             q_BHSD, k_BHSD, v_BHSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out_BHSD = self._sdpa(q_BHSD, k_BHSD, v_BHSD)
             return out_BHSD.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
-        if self.backend == "flash-attn" and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            return self._flash(query, key, value, packed_seq_params)
         lengths = list(_document_lengths(packed_seq_params))
         if sum(lengths) != query.shape[0]:
             raise ValueError(f"documents of {sum(lengths)} positions do not fill a packed row of {query.shape[0]}")
+        rule = DocumentRule(
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            dropout=self._dropout,
+            is_deterministic=self.is_deterministic,
+        )
+        if (kernel := kernel_for(query, rule)) is not None:
+            borders = Borders(lengths, packed_seq_params.cu_seqlens_q)
+            with self.dropout_generator() if rule.dropout else nullcontext():
+                out_THD = attend_by_kernel(kernel, query, key, value, borders, rule)
+            return out_THD.reshape(query.shape[0], -1)
         documents = zip(*(torch.split(x, lengths) for x in (query, key, value)), strict=True)
         outputs = [
             self._sdpa(*(x_THD.transpose(0, 1).unsqueeze(0) for x_THD in document)).squeeze(0).transpose(0, 1)
@@ -96,35 +102,14 @@ class DocumentAttention(torch.nn.Module):
         is_causal: bool = False,
     ) -> torch.Tensor:
         """softmax(QK^T scale + mask)V with dropout; `mask` as torch's function takes it."""
-        groups = q_BHSD.shape[1] // k_BHTD.shape[1]
-        if groups > 1:
-            k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BHTD, v_BHTD))
-        dropout = self.dropout if self.training else 0.0
+        dropout = self._dropout
         with self.dropout_generator() if dropout else nullcontext():
-            return F.scaled_dot_product_attention(
-                q_BHSD, k_BHTD, v_BHTD, attn_mask=mask, is_causal=is_causal, dropout_p=dropout, scale=self.scale
-            )
+            return attend(q_BHSD, k_BHTD, v_BHTD, mask=mask, is_causal=is_causal, dropout=dropout, scale=self.scale)
+
+    @property
+    def _dropout(self) -> float:
+        return self.dropout if self.training else 0.0
 
     def dropout_generator(self) -> AbstractContextManager[Any]:
         """The context in which dropout draws; heads spread over tensor parallel ranks need a generator a rank."""
         return nullcontext()
-
-    def _flash(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, packed: Any) -> torch.Tensor:
-        from flash_attn import flash_attn_varlen_func
-
-        dropout = self.dropout if self.training else 0.0
-        with self.dropout_generator() if dropout else nullcontext():
-            out_THD: torch.Tensor = flash_attn_varlen_func(
-                q_THD,
-                k_THD,
-                v_THD,
-                packed.cu_seqlens_q,
-                packed.cu_seqlens_kv,
-                packed.max_seqlen_q,
-                packed.max_seqlen_kv,
-                dropout_p=dropout,
-                softmax_scale=self.scale,
-                causal=True,
-                deterministic=self.is_deterministic,
-            )
-        return out_THD.reshape(q_THD.shape[0], -1)

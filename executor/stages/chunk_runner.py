@@ -69,7 +69,7 @@ class ChunkRunner:
         self._live: dict[tuple[int, int], _Live] = {}
         self._put_off: dict[tuple[int, int], DeferredWork] = {}
         if not plan.forward_only:
-            self._gradients.begin()
+            self._gradients.begin(plan)
 
     def load(self, micro_batch: int, batch: Batch) -> None:
         self._batches[micro_batch] = batch
@@ -108,7 +108,7 @@ class ChunkRunner:
         ends = [i for i, x in enumerate(live.outputs) if x.requires_grad]  # none where the first stage is frozen
         if ends:
             with named_collectives(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"):
-                torch.autograd.backward(
+                self._gradients.backward(
                     [live.outputs[i] for i in ends], [output_grads[i] for i in ends] if output_grads else None
                 )
         self._gradients.add()

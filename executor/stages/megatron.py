@@ -45,18 +45,16 @@ def finalize_grads(chunks: Chunks) -> None:
     finalize_model_grads(list(chunks))
 
 
-class MegatronGradients:
+class MegatronGradients(GradientAccumulator):
     """Sums in DDP's float32 `main_grad` buffers, into which backward hooks add; `finalize` reduces them.
 
     With None the caller does so, after the step: the sums are then this rank's own.
     """
 
-    by_use = False
-
     def __init__(self, chunks: Chunks, *, finalize: Callable[[Chunks], object] | None = finalize_grads) -> None:
         self._chunks, self._finalize = chunks, finalize
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
             for parameter in chunk.parameters():

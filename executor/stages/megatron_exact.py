@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
 from dynapipe_ext.executor.stages.exact_sums import ExactSums, Sum
 from dynapipe_ext.executor.stages.megatron import Chunks, MegatronStage, unwrapped
 
@@ -33,7 +35,7 @@ def sum_tied_copies(chunks: Chunks, sums: ExactSums) -> None:
         sums.sum_over(over(group), [holder.shared_embedding_or_output_weight()])
 
 
-class ExactMegatronGradients:
+class ExactMegatronGradients(GradientAccumulator):
     """Exact sums, each use of a weight by itself, rounded once into DDP's float32 `main_grad` buffers.
 
     `sum_copies(chunks, sums)` adds up the sums of weights that several ranks of a pipeline hold. With Megatron's
@@ -55,7 +57,7 @@ class ExactMegatronGradients:
             # It comes before DDP's own hook, which then finds nothing.
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
-    def begin(self) -> None:
+    def begin(self, plan: ExecutionPlan) -> None:
         self._sums.clear()
         for parameter in self._sums.parameters:
             parameter.grad = None  # Megatron's float32 optimizer leaves it aliased to `main_grad`

@@ -106,8 +106,6 @@ class CoreAttention(DocumentAttention):
     A `softcap` above 0 caps the scores, softcap x tanh(scores / softcap); no kernel of torch's does, so they are whole.
     """
 
-    softcap = 0.0
-
     def _attend(
         self,
         q_BHSD: torch.Tensor,
@@ -148,8 +146,7 @@ class WindowAttention(CoreAttention):
 
     def __init__(self, config: Any, *arguments: Any, **keywords: Any) -> None:
         super().__init__(config, *arguments, **keywords)
-        self.window = config.window_size[0] + 1
-        self.backend = "sdpa"
+        self.window: int = config.window_size[0] + 1
 
     def _sdpa(self, q_BHSD: torch.Tensor, k_BHSD: torch.Tensor, v_BHSD: torch.Tensor) -> torch.Tensor:
         length = q_BHSD.shape[2]

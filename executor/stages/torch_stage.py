@@ -60,7 +60,7 @@ class TorchStage:
         own = list(parameters)
         trained = [p for p in own if p.requires_grad]
         self._stages = tuple(modules) if isinstance(modules, Mapping) else None
-        self._calls = [_with_batch(chunk) for chunk in chunks]
+        self._calls = [with_batch(chunk, chunk) for chunk in chunks]
         self._loss, self._parallel, self._restarts_attention = loss, parallel, restarts_attention
         self._runner = ChunkRunner(
             len(chunks),
@@ -143,11 +143,11 @@ def _refuse_ownerless(chunks: Iterable[Module]) -> None:
             )
 
 
-def _with_batch(chunk: Module) -> Module:
-    """`chunk` as a function of (inputs…, batch)."""
-    if not isinstance(chunk, torch.nn.Module):
+def with_batch(chunk: Module, inner: Module) -> Module:
+    """`chunk` as a function of (inputs…, batch); it takes what `inner`, itself or what it wraps, takes."""
+    if not isinstance(inner, torch.nn.Module):
         return chunk
-    named = inspect.signature(chunk.forward).parameters
+    named = inspect.signature(inner.forward).parameters
     required = [p for p in named.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if "batch" in named:
         return lambda *inputs_and_batch: chunk(*inputs_and_batch[:-1], batch=inputs_and_batch[-1])

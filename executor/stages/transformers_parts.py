@@ -50,6 +50,7 @@ class TransformersPart(torch.nn.Module):
         places = model.get_submodule(pattern.layers)
         self._entry, self._exit = places[0], places[len(places) - 1]
         self._key = ""
+        self._call = model.__call__ if place.is_last else model.get_submodule(pattern.body).__call__
         for number in place.layers:
             layer = places[number]
             layer.register_forward_pre_hook(lambda _module, _inputs, name=f"layer {number}": self._seed(name))
@@ -57,7 +58,6 @@ class TransformersPart(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         place, draws = self.place, self.model.training and "random_key" in batch
-        body = self.model if place.is_last else self.model.get_submodule(self.pattern.body)
         inputs = dict(batch["model_inputs"])
         if place.is_first:
             inputs["input_ids"] = x
@@ -68,13 +68,17 @@ class TransformersPart(torch.nn.Module):
         with torch.random.fork_rng(devices=devices, enabled=draws):
             self._key = batch["random_key"] if draws else ""
             self._seed("embedding")
-            output = body(use_cache=False, **inputs)
+            output = self._call(use_cache=False, **inputs)
             self._key = ""
         if place.is_last:
             logits: torch.Tensor = output.logits
             return logits
         assert isinstance(self._exit, StageExit)
         return self._exit.take()
+
+    def run_by(self, engine: torch.nn.Module) -> None:
+        """Have `engine`, which wraps the whole model, run its forwards from now on: it gathers weights before them."""
+        self._call = engine.__call__
 
     def recompute_layers(self, enabled: bool) -> None:
         """Whether layers keep their inputs alone from the next forward on. Errors: ConfigError where they cannot."""

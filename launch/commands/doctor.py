@@ -212,14 +212,16 @@ def _megatron_lm(clone: Path) -> Check:
 
 
 def _attention() -> Check:
+    """What packed rows run on, best first; a package that is there and cannot serve is named."""
     if _is_cpu_build():
         return Check("attention", True, "sdpa")
-    name = "dynapipe_ext.executor.stages.attention"
     try:
-        module = importlib.import_module(name)
+        kernels = importlib.import_module("dynapipe_ext.packing.kernels")
     except ModuleNotFoundError as error:
         return Check("attention", False, f"unknown without {error.name}")
-    return Check("attention", True, str(module.attention_backend()))
+    unusable = {kernel.name: kernels.load_kernel(kernel)[1] for kernel in kernels.KERNELS}
+    hint = "; ".join(f"{name} {reason}" for name, reason in unusable.items() if reason)
+    return Check("attention", True, ", then ".join(kernels.attention_kernels()), hint=hint)
 
 
 def _hiredis() -> Check:

@@ -180,6 +180,7 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--eval-steps": ("eval", "steps", {"type": int, "metavar": "N", "help": "global batches of each; 0: all"}),
     "--eval-data": ("eval", "path", {"metavar": "FILE", "help": "held-out data, as --data takes it"}),
     "--eval-fraction": ("eval", "fraction", {"type": float, "metavar": "F", "help": "of the data held out instead"}),
+    "--deepspeed": ("deepspeed", "config", {"metavar": "FILE", "help": "ds_config.json of an engine that trains"}),
     "--strict": ("job", "strict", {"action": "store_true", "help": "enforce NCCL's ordering rules over gloo"}),
     "--redis-server": ("job", "redis_server", {"metavar": "PATH", "help": "server binary of the embedded store"}),
 }

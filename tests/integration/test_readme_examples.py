@@ -22,7 +22,7 @@ from dynapipe_ext.topology import Topology
 @pytest.fixture(scope="module")
 def blocks(root):
     found = re.findall(r"```python\n(.*?)```", (root / "README.md").read_text(), re.S)
-    assert len(found) == 5
+    assert len(found) == 6
     return found
 
 
@@ -73,21 +73,41 @@ def test_the_example_on_four_ranks_has_the_losses_of_the_same_script_on_one(bloc
     assert losses[-1] < losses[0] - 0.05
 
 
+def test_the_deepspeed_example_trains_on_two_ranks(blocks, tmp_path, monkeypatch, run_ranks):
+    """Its first three steps, planned with little effort."""
+    monkeypatch.chdir(tmp_path)
+    exec(blocks[1].partition("model =")[0], {})  # writes the data
+    above = blocks[2].partition("optimizer =")[0].replace("Topology(pp=2, dp=2)", "Topology(dp=2)")
+    block = blocks[3].replace("in loader:", "in itertools.islice(loader, 3):").replace("=form", "=form, effort=100")
+    block = block.replace("engine.step()", "engine.step(); losses.append(loss)")
+
+    def main(env):
+        place = f"init_method={env.init_method!r}, rank={env.rank}, world_size={env.world_size}"
+        namespace = {"itertools": itertools, "losses": []}
+        env.export()
+        run(above.replace('"gloo"', f'"gloo", {place}') + block + "dist.destroy_process_group()", namespace)
+        return namespace["losses"]
+
+    losses, same = run_ranks(2, main)
+    assert losses == same
+    assert losses[-1] < losses[0] - 0.01
+
+
 def test_the_training_example_is_about_twenty_lines_and_the_stage_at_most_forty(blocks):
     code = [line for line in blocks[1].splitlines() if line.strip()]
     assert len(code) <= 27
-    assert len([line for line in blocks[3].splitlines() if line.strip()]) <= 40
+    assert len([line for line in blocks[4].splitlines() if line.strip()]) <= 40
 
 
 def test_the_samplers_example_prints_batches_within_their_cap(blocks):
-    printed = [tuple(map(int, line.split())) for line in run(blocks[4], {}).splitlines()]
+    printed = [tuple(map(int, line.split())) for line in run(blocks[5], {}).splitlines()]
     assert printed
     assert all(count > 0 and tokens <= 2048 for count, tokens in printed)
 
 
 def test_the_readmes_stage_gives_the_gradients_of_the_built_in_one_on_a_pipeline(blocks):
     namespace: dict = {}
-    run(blocks[3], namespace)
+    run(blocks[4], namespace)
     topology, form = Topology(pp=2), ActivationFormat(8, order="bsh")
     planner = Planner(topology, TokenCosts(2), 10**9, pad_multiple=1, format=form)
     samples = [SampleLength(i, n, target=n) for i, n in enumerate((3, 9, 4, 5))]

@@ -26,6 +26,7 @@ RIM = {
         "executor/stages/accumulator.py",
         "executor/stages/exact_sums.py",
         "executor/checkpoints/megatron*.py",  # a rank's tensors, through megatron-core's dist_checkpointing
+        "executor/checkpoints/deepspeed*.py",
         "executor/device.py",
         "executor/stages/chunk_runner.py",
         "executor/loader.py",
@@ -47,6 +48,7 @@ RIM = {
         "executor/transport/torch_p2p.py",
         "launch/commands/doctor.py",
         "launch/commands/profile_model.py",  # the name of the device
+        "launch/deepspeed_run.py",
         "launch/megatron_run.py",
         "launch/transformers_run.py",
         "launch/megatron_core.py",  # a training script to copy from
@@ -71,7 +73,7 @@ RIM = {
         "dynapipe_ext/packing/check.py",  # builds a small twin of the user's model
         "executor/stages/transformers*.py",
     ),
-    "flash_attn": ("executor/stages/attention*.py",),
+    "flash_attn": ("dynapipe_ext/packing/kernels.py",),
 }
 ENVIRONMENT = "launch/env.py"
 AMBIENT = {"environ", "environb", "getenv", "putenv", "unsetenv"}

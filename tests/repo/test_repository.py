@@ -55,6 +55,9 @@ TESTED_COMMANDS = {
         "tests/integration/test_evaluation_command.py"
         "::test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits"
     ),
+    "dynapipe train --deterministic": (
+        "tests/integration/test_same_bits.py::test_a_run_of_one_rank_and_one_of_four_write_the_same_losses_and_norms"
+    ),
     "dynapipe train --split-backward": AS_IT_STANDS,
     "dynapipe train --data my.jsonl --truncate": AS_IT_STANDS,
     "dynapipe train --config mine.toml": AS_IT_STANDS,

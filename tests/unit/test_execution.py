@@ -132,12 +132,12 @@ def test_a_pipeline_of_threads_gives_the_gradients_of_one_sample_at_a_time(num_s
 
 
 def test_exact_accumulation_has_the_same_bits_in_every_order_and_plain_is_close():
-    parts = make_parts(2)
+    parts, plan = make_parts(2), prove_step(planner_for(1), SAMPLES, step=0).plans[0][0]
     sums = []
     for order in ((0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0)):
         parameter = torch.nn.Parameter(torch.zeros(50))
         accumulator = ExactAccumulator([parameter])
-        accumulator.begin()
+        accumulator.begin(plan)
         for i in order:
             parameter.grad = torch.randn(50, generator=torch.Generator().manual_seed(i)) * 10.0 ** (i - 2)
             accumulator.add()
@@ -153,9 +153,9 @@ def test_exact_accumulation_has_the_same_bits_in_every_order_and_plain_is_close(
 
 
 def test_exact_accumulation_refuses_what_it_cannot_hold():
-    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter, plan = torch.nn.Parameter(torch.zeros(2)), prove_step(planner_for(1), SAMPLES, step=0).plans[0][0]
     accumulator = ExactAccumulator([parameter])
-    accumulator.begin()
+    accumulator.begin(plan)
     parameter.grad = torch.tensor([1.0, 1e9])
     accumulator.add()
     with pytest.raises(ExecutionError, match=r"1e\+09.*fixed-point range"):

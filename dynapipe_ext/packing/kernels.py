@@ -1,0 +1,224 @@
+"""Attention of packed rows, each document alone: one call whichever kernel is here, and torch's own one a document.
+
+Shapes: T positions of all documents end to end, (T, heads, D); fewer key and value heads are shared in groups.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+SDPA = "sdpa"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VarlenKernel:
+    """A function of (q, k, v), where it lies and how it calls what else it takes; "" for what it has not.
+
+    Called by names alone, for versions put new arguments between old ones. `capabilities`: majors of devices that it
+    runs on. `unbounded` is a window's side without a bound. `shares_heads` is an argument that some versions ask for.
+    """
+
+    name: str
+    module: str
+    function: str = "flash_attn_varlen_func"
+    capabilities: range
+    borders: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k")
+    longest: tuple[str, str] = ("max_seqlen_q", "max_seqlen_k")
+    scale: str = "softmax_scale"
+    causal: str = "causal"
+    dropout: str = ""
+    softcap: str = "softcap"
+    deterministic: str = "deterministic"
+    shares_heads: str = ""
+    unbounded: int | None = -1
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """That every version must have."""
+        named = (self.scale, "window_size", self.causal, self.dropout, self.softcap, self.deterministic)
+        return (*self.borders, *self.longest, *filter(None, named))
+
+
+# Best first. Signatures read in flash-attn 2.8 (flash_attn_interface.py), 3 (hopper/flash_attn_interface.py), 4.0.0b36
+# (cute/interface.py), torch 2.11 and 2.13 (nn/attention/varlen.py; 2.11 shares heads without being asked).
+KERNELS = (
+    VarlenKernel(name="flash-attn-3", module="flash_attn_interface", capabilities=range(9, 10)),
+    VarlenKernel(name="flash-attn-4", module="flash_attn.cute", capabilities=range(9, 13), unbounded=None),
+    VarlenKernel(name="flash-attn-2", module="flash_attn", capabilities=range(8, 13), dropout="dropout_p"),
+    VarlenKernel(
+        name="torch-varlen",
+        module="torch.nn.attention.varlen",
+        function="varlen_attn",
+        capabilities=range(8, 13),
+        borders=("cu_seq_q", "cu_seq_k"),
+        longest=("max_q", "max_k"),
+        scale="scale",
+        causal="",  # a window without a right side
+        softcap="",
+        deterministic="",
+        shares_heads="enable_gqa",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentRule:
+    """What a position sees of its document: those before it (`is_causal`), the last `window` of them and, without
+    causality, as many behind. `softcap` above 0 caps scores, `dropout` is of their shares. `is_deterministic`:
+    gradients have the same bits in every run."""
+
+    scale: float | None = None
+    is_causal: bool = True
+    window: int | None = None
+    softcap: float = 0.0
+    dropout: float = 0.0
+    is_deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Borders:
+    """Of documents end to end: their lengths, and on the device their sums from 0 on, int32."""
+
+    lengths: Sequence[int]
+    sums: torch.Tensor
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Borders:
+        return cls(lengths, torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device))
+
+
+def load_kernel(kernel: VarlenKernel) -> tuple[Callable[..., Any] | None, str]:
+    """Its function, or why there is none: the package is absent or broken, or is of a version with other arguments."""
+    try:
+        function = getattr(importlib.import_module(kernel.module), kernel.function)
+        known = inspect.signature(function).parameters
+    except (ImportError, AttributeError, OSError, RuntimeError, ValueError) as error:
+        absent = isinstance(error, ModuleNotFoundError) and (error.name or "") in _prefixes(kernel.module)
+        return None, "" if absent else f"broken: {' '.join(str(error).split())}"
+    if lacking := [name for name in kernel.arguments if name not in known]:
+        return None, f"has no {', '.join(lacking)}"
+    return function, ""
+
+
+def _prefixes(module: str) -> list[str]:
+    return list(accumulate(module.split("."), "{}.{}".format))
+
+
+@cache
+def _loaded(kernel: VarlenKernel) -> Callable[..., Any] | None:
+    function, _ = load_kernel(kernel)
+    if function is None or not kernel.shares_heads or kernel.shares_heads in inspect.signature(function).parameters:
+        return function
+    return lambda *tensors, **named: function(*tensors, **{k: v for k, v in named.items() if k != kernel.shares_heads})
+
+
+def kernel_for(q_THD: torch.Tensor, rule: DocumentRule) -> VarlenKernel | None:
+    """The best kernel that is here for these tensors; None where torch's calls, one a document, are to be made."""
+    if not q_THD.is_cuda or q_THD.dtype not in (torch.float16, torch.bfloat16):
+        return None
+    major = torch.cuda.get_device_capability(q_THD.device)[0]
+    for kernel in KERNELS:
+        wanted = (rule.dropout, rule.softcap, rule.is_deterministic)
+        arguments = (kernel.dropout, kernel.softcap, kernel.deterministic)
+        lacks = any(want and not argument for want, argument in zip(wanted, arguments, strict=True))
+        if major in kernel.capabilities and not lacks and _loaded(kernel) is not None:
+            return kernel
+    return None
+
+
+def attend_by_kernel(
+    kernel: VarlenKernel,
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    borders: Borders,
+    rule: DocumentRule,
+) -> torch.Tensor:
+    """What one call of the kernel gives, (T, heads, D)."""
+    function = _loaded(kernel)
+    assert function is not None
+    back = kernel.unbounded if rule.window is None else rule.window - 1
+    ahead = back
+    if rule.is_causal:
+        ahead = 0 if rule.window is not None or not kernel.causal else kernel.unbounded
+    longest = max(borders.lengths)
+    named: dict[str, Any] = dict.fromkeys(kernel.borders, borders.sums) | dict.fromkeys(kernel.longest, longest)
+    named |= {kernel.scale: rule.scale, "window_size": (back, ahead), kernel.causal: rule.is_causal}
+    named |= {kernel.dropout: rule.dropout, kernel.softcap: rule.softcap, kernel.deterministic: rule.is_deterministic}
+    named |= {kernel.shares_heads: q_THD.shape[1] != k_THD.shape[1]}
+    named.pop("", None)
+    out = function(q_THD, k_THD, v_THD, **named)
+    out_THD: torch.Tensor = out[0] if isinstance(out, tuple) else out  # some give the sums of the softmax as well
+    return out_THD
+
+
+def attend(
+    q_BHSD: torch.Tensor,
+    k_BHTD: torch.Tensor,
+    v_BHTD: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """torch's softmax(QK^T scale + mask)V; keys and values of fewer heads are shared, or copied where no fused kernel
+    shares them (on CUDA, in 32 bits or under a mask)."""
+    groups = q_BHSD.shape[1] // k_BHTD.shape[1]
+    is_fused = not q_BHSD.is_cuda or (mask is None and q_BHSD.dtype in (torch.float16, torch.bfloat16))
+    if groups > 1 and not is_fused:
+        k_BHTD, v_BHTD = (x.repeat_interleave(groups, dim=1) for x in (k_BHTD, v_BHTD))
+    return F.scaled_dot_product_attention(
+        q_BHSD,
+        k_BHTD,
+        v_BHTD,
+        attn_mask=mask,
+        is_causal=is_causal,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=groups > 1 and is_fused,
+    )
+
+
+def attend_documents(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, borders: Borders, rule: DocumentRule
+) -> torch.Tensor:
+    """Of every document alone, (T, heads, D), by the best kernel that is here. A soft cap takes one that has it."""
+    kernel = kernel_for(q_THD, rule)
+    if kernel is not None:
+        return attend_by_kernel(kernel, q_THD, k_THD, v_THD, borders, rule)
+    assert not rule.softcap
+    pieces = (torch.split(x.transpose(0, 1)[None], list(borders.lengths), dim=2) for x in (q_THD, k_THD, v_THD))
+    outputs = []
+    for q_BHSD, k_BHSD, v_BHSD in zip(*pieces, strict=True):
+        mask = _window_mask(q_BHSD.shape[2], rule.window, rule.is_causal, q_BHSD.device)
+        is_causal = rule.is_causal and mask is None
+        outputs.append(
+            attend(q_BHSD, k_BHSD, v_BHSD, mask=mask, is_causal=is_causal, dropout=rule.dropout, scale=rule.scale)
+        )
+    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+
+
+def _window_mask(length: int, window: int | None, is_causal: bool, device: torch.device) -> torch.Tensor | None:
+    """(S, S), true where a position may look, for a document longer than its window; None where no mask is needed."""
+    if window is None or window >= length:
+        return None
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
+    return seen.tril() if is_causal else seen.tril(window - 1)
+
+
+def attention_kernels() -> tuple[str, ...]:
+    """What packed rows run on here, best first, in 16 bits; the last is torch's, one call a document."""
+    if not torch.cuda.is_available():
+        return (SDPA,)
+    major = torch.cuda.get_device_capability()[0]
+    return (*(k.name for k in KERNELS if major in k.capabilities and _loaded(k) is not None), SDPA)

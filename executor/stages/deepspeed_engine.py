@@ -1,0 +1,132 @@
+"""A DeepSpeed engine of a run's model, and its step with the run's guard and learning rates."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
+from dynapipe_ext.executor.protocols import Reductions
+from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.stages.megatron_optimizer import learning_rates
+from dynapipe_ext.executor.update import ExecutedStep, Refused, SkipPolicy
+
+
+def make_engine(model: torch.nn.Module, config: Mapping[str, Any], device: torch.device) -> Any:
+    """`deepspeed.initialize` on all ranks at the same point; matrices decay, norms and biases do not.
+
+    On a CPU nothing is compiled: DeepSpeed would build an extension as it starts, and wait for ever for a build that
+    was killed.
+    """
+    logging.disable(logging.WARNING)  # that there is no accelerator, from every rank
+    import deepspeed
+    import deepspeed.ops
+
+    logging.disable(logging.NOTSET)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
+    deepspeed.utils.logger.setLevel(logging.WARNING if dist.get_rank() == 0 else logging.ERROR)
+    if device.type == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ConfigError("no weight of the model trains: give adapters, or weights that require gradients")
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "wd_mult": 0.0},
+    ]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=dict(config))
+    return engine
+
+
+def gathered(engine: Any) -> AbstractContextManager[Any]:
+    """In it every rank has all weights whole, which ZeRO 3 divides over them; all ranks enter it."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    is_divided = engine.zero_optimization_stage() == 3
+    return GatheredParameters(list(engine.module.parameters())) if is_divided else nullcontext()
+
+
+class DeepSpeedOptimizer:
+    """An engine's step, unless loss or gradients are not finite. Learning rates are those of the file's scheduler, else
+    of Megatron's schedule by the run's settings."""
+
+    def __init__(
+        self, engine: Any, settings: OptimizerSettings, *, num_steps: int, parallel: Reductions, device: torch.device
+    ) -> None:
+        self._engine, self._parallel = engine, parallel
+        self._rates = None if engine.lr_scheduler else learning_rates(engine.optimizer, settings, num_steps=num_steps)
+        self._policy = SkipPolicy(settings.nan_policy, settings.max_skips)
+        self._num_updates = 0
+        self._largest = torch.zeros((), device=device)
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(self._see)
+
+    def _see(self, gradient: torch.Tensor) -> None:
+        """Of a micro-batch, before the engine scatters it; what is not a number stays one in the maximum."""
+        if gradient.numel():
+            self._largest = torch.maximum(self._largest, gradient.detach().abs().max().float())
+
+    def step(self, executed: ExecutedStep) -> float | Refused:
+        """Update, if the step may be taken; the gradient norm before clipping, or why nothing was changed.
+
+        Errors: ExecutionError, on all ranks alike and before anything is changed, for a loss or gradient that is not
+        finite, where the policy does not skip the step.
+        """
+        plan, largest = executed.plan, float(self._largest)
+        self._largest.zero_()
+        targets = sum(sample.target for m in plan.micro_batches for sample in m.samples)
+        bad = not math.isfinite(executed.loss + largest)
+        summed = torch.tensor([float(bad), float(targets)], dtype=torch.float64, device=self._largest.device)
+        with named_collectives(f"step {plan.step}, check of loss and gradients"):
+            self._parallel.sum_over_job(summed)
+        num_not_finite, num_targets = summed.tolist()
+        if num_not_finite:
+            return self._policy.refused(
+                f"step {plan.step} is not finite (loss {executed.loss:g}, on {num_not_finite:.0f} ranks)"
+            )
+        self._policy.passed()
+        if not num_targets:
+            return Refused(f"step {plan.step} has no target tokens: it has nothing to learn from")
+        norm = self._engine_norm()
+        with named_collectives(f"step {plan.step}, update"):
+            self._engine.step()
+        if self._rates is not None:
+            self._rates.step(1)
+        self._num_updates += 1
+        told = self._engine.get_global_grad_norm()
+        return norm if told is None else float(told)
+
+    def _engine_norm(self) -> float:
+        """Where the engine tells none, which then holds all gradients; not a number where it was told not to."""
+        if self._engine.zero_optimization_stage():
+            return math.nan
+        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+
+    @property
+    def place(self) -> OptimizerPlace:
+        """What the engine's own checkpoint does not hold."""
+        schedule = {} if self._rates is None else {"num_steps": self._rates.num_steps}
+        return OptimizerPlace(self._num_updates, schedule)
+
+    def restore(self, place: OptimizerPlace) -> None:
+        """Learning rates follow the settings of now from where the schedule stood."""
+        self._num_updates = place.num_updates
+        if self._rates is not None:
+            self._rates.num_steps = int(place.schedule["num_steps"])
+            self._rates.step(0)
+
+    @property
+    def lr(self) -> float:
+        return float(self._engine.optimizer.param_groups[0]["lr"])

@@ -1,0 +1,148 @@
+"""`dynapipe train --deepspeed ds_config.json`: one run of ZeRO 3 beside a plain loop, resumed and converted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.launch.cli import main
+from dynapipe_ext.launch.job import analytic_costs, architecture_of
+from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
+from dynapipe_ext.tools.checkpoint.formats import WriterOptions
+from tests.integration.test_fine_tuning import (
+    BATCH,
+    DECAY,
+    LEAST,
+    LR,
+    SAMPLES,
+    STEPS,
+    global_batches,
+    loss_sum,
+    num_targets,
+    plain_losses,
+    samples_of,
+)
+from tests.integration.test_train_command import report_of
+from tests.integration.test_transformers_command import model_folder
+from tests.support.model_folders import VOCABULARY, write_chats
+from tests.support.preloaded import Preloaded
+
+SAVED = 16
+FILE = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 1.0,
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "betas": [0.9, 0.95], "weight_decay": DECAY}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}},
+}
+
+
+@pytest.fixture(scope="module")
+def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with the model, the run of 20 steps, `trained`, and the run resumed at step 16; what the first said."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    model = model_folder("qwen3", folder / "model")
+    write_chats(folder / "data.jsonl", SAMPLES)
+    (folder / "ds.json").write_text(json.dumps(FILE))
+    named = {"architecture": str(model), "backend": "transformers"}
+    config = TrainConfig().with_values(model=named, topology={"tp": 1, "pp": 1, "dp": 1})
+    costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+    (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    given = ["--model", "model", "--data", "data.jsonl", "--output", "trained", "--deepspeed", "ds.json", "--dp", "2"]
+    given += ["--run-dir", "run", "--costs", "costs.json", "--memory-limit-gb", "1", "--num-workers", "0"]
+    given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--save-every", str(SAVED), "--keep-last", "0"]
+    given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
+    given += ["--eval-fraction", "0.2", "--eval-every", str(STEPS)]
+    said = preloaded.train(*given, cwd=folder)
+    shutil.copytree(folder / "run", folder / "again")
+    for later in sorted((folder / "again" / "checkpoints").glob("iter_*"))[1:]:
+        shutil.rmtree(later)
+    preloaded.train("--resume", "again", "--overwrite", cwd=folder)
+    return folder, said
+
+
+def test_losses_are_those_of_a_plain_loop_and_the_saved_model_is_the_trained_one(
+    ran: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = ran
+    monkeypatch.chdir(folder)
+    report, (train, held_out) = report_of(folder / "run"), samples_of(folder / "run")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert report["losses"] == pytest.approx(plain_losses(model, train, global_batches(len(train)), "cosine"), rel=1e-5)
+    assert report["losses"][-1] < report["losses"][0]
+    saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "trained")
+    with torch.no_grad():
+        total = sum(float(loss_sum(saved, sample)) for sample in held_out)
+    assert report["evaluations"][-1]["loss"] == pytest.approx(total / num_targets(held_out), rel=1e-5)
+    assert transformers.AutoTokenizer.from_pretrained(folder / "trained").chat_template
+
+
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(ran: tuple[Path, str]) -> None:
+    folder, _ = ran
+    whole, resumed = (report_of(folder / name)["losses"] for name in ("run", "again"))
+    assert resumed == whole
+    states = [folder / name / "checkpoints" / f"iter_{STEPS:07d}" for name in ("run", "again")]
+    for file in sorted(states[0].glob("*optim_states.pt")):
+        first, second = (torch.load(state / file.name, weights_only=False) for state in states)
+        for key in ("fp32_flat_groups", "optimizer_state_dict"):
+            torch.testing.assert_close(
+                first["optimizer_state_dict"].get(key), second["optimizer_state_dict"].get(key), rtol=0, atol=0
+            )
+
+
+def test_conversion_reads_its_checkpoints_and_gives_the_trained_model(ran: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = ran
+    convert(prepare_conversion(folder / "run" / "checkpoints", tmp_path / "hf", "hf", WriterOptions()))
+    converted, saved = (
+        transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (tmp_path / "hf", folder / "trained")
+    )
+    assert converted.keys() == saved.keys()
+    for name, weight in saved.items():
+        assert torch.equal(converted[name], weight), name
+
+
+def test_every_field_that_is_not_the_files_is_named(ran: tuple[Path, str]) -> None:
+    _, said = ran
+    lines = [line for line in said.splitlines() if line.startswith("ds.json: ")]
+    assert lines == [
+        "ds.json: train_micro_batch_size_per_gpu 4 -> 1 (plans cut batches)",
+        "ds.json: gradient_accumulation_steps 8 -> 1 (plans cut batches)",
+        f"ds.json: optimizer.params.lr 0.5 -> {LR} (by --lr)",
+        "ds.json: optimizer.params.torch_adam None -> True (DeepSpeed's Adam would be compiled first)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "says"),
+    [
+        ({"fp16": {"enabled": True}}, [], "fp16 is enabled, which runs here cannot follow: take bf16 or fp32"),
+        ({"zero_optimization": {"stage": 4}}, [], "zero_optimization.stage is 4 but must be 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": 2}}, ["--pp", "2"], "ZeRO stage 2 (ds.json) trains without pp"),
+        ({"zero_optimization": {"stage": 3}}, ["--schedule", "gpipe"], "trains without schedule gpipe"),
+        ({}, ["--compare"], "of which DeepSpeed knows one"),
+        ({}, ["--backend", "megatron"], "trains models that transformers computes"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_before_anything_is_prepared(
+    file: dict[str, object],
+    flags: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model_folder("qwen3", tmp_path / "model")
+    Path("ds.json").write_text(json.dumps(file))
+    assert main(["train", "--model", "model", "--data", "none.jsonl", "--deepspeed", "ds.json", *flags]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,240 @@
+"""Plans through real DeepSpeed engines on two gloo ranks, beside one sample at a time in a plain loop."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from dynapipe_ext import ParallelContext, PipelineExecutor, Planner, TokenCosts, Topology
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.config import OptimizerSettings
+from dynapipe_ext.data.collate import collate
+from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.executor.instructions import ExecutionPlan
+from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer, make_engine
+from dynapipe_ext.executor.stages.deepspeed_stage import DeepSpeedStage, EngineGradients, engine_stage
+from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
+from dynapipe_ext.executor.stages.transformers_stage import token_loss_sum
+from dynapipe_ext.executor.update import ExecutedStep
+from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.launch.env import RankEnv
+from dynapipe_ext.lengths import SampleLength
+from tests.support.deepspeed_ranks import quiet
+from tests.support.tiny_models import SIZES, VOCAB, one_by_one, samples_of, tiny_model
+
+SAMPLES = samples_of((3, 12, 7, 20, 5, 9, 14, 4, 6, 11))
+REPLICAS = Topology(dp=2)
+LR, DECAY, CLIP, STEPS = 1e-2, 0.1, 0.5, 3
+CPU = torch.device("cpu")
+MODEL = transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 2}, tie_word_embeddings=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine of a model; `fewer`: of the middle step, whose second replica is left without a micro-batch."""
+
+    zero: Mapping[str, Any]
+    others: Mapping[str, Any] = field(default_factory=dict)
+    fewer: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        parameters = {"lr": LR, "weight_decay": DECAY, "torch_adam": True}
+        own = {
+            # What plans make of it must not depend on these two.
+            "train_micro_batch_size_per_gpu": 3,
+            "gradient_accumulation_steps": 5,
+            "gradient_clipping": CLIP,
+            "optimizer": {"type": "AdamW", "params": parameters},
+            "zero_optimization": dict(self.zero),
+            "zero_allow_untested_optimizer": True,
+        }
+        return own | dict(self.others)
+
+
+CPU_OFFLOAD = {"device": "cpu", "pin_memory": True}
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+ENGINES = {
+    "zero0": Engine({"stage": 0}, fewer=True),
+    "zero1": Engine({"stage": 1}, fewer=True),
+    "zero2": Engine({"stage": 2}),
+    "zero3": Engine({"stage": 3, "sub_group_size": 1000, "stage3_param_persistence_threshold": 10}),
+    "zero2-offload": Engine({"stage": 2, "offload_optimizer": CPU_OFFLOAD}),
+    "zero3-offload": Engine({"stage": 3, "offload_optimizer": CPU_OFFLOAD, "offload_param": CPU_OFFLOAD}),
+    "zero1-bf16": Engine({"stage": 1}, BF16, fewer=True),
+    "zero2-bf16": Engine({"stage": 2}, BF16),
+}
+EXACT = [name for name in ENGINES if not name.endswith("bf16")]
+
+
+def samples_of_step(engine: Engine, step: int):
+    return SAMPLES[:1] if engine.fewer and step == 1 else SAMPLES
+
+
+def plan_of(samples, rank: int, zero_stage: int, step: int = 0, topology: Topology = REPLICAS, **options: Any):
+    lengths = [SampleLength(s.index, s.positions, target=s.target) for s in samples]
+    costs, form = TokenCosts(topology.num_stages, overhead_ns=10**5), ActivationFormat(16, order="bsh")
+    collectives = ReplicaCollectives.of_zero(zero_stage)
+    options = {"equal_counts": zero_stage >= 2, "max_tokens": 24, **options}
+    planner = Planner(topology, costs, 10**9, format=form, collectives=collectives, **options)
+    return prove_step(planner, lengths, step=step).plans[rank][0]
+
+
+def batches_of(plan: ExecutionPlan) -> list[dict[str, torch.Tensor]]:
+    batches = [collate(m, [SAMPLES[s.index] for s in m.samples]) for m in plan.micro_batches]
+    return [{name: torch.from_numpy(value) for name, value in batch.items()} for batch in batches]
+
+
+def in_ranks(main: Any, folder: Any) -> list[Any]:
+    def rank_main(env: RankEnv) -> int:
+        env.export()
+        limit = timedelta(seconds=60)
+        dist.init_process_group(
+            "gloo", init_method=env.init_method, rank=env.rank, world_size=env.world_size, timeout=limit
+        )
+        with quiet():
+            torch.save(main(env.rank), folder / str(env.rank))
+        dist.barrier()
+        dist.destroy_process_group()
+        return 0
+
+    run_local(rank_main, 2, timeout_s=180)
+    return [torch.load(folder / str(rank), weights_only=False) for rank in range(2)]
+
+
+def new_engine(config: Mapping[str, Any], model: Any) -> Any:
+    return make_engine(model, config, CPU)
+
+
+def trained(engine: Engine, rank: int, parallel: ParallelContext) -> list[tuple[float, float, tuple[int, ...]]]:
+    """Loss, gradient norm and counts of micro-batches of each step."""
+    model = tiny_model(MODEL).train()
+    ds = new_engine(engine.config, model)
+    (part,) = parts_of_model(model)
+    stage = engine_stage(ds, part, parallel=parallel)
+    settings = OptimizerSettings(lr=LR, min_lr=LR, lr_schedule="constant", warmup_steps=0, weight_decay=DECAY)
+    optimizer = DeepSpeedOptimizer(ds, settings, num_steps=STEPS, parallel=parallel, device=CPU)
+    executor, told = PipelineExecutor(stage, parallel.transport), []
+    for step in range(STEPS):
+        plan = plan_of(samples_of_step(engine, step), rank, ds.zero_optimization_stage(), step)
+        loss = executor.execute(plan, batches_of(plan))
+        norm = optimizer.step(ExecutedStep(plan, loss))
+        assert isinstance(norm, float)
+        told.append((loss, norm, plan.num_micro_batches))
+    ds.destroy()
+    return told
+
+
+def refused(parallel: ParallelContext, rank: int) -> dict[str, str]:
+    """What plans and engines that do not fit are told, and what a loss that is not finite leaves behind."""
+    said = {}
+
+    def note(name: str, work: Any) -> None:
+        try:
+            work()
+        except (ConfigError, ExecutionError) as error:
+            said[name] = str(error)
+
+    ds = new_engine(
+        ENGINES["zero2"].config, torch.nn.Sequential(torch.nn.Embedding(VOCAB, 8), torch.nn.Linear(8, VOCAB))
+    )
+    stage = DeepSpeedStage(ds, token_loss_sum, parallel=parallel)
+    unequal = plan_of(SAMPLES[:1], rank, 1)
+    in_flight = plan_of(SAMPLES, rank, 1, schedule="gpipe", rule="packed-balanced", equal_counts=True, layout="packed")
+    note("unequal", lambda: stage.start_step(unequal))
+    executor = PipelineExecutor(
+        DeepSpeedStage(ds, token_loss_sum, parallel=parallel, restarts_attention=True), parallel.transport
+    )
+    note("in flight", lambda: executor.execute(in_flight, batches_of(in_flight)))
+    note("replicas", lambda: EngineGradients(ds, []).begin(plan_of(SAMPLES, 0, 0, topology=Topology())))
+    plan = plan_of(SAMPLES, rank, 2, layout="padded")
+    batches = batches_of(plan)
+    before = ds.module[1].weight.detach().clone()
+    optimizer = DeepSpeedOptimizer(ds, OptimizerSettings(), num_steps=9, parallel=parallel, device=CPU)
+    if rank == 1:
+        batches[-1]["loss_weights"][0, 0] = torch.nan
+    executor = PipelineExecutor(stage, parallel.transport)
+    note("not finite", lambda: optimizer.step(ExecutedStep(plan, executor.execute(plan, batches))))
+    assert torch.equal(ds.module[1].weight, before)
+    ds.destroy()
+    overlapping = {"zero_optimization": {"stage": 1, "overlap_comm": True}}
+    ds = new_engine(ENGINES["zero1"].config | overlapping, torch.nn.Linear(2, 2))
+    note("overlap", lambda: DeepSpeedStage(ds, token_loss_sum))
+    return said
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    def main(rank: int) -> Any:
+        parallel = ParallelContext(REPLICAS, timeout_s=60)
+        return {name: trained(engine, rank, parallel) for name, engine in ENGINES.items()}, refused(parallel, rank)
+
+    return in_ranks(main, tmp_path_factory.mktemp("ranks"))
+
+
+def plain_loop(fewer: bool) -> list[tuple[float, float]]:
+    model, told = tiny_model(MODEL), []
+    decaying = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decaying}, {"params": others, "weight_decay": 0.0}], lr=LR, weight_decay=DECAY
+    )
+    for step in range(STEPS):
+        loss, _ = one_by_one(model, samples_of_step(Engine({}, fewer=fewer), step))
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        told.append((loss, float(norm)))
+    return told
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[bool, list[tuple[float, float]]]:
+    return {fewer: plain_loop(fewer) for fewer in (False, True)}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_zero_stage_trains_as_a_plain_loop_does(ran, plain, name):
+    for told, _ in ran:
+        for (loss, norm, _), (expected, expected_norm) in zip(told[name], plain[ENGINES[name].fewer], strict=True):
+            assert loss == pytest.approx(expected, rel=1e-5)
+            assert norm == pytest.approx(expected_norm, rel=1e-4)
+
+
+def test_micro_batches_vary_and_a_replica_may_have_none_where_gradients_are_reduced_once(ran):
+    counts = [counts for _, _, counts in ran[0][0]["zero1"]]
+    assert min(counts[0]) > 1
+    assert counts[1] == (1, 0)
+    assert all(len(set(counts)) == 1 for _, _, counts in ran[0][0]["zero3"])
+
+
+@pytest.mark.parametrize("name", ["zero1-bf16", "zero2-bf16"])
+def test_bfloat16_engines_come_as_close_as_bfloat16_does(ran, plain, name):
+    for told, _ in ran:
+        expected = plain[ENGINES[name].fewer]
+        assert [loss for loss, _, _ in told[name]] == pytest.approx([loss for loss, _ in expected], rel=2e-2)
+        assert told[name][0][1] == pytest.approx(expected[0][1], rel=0.1)  # a wrong division is a factor
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("unequal", r"ZeRO 2 .* has \(1, 0\) micro-batches: plan with equal_counts=True"),
+        ("in flight", r"ZeRO 2 .* runs 0F0 0F1 .*: take a schedule of whole backwards"),
+        ("replicas", "the plan is for 1 replicas but the engine for 2"),
+        ("not finite", r"step 0 is not finite \(loss nan, on 2 ranks\).*no weight was changed"),
+        ("overlap", "overlap_comm with ZeRO 1"),
+    ],
+)
+def test_what_would_be_wrong_or_hang_is_refused_on_every_rank(ran, name, says):
+    for _, said in ran:
+        assert re.search(says, said[name], re.DOTALL), said

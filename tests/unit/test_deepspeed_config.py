@@ -1,0 +1,125 @@
+"""A ds_config.json in the terms of a run, and what an engine is made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.config import OptimizerSettings, TrainConfig
+from dynapipe_ext.deepspeed_config import engine_config, read_deepspeed_config
+from dynapipe_ext.errors import ConfigError
+
+# As the documentation of transformers has it, word for word but for the offload of parameters.
+AUTO: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "total_num_steps": "auto",
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+SETTINGS = OptimizerSettings(lr=3e-5, min_lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=7)
+
+
+def made(raw: dict[str, Any], *, compiles: bool = True, dtype: str = "bfloat16") -> Any:
+    options: dict[str, Any] = {"hidden_size": 100, "num_steps": 50, "num_replicas": 4, "compiles": compiles}
+    return engine_config(raw, SETTINGS, dtype=dtype, **options)
+
+
+def test_every_auto_is_filled_in_and_nothing_counts_as_overridden() -> None:
+    found = made(AUTO)
+    assert found.overridden == ()
+    assert "auto" not in json.dumps(found.config)
+    assert found.config["optimizer"]["params"] == {"lr": 3e-5, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    assert found.config["scheduler"]["params"] == {
+        "total_num_steps": 50, "warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 7
+    }  # fmt: skip
+    zero = found.config["zero_optimization"]
+    assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (10_000, 9_000)
+    assert zero["stage3_param_persistence_threshold"] == 1_000
+    assert zero["overlap_comm"] is True
+    assert found.config["bf16"]["enabled"] is True
+    assert found.config["train_batch_size"] == 4
+
+
+def test_what_plans_and_settings_say_else_is_named_with_the_reason() -> None:
+    raw = {
+        "train_batch_size": 64,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": False},
+        "zero_optimization": {"stage": 1, "overlap_comm": True},
+        "checkpoint": {"load_universal": True},
+    }
+    assert made(raw).overridden == (
+        "train_batch_size 64 -> 4 (plans cut batches)",
+        "gradient_clipping 0.5 -> 1.0 (by --clip-grad)",
+        "bf16.enabled False -> True (by --dtype)",
+        "zero_optimization.overlap_comm True -> False (ZeRO 1 reduces once, after the last backward)",
+        "checkpoint.load_universal True -> None (--resume goes on from the run's own checkpoints)",
+    )
+
+
+def test_without_a_compiler_torch_computes_adam_and_others_are_refused() -> None:
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    assert "torch_adam" not in made(adam).config["optimizer"]["params"]
+    assert made(adam, compiles=False).config["optimizer"]["params"]["torch_adam"] is True
+    assert made({}).config["optimizer"]["params"]["torch_adam"] is True  # nobody asked for DeepSpeed's own
+    with pytest.raises(ConfigError, match=r"optimizer\.type Lion is compiled by DeepSpeed"):
+        made({"optimizer": {"type": "Lion"}}, compiles=False)
+
+
+def test_the_file_decides_what_neither_flags_nor_toml_say(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    parameters = {"lr": 1e-3, "betas": [0.8, 0.99], "weight_decay": 0.2}
+    file = {"bf16": {"enabled": True}, "optimizer": {"params": parameters}, "zero_optimization": {"stage": 2}}
+    path.write_text(json.dumps(file))
+    config = TrainConfig().with_values(deepspeed={"config": str(path)}, optimizer={"weight_decay": 0.3})
+    optimizer = config.optimizer
+    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay) == (1e-3, (0.8, 0.99), 0.3)
+    assert optimizer.clip_grad == 0.0  # DeepSpeed's default, which a file without a word means
+    assert (config.model.dtype, config.plan.replica_counts, config.deepspeed.zero_stage) == ("bfloat16", "equal", 2)
+    assert TrainConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "cannot be read as a DeepSpeed configuration"),
+        ("[]", "not a DeepSpeed configuration: give a JSON object"),
+        ('{"bf16": true}', "bf16 is True but must be an object"),
+        ('{"zero_optimization": {"stage": "3"}}', r"stage is '3' but must be 0, 1, 2 or 3"),
+        ('{"elasticity": {"enabled": true}}', "elasticity is enabled.*with --resume"),
+        ('{"tensor_parallel": {"autotp_size": 2}}', "tensor_parallel cuts the model"),
+    ],
+)
+def test_a_file_that_no_run_can_follow_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_deepspeed_config(tmp_path / "ds.json")
