@@ -241,7 +241,7 @@ class Planner:
         return Proposals(
             topology=self.topology,
             costs=self.costs,
-            limit_bytes=int(self.memory_limit_bytes) - (self._beside_bytes if self.forward_only else 0),
+            limit_bytes=int(self.memory_limit_bytes),
             layout=self.layout,
             rule=self.rule,
             pad_multiple=self.pad_multiple,
@@ -257,14 +257,6 @@ class Planner:
         if self.forward_only:
             return ("none",)
         return RECOMPUTES if self.recompute is None else (self.recompute,)
-
-    @property
-    def _beside_bytes(self) -> int:
-        """The most static bytes that a rank's other stages hold beside the one that runs: splits see each by itself."""
-        static: list[int] = self.costs.evaluate([]).static_bytes.tolist()
-        ranks = self.topology.stage_ranks
-        own = [[num_bytes for num_bytes, r in zip(static, ranks, strict=True) if r == rank] for rank in set(ranks)]
-        return max(sum(of_rank) - min(of_rank) for of_rank in own)
 
     def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules, ReplicaCosts | None]:
         """What the search found, and its costs where these are known already."""
