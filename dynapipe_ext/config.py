@@ -15,7 +15,7 @@ from dynapipe_ext.deepspeed_config import DeepSpeedSettings, with_decided, with_
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.transformers_sizes import Backend
-from dynapipe_ext.plan import Layout, LossNorm
+from dynapipe_ext.plan import Layout, LossNorm, Pieces
 from dynapipe_ext.schedule_names import ScheduleName, check_fill_waits, check_placed, own_placement
 from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
@@ -126,8 +126,8 @@ class DataSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
     """`costs` names a cost file; empty means: measure this machine before the run. `max_tokens` caps the positions of
-    one micro-batch (0: only memory does). `fill_waits` lets ranks run weight gradients of split backwards while they
-    wait for a transfer."""
+    one micro-batch (0: only memory does). `pieces` cuts samples of more than so many tokens; "auto": where steps then
+    end earlier. `fill_waits` lets ranks run weight gradients of split backwards while they wait for a transfer."""
 
     layout: Layout = "packed"
     schedule: ScheduleName = "adaptive"
@@ -142,6 +142,7 @@ class PlanSettings:
     loss_norm: LossNorm = "tokens"
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     replica_counts: Literal["free", "equal"] = "free"
+    pieces: Pieces = "off"
 
     @property
     def memory_limit_bytes(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.suggestion import did_you_mean
@@ -69,6 +70,9 @@ def refuse_unknown(
 
 def checked_value(value: Any, hint: Any, where: str) -> Any:
     """A TOML value as the type of its field: integers pass for floats, lists for tuples, choices must match."""
+    if get_origin(hint) in (UnionType, Union):  # choices, or a number
+        number, choices = get_args(hint)[1], get_args(hint)[0]
+        return value if type(value) is number else checked_value(value, choices, f"{where} (or a number)")
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             near = did_you_mean(str(value), map(str, get_args(hint)))

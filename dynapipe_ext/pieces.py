@@ -7,14 +7,15 @@ piece to the last, and input gradients (B, or I where backwards are split) from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-from dynapipe_ext.errors import PlanError
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.errors import ConfigError, PlanError, short
+from dynapipe_ext.plan import MicroBatch, Pieces
 
-Chain = tuple[
-    int, ...
-]  # of a cut sample: the positions of its pieces among a replica's micro-batches, first piece first
+# Of a cut sample: the positions of its pieces among a replica's micro-batches, first piece first.
+Chain = tuple[int, ...]
 
 
 def chains(micro_batches: Sequence[MicroBatch]) -> tuple[Chain, ...]:
@@ -46,3 +47,37 @@ def chains(micro_batches: Sequence[MicroBatch]) -> tuple[Chain, ...]:
                 )
             end += piece.encoder
     return tuple(tuple(positions) for positions in sorted(found.values(), key=lambda positions: positions[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class PieceNeighbours:
+    """What a piece comes after on every stage, by micro-batch: its forward after that of the piece `before` it, and its
+    input gradient (B or I) after that of the piece `behind` it, whose gradients of its keys and values it needs.
+
+    >>> order = PieceNeighbours.of([(0, 2, 3)])
+    >>> order.before, order.behind
+    ({2: 0, 3: 2}, {0: 2, 2: 3})
+    """
+
+    before: Mapping[int, int]
+    behind: Mapping[int, int]
+
+    @classmethod
+    def of(cls, chains: Sequence[Chain]) -> PieceNeighbours:
+        links = [link for chain in chains for link in pairwise(chain)]
+        return cls({later: earlier for earlier, later in links}, dict(links))
+
+
+def pieces_of(text: str) -> Pieces:
+    """What a flag says: off, auto or the tokens of a piece. Errors: ConfigError.
+
+    >>> pieces_of("auto"), pieces_of("4096")
+    ('auto', 4096)
+    """
+    if text == "off":
+        return "off"
+    if text == "auto":
+        return "auto"
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):
+        raise ConfigError(f"pieces is {short(text)} but must be off, auto or the tokens of a piece, like 8192")
+    return int(text)

@@ -15,6 +15,7 @@ Recompute = Literal["none", "selective", "full"]
 # Packed rows: attention restarts at each document; or goes over the whole row; or restarts, and the first document, a
 # piece of a long sample, attends to the earlier pieces as well (`dynapipe_ext/pieces.py`).
 Attention = Literal["document", "row", "carried"]
+Pieces = Literal["off", "auto"] | int  # of long samples: how many tokens a piece has
 LossNorm = Literal["tokens", "samples"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 

@@ -19,6 +19,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof.step import verify_step, with_collectives
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.pieces import chains
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.topology import Topology
 
@@ -140,6 +141,7 @@ def prove(
         step_plan.schedules[0].stage_ranks,
         counts,
         forward_only=step_plan.forward_only,
+        chains=[chains(replica.micro_batches) for replica in step_plan.batch.replicas],
     )
     plans = []
     for replica, in_flight in zip(lowered, buffers, strict=True):

@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.pieces import pieces_of
+from dynapipe_ext.plan import Pieces
 from dynapipe_ext.suggestion import did_you_mean
 
+PIECES_HELP = "run samples of more than N tokens in pieces; auto: where that is faster"
 _STATUSES = {
     0: "done",
     1: "a defect of dynapipe, after its traceback",
@@ -76,6 +79,10 @@ def add_json(parser: argparse._ActionsContainer, what: str) -> None:
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help=f"{what} as JSON: alone on standard output, or in FILE"
     )
+
+
+def add_pieces(parser: argparse._ActionsContainer, default: Pieces) -> None:
+    parser.add_argument("--pieces", type=pieces_of, metavar="auto|off|N", help=f"{PIECES_HELP} (default: {default})")
 
 
 def add_truncate(parser: argparse._ActionsContainer, longest: str) -> None:

@@ -72,7 +72,7 @@ def _usual(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: Any)
     topology = config.topology
     if config.placement != own_placement(schedule):
         topology = replace(topology, placement="", stages_per_rank=0, layers_per_stage=())
-    usual = replace(config.plan, schedule=schedule, split_backward=False, fill_waits=False, **plan)
+    usual = replace(config.plan, schedule=schedule, split_backward=False, fill_waits=False, pieces="off", **plan)
     return replace(config, topology=topology, plan=usual)
 
 
@@ -217,8 +217,13 @@ def _global_batches(config: TrainConfig, lengths: LengthArray, epoch: int, *, dr
 def check_fits(config: TrainConfig, costs: CostModel, lengths: LengthArray) -> None:
     """Refuse a sample that fits no micro-batch or no rank even alone, before the launch.
 
-    Errors: PlanError naming the longest such sample, of a pair's both sides or of either.
+    Errors: PlanError naming the longest such sample, of a pair's both sides or of either; with pieces, what their plan
+    of it says.
     """
+    if config.plan.pieces != "off":
+        alone = sample_lengths(lengths, [int(np.argmax(lengths[:, 0]))])
+        replace(make_planner(config, costs), effort=0).plan(alone)
+        return
     _check_max_tokens(config, lengths)
     sides = lengths[:, 0] + lengths[:, 1], lengths[:, 0], lengths[:, 1]
     for longest in dict.fromkeys(int(np.argmax(side)) for side in sides):
@@ -318,6 +323,7 @@ def make_planner(config: TrainConfig, costs: CostModel, num_cores: int | None = 
         effort=plan.effort,
         split_backward=plan.split_backward,
         fill_waits=plan.fill_waits,
+        pieces=plan.pieces,
         loss_norm=plan.loss_norm,
         recompute=None if plan.recompute == "auto" else plan.recompute,
         equal_counts=plan.replica_counts == "equal",

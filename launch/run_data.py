@@ -181,10 +181,11 @@ def check_data(data: RunData, check: Callable[[LengthArray], None]) -> None:
 
 def refuse_pieces(config: TrainConfig, data: RunData, *, compare: bool) -> None:
     """Errors: ConfigError for plans that cut samples whose targets are not all at the end: lengths do not say where."""
-    if data.whole.targets is not None and (compare or config.plan.rule == "fixed-rows"):
+    cuts = compare or config.plan.rule == "fixed-rows" or config.plan.pieces != "off"
+    if data.whole.targets is not None and cuts:
         raise ConfigError(
-            "--compare, and [plan] rule fixed-rows, cut long samples, of which only those with all targets at their end"
-            " can be cut: leave it out for chats"
+            "--compare, and [plan] rule fixed-rows and pieces, cut long samples, of which only those with all targets"
+            " at their end can be cut: leave it out for chats"
         )
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from dynapipe_ext.errors import DynaPipeError, PlanError, short
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.pieces import chains
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.validate import validate
@@ -109,8 +111,9 @@ def plan_json(
     `in_flight_bytes` [dp_rank][pp_rank], beside the peaks, are of buffers that only instructions have. A plan of
     forwards alone says so: "forward_only" is true.
 
-    Errors: PlanError for a plan that cuts samples (the format names samples, not pieces of them) and for one of ranks
-    that share cores.
+    A micro-batch that carries a piece of a long sample, its first, says which: "carried" is [start, end] in positions.
+
+    Errors: PlanError for a plan that cuts samples in another way (fixed rows) and for one of ranks that share cores.
     """
     _refuse_cut_samples(step_plan)
     if step_plan.cores is not None:
@@ -150,7 +153,8 @@ def plan_json(
 def _refuse_cut_samples(step_plan: StepPlan) -> None:
     seen: set[int] = set()
     for micro_batch in step_plan.batch.micro_batches:
-        for sample in micro_batch.samples:
+        carried = micro_batch.attention == "carried"
+        for sample in micro_batch.samples[1 if carried else 0 :]:
             if sample.start or sample.index in seen:
                 raise PlanError(
                     f"the plan cuts sample {sample.index} into pieces, which {PLAN_FORMAT} cannot hold: write plans of"
@@ -189,7 +193,7 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
         schedule = _read_schedule(_mapping(_field(raw, "schedule", where), f"{where} schedule"), where)
         schedule = replace(schedule, forward_only=forward_only)
         try:
-            validate(schedule, len(shapes))
+            validate(schedule, len(shapes), chains([_carrier(shape) for shape in shapes]))
         except PlanError as error:
             raise PlanError(f"{where}: {error}") from error
         micro_batches.append(shapes)
@@ -218,6 +222,10 @@ def read_plan_json(data: Any) -> tuple[Topology, list[list[dict[str, Any]]], lis
 
 
 def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
+    carried = {}
+    if micro_batch.attention == "carried":
+        piece = micro_batch.samples[0]
+        carried["carried"] = [piece.start, piece.start + piece.encoder]
     return {
         "samples": [sample.index for sample in micro_batch.samples],
         "layout": micro_batch.layout,
@@ -225,6 +233,7 @@ def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
         "encoder_len": micro_batch.encoder_len,
         "decoder_len": micro_batch.decoder_len,
         "recompute": micro_batch.recompute,
+        **carried,
     }
 
 
@@ -245,7 +254,23 @@ def _check_micro_batch(raw: Any, where: str) -> dict[str, Any]:
         raise PlanError(
             f"{where}: recompute is {short(shape.get('recompute'))} but must be one of {', '.join(RECOMPUTES)}"
         )
+    if "carried" in shape:
+        piece = _list(shape, "carried", where)
+        ints = len(piece) == 2 and all(type(position) is int for position in piece)
+        if not ints or not 0 <= piece[0] < piece[1] <= _MOST_COUNT or layout != "packed" or not samples:
+            raise PlanError(
+                f"{where}: carried is {short(piece)} but must be [start, end], positions of the packed row's first"
+                " sample"
+            )
     return shape
+
+
+def _carrier(shape: Mapping[str, Any]) -> MicroBatch:
+    """What a micro-batch says of the chain that it is part of, if any."""
+    if "carried" not in shape:
+        return MicroBatch(())
+    start, end = shape["carried"]
+    return MicroBatch((SampleLength(shape["samples"][0], end - start, start=start),), "packed", attention="carried")
 
 
 def _read_schedule(raw: Mapping[str, Any], where: str) -> PipelineSchedule:

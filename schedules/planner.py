@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,18 +18,20 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, short
 from dynapipe_ext.lengths import LengthArray, SampleLength, checked_samples, sample_lengths
+from dynapipe_ext.pieces import chains
 from dynapipe_ext.plan import (
     RECOMPUTES,
     GlobalBatchPlan,
     Layout,
     LossNorm,
+    Pieces,
     Recompute,
     ReplicaPlan,
     check_cover,
 )
 from dynapipe_ext.schedule_names import ScheduleName, check_fill_waits, check_placed
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.certificate import certify
+from dynapipe_ext.schedules.judge.certificate import certify, whole_bound_ns
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores
 from dynapipe_ext.schedules.judge.simulate import bubble_ratio, last_end_ns
@@ -37,6 +40,7 @@ from dynapipe_ext.schedules.planner_settings import (
     check_bounds,
     check_collectives,
     check_forward_only,
+    check_pieces,
     check_types,
 )
 from dynapipe_ext.schedules.search.flow_shop import forward_schedule, injection_order
@@ -45,6 +49,7 @@ from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replica
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, step_spans
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.tables.published import published_schedule
+from dynapipe_ext.splits.carried import piece_sizes
 from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
 
@@ -69,6 +74,8 @@ class Planner:
     instructions and to prove these, not to make them; `collectives` only with replicas whose costs do not say them.
     `num_cores`: how many cores all ranks have together, where these are fewer: a step then takes at least its work over
     the cores, so the least work comes first, and predictions are those of shared cores. None: one (or a device) a rank.
+    `pieces` cuts samples of more than so many tokens, which then run piece after piece ("carried" attention); "auto"
+    tries several numbers and takes pieces only where the step is predicted to end earlier than that of whole samples.
     `for_forwards` gives the planner of evaluation.
     """
 
@@ -90,6 +97,7 @@ class Planner:
     format: ActivationFormat | None = field(default=None, kw_only=True)
     collectives: ReplicaCollectives | None = field(default=None, kw_only=True)
     num_cores: int | None = field(default=None, kw_only=True)
+    pieces: Pieces = field(default="off", kw_only=True)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -108,6 +116,8 @@ class Planner:
         check_fill_waits(self.fill_waits, self.schedule, self.split_backward)
         if self.forward_only:
             check_forward_only(self)
+        if self.pieces != "off":
+            check_pieces(self)
         if self.max_tokens and self.max_tokens < self.pad_multiple:
             raise ConfigError(f"max_tokens {self.max_tokens} is below pad_multiple {self.pad_multiple}")
 
@@ -144,6 +154,7 @@ class Planner:
             split_backward=False,
             fill_waits=False,
             recompute=None,
+            pieces="off",
         )
 
     @property
@@ -197,7 +208,27 @@ class Planner:
         return replace(self, memory_limit_bytes=room) if reserve_bytes else self
 
     def _found(self, samples: list[SampleLength], step: int) -> StepPlan:
-        """The best plan, without its bounds."""
+        """The best plan, without its bounds: of long samples in pieces, where that is asked for or ends earlier."""
+        sizes = piece_sizes(self.pieces, max(s.encoder for s in samples), self.max_tokens)
+        if self.pieces != "auto":
+            return self._found_cut(samples, step, sizes) if sizes else self._found_whole(samples, step)
+        cut: StepPlan | None = None
+        with suppress(PlanError):  # where neither fits, whole samples say why
+            cut = self._found_cut(samples, step, sizes) if sizes else None
+        if cut is None:
+            return self._found_whole(samples, step)
+        least_ns = whole_bound_ns(cut, self.costs, samples, memory_limit_bytes=int(self.memory_limit_bytes))
+        if cut.makespan_ns <= (least_ns or 0):
+            return cut
+        with suppress(PlanError):
+            return min(self._found_whole(samples, step), cut, key=lambda plan: plan.makespan_ns)
+        return cut
+
+    def _found_cut(self, samples: list[SampleLength], step: int, sizes: Sequence[int]) -> StepPlan:
+        proposals = self._proposals
+        return self._predicted(*self._searched(proposals.fixed(proposals.pieces(samples, step, sizes))), step=step)
+
+    def _found_whole(self, samples: list[SampleLength], step: int) -> StepPlan:
         proposals = self._proposals
         if self.schedule != "adaptive":
             return self._best_published(proposals.splits(samples, step), step)
@@ -210,7 +241,7 @@ class Planner:
         return Proposals(
             topology=self.topology,
             costs=self.costs,
-            limit_bytes=int(self.memory_limit_bytes) - (self._beside_bytes if self.forward_only else 0),
+            limit_bytes=int(self.memory_limit_bytes),
             layout=self.layout,
             rule=self.rule,
             pad_multiple=self.pad_multiple,
@@ -226,14 +257,6 @@ class Planner:
         if self.forward_only:
             return ("none",)
         return RECOMPUTES if self.recompute is None else (self.recompute,)
-
-    @property
-    def _beside_bytes(self) -> int:
-        """The most static bytes that a rank's other stages hold beside the one that runs: splits see each by itself."""
-        static: list[int] = self.costs.evaluate([]).static_bytes.tolist()
-        ranks = self.topology.stage_ranks
-        own = [[num_bytes for num_bytes, r in zip(static, ranks, strict=True) if r == rank] for rank in set(ranks)]
-        return max(sum(of_rank) - min(of_rank) for of_rank in own)
 
     def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules, ReplicaCosts | None]:
         """What the search found, and its costs where these are known already."""
@@ -264,7 +287,7 @@ class Planner:
         if not found:
             assert refusal is not None
             raise refusal
-        return min(found, key=lambda plan: max(prediction.makespan_ns for prediction in plan.predictions))
+        return min(found, key=lambda plan: plan.makespan_ns)
 
     def _predicted(
         self, replicas: Replicas, schedules: Schedules, priced: ReplicaCosts | None = None, *, step: int
@@ -274,7 +297,7 @@ class Planner:
         limit = int(self.memory_limit_bytes)
         plans, peaks_of = [], []
         for dp_rank, (micro_batches, schedule, costs) in enumerate(zip(replicas, schedules, priced, strict=True)):
-            validate(schedule, len(micro_batches))
+            validate(schedule, len(micro_batches), chains(micro_batches))
             peaks = peak_bytes(schedule, costs)
             if max(peaks) > limit:
                 rank = int(np.argmax(peaks))
@@ -356,6 +379,7 @@ _PLAIN_FIELDS = (
     "split_backward",
     "fill_waits",
     "num_cores",
+    "pieces",
 )
 
 

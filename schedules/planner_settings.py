@@ -9,7 +9,7 @@ import numpy as np
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import SplitRule
-from dynapipe_ext.costs.abilities import replica_collectives_of
+from dynapipe_ext.costs.abilities import prices_pieces, replica_collectives_of
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.plan import RECOMPUTES, Layout, LossNorm
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dynapipe_ext.schedules.planner import Planner
 
 _BOUNDS = {"pad_multiple": (1, 1 << 24), "max_tokens": (0, 1 << 40), "effort": (0, 10**9)}
+_MOST_PIECE = 1 << 31
 _MOST_BYTES = 1 << 60  # sums of bytes and of bytes x time stay within the integers of both cores
 _CHOICES: dict[str, tuple[object, ...]] = {
     "layout": get_args(Layout),
@@ -46,6 +47,30 @@ def check_forward_only(planner: Planner) -> None:
                 f"{name} is {getattr(planner, name)!r} but steps of forwards alone have no backward:"
                 " leave it out, or take Planner.for_forwards(), which does"
             )
+
+
+def check_pieces(planner: Planner) -> None:
+    """Refuse pieces where they cannot be. Errors: ConfigError naming the setting beside which they do not go."""
+    pieces = planner.pieces
+    if pieces != "auto" and (type(pieces) is not int or not planner.pad_multiple <= pieces <= _MOST_PIECE):
+        raise ConfigError(
+            f"pieces is {short(pieces)} but must be off, auto or the tokens of a piece, {planner.pad_multiple}"
+            f" (pad_multiple) to {_MOST_PIECE:,}"
+        )
+    beside = {
+        "layout": (planner.layout == "packed", 'pieces share packed rows with short documents: layout "packed"'),
+        "schedule": (planner.schedule == "adaptive", "published schedules know no pieces: the adaptive schedule"),
+        "rule": (planner.rule == "dynapipe-ext", "peers' rules cut in their own way: rule dynapipe-ext"),
+        "equal_counts": (not planner.equal_counts, "all pieces of a sample run on one replica: let counts differ"),
+    }
+    for name, (goes, why) in beside.items():
+        if not goes:
+            raise ConfigError(f"pieces is {pieces!r} with {name} {getattr(planner, name)!r}: {why}, or pieces off")
+    if not prices_pieces(planner.costs):
+        raise ConfigError(
+            f"pieces is {pieces!r} but {type(planner.costs).__name__} have no price for pieces of long samples: give"
+            " counted costs (AnalyticCosts, without windows and experts of a capacity), or pieces off"
+        )
 
 
 def check_types(planner: Planner) -> None:

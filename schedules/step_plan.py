@@ -60,9 +60,13 @@ class StepPlan:
         return tuple(trace_of(*replica) for replica in zip(self.schedules, self.costs, spans, strict=True))
 
     @property
-    def makespan_s(self) -> float:
+    def makespan_ns(self) -> int:
         """Predicted makespan of the slowest replica."""
-        return max(p.makespan_ns for p in self.predictions) / 1e9
+        return max(p.makespan_ns for p in self.predictions)
+
+    @property
+    def makespan_s(self) -> float:
+        return self.makespan_ns / 1e9
 
     @property
     def lower_bound_s(self) -> float:

@@ -29,7 +29,7 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
               const std::vector<i64>& free_bytes, bool split, bool working_in_backward,
               const std::vector<std::tuple<int, int, int, int>>& rules, const Runs& runs,
               const std::vector<Groups>& starts, i64 effort, std::uint64_t seed, bool equal_counts,
-              const std::pair<i64, i64>& shared) {
+              const std::pair<i64, i64>& shared, const Groups& chains) {
   dynapipe::Costs costs;
   costs.kinds = static_cast<int>(records.shape(0));
   costs.shapes = static_cast<int>(records.shape(1));
@@ -37,6 +37,14 @@ Result search(const Records& records, const Shapes& shapes, const std::vector<in
   costs.width = static_cast<int>(shapes.shape(1));
   costs.records = records.data();
   costs.shape = shapes.data();
+  costs.chains = chains;
+  costs.chain_of.assign(costs.items, -1);
+  for (std::size_t chain = 0; chain < chains.size(); ++chain) {
+    for (int item : chains[chain]) {
+      if (item < 0 || item >= costs.items || costs.width != 1) throw std::invalid_argument("a chain is of items that cannot be cut");
+      costs.chain_of[item] = static_cast<int>(chain);
+    }
+  }
   dynapipe::Machine machine;
   machine.stages = static_cast<int>(stage_rank.size());
   machine.ranks = static_cast<int>(free_bytes.size());

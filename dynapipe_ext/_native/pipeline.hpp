@@ -4,75 +4,15 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
+#include <utility>
 #include <vector>
+
+#include "track.hpp"
 
 namespace dynapipe {
 
-using i64 = std::int64_t;
-constexpr i64 kNever = i64{1} << 60;
-
-// A micro-batch's costs on a stage. Transfer is to or from the next stage.
-enum Field { kForward, kGradient, kWeight, kStored, kWorking, kTransfer, kFields };
-
-// A micro-batch's work on a rank, and the way to the rank's first stage and back from it: what no order can do without.
-struct Way {
-  i64 work, down, up;
-};
-
-// What all pipelines of a plan share.
-struct Machine {
-  int stages = 0, ranks = 0;
-  bool split = false;                         // the gradient is I alone and W follows; else it is the whole B
-  bool working_in_backward = true;            // working bytes are needed in B and I, too
-  std::vector<int> stage_rank;                // [stage]
-  std::vector<std::vector<int>> rank_stages;  // [rank], ascending
-  std::vector<i64> free_bytes;                // [rank]: limit - static
-};
-
-// How a rank that is free chooses among what is ready.
-struct Rule {
-  int extra = 0;          // stage s holds at most S - s + extra micro-batches; kNoCap: as many as memory allows
-  int rhythm = 1;         // 1: after a backward a forward goes first; 2: always, and is waited for: 1F1B's order
-  int patience = 0;       // a W may delay the next known arrival by up to patience / 4 of its own time
-  int most_pending = 0;   // pending W's above this many go first
-};
-constexpr int kNoCap = 1 << 20;
-
-struct Chosen {
-  int stage, position;
-  Field kind;  // kForward, kGradient or kWeight
-};
-
-// What a run has come to, of each stage and of each rank.
-struct StageState {
-  int entered, returned;  // forwards and gradients started
-};
-struct RankState {
-  i64 wake, free_at, held, pending_bytes, worked;
-  int weights_ready, weights_done;
-  bool wants_forward;
-};
-struct Moment {
-  int done;
-  i64 makespan;
-};
-
-// A run of a rule, kept so that a run of a similar order can begin where the two part.
-struct Track {
-  std::vector<const i64*> records;           // [position]: costs, [stage][field]
-  std::vector<const Way*> ways;              // [position]: [rank]
-  const Rule* rule = nullptr;
-  std::vector<i64> forward_at, gradient_at;  // [position][stage]: when the input arrives; kNever: not known yet
-  std::vector<std::vector<Chosen>> weights;  // [rank]: W's in the order in which they became ready
-  // States as each position is about to enter stage 0.
-  std::vector<StageState> stages;            // [position][stage]
-  std::vector<RankState> ranks;              // [position][rank]
-  std::vector<Moment> moments;               // [position]
-};
-
 // Runs rules. A position is a place in the injection order; every stage runs its forwards in that order, and its
-// gradients too.
+// gradients in that of `Returns`.
 class Dispatcher {
  public:
   explicit Dispatcher(Machine machine)
@@ -93,8 +33,14 @@ class Dispatcher {
     if (orders) orders->assign(machine_.ranks, {});
     if (count_ == 0) return 0;
     if (hopeless(track, give_up)) return kNever;
+    track.returns.set(track.chain_of);
+    returns_ = &track.returns;
+    if (!returns_->empty) needs_.set(machine_.stages, records_, *returns_);
     begin(track, orders ? nullptr : like);
-    return linear_ ? dispatch<true>(track, give_up, orders) : dispatch<false>(track, give_up, orders);
+    if (!returns_->empty) {
+      return linear_ ? dispatch<true, true>(track, give_up, orders) : dispatch<false, true>(track, give_up, orders);
+    }
+    return linear_ ? dispatch<true, false>(track, give_up, orders) : dispatch<false, false>(track, give_up, orders);
   }
 
   // `ways` [rank] of one record.
@@ -117,6 +63,21 @@ class Dispatcher {
 
  private:
   i64 cost(Field field, int s, int m) const { return records_[m][s * kFields + field]; }
+
+  template <bool kChains>
+  i64 taken(int s, int m) const {
+    return kChains ? needs_.taken[m * machine_.stages + s] : cost(kStored, s, m);
+  }
+  template <bool kChains>
+  i64 ready(int s, int m) const {
+    return kChains ? needs_.ready[m * machine_.stages + s] : cost(kWorking, s, m);
+  }
+  // The position whose gradient runs as the k-th, and as which that of a position runs.
+  template <bool kChains>
+  int returning(int k) const {
+    return kChains ? returns_->order[k] : k;
+  }
+  int place_of(int m) const { return returns_->empty ? m : returns_->place[m]; }
 
   // Whether some rank's work, with the least way to it and back, takes that long already.
   bool hopeless(const Track& track, i64 give_up) {
@@ -148,8 +109,10 @@ class Dispatcher {
     std::size_t same = 0;
     if (like && like->rule == track.rule) {
       const std::size_t most = std::min(track.records.size(), like->records.size());
-      while (same < most && like->records[same] == track.records[same]) ++same;
+      while (same < most && like->records[same] == track.records[same] && like->chain_of[same] == track.chain_of[same]) ++same;
       same = std::min(same, most - 1);
+      if (like->returns.longest != track.returns.longest) same = 0;
+      same = unspanned(like->returns, track.returns, same);
     }
     if (same == 0) {
       std::fill(track.forward_at.begin(), track.forward_at.end(), kNever);
@@ -176,8 +139,14 @@ class Dispatcher {
       if (s > 0) {
         for (std::size_t m = stage_[s - 1].entered; m < same; ++m) track.forward_at[m * stages + s] = kNever;
       }
-      const std::size_t back = s + 1 < stages ? stage_[s + 1].returned : stage_[s].entered;
-      for (std::size_t m = back; m < same; ++m) track.gradient_at[m * stages + s] = kNever;
+      if (s + 1 == stages) {
+        for (std::size_t m = stage_[s].entered; m < same; ++m) track.gradient_at[m * stages + s] = kNever;
+        continue;
+      }
+      const int back = stage_[s + 1].returned;
+      for (std::size_t m = returns_->empty ? back : 0; m < same; ++m) {
+        if (place_of(static_cast<int>(m)) >= back) track.gradient_at[m * stages + s] = kNever;
+      }
     }
     for (std::size_t r = 0; r < ranks; ++r) {
       const auto& ready = like->weights[r];
@@ -192,7 +161,7 @@ class Dispatcher {
   }
 
   // kLinear: stage s is on rank s, which the search runs most; its one stage a rank is then known to the compiler.
-  template <bool kLinear>
+  template <bool kLinear, bool kChains>
   i64 dispatch(Track& track, i64 give_up, std::vector<std::vector<Chosen>>* orders) {
     const Rule rule = *track.rule;
     const int ranks = machine_.ranks, all = machine_.stages * count_ * (machine_.split ? 3 : 2);
@@ -208,11 +177,11 @@ class Dispatcher {
       RankState& mine = rank_[r];
       i64 next = kNever;
       Chosen chosen{};
-      if (!choose<kLinear>(track, rule, r, time, &chosen, &next)) {
+      if (!choose<kLinear, kChains>(track, rule, r, time, &chosen, &next)) {
         mine.wake = next;
         continue;
       }
-      const i64 end = start<kLinear>(track, rule, r, time, chosen);
+      const i64 end = start<kLinear, kChains>(track, rule, r, time, chosen);
       if (orders) (*orders)[r].push_back(chosen);
       mine.worked += end - time;
       if (end + work_[r] - mine.worked + tail_[r] >= give_up) return kNever;
@@ -225,79 +194,98 @@ class Dispatcher {
   }
 
   // Whether the rank's memory takes position m on stage s now. `only_pending` tells that it would after pending W's.
-  template <bool kLinear>
+  template <bool kLinear, bool kChains>
   bool admits(int r, int s, int m, bool* only_pending) const {
     const int stages = kLinear ? 1 : static_cast<int>(machine_.rank_stages[r].size());
-    i64 most_working = cost(kWorking, s, m);
+    i64 most_working = ready<kChains>(s, m);
     if (machine_.working_in_backward) {
-      const bool in_turn = !machine_.split && stages == 1;  // then what is older has gone when a backward runs
+      const bool in_turn = !machine_.split && stages == 1 && !kChains;  // then what is older has gone when a backward runs
       for (int k = 0; k < stages; ++k) {
         const int t = kLinear ? r : machine_.rank_stages[r][k];
         i64 gone = 0;
-        for (int q = stage_[t].returned; q < stage_[t].entered; ++q) {
-          most_working = std::max(most_working, cost(kWorking, t, q) - gone);
+        int inside = stage_[t].entered - stage_[t].returned;
+        for (int back = stage_[t].returned; inside > 0; ++back) {
+          const int q = returning<kChains>(back);
+          if (kChains && q >= stage_[t].entered) continue;
+          most_working = std::max(most_working, ready<kChains>(t, q) - gone);
           if (in_turn) gone += cost(kStored, t, q);
+          --inside;
         }
       }
     }
-    const i64 needed = rank_[r].held + cost(kStored, s, m) + most_working, room = machine_.free_bytes[r];
+    const i64 needed = rank_[r].held + taken<kChains>(s, m) + most_working, room = machine_.free_bytes[r];
     if (needed - rank_[r].pending_bytes > room) return false;
-    if (stages > 1 && !safe(r, s, m, most_working)) return false;
+    if (stages > 1 && !safe<kChains>(r, s, m, most_working)) return false;
     if (needed <= room) return true;
     *only_pending = true;
     return false;
   }
 
   // Several stages on a rank: after this admission the micro-batches in flight can still complete, oldest first.
+  template <bool kChains>
   bool safe(int r, int s, int m, i64 most_working) const {
-    const int first = machine_.rank_stages[r].front();
-    i64 held = rank_[r].held - rank_[r].pending_bytes + cost(kStored, s, m);
-    const int newest = std::max(stage_[first].entered, s == first ? m + 1 : 0);
-    for (int q = stage_[first].returned; q < newest; ++q) {
+    const int lowest = machine_.rank_stages[r].front();
+    i64 held = rank_[r].held - rank_[r].pending_bytes + taken<kChains>(s, m);
+    const int end = std::max(stage_[lowest].entered, s == lowest ? m + 1 : 0);
+    int q = kChains ? oldest(lowest, m) : stage_[lowest].returned;
+    for (; q < end; ++q) {
       i64 mine = 0, missing = 0, working = machine_.working_in_backward ? most_working : 0;
+      const bool ends = !kChains || returns_->last[q] == q;
       for (int t : machine_.rank_stages[r]) {
-        if (q < stage_[t].returned) continue;
-        if (q < stage_[t].entered || (t == s && q == m)) {
-          mine += cost(kStored, t, q);
-        } else {
-          missing += cost(kStored, t, q);
-          working = std::max(working, cost(kWorking, t, q));
+        if (q >= stage_[t].entered && !(t == s && q == m)) {
+          missing += taken<kChains>(t, q);
+          working = std::max(working, ready<kChains>(t, q));
+        }
+        if (!ends) continue;
+        for (int p = kChains ? returns_->first[q] : q; p <= q; ++p) {
+          if (kChains && (returns_->last[p] != q || returns_->place[p] < stage_[t].returned)) continue;
+          if (!kChains && p < stage_[t].returned) continue;
+          mine += cost(kStored, t, p);
         }
       }
       if (held + missing + working > machine_.free_bytes[r]) return false;
-      held -= mine;
+      held += missing - mine;
     }
     return true;
   }
 
+  // The first position whose forward has started on a stage and whose gradient has not; m where there is none.
+  int oldest(int s, int m) const {
+    for (int q = 0; q < stage_[s].entered; ++q) {
+      if (returns_->place[q] >= stage_[s].returned) return q;
+    }
+    return m;
+  }
+
   // The action to start now; false with the next time to look at (`next`) where there is none.
-  template <bool kLinear>
+  template <bool kLinear, bool kChains>
   bool choose(Track& track, const Rule& rule, int r, i64 time, Chosen* chosen, i64* next) {
     const int num_pending = rank_[r].weights_ready - rank_[r].weights_done;
     if (num_pending > rule.most_pending) return take_weight(track, r, chosen);
     const int stages = machine_.stages;
-    int gradient_stage = -1, gradient_position = 1 << 30;
+    int gradient_stage = -1, gradient_back = 1 << 30;
     int forward_stage = -1;
     bool after_weights = false, awaited = false;
     for (int k = kLinear ? 1 : static_cast<int>(machine_.rank_stages[r].size()); k-- > 0;) {
       const int s = kLinear ? r : machine_.rank_stages[r][k], back = stage_[s].returned, m = stage_[s].entered;
-      if (back < m) {
-        const i64 at = track.gradient_at[back * stages + s];
+      const bool has_head = back < m && returning<kChains>(back) < m;
+      if (has_head) {
+        const i64 at = track.gradient_at[returning<kChains>(back) * stages + s];
         if (at > time) {
           *next = std::min(*next, at);
-        } else if (back < gradient_position) {
+        } else if (back < gradient_back) {
           gradient_stage = s;
-          gradient_position = back;
+          gradient_back = back;
         }
       }
-      if (m < count_ && forward_stage < 0 &&
-          !(rule.extra < kNoCap && m - back >= std::max(1, stages - s + rule.extra))) {
+      const int most = std::max(1, stages - s + rule.extra) + (kChains ? returns_->longest - 1 : 0);
+      if (m < count_ && forward_stage < 0 && !(rule.extra < kNoCap && has_head && m - back >= most)) {
         const i64 at = s == 0 ? 0 : track.forward_at[m * stages + s];
         bool blocked = false;
         if (at > time) {
           *next = std::min(*next, at);
           awaited = true;
-        } else if (admits<kLinear>(r, s, m, &blocked)) {
+        } else if (admits<kLinear, kChains>(r, s, m, &blocked)) {
           forward_stage = s;
         } else if (blocked) {
           after_weights = true;
@@ -307,7 +295,7 @@ class Dispatcher {
     const bool has_gradient = gradient_stage >= 0;
     awaited &= rule.rhythm > 1 && forward_stage < 0;
     if (has_gradient && !((rank_[r].wants_forward || rule.rhythm > 1) && (forward_stage >= 0 || after_weights || awaited))) {
-      *chosen = {gradient_stage, gradient_position, kGradient};
+      *chosen = {gradient_stage, returning<kChains>(gradient_back), kGradient};
       return true;
     }
     if (forward_stage >= 0) {
@@ -328,13 +316,13 @@ class Dispatcher {
     return true;
   }
 
-  template <bool kLinear>
+  template <bool kLinear, bool kChains>
   i64 start(Track& track, const Rule& rule, int r, i64 time, const Chosen& c) {
     const int s = c.stage, m = c.position, stages = machine_.stages;
     const i64 end = time + cost(c.kind, s, m), stored = cost(kStored, s, m);
     RankState& mine = rank_[r];
     if (c.kind == kForward) {
-      mine.held += stored;
+      mine.held += taken<kChains>(s, m);
       ++stage_[s].entered;
       if (s + 1 == stages) {
         track.gradient_at[m * stages + s] = end;
@@ -376,6 +364,8 @@ class Dispatcher {
   bool linear_ = true;
   const i64* const* records_ = nullptr;
   int count_ = 0;
+  const Returns* returns_ = nullptr;
+  ChainNeeds needs_;
   Moment now_{};
   std::vector<StageState> stage_;
   std::vector<RankState> rank_;

@@ -29,6 +29,8 @@ struct Costs {
   int kinds = 0, shapes = 0, items = 0, width = 0;
   const i64* records = nullptr;  // [kind][shape][stage][field]
   const int* shape = nullptr;    // [last item][items of the run - 1]: its shape, or -1
+  std::vector<std::vector<int>> chains;  // items that carry one sample; then run i is item i
+  std::vector<int> chain_of;             // [item]: which chain, or -1
 };
 
 struct Run {
@@ -49,8 +51,9 @@ struct SharedCores {  // a step takes at least work x tp / cores; tp 0: every ra
 
 constexpr i64 kMostWeight = 4;
 
-enum Move { kSwap, kInsert, kRule, kRecompute, kGive, kExchange, kShift, kCut };
-constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2};  // how often each is tried, of the sum of what there is to move
+enum Move { kSwap, kInsert, kRule, kRecompute, kGive, kExchange, kShift, kCut, kChain };
+constexpr int kMostApart = 3;  // runs between two pieces where a chain is put elsewhere
+constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2, 4};  // how often each is tried, of the sum of what there is to move
 
 class Search {
  public:
@@ -67,12 +70,14 @@ class Search {
     const std::size_t ranks = dispatcher_.machine().ranks;
     track.records.clear();
     track.ways.clear();
+    track.chain_of.clear();
     track.rule = &rules_[state.rule[d]];
     for (int m : state.groups[d]) {
       const i64* record = record_of(state.runs[m]);
       if (!record) return kNever;
       track.records.push_back(record);
       track.ways.push_back(&ways_[(record - costs_.records) / stride_ * ranks]);
+      track.chain_of.push_back(chain_of(m));
     }
     return dispatcher_.run(track, like, give_up, orders);
   }
@@ -108,10 +113,11 @@ class Search {
     random_ = Random{seed};
     const int replicas = static_cast<int>(state_.groups.size());
     moves_.clear();
-    for (int move = kSwap; move <= kCut; ++move) {
+    for (int move = kSwap; move <= kChain; ++move) {
       if (move == kRecompute && costs_.kinds == 1) continue;
       if ((move == kGive || move == kExchange) && replicas == 1) continue;
       if ((move == kShift || move == kCut) && costs_.width == 1) continue;
+      if (move == kChain && costs_.chains.empty()) continue;
       moves_.insert(moves_.end(), kMoveShares[move], move);
     }
     tracks_.resize(replicas);
@@ -123,6 +129,7 @@ class Search {
         undo();
         continue;
       }
+      for (const auto& saved : groups_before_) in_piece_order(state_.groups[saved.first]);
       const i64 allowed = record + record / 4096 * (effort - step) / effort;
       bool taken = true;
       state_.floor = floor_of(state_);
@@ -242,20 +249,42 @@ class Search {
         other += other >= d;
         auto& theirs = state_.groups[other];
         save_group(other);
+        const std::vector<int> given = unit(mine[i]);
         if (type == kExchange && !theirs.empty()) {
-          std::swap(mine[i], theirs[b % theirs.size()]);
+          const std::size_t at = b % theirs.size();
+          const std::vector<int> taken = unit(theirs[at]);
+          if (equal_counts_ && given.size() != taken.size()) return false;
+          put_in_place(mine, i, given, taken);
+          put_in_place(theirs, at, taken, given);
           return true;
         }
-        if (type == kExchange || equal_counts_ || n == 1) return false;
-        const int m = mine[i];
-        mine.erase(mine.begin() + i);
-        theirs.insert(theirs.begin() + b % (theirs.size() + 1), m);
+        if (type == kExchange || equal_counts_ || n == given.size()) return false;
+        put_in_place(mine, i, given, {});
+        theirs.insert(theirs.begin() + b % (theirs.size() + 1), given.begin(), given.end());
         return true;
       }
+      case kChain:
+        if (chain_of(mine[i]) < 0) return false;
+        place_apart(mine, unit(mine[i]), b >> 2, b % (kMostApart + 1));
+        return true;
       case kShift:
         return shift(mine[i], b);
       default:
         return cut(d, mine[i], b, random_.next());
+    }
+  }
+
+  int chain_of(int m) const { return costs_.chains.empty() ? -1 : costs_.chain_of[m]; }
+
+  // The runs that go with one: those of its chain.
+  std::vector<int> unit(int m) const { return chain_of(m) < 0 ? std::vector<int>{m} : costs_.chains[chain_of(m)]; }
+
+  // The pieces of each chain, where they stand, in their order.
+  void in_piece_order(std::vector<int>& group) const {
+    if (costs_.chains.empty()) return;
+    std::vector<std::size_t> next(costs_.chains.size(), 0);
+    for (int& m : group) {
+      if (const int chain = chain_of(m); chain >= 0) m = costs_.chains[chain][next[chain]++];
     }
   }
 

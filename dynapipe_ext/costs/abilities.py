@@ -84,6 +84,23 @@ def costs_as_json(costs: CostModel) -> dict[str, Any]:
     return cast("dict[str, Any]", to_json())
 
 
+def prices_pieces(costs: CostModel) -> bool:
+    """`prices_pieces`: whether pieces of long samples have a price (attention "carried"). Not without it."""
+    return bool(getattr(costs, "prices_pieces", False))
+
+
+def refuse_carried(micro_batches: Sequence[MicroBatch], who: str) -> None:
+    """Errors: PlanError for a micro-batch with a piece of a long sample."""
+    for m in micro_batches:
+        if m.attention == "carried":
+            piece = m.samples[0]
+            raise PlanError(
+                f"a micro-batch carries positions {piece.start} to {piece.start + piece.encoder} of sample"
+                f" {piece.index}, but {who} have no price for pieces: plan whole samples (pieces off), or price by"
+                " counted costs (AnalyticCosts)"
+            )
+
+
 def shape_prices(costs: CostModel) -> PricesShapes:
     """`evaluate_shapes`: padded shapes priced as arrays. Without it they are priced one by one by `evaluate`."""
     return cast(PricesShapes, costs) if hasattr(costs, "evaluate_shapes") else _OneByOne(costs)

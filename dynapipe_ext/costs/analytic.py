@@ -12,17 +12,21 @@ import numpy.typing as npt
 
 from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.costs.abilities import refuse_carried
 from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.parameters import checked_topology, layer_parameters, replica_and_expert_parameters
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, ZeroStage, check_states, state_bytes
-from dynapipe_ext.costs.tokens import fingerprint, sum_of_squares, topology_from_json, topology_to_json
+from dynapipe_ext.costs.tokens import carried_start, fingerprint, sum_of_squares, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
+
+_SUM_BYTES = 4  # of a value in sums of gradients of keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +162,7 @@ class AnalyticCosts:
             if self.architecture.position != "learned":
                 continue
             whole = m.layout == "padded" or m.attention == "row"
-            longest = m.encoder_len if whole else max(s.encoder for s in m.samples)
+            longest = m.encoder_len if whole else max(carried_start(m) + s.encoder for s in m.samples)
             if not self._has_positions(longest):
                 raise PlanError(
                     f"a {m.layout} micro-batch has rows of {longest} positions but the model has"
@@ -167,7 +171,47 @@ class AnalyticCosts:
                 )
         tokens = np.array([m.padded_tokens for m in micro_batches], np.int64)
         squares = np.array([sum_of_squares(m) for m in micro_batches], np.int64)
-        return self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
+        costs = self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
+        return (
+            self._with_carried(costs, micro_batches) if any(m.attention == "carried" for m in micro_batches) else costs
+        )
+
+    @property
+    def prices_pieces(self) -> bool:
+        """Not where experts drop what is beyond their capacity, or a window hides earlier pieces."""
+        return not self.capacity_factor and not self.architecture.sliding_window
+
+    def _with_carried(self, costs: MicroBatchCosts, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        """With what the pieces of a sample, all among these micro-batches, keep for one another in every layer.
+
+        Its keys and values lie in a buffer from the first piece's F to its B, which is the last, and so do the sums in
+        fp32 of the gradients that pieces give to the positions before them. A layer then keeps no others, and has
+        gradients of all positions so far while it runs.
+        """
+        if not self.prices_pieces:
+            refuse_carried(micro_batches, "counted costs with windows, or with experts of a capacity,")
+        a, values, layers = self.architecture, self.activation_bytes_per_value, self.stage_layers[:, :1]
+        a_position = 2 * a.kv_size // self.topology.tp  # values a layer
+        pieces: dict[int, list[SampleLength]] = {}
+        for m in micro_batches:
+            if m.attention == "carried":
+                pieces.setdefault(m.samples[0].index, []).append(m.samples[0])
+        kept, joined = np.zeros((2, len(micro_batches)), np.int64)
+        for i, m in enumerate(micro_batches):
+            if m.attention != "carried":
+                continue
+            own = m.samples[0]
+            joined[i] = own.start + own.encoder
+            kept[i] = 0 if m.recompute == "full" else -values * own.encoder
+            if not own.start:
+                every = pieces[own.index]
+                before_last = max(s.start for s in every)
+                kept[i] += values * sum(s.encoder for s in every) + _SUM_BYTES * before_last
+        return replace(
+            costs,
+            stored_bytes=costs.stored_bytes + layers * (a_position * kept),
+            working_bytes=costs.working_bytes + (layers > 0) * (values * a_position * joined),
+        )
 
     def evaluate_shapes(
         self,

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.costs.abilities import refuse_carried
 from dynapipe_ext.costs.grid import flat_shapes
 from dynapipe_ext.costs.links import Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
@@ -66,6 +67,7 @@ class EncoderDecoderCosts:
         return np.array(stage_layers(self.architecture, self.topology), np.int64)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        refuse_carried(micro_batches, "encoder-decoders")
         sizes = np.array([_sizes(m) for m in micro_batches], np.int64).reshape(-1, _SIDES).T
         return self._price(sizes, np.array([m.recompute for m in micro_batches], dtype=np.str_))
 

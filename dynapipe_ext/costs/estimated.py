@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.costs.abilities import prices_pieces, refuse_carried
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
@@ -115,7 +116,14 @@ class EstimatedCosts:
         join.at(joined, list(self.topology.stage_ranks), of_stages)
         return joined
 
+    @property
+    def prices_pieces(self) -> bool:
+        """Not under context parallelism, which cuts rows in another way."""
+        return self.strategy.cp == 1 and prices_pieces(self.base)
+
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        if not self.prices_pieces:
+            refuse_carried(micro_batches, "estimates of this strategy")
         rows = np.array([m.rows for m in micro_batches], np.int64)
         enc = np.array([m.encoder_len for m in micro_batches], np.int64)
         dec = np.array([m.decoder_len for m in micro_batches], np.int64)

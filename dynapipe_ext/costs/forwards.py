@@ -11,7 +11,13 @@ import numpy.typing as npt
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.costs.abilities import activation_format_of, costs_as_json, replica_collectives_of, shape_prices
+from dynapipe_ext.costs.abilities import (
+    activation_format_of,
+    costs_as_json,
+    refuse_carried,
+    replica_collectives_of,
+    shape_prices,
+)
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -44,6 +50,7 @@ class ForwardCosts:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         """Errors: PlanError for a micro-batch that asks for recomputation, and for what `base` cannot price."""
+        refuse_carried(micro_batches, "forwards alone")
         for m in micro_batches:
             if m.recompute != "none":
                 raise PlanError(

@@ -10,7 +10,7 @@ import numpy as np
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
-from dynapipe_ext.costs.abilities import activation_format_of, costs_as_json, replica_collectives_of
+from dynapipe_ext.costs.abilities import activation_format_of, costs_as_json, prices_pieces, replica_collectives_of
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError, PlanError, short
@@ -55,6 +55,10 @@ class FrozenCosts:
     @property
     def activation_format(self) -> ActivationFormat | None:
         return activation_format_of(self.base)
+
+    @property
+    def prices_pieces(self) -> bool:
+        return prices_pieces(self.base)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         costs = self.base.evaluate(micro_batches)

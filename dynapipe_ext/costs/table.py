@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
 from dynapipe_ext.costs.a100 import hidden_size_of, read_grids, read_parameter_bytes
+from dynapipe_ext.costs.abilities import refuse_carried
 from dynapipe_ext.costs.beside_layers import once_by_stage, parameters_by_stage
 from dynapipe_ext.costs.equivalent_shape import equivalent_shape
 from dynapipe_ext.costs.grid import INFEASIBLE, BoolArray, FloatArray, Grid
@@ -161,6 +162,7 @@ class CostTable:
         return table_points(self, stage_ranks, split)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
+        refuse_carried(micro_batches, "measured tables")
         shapes = np.array([self._equivalent(m) for m in micro_batches], np.float64).reshape(-1, 3).T
         tokens = np.array([(m.rows * m.encoder_len, m.rows * m.decoder_len) for m in micro_batches], np.float64)
         tokens, recompute = tokens.reshape(-1, 2).T, np.array([m.recompute for m in micro_batches], dtype=np.str_)

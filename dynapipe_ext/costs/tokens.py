@@ -23,18 +23,27 @@ _MOST = 1 << 60
 _MOST_A_TOKEN = 1 << 31  # so that the longest sample stays within 64 bits
 
 
+def carried_start(micro_batch: MicroBatch) -> int:
+    """Positions of its first document's sample that run before it in other micro-batches; 0 for whole samples."""
+    return micro_batch.samples[0].start if micro_batch.attention == "carried" else 0
+
+
 def sum_of_squares(micro_batch: MicroBatch) -> int:
     """Positions that attend x positions attended to, self-attention of both sides: rows x length squared if padded or
-    attending over the row; the sum over documents (the row's padding is one more) if attention restarts at each.
+    attending over the row; the sum over documents (the row's padding is one more) if attention restarts at each. A
+    piece of a longer sample attends to what came before it, too: of all its pieces the squares are those of the sample.
     """
     sides = (micro_batch.encoder_len, micro_batch.decoder_len)
     if micro_batch.layout == "padded" or micro_batch.attention == "row":
         return micro_batch.rows * sum(length**2 for length in sides)
     lengths = ([s.encoder for s in micro_batch.samples], [s.decoder for s in micro_batch.samples])
-    return sum(
+    squares = sum(
         sum(map(mul, documents, documents)) + (length - sum(documents)) ** 2
         for documents, length in zip(lengths, sides, strict=True)
     )
+    # A piece's end^2 - start^2 is that much more than its length squared.
+    start = carried_start(micro_batch)
+    return int(squares + (2 * start * micro_batch.samples[0].encoder if start else 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,7 @@ class TokenCosts:
     transfer_bytes_per_token: int = 0
     stage_scale: tuple[float, ...] = ()
     replica_collectives: ClassVar[None] = None  # a polynomial knows nothing of replicas
+    prices_pieces: ClassVar[bool] = True  # whose keys and values are among the bytes of their tokens
 
     def __post_init__(self) -> None:
         if type(self.num_stages) is not int or self.num_stages < 1:

@@ -12,7 +12,8 @@ from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.megatron.drop_in import DropInSettings
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.plan import Layout
+from dynapipe_ext.pieces import pieces_of
+from dynapipe_ext.plan import Layout, Pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,7 @@ class Wishes:
     memory_limit_gb: float | None = None
     split_backward: bool | None = None
     layout: Layout | None = None
+    pieces: Pieces | None = None
     data: str | Path | None = None
     store: str | StoreAddress | None = None  # no argument has it: its password would be seen by all
 
@@ -41,6 +43,7 @@ class Wishes:
             memory_limit_gb=wish("memory_limit_gb"),
             split_backward=bool(wish("split_backward")),
             layout=wish("layout") or "padded",
+            pieces=wish("pieces") or "off",
             store=StoreAddress.parse(self.store) if isinstance(self.store, str) else self.store,
         )
         return settings if minutes is None else replace(settings, timeout_s=60.0 * minutes)
@@ -78,5 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--dynapipe-layout",
         choices=get_args(Layout),
         help="of the rows of planned data: padded to the longest of a micro-batch (default), or packed end to end",
+    )
+    group.add_argument(
+        "--dynapipe-pieces",
+        type=pieces_of,
+        metavar="auto|off|N",
+        help="run packed samples of more than N tokens in pieces; auto: where that is faster (default: off)",
     )
     return parser

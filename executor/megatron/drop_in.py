@@ -28,7 +28,7 @@ from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.megatron_recompute import RecomputeSwitch
 from dynapipe_ext.executor.stages.megatron_split import split_megatron_linears
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.plan import Layout, MicroBatch
+from dynapipe_ext.plan import Layout, MicroBatch, Pieces
 
 _TIMEOUT_S = 600.0  # torch's own for process groups: first steps and saves may keep a neighbour waiting
 
@@ -38,14 +38,15 @@ class DropInSettings:
     """How steps are planned: `costs` (counted from the model without), the limit of a rank's memory, split backwards.
 
     Without `memory_limit_gb` (1e9 bytes) steps of equal micro-batches hold no more than under Megatron's schedules, and
-    planned data fill the device. `layout` is that of planned data; their plans come from a planner process through
-    `store`, or without one from each rank itself.
+    planned data fill the device. `layout` and `pieces` (of long samples) are those of planned data; their plans come
+    from a planner process through `store`, or without one from each rank itself.
     """
 
     costs: CostModel | None = None
     memory_limit_gb: float | None = None
     split_backward: bool = False
     layout: Layout = "padded"
+    pieces: Pieces = "off"
     store: StoreAddress | None = None
     timeout_s: float = _TIMEOUT_S
 
@@ -62,6 +63,7 @@ class DropInSettings:
         limit_bytes = None if self.memory_limit_gb is None else int(self.memory_limit_gb * 1e9)
         return PlanChoices(
             layout=self.layout,
+            pieces=self.pieces,
             split_backward=self.split_backward,
             limit_bytes=limit_bytes,
             store=self.store,

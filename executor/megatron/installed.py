@@ -19,7 +19,7 @@ from dynapipe_ext.executor.megatron.megatron_lm import has_training_loop, parsed
 from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
 from dynapipe_ext.executor.megatron.refusals import check_arguments
 from dynapipe_ext.executor.store.address import StoreAddress
-from dynapipe_ext.plan import Layout
+from dynapipe_ext.plan import Layout, Pieces
 
 
 @contextmanager
@@ -30,6 +30,7 @@ def installed(
     split_backward: bool | None = None,
     data: str | Path | None = None,
     layout: Layout | None = None,
+    pieces: Pieces | None = None,
     store: str | StoreAddress | None = None,
 ) -> Iterator[None]:
     """Within: Megatron's training loops run planned schedules; on exit all is as before.
@@ -45,6 +46,7 @@ def installed(
         split_backward=split_backward,
         data=data,
         layout=layout,
+        pieces=pieces,
         store=store,
     )
     with ExitStack() as patches:

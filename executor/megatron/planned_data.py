@@ -19,7 +19,7 @@ from dynapipe_ext.executor.plans.step_positions import array_digest
 from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.lengths import as_length_array
-from dynapipe_ext.plan import Layout
+from dynapipe_ext.plan import Layout, Pieces
 from dynapipe_ext.schedule_names import ScheduleName
 from dynapipe_ext.schedules.planner import Planner
 
@@ -34,6 +34,7 @@ class PlanChoices:
     layout: Layout = "padded"
     split_backward: bool = False
     limit_bytes: int | None = None
+    pieces: Pieces = "off"
     store: StoreAddress | None = None
     timeout_s: float = 60.0
 
@@ -145,6 +146,7 @@ def data_planner(pipeline: MegatronPipeline, choices: PlanChoices, *, forward_on
         pipeline.costs,
         choices.limit_bytes if choices.limit_bytes is not None else pipeline.device_bytes,
         layout=choices.layout,
+        pieces=choices.pieces,
         schedule=schedule,
         pad_multiple=math.lcm(_PAD_MULTIPLE, pipeline.pad_multiple),
         split_backward=choices.split_backward and schedule == "adaptive",

@@ -27,6 +27,7 @@ from dynapipe_ext.executor.instructions import (
     WaitRecv,
     WaitSend,
 )
+from dynapipe_ext.pieces import PieceNeighbours
 
 _FORWARDED, _HALF, _DONE = 1, 2, 3  # a micro-batch on a stage: forward done, input gradient done, both gradients done
 
@@ -65,6 +66,7 @@ class RankTrace:
     `run` raises VerificationError for what is wrong with this rank alone, `check_end` for what it leaves behind.
     `bytes_of` (ids of specs -> bytes) and `keys` (ids of buffers -> keys) are shared by the ranks of one proof, during
     which no specs and no buffers are freed. `forward_only`: every micro-batch ends with its forward, and must.
+    `pieces`: what micro-batches that carry a sample between them come after.
     """
 
     def __init__(
@@ -76,9 +78,10 @@ class RankTrace:
         bytes_of: dict[int, int],
         keys: dict[int, int],
         *,
-        forward_only: bool = False,
+        forward_only: bool,
+        pieces: PieceNeighbours,
     ) -> None:
-        self.rank, self.program, self._forward_only = rank, program, forward_only
+        self.rank, self.program, self._forward_only, self._pieces = rank, program, forward_only, pieces
         self.lanes: dict[tuple[int, int], Lane] = {}
         self.operations: list[Operation] = []
         self.places: list[int] = []  # of the operations
@@ -194,6 +197,9 @@ class RankTrace:
             raise self.fail("its micro-batch has not been loaded")
         if key in self._progress:
             raise self.fail("runs twice")
+        before = self._pieces.before.get(micro_batch)
+        if before is not None and key - micro_batch + before not in self._progress:
+            raise self.fail(f"the piece before it, micro-batch {before}, has not run forward on stage {stage}")
         num_bytes = self._taken(2 * (key - self._num_micro_batches)) if stage > 0 else 0
         self._progress[key] = _FORWARDED
         if stage + 1 < self._num_stages:
@@ -206,6 +212,12 @@ class RankTrace:
             raise self.fail("a plan of forwards alone has no backward")
         if self._progress.get(key) != _FORWARDED:
             raise self.fail("its forward has not run, or a backward has run already")
+        behind = self._pieces.behind.get(micro_batch)
+        if behind is not None and self._progress.get(key - micro_batch + behind, _FORWARDED) == _FORWARDED:
+            raise self.fail(
+                f"the piece behind it, micro-batch {behind}, has not run backward on stage {stage}: gradients of keys"
+                " and values would be missing"
+            )
         num_bytes = 0
         if stage + 1 < self._num_stages:
             num_bytes = self._taken(2 * (key + self._num_micro_batches) + 1)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dynapipe_ext.executor.instructions import Instruction, Send
 from dynapipe_ext.executor.proof.order import check_one_order
 from dynapipe_ext.executor.proof.rank import Event, Lane, RankTrace
+from dynapipe_ext.pieces import Chain, PieceNeighbours
 
 _EMPTY = Lane()
 
@@ -26,13 +27,15 @@ def verify(
     num_micro_batches: int,
     *,
     forward_only: bool = False,
+    chains: Sequence[Chain] = (),
 ) -> list[int]:
     """Peak bytes of buffers in flight per rank; raises VerificationError naming rank, instruction and reason.
 
     `programs[r]` are the instructions of pipeline rank r, `stage_ranks[stage]` the rank of each stage. On each stage
-    every micro-batch must run its whole backward; under `forward_only` its forward, and no backward.
+    every micro-batch must run its whole backward; under `forward_only` its forward, and no backward. Of `chains`,
+    micro-batches that carry one sample, forwards must run from the first to the last, and backwards back.
     """
-    traces = traced(programs, stage_ranks, num_micro_batches, forward_only=forward_only)
+    traces = traced(programs, stage_ranks, num_micro_batches, forward_only=forward_only, chains=chains)
     check_one_order(
         [[trace.operations for trace in traces]],
         lambda _, rank, i: f"rank {rank} at its {traces[rank].program[traces[rank].places[i]]}",
@@ -43,13 +46,21 @@ def verify(
 
 
 def traced(
-    programs: Sequence[Sequence[Event]], stage_ranks: Sequence[int], num_micro_batches: int, *, forward_only: bool
+    programs: Sequence[Sequence[Event]],
+    stage_ranks: Sequence[int],
+    num_micro_batches: int,
+    *,
+    forward_only: bool,
+    chains: Sequence[Chain],
 ) -> list[RankTrace]:
     """A replica's ranks, each proven by itself, and that the operations of every queue meet in one order."""
     bytes_of: dict[int, int] = {}
     keys: dict[int, int] = {}
+    pieces = PieceNeighbours.of(chains)
     traces = [
-        RankTrace(rank, program, stage_ranks, num_micro_batches, bytes_of, keys, forward_only=forward_only)
+        RankTrace(
+            rank, program, stage_ranks, num_micro_batches, bytes_of, keys, forward_only=forward_only, pieces=pieces
+        )
         for rank, program in enumerate(programs)
     ]
     for trace in traces:

@@ -17,6 +17,7 @@ from dynapipe_ext.executor.instructions import Backward, BackwardInput, Backward
 from dynapipe_ext.executor.proof.order import check_one_order
 from dynapipe_ext.executor.proof.rank import Collective, Event, Member, RankTrace
 from dynapipe_ext.executor.proof.replica import traced
+from dynapipe_ext.pieces import Chain
 
 
 def with_collectives(
@@ -61,14 +62,18 @@ def verify_step(
     num_micro_batches: Sequence[int],
     *,
     forward_only: bool = False,
+    chains: Sequence[Sequence[Chain]] | None = None,
 ) -> list[list[int]]:
     """Peak bytes of buffers in flight [dp_rank][pp_rank], as `verify` gives them, once the collectives are proven too.
 
-    `num_micro_batches` has one count a replica. Raises VerificationError naming both ranks and the first difference.
+    `num_micro_batches` has one count a replica, `chains` (None: no sample is cut) the chains of each. Raises
+    VerificationError naming both ranks and the first difference.
     """
     traces = [
-        traced(programs, stage_ranks, count, forward_only=forward_only)
-        for programs, count in zip(replicas, num_micro_batches, strict=True)
+        traced(programs, stage_ranks, count, forward_only=forward_only, chains=of_replica)
+        for programs, count, of_replica in zip(
+            replicas, num_micro_batches, [()] * len(replicas) if chains is None else chains, strict=True
+        )
     ]
     members = {(dp, pp): trace for dp, ranks in enumerate(traces) for pp, trace in enumerate(ranks)}
     _check_agreement(members)

@@ -13,7 +13,7 @@ from rich.console import Console
 from dynapipe_ext.config import PlacementChoice, TrainConfig
 from dynapipe_ext.costs.states import RECIPES, StateRecipe
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
+from dynapipe_ext.launch.command_parser import add_json, add_pieces, add_truncate, cut_at, ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.job import topology_of
 from dynapipe_ext.models.architecture import Architecture
@@ -92,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         default = "2" if flag == "--stages-per-rank" else "all that fit"
         ways.add_argument(flag, metavar=metavar, help=f"{what} (default: {default})")
+    add_pieces(ways, "off")
     ways.add_argument(
         "--cp", metavar="N,…", help="context parallel ranks, which dynapipe train does not have (default: 1)"
     )
@@ -162,6 +163,7 @@ def question_of(args: argparse.Namespace) -> Question:
             offloads=_words(args.offload, "--offload", OFFLOADS),
             recomputes=_words(args.recompute, "--recompute", get_args(RecomputeChoice)),
             layouts=_words(args.layout, "--layout", get_args(Layout)),
+            pieces=args.pieces or "off",
         ),
         seed=args.seed,
     )

@@ -14,7 +14,7 @@ from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
 from dynapipe_ext.executor.proven_step import ProvenStep, prove_step
-from dynapipe_ext.launch.command_parser import add_json, degrees, ending
+from dynapipe_ext.launch.command_parser import add_json, add_pieces, degrees, ending
 from dynapipe_ext.launch.commands.plan_inputs import (
     add_cost_arguments,
     add_length_arguments,
@@ -85,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="search again with the next seeds until the time is over and keep the best: not reproducible",
     )
+    add_pieces(parser, p.pieces)
     parser.add_argument("--split-backward", action="store_true", default=None, help="run B as I and W")
     parser.add_argument("--forward-only", action="store_true", help="a step of evaluation: forwards alone")
     parser.add_argument("--replica-counts", choices=("free", "equal"), help="of micro-batches (default: free)")
@@ -122,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
         equal_counts=config.plan.replica_counts == "equal",
         split_backward=config.plan.split_backward,
         fill_waits=config.plan.fill_waits,
+        pieces=config.plan.pieces,
         format=messages(args, config, priced.costs),
         collectives=run_collectives(priced.costs),
     )
@@ -182,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_backwards(args: argparse.Namespace) -> None:
     """Errors: ConfigError for flags that say how backwards run."""
-    for flag in ("schedule", "split_backward"):
+    for flag in ("schedule", "split_backward", "pieces"):
         if getattr(args, flag) is not None:
             raise ConfigError(
                 f"--{flag.replace('_', '-')} has nothing to change in forwards alone: leave it or --forward-only out"
@@ -244,7 +246,16 @@ def _config(args: argparse.Namespace) -> TrainConfig:
     config = TrainConfig.read(args.config) if args.config else TrainConfig()
     names = {
         "topology": ("placement", "stages_per_rank"),
-        "plan": ("layout", "schedule", "effort", "pad_multiple", "memory_limit_gb", "split_backward", "replica_counts"),
+        "plan": (
+            "layout",
+            "schedule",
+            "effort",
+            "pad_multiple",
+            "memory_limit_gb",
+            "split_backward",
+            "replica_counts",
+            "pieces",
+        ),
         "data": ("tokens_per_batch", "batch_size"),
         "run": ("seed",),
     }

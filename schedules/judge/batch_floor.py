@@ -20,8 +20,14 @@ micro-batch with that sample in it falls below makes sum(c) / dp a bound of the 
   micro-batch of rows of this sample's length: the overhead is paid at least once. Experts with a capacity compute it
   rounded up to whole rows, by no more than one token costs alone, which is taken off.
 
+Samples in pieces, counted and token costs: the pieces of a sample have its tokens and its squared lengths (end^2 -
+start^2 each) and more overheads, so the same c holds. A piece may be as short as a position, which is what is left of
+heads and tails. No chain of F and B holds, since stages work on several pieces at once; but all run on one replica, so
+no step is shorter than the work of the longest sample on the rank that has most of it.
+
 Times of cost models are whole nanoseconds, each rounded by up to a half: `_ROUNDING_NS` a micro-batch and stage is
-taken off for that. Transfers are left out; memory too, but for padded rows on a measured table.
+taken off for that, with pieces as if each position were one. Transfers are left out; memory too, but for padded rows
+on a measured table.
 """
 
 from __future__ import annotations
@@ -48,7 +54,8 @@ _ROUNDING_NS = 3  # of F and B (or I and W) of one micro-batch on one stage, in 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFloor:
     """Least times. One entry a pipeline rank: `work_ns` of all samples, `head_ns` before it, `tail_ns` after it (0 for
-    split backwards, since W may come last). `chain_ns`: the longest of the samples' least dependency chains."""
+    split backwards, since W may come last). `chain_ns`: the longest of the samples' least dependency chains; with
+    pieces, the longest sample's work on its busiest rank."""
 
     work_ns: FloatArray
     head_ns: FloatArray
@@ -67,13 +74,15 @@ def batch_floor(
     *,
     split: bool,
     packed: bool,
+    pieces: bool = False,
     memory_limit_bytes: int | None = None,
 ) -> BatchFloor | None:
     """The floor of whole samples of these (encoder, decoder) lengths; None for a cost model without a `floor`, for no
     samples, and where a sample has no shape that can be priced (or fits the limit).
 
     With `packed` it holds for packed and padded micro-batches alike, else for padded ones alone (and is higher on
-    measured tables). `split` allows I and W in place of B.
+    measured tables). `split` allows I and W in place of B. With `pieces` it holds for plans that cut long samples, too;
+    None where the model is no `GrowingTimes`.
     """
     if not len(lengths):
         return None
@@ -86,7 +95,9 @@ def batch_floor(
         case None:
             return None
         case GrowingTimes() as growing:
-            times = _growing(growing, needs, counts, ranks, split)
+            times = _growing(growing, needs, counts, ranks, split, pieces)
+        case _ if pieces:
+            return None
         case points if packed:
             times = _packed(points, needs.astype(np.float64), counts)
         case points:
@@ -95,11 +106,13 @@ def batch_floor(
     if max(work_ns.max(), head_ns.max(), tail_ns.max(), chain_ns) >= INFEASIBLE:
         return None
     num_stages, before = len(stage_ranks), np.array([own[0] for own in ranks])
+    num_parts = int((counts * needs[:, 0]).sum() if pieces else counts.sum())
+    longest = int(needs[:, 0].max()) if pieces else 2
     return BatchFloor(
-        work_ns=work_ns - _ROUNDING_NS * int(counts.sum()) * np.array([len(own) for own in ranks]),
+        work_ns=work_ns - _ROUNDING_NS * num_parts * np.array([len(own) for own in ranks]),
         head_ns=head_ns - _ROUNDING_NS * before,
         tail_ns=tail_ns - (0 if split else _ROUNDING_NS) * before,
-        chain_ns=chain_ns - 2 * _ROUNDING_NS * num_stages,
+        chain_ns=chain_ns - longest * _ROUNDING_NS * num_stages,
     )
 
 
@@ -188,7 +201,12 @@ def _two_prices(use: FloatArray, totals: FloatArray) -> float:
 
 
 def _growing(
-    growing: GrowingTimes, needs: IntArray, counts: IntArray, ranks: Sequence[Sequence[int]], split: bool
+    growing: GrowingTimes,
+    needs: IntArray,
+    counts: IntArray,
+    ranks: Sequence[Sequence[int]],
+    split: bool,
+    pieces: bool,
 ) -> _Times:
     num_samples = int(counts.sum())
     together, alone = (growing.padded(rows, needs) for rows in (num_samples, 1))
@@ -198,7 +216,11 @@ def _growing(
     whole = together.forward + together.backward
     work = np.array([math.fsum(whole[list(own)].sum(axis=0) * counts) / num_samples for own in ranks])
     work = work - [float(growing.rounding_ns[list(own)].sum()) for own in ranks]
-    upstream = [np.cumsum(np.vstack([0 * x[:1], x]), axis=0).min(axis=1) for x in (alone.forward, alone.backward)]
+    least = growing.padded(1, np.array([[1, 0]])) if pieces else alone
+    upstream = [np.cumsum(np.vstack([0 * x[:1], x]), axis=0).min(axis=1) for x in (least.forward, least.backward)]
     firsts = [own[0] for own in ranks]
     tail = np.zeros(len(ranks)) if split else upstream[1][firsts]
-    return work, upstream[0][firsts], tail, float(alone.chain.max())
+    chain = alone.chain
+    if pieces:
+        chain = np.max([(alone.forward + alone.backward)[list(own)].sum(axis=0) for own in ranks], axis=0)
+    return work, upstream[0][firsts], tail, float(chain.max())

@@ -26,8 +26,9 @@ class Certificate:
 
     `batch_ns`: no plan of these samples on so many replicas ends earlier under the same memory limit, whatever its
     split into padded micro-batches (into padded or packed ones, if the plan packs), order, recomputation and replicas;
-    without split backwards, unless the plan has them. None where no such bound is known: a cost model other than the
-    four of this package, or samples cut into pieces.
+    without split backwards, unless the plan has them; and of whole samples, unless the plan has long ones in pieces:
+    then of either. None where no such bound is known: a cost model other than the four of this package, or samples cut
+    at the ends of fixed rows.
     """
 
     makespan_ns: int
@@ -62,26 +63,19 @@ def certify(
 
     Errors: PlanError if the weights alone exceed the limit, or a bound is above the makespan (a defect, never a plan).
     """
-    split = any(schedule.is_split for schedule in step_plan.schedules)
     replicas = tuple(
         replica_bounds(schedule, priced, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes)
         for schedule, priced in zip(step_plan.schedules, step_plan.costs, strict=True)
     )
     micro_batches = step_plan.batch.micro_batches
-    floor = None
-    if _are_whole(samples) and sum(len(m.samples) for m in micro_batches) == len(samples):
-        floor = batch_floor(
-            costs,
-            [(s.encoder, s.decoder) for s in samples],
-            step_plan.schedules[0].stage_ranks,
-            split=split,
-            packed=any(m.layout == "packed" for m in micro_batches),
-            memory_limit_bytes=memory_limit_bytes,
-        )
+    pieces = any(m.attention == "carried" for m in micro_batches)
+    batch_ns = None
+    if pieces or sum(len(m.samples) for m in micro_batches) == len(samples):
+        batch_ns = _batch_ns(step_plan, costs, samples, pieces, memory_limit_bytes)
     certificate = Certificate(
         makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),
         replicas=replicas,
-        batch_ns=None if floor is None else floor.bound_ns(len(replicas)),
+        batch_ns=batch_ns,
     )
     for name, bound_ns in (("these micro-batches", certificate.bound_ns), ("this batch", certificate.batch_ns or 0)):
         if bound_ns > certificate.makespan_ns:
@@ -90,6 +84,34 @@ def certify(
                 f" take less than {bound_ns} ns: it was priced by another cost model or limit; plan it again"
             )
     return certificate
+
+
+def whole_bound_ns(
+    step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength], *, memory_limit_bytes: int
+) -> int | None:
+    """No plan of these samples whole, on the ranks of a plan of theirs, ends earlier; None where that is not known."""
+    return _batch_ns(step_plan, costs, samples, False, memory_limit_bytes)
+
+
+def _batch_ns(
+    step_plan: StepPlan,
+    costs: CostModel,
+    samples: Sequence[SampleLength],
+    pieces: bool,
+    memory_limit_bytes: int | None,
+) -> int | None:
+    if not _are_whole(samples):
+        return None
+    floor = batch_floor(
+        costs,
+        [(s.encoder, s.decoder) for s in samples],
+        step_plan.schedules[0].stage_ranks,
+        split=any(schedule.is_split for schedule in step_plan.schedules),
+        packed=any(m.layout == "packed" for m in step_plan.batch.micro_batches),
+        pieces=pieces,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    return None if floor is None else floor.bound_ns(len(step_plan.schedules))
 
 
 def with_bounds(plan: Mapping[str, Any], certificate: Certificate) -> dict[str, Any]:

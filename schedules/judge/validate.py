@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dynapipe_ext.errors import PlanError
+from dynapipe_ext.pieces import Chain, PieceNeighbours
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 
 
-def validate(schedule: PipelineSchedule, num_micro_batches: int) -> None:
+def validate(schedule: PipelineSchedule, num_micro_batches: int, chains: Sequence[Chain] = ()) -> None:
     """Nothing if every micro-batch runs F then B, or F then I then W, on each stage, and the order has no cycle.
 
-    In a schedule of forwards alone (`forward_only`) it runs F, and nothing else.
+    In a schedule of forwards alone (`forward_only`) it runs F, and nothing else. Of `chains`, micro-batches that carry
+    one sample, forwards must run from the first piece to the last on each stage, and B or I from the last to the first.
 
     Errors: PlanError naming the action, stage or micro-batch at fault.
     """
@@ -38,7 +42,27 @@ def validate(schedule: PipelineSchedule, num_micro_batches: int) -> None:
                     f" {' or '.join(allowed)}"
                     + (": only a schedule of forwards alone may lack backwards" if kinds == "F" else "")
                 )
+    _check_pieces(schedule, PieceNeighbours.of(chains))
     _check_progress(schedule)
+
+
+def _check_pieces(schedule: PipelineSchedule, order: PieceNeighbours) -> None:
+    if not order.before:
+        return
+    for actions in schedule.ranks:
+        done: set[Action] = set()
+        for action in actions:
+            if action.kind is not Kind.BACKWARD_WEIGHT:
+                forward = action.kind is Kind.FORWARD
+                first = (order.before if forward else order.behind).get(action.micro_batch)
+                kinds = (Kind.FORWARD,) if forward else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+                if first is not None and not any(Action(action.stage, kind, first) in done for kind in kinds):
+                    raise PlanError(
+                        f"action {action} runs before {Action(action.stage, kinds[0], first)}: pieces of one sample"
+                        " run forwards from the first to the last on every stage, and backwards from the last to the"
+                        " first"
+                    )
+            done.add(action)
 
 
 def _check_placement(schedule: PipelineSchedule) -> None:

@@ -7,12 +7,21 @@ beside what is held, with the working bytes that it and the backwards of the mic
 stage a rank that cannot block: a stage that lacks the oldest micro-batch in flight holds nothing older, so it has room.
 Where a rank holds several stages, an admission must leave the micro-batches in flight able to complete one after the
 other, oldest first (Dijkstra's banker, with a fixed order, which makes the test local to the rank).
+
+Where micro-batches carry a sample between them (chains), gradients run in the order of `Returns`. The first piece takes
+the bytes of all on a stage, and each gives back its own; a cap stops no forward before the head of the returns has
+come. When the oldest that has not come to a stage lacks room there, nothing is inside but chains that span its place,
+and these it must fit beside in any run of this order: so it is the order that blocks, not a choice. The banker's walk
+over the positions lets whole ones come and go, and chains come with their first piece and go with their last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from dynapipe_ext.pieces import Chain
+from dynapipe_ext.schedules.search.carried import Returns
 
 NEVER = 1 << 60
 NO_CAP = 1 << 20
@@ -27,7 +36,8 @@ Table = list[list[int]]  # [stage][position]; a position is a place in the injec
 class DispatchRule:
     """How a free rank chooses.
 
-    Stage s holds at most S - s + `extra` micro-batches (NO_CAP: as many as memory allows). By `rhythm`, a forward goes
+    Stage s holds at most S - s + `extra` micro-batches, with chains as many more as the longest has pieces but one
+    (Seq1F1B's warm-up; arXiv 2406.03488); NO_CAP: as many as memory allows. By `rhythm`, a forward goes
     first after a backward (1), or always and is even waited for (2: 1F1B's order where `extra` is 0); 0: gradients go
     first. A W may delay the next known arrival by up to `patience` quarters of its own time; W's beyond `most_pending`
     go first.
@@ -53,6 +63,7 @@ class Pipeline:
     stored: Table
     working: Table
     transfer: Table  # [boundary][position]
+    chains: tuple[Chain, ...] = ()  # of positions
 
     @property
     def count(self) -> int:
@@ -66,11 +77,15 @@ class _Run:
         stages, count = len(pipe.stage_ranks), pipe.count
         ranks = range(len(pipe.free_bytes))
         self.pipe, self.rule, self.stages, self.count = pipe, rule, stages, count
+        self.returns = Returns.of(count, pipe.chains)
+        self.taken, self.working = pipe.stored, pipe.working  # by a forward: of a first piece, those of its chain
+        if pipe.chains:
+            self.taken, self.working = _of_chains(pipe.stored, pipe.working, pipe.chains)
         self.mine = [[s for s, r in enumerate(pipe.stage_ranks) if r == rank] for rank in ranks]
         self.arrival = [[0] * count, *([_UNKNOWN] * count for _ in range(stages - 1))]
         self.gradient_arrival = [[_UNKNOWN] * count for _ in range(stages)]
-        self.entered = [0] * stages  # forwards and gradients started: counters, as both run in injection order
-        self.returned = [0] * stages
+        self.entered = [0] * stages  # forwards started, in injection order
+        self.returned = [0] * stages  # gradients started, in the order of the returns
         self.pending: list[list[tuple[int, int]]] = [[] for _ in ranks]
         self.pending_bytes = [0] * len(ranks)
         self.held = [0] * len(ranks)
@@ -108,16 +123,17 @@ class _Run:
 
     def _choose(self, rank: int, now: int) -> tuple[Chosen | None, int]:
         """What to start now, or None and the next time to look."""
-        rule, pending = self.rule, self.pending[rank]
+        rule, pending, order = self.rule, self.pending[rank], self.returns.order
         if len(pending) > rule.most_pending:
             return (WEIGHT, *pending.pop(0)), NEVER
         following = NEVER
-        gradient: tuple[int, int] | None = None  # position, stage
+        gradient: tuple[int, int] | None = None  # place in the returns, stage
         forward: int | None = None
         after_weights = awaited = False
         for s in reversed(self.mine[rank]):
             m, back = self.entered[s], self.returned[s]
-            at = self.gradient_arrival[s][back] if back < m else _UNKNOWN
+            has_head = back < m and order[back] < m
+            at = self.gradient_arrival[s][order[back]] if has_head else _UNKNOWN
             if at > now:
                 following = min(following, at)
             elif at != _UNKNOWN and (gradient is None or back < gradient[0]):
@@ -125,8 +141,8 @@ class _Run:
             if m == self.count or forward is not None:
                 continue
             at = self.arrival[s][m]
-            capped = rule.extra < NO_CAP and m - back >= max(1, self.stages - s + rule.extra)
-            if capped:
+            most = max(1, self.stages - s + rule.extra) + self.returns.longest - 1
+            if rule.extra < NO_CAP and has_head and m - back >= most:
                 continue
             if at == _UNKNOWN or at > now:
                 awaited = rule.rhythm > 1
@@ -138,7 +154,7 @@ class _Run:
                 after_weights = after_weights or (fits_after and not fits)
         first = forward is not None or after_weights or awaited
         if gradient is not None and not ((self.wants_forward[rank] or rule.rhythm > 1) and first):
-            return (GRADIENT, gradient[1], gradient[0]), NEVER
+            return (GRADIENT, gradient[1], order[gradient[0]]), NEVER
         if forward is not None:
             return (FORWARD, forward, self.entered[forward]), NEVER
         if pending:
@@ -150,47 +166,55 @@ class _Run:
 
     def _admits(self, rank: int, s: int, m: int) -> tuple[bool, bool]:
         """Whether the rank's memory takes it now, and whether it would once the pending W's have run."""
-        pipe = self.pipe
-        working = pipe.working[s][m]
+        pipe, alone = self.pipe, len(self.mine[rank]) == 1
+        working = self.working[s][m]
         if pipe.working_in_backward:
-            in_turn = not pipe.split and len(self.mine[rank]) == 1  # then what is older has gone when a backward runs
+            in_turn = not pipe.split and alone and not pipe.chains  # then what is older has gone when a backward runs
             for t in self.mine[rank]:
                 gone = 0
-                for q in range(self.returned[t], self.entered[t]):
-                    working = max(working, pipe.working[t][q] - gone)
+                for q in self._inside(t):
+                    working = max(working, self.working[t][q] - gone)
                     gone += pipe.stored[t][q] if in_turn else 0
-        needed = self.held[rank] + pipe.stored[s][m] + working
+        needed = self.held[rank] + self.taken[s][m] + working
         room = pipe.free_bytes[rank]
         if needed - self.pending_bytes[rank] > room:
             return False, False
-        if len(self.mine[rank]) > 1 and not self._safe(rank, s, m, working):
+        if not alone and not self._safe(rank, s, m, working):
             return False, False
         return needed <= room, True
 
+    def _inside(self, s: int) -> Iterable[int]:
+        """Positions whose forward has started on a stage and whose gradient has not."""
+        if not self.pipe.chains:
+            return range(self.returned[s], self.entered[s])
+        return [m for m in self.returns.order[self.returned[s] :] if m < self.entered[s]]
+
     def _safe(self, rank: int, s: int, m: int, most_working: int) -> bool:
-        pipe, first = self.pipe, self.mine[rank][0]
-        held = self.held[rank] - self.pending_bytes[rank] + pipe.stored[s][m]
-        newest = max(self.entered[first], m + 1 if s == first else 0)
-        for q in range(self.returned[first], newest):
+        pipe, returns, first = self.pipe, self.returns, self.mine[rank][0]
+        held = self.held[rank] - self.pending_bytes[rank] + self.taken[s][m]
+        end = max(self.entered[first], m + 1 if s == first else 0)
+        for q in range(min(self._inside(first), default=m), end):
             own, missing, working = 0, 0, most_working if pipe.working_in_backward else 0
             for t in self.mine[rank]:
-                if q < self.returned[t]:
-                    continue
-                if q < self.entered[t] or (t == s and q == m):
-                    own += pipe.stored[t][q]
-                else:
-                    missing += pipe.stored[t][q]
-                    working = max(working, pipe.working[t][q])
+                if q >= self.entered[t] and (t, q) != (s, m):
+                    missing += self.taken[t][q]
+                    working = max(working, self.working[t][q])
+            for t in self.mine[rank] if returns.last_of[q] == q else ():
+                own += sum(
+                    pipe.stored[t][p]
+                    for p in range(returns.first_of[q], q + 1)
+                    if returns.last_of[p] == q and returns.place[p] >= self.returned[t]
+                )
             if held + missing + working > pipe.free_bytes[rank]:
                 return False
-            held -= own
+            held += missing - own
         return True
 
     def _start(self, rank: int, now: int, chosen: Chosen) -> int:
         pipe, (kind, s, m) = self.pipe, chosen
         if kind == FORWARD:
             end = now + pipe.forward[s][m]
-            self.held[rank] += pipe.stored[s][m]
+            self.held[rank] += self.taken[s][m]
             self.entered[s] += 1
             if s + 1 == self.stages:
                 self.gradient_arrival[s][m] = end
@@ -222,6 +246,18 @@ class _Run:
         table[s][m] = at
         rank = self.pipe.stage_ranks[s]
         self.wake[rank] = min(self.wake[rank], max(at, self.free_at[rank]))
+
+
+def _of_chains(stored: Table, working: Table, chains: Sequence[Chain]) -> tuple[Table, Table]:
+    """What the forward of each position takes for good, and the working bytes to be ready for while it is inside: a
+    chain takes all at its first piece, and any of its pieces may run."""
+    taken, ready = [list(row) for row in stored], [list(row) for row in working]
+    for chain in chains:
+        for s, row in enumerate(stored):
+            for m in chain:
+                taken[s][m], ready[s][m] = 0, max(working[s][q] for q in chain)
+            taken[s][chain[0]] = sum(row[q] for q in chain)
+    return taken, ready
 
 
 def dispatch(

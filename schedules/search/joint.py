@@ -16,7 +16,9 @@ import numpy.typing as npt
 from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.pieces import Chain
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores
+from dynapipe_ext.schedules.search.carried import chain_positions, in_piece_order, place_apart, put_in_place
 from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, DispatchRule, Pipeline, dispatch
 from dynapipe_ext.schedules.search.order import splitmix64
 
@@ -24,7 +26,8 @@ Run = tuple[int, int, int]  # items first .. end - 1 as one micro-batch, and the
 GONE: Run = (-1, -1, 0)  # a run that was merged away
 
 # How often each kind of move is tried, of the sum of what there is to move.
-_MOVES = {"swap": 3, "insert": 3, "rule": 2, "recompute": 6, "give": 1, "exchange": 1, "shift": 4, "cut": 2}
+_MOVES = {"swap": 3, "insert": 3, "rule": 2, "recompute": 6, "give": 1, "exchange": 1, "shift": 4, "cut": 2, "chain": 4}
+_MOST_APART = 3  # runs between two pieces where a chain is put elsewhere
 _MOST_WEIGHT = 4
 _ALLOWANCE = 4096  # a move may cost up to one part in so many at first
 
@@ -36,7 +39,8 @@ class Problem:
     `records` (kinds, shapes, stages, 6): forward, gradient (I alone if `split`), weight, stored, working and transfer
     of every shape under every kind of recomputation; INFEASIBLE forwards: cannot run so. `shapes[j, r - 1]`, int32, is
     the shape of the run of r items that ends at item j, or -1 where that may not be a micro-batch. With one column
-    only, items are micro-batches and stay what they are. On shared `cores` a step takes at least its work over them.
+    only, items are micro-batches and stay what they are, and some may carry a sample between them (`chains`; run i is
+    item i). On shared `cores` a step takes at least its work over them.
     """
 
     stage_ranks: tuple[int, ...]
@@ -47,6 +51,7 @@ class Problem:
     shapes: npt.NDArray[np.int32]
     rules: tuple[DispatchRule, ...]
     cores: SharedCores | None = None
+    chains: tuple[Chain, ...] = ()
 
     def floor_ns(self, runs: Sequence[Run]) -> int:
         """What a step of these runs takes at least where ranks share cores; 0 where they do not."""
@@ -140,6 +145,7 @@ def search(
         seed % (1 << 64),
         equal_counts,
         (0, 1) if problem.cores is None else (problem.cores.tp, problem.cores.num_cores),
+        list(map(list, problem.chains)),
     )
     stages = len(problem.stage_ranks)
 
@@ -202,6 +208,7 @@ def _run(problem: Problem, state: SearchState, d: int, give_up: int, orders: lis
         stored=tables[3],
         working=tables[4],
         transfer=tables[5],
+        chains=chain_positions(state.groups[d], problem.chains),
     )
     return dispatch(pipe, problem.rules[state.rules[d]], give_up=give_up, orders=orders)
 
@@ -230,16 +237,21 @@ class _Search:
             "exchange": len(state.groups) > 1,
             "shift": problem.shapes.shape[1] > 1,
             "cut": problem.shapes.shape[1] > 1,
+            "chain": bool(problem.chains),
         }
         self.moves = [move for move, share in _MOVES.items() if possible.get(move, True) for _ in range(share)]
         self.touched: list[int] = []  # replicas that the move changes
+        self.chain_of = {m: chain for chain in problem.chains for m in chain}
 
     def improve(self, effort: int) -> SearchState:
         best, record = copy.deepcopy(self.state), self.state.energy
         for step in range(effort):
             before = copy.deepcopy(self.state)
             self.touched = []
-            if not self._move() or not self._within(record + record // _ALLOWANCE * (effort - step) // effort):
+            moved = self._move()
+            for d in self.touched:
+                in_piece_order(self.state.groups[d], self.problem.chains)
+            if not moved or not self._within(record + record // _ALLOWANCE * (effort - step) // effort):
                 self.state = before
                 continue
             record = min(record, self.state.energy)
@@ -303,25 +315,43 @@ class _Search:
                 return kind != old and self._runs(mine[i])
             case "give" | "exchange":
                 return self._between(move, d, i, b)
+            case "chain":
+                return self._apart(mine, i, b)
             case "shift":
                 return self._shift(mine[i], b)
             case _:
                 return self._cut(d, mine[i], b, random.next())
 
     def _between(self, move: str, d: int, i: int, b: int) -> bool:
-        """Replica d gives a run to another, or exchanges one."""
+        """Replica d gives a run to another, or exchanges one; runs of a chain go together, one behind the other."""
         groups = self.state.groups
         other = self.random.below(len(groups) - 1)
         other += other >= d
         mine, theirs = groups[d], groups[other]
         self._touch(other)
+        given = self.chain_of.get(mine[i], (mine[i],))
         if move == "exchange":
-            if theirs:
-                mine[i], theirs[b % len(theirs)] = theirs[b % len(theirs)], mine[i]
-            return bool(theirs)
-        if self.equal_counts or len(mine) == 1:
+            if not theirs:
+                return False
+            j = b % len(theirs)
+            taken = self.chain_of.get(theirs[j], (theirs[j],))
+            if self.equal_counts and len(given) != len(taken):
+                return False
+            put_in_place(mine, i, given, taken)
+            put_in_place(theirs, j, taken, given)
+            return True
+        if self.equal_counts or len(mine) == len(given):
             return False
-        theirs.insert(b % (len(theirs) + 1), mine.pop(i))
+        put_in_place(mine, i, given, ())
+        at = b % (len(theirs) + 1)
+        theirs[at:at] = given
+        return True
+
+    def _apart(self, mine: list[int], i: int, b: int) -> bool:
+        """The chain of a run begins elsewhere, with as many runs between its pieces."""
+        if mine[i] not in self.chain_of:
+            return False
+        place_apart(mine, self.chain_of[mine[i]], b >> 2, b % (_MOST_APART + 1))
         return True
 
     def _shift(self, m: int, b: int) -> bool:

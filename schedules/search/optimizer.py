@@ -18,16 +18,19 @@ from dynapipe_ext.core import native
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.pieces import Chain
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores
 from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.search.carried import chain_positions
 from dynapipe_ext.schedules.search.dispatch import NEVER, Chosen, rules
 from dynapipe_ext.schedules.search.joint import GONE, Problem, Run, SearchState, records_of, search
 from dynapipe_ext.schedules.search.order import start_orders
 
 _TRIAL = 16  # of the moves, one part in so many for each of several starts
 _REPLICAS = 4  # that one measure of effort is for
+_ROWS = 12  # likewise, with samples in pieces, which are many rows: moves are fewer, as each costs more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +63,21 @@ class Start:
     shapes: npt.NDArray[np.int32]
     runs: tuple[Run, ...]
     groups: tuple[tuple[int, ...], ...]
+    chains: tuple[Chain, ...] = ()  # of items that carry one sample, each within one group; only with one column
 
     @classmethod
     def of_micro_batches(
-        cls, kind_costs: Sequence[MicroBatchCosts], groups: Sequence[Sequence[int]], kinds: Sequence[int]
+        cls,
+        kind_costs: Sequence[MicroBatchCosts],
+        groups: Sequence[Sequence[int]],
+        kinds: Sequence[int],
+        chains: tuple[Chain, ...] = (),
     ) -> Start:
         """Micro-batches as they are, each with its index into `kind_costs`."""
         shapes = np.arange(len(kinds), dtype=np.int32).reshape(-1, 1)
         runs = tuple((m, m + 1, kind) for m, kind in enumerate(kinds))
-        return cls(kind_costs=tuple(kind_costs), shapes=shapes, runs=runs, groups=tuple(map(tuple, groups)))
+        grouped = tuple(map(tuple, groups))
+        return cls(kind_costs=tuple(kind_costs), shapes=shapes, runs=runs, groups=grouped, chains=chains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +131,7 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
 
     Errors: PlanError where no start has an order that fits; ConfigError as optimize.
     """
-    moves = settings.effort * max(1, len(starts[0].groups) // _REPLICAS)
+    moves = [_moves(start, settings) for start in starts]
     possible: list[tuple[int, Problem, list[Run], list[list[list[int]]]]] = []
     records: dict[int, IntArray] = {}  # starts share costs
     refusal: PlanError | None = None
@@ -135,12 +144,18 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
         except PlanError as error:
             refusal = refusal or error
             continue
-        orders = [[[group[i] for i in o] for o in start_orders(_costs(start, runs, group))] for group in start.groups]
+        orders = [
+            [
+                [group[i] for i in order]
+                for order in start_orders(_costs(start, runs, group), chain_positions(group, start.chains))
+            ]
+            for group in start.groups
+        ]
         possible.append((index, problem, runs, orders))
 
     def trial(one: tuple[int, Problem, list[Run], list[list[list[int]]]]) -> SearchState:
-        _, problem, runs, orders = one
-        return _found(problem, runs, orders, settings, moves // _TRIAL if len(starts) > 1 else 0)
+        index, problem, runs, orders = one
+        return _found(problem, runs, orders, settings, moves[index] // _TRIAL if len(starts) > 1 else 0)
 
     cores = len(os.sched_getaffinity(0))
     if min(cores, len(possible)) > 1 and settings.use_native and native is not None:  # the core runs without the lock
@@ -155,12 +170,18 @@ def optimize_best(starts: Sequence[Start], settings: Settings) -> tuple[int, Opt
     index, problem, found = min(tried, key=lambda one: (one[2].value, one[0]))
     if settings.effort:
         runs, orders = _in_turn(found)
-        found = _found(problem, runs, orders, settings, moves)
+        found = _found(problem, runs, orders, settings, moves[index])
     return index, Optimized(
         tuple(tuple(found.runs[m] for m in group) for group in found.groups),
         tuple(_schedule(actions, problem) for actions in found.actions),
         tuple(found.makespan_ns),
     )
+
+
+def _moves(start: Start, settings: Settings) -> int:
+    """What the effort comes to: as many moves, but where samples come in pieces no more work than of a few rows."""
+    moves = settings.effort * max(1, len(start.groups) // _REPLICAS)
+    return moves * _ROWS // max(_ROWS, len(start.runs)) if start.chains else moves
 
 
 def _in_turn(found: SearchState) -> tuple[list[Run], list[list[list[int]]]]:
@@ -204,11 +225,13 @@ def _problem(start: Start, settings: Settings, records: IntArray) -> Problem:
         shapes=start.shapes,
         rules=tuple(rules(split=settings.split)),
         cores=settings.cores,
+        chains=start.chains,
     )
 
 
 def _fitting(problem: Problem, start: Start, limit_bytes: int) -> list[Run]:
-    """Each run under its kind, or the first that lets it run alone; PlanError where none does."""
+    """Each run under its kind, or the first that lets it run alone (and pieces of a sample all together); PlanError
+    where none does."""
     ranks, free = np.array(problem.stage_ranks), np.array(problem.free_bytes, np.int64)
     runs = start.runs
     shapes = _shapes(start, runs)
@@ -216,9 +239,9 @@ def _fitting(problem: Problem, start: Start, limit_bytes: int) -> list[Run]:
     possible = np.zeros((len(start.kind_costs), len(runs)), bool)
     for kind, costs in enumerate(start.kind_costs):
         stored, working = costs.stored_bytes[:, shapes], costs.working_bytes[:, shapes]
+        possible[kind] = costs.forward_ns[:, shapes].max(axis=0) < INFEASIBLE
         for rank in range(len(free)):
             needed[kind, rank] = stored[ranks == rank].sum(axis=0) + working[ranks == rank].max(axis=0)
-        possible[kind] = costs.forward_ns[:, shapes].max(axis=0) < INFEASIBLE
     fits = (needed <= free[:, None]).all(axis=1) & possible
     chosen = []
     for m, (first, end, kind) in enumerate(runs):
@@ -231,7 +254,31 @@ def _fitting(problem: Problem, start: Start, limit_bytes: int) -> list[Run]:
                 f" {limit_bytes} B: make the micro-batch smaller, recompute more of it, or raise tp or pp"
             )
         chosen.append((first, end, kind if fits[kind, m] else int(fits[:, m].argmax())))
+    for chain in start.chains:
+        pieces = _fitting_chain(problem, start, [chosen[m] for m in chain], limit_bytes)
+        for m, run in zip(chain, pieces, strict=True):
+            chosen[m] = run
     return chosen
+
+
+def _fitting_chain(problem: Problem, start: Start, runs: Sequence[Run], limit_bytes: int) -> list[Run]:
+    """The pieces of a sample under their kinds, or as many of the first ones, which cost least to compute again, as it
+    takes under the kind of least bytes for all to be held at once; PlanError where no number of them will do."""
+    ranks, free, shapes = np.array(problem.stage_ranks), problem.free_bytes, _shapes(start, runs)
+    lean = min(range(len(start.kind_costs)), key=lambda k: int(start.kind_costs[k].stored_bytes[:, shapes].sum()))
+    kinds = np.array([kind for _, _, kind in runs])
+    for changed in range(len(runs) + 1):
+        kinds[:changed] = lean
+        held = MicroBatchCosts.choose(start.kind_costs, kinds, shapes)
+        stored, working = held.stored_bytes.sum(axis=1), held.working_bytes.max(axis=1)
+        needed = [int(stored[ranks == rank].sum() + working[ranks == rank].max()) for rank in range(len(free))]
+        if all(need <= room for need, room in zip(needed, free, strict=True)):
+            return [(first, end, int(kind)) for (first, end, _), kind in zip(runs, kinds, strict=True)]
+    rank = max(range(len(free)), key=lambda r: needed[r] - free[r])
+    raise PlanError(
+        f"the {len(runs)} pieces of one sample need {needed[rank] + limit_bytes - free[rank]} B at once on rank {rank},"
+        f" recomputed, but the limit is {limit_bytes} B: raise tp or pp, or truncate the sample"
+    )
 
 
 def _costs(start: Start, runs: Sequence[Run], group: Sequence[int]) -> MicroBatchCosts:

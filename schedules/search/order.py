@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.pieces import Chain
 
 
-def start_orders(costs: MicroBatchCosts) -> list[list[int]]:
+def start_orders(costs: MicroBatchCosts, chains: Sequence[Chain] = ()) -> list[list[int]]:
     """Natural, ascending, descending, alternating between the two halves, and cheap at both ends (a short fill and
-    drain, and neighbours alike)."""
-    work = (costs.forward_ns + costs.backward_ns).sum(axis=0).tolist()
-    ascending = sorted(range(len(work)), key=lambda m: (work[m], m))
-    half = len(work) // 2
+    drain, and neighbours alike). Micro-batches of a chain stand one behind the other, and count as one."""
+    times = (costs.forward_ns + costs.backward_ns).sum(axis=0).tolist()
+    later = {m for chain in chains for m in chain[1:]}
+    units = {m: (m,) for m in range(len(times)) if m not in later} | {chain[0]: chain for chain in chains}
+    work = {m: sum(times[k] for k in unit) for m, unit in units.items()}
+    ascending = sorted(units, key=lambda m: (work[m], m))
+    half = len(ascending) // 2
     alternating = [m for pair in zip(ascending[half:], ascending[:half], strict=False) for m in pair]
-    alternating += [ascending[-1]] if len(work) % 2 else []
+    alternating += [ascending[-1]] if len(ascending) % 2 else []
     hill = ascending[::2] + ascending[1::2][::-1]
-    orders = [list(range(len(work))), ascending, ascending[::-1], alternating, hill]
-    return [order for i, order in enumerate(orders) if order not in orders[:i]]
+    orders = [sorted(units), ascending, ascending[::-1], alternating, hill]
+    return [[k for m in order for k in units[m]] for i, order in enumerate(orders) if order not in orders[:i]]
 
 
 def splitmix64(state: int) -> tuple[int, int]:

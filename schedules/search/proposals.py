@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
-from typing import TypeVar
+from itertools import pairwise, product
+from typing import TypeVar, get_args
 
 import numpy as np
 
@@ -16,10 +16,12 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts, PricesShapes
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.pieces import chains
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.schedules.search.joint import Run
 from dynapipe_ext.schedules.search.optimizer import Start
 from dynapipe_ext.splits.balance import assign_replicas
+from dynapipe_ext.splits.carried import CutBy, carried_rows, document_weights
 from dynapipe_ext.splits.exact import MOST_SAMPLES, good_partitions
 from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate
 from dynapipe_ext.splits.padded import (
@@ -41,6 +43,7 @@ Replicas = list[list[MicroBatch]]
 MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]
 Made = TypeVar("Made")
 
+_MOST_CUTS = 2  # into pieces that are searched
 _MOST_FEW = 8  # splits of a few samples by each of three objectives
 
 
@@ -121,6 +124,33 @@ class Proposals:
             micro_batches = _possible(partial(self._packed, rows, price, in_flight, dp) for in_flight in held)
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
+    def pieces(self, samples: list[SampleLength], step: int, sizes: Sequence[int]) -> list[Replicas]:
+        """Long samples in pieces of about so many tokens, alike in length or in time, with short documents in packed
+        rows of that room; all pieces of a sample on one replica. Those of least work and fill of the busiest replica.
+        """
+        made: dict[tuple[MicroBatch, ...], tuple[int, Replicas]] = {}
+        price = micro_batch_evaluate(self.costs)
+        rules = [RowRule(max_tokens=size, pad_multiple=self.pad_multiple, recompute=self.kinds[0]) for size in sizes]
+        weights = document_weights(samples, price, rules)
+        for rule, cut_by in product(rules, get_args(CutBy)):
+            rows = tuple(carried_rows(samples, weights, price, rule, cut_by))
+            if rows not in made:
+                made[rows] = self._on_replicas(rows, step)
+        best = [replicas for _, replicas in sorted(made.values(), key=lambda one: one[0])]
+        least = next(replicas for _, replicas in made.values())  # of bytes that one piece needs
+        return best[:_MOST_CUTS] + ([] if least in best[:_MOST_CUTS] else [least])
+
+    def _on_replicas(self, rows: Sequence[MicroBatch], step: int) -> tuple[int, Replicas]:
+        """Which rows go where, and about how long that takes."""
+        units = list(chains(rows))
+        units += [(m,) for m in sorted(set(range(len(rows))) - {m for unit in units for m in unit})]
+        time_ns: list[int] = bottleneck(self.costs.evaluate(rows))[0].tolist()
+        work_ns = [sum(time_ns[m] for m in unit) for unit in units]
+        groups = self._assigned(work_ns, units, step)
+        busiest_ns = max(sum(work_ns[i] for i in group) for group in groups)
+        fill_ns = (self._depth - 1) * max(time_ns)
+        return busiest_ns + fill_ns, [[rows[m] for i in group for m in units[i]] for group in groups]
+
     @property
     def _depth(self) -> int:
         """Ranks whose fill and drain a cut is judged by."""
@@ -150,6 +180,7 @@ class Proposals:
                 [self._under(kind, micro_batches, like) for kind in kinds],
                 [range(a, b) for a, b in pairwise(ends)],
                 [kinds.index(m.recompute) for m in micro_batches],
+                chains(micro_batches),
             )
             proposed.append(Proposal(start, partial(_with_kind, micro_batches, kinds)))
         return proposed
@@ -184,9 +215,9 @@ class Proposals:
             found = [cut(1)]
         return runs, [cuts for i, cuts in enumerate(found) if cuts not in found[:i]]
 
-    def _assigned(self, times_ns: list[int], samples: Sequence[SampleLength], step: int) -> list[list[int]]:
-        """Indices of the micro-batches of each replica; as many replicas as there are samples have some."""
-        busy = min(self.topology.dp, len(samples))
+    def _assigned(self, times_ns: list[int], parts: Sequence[object], step: int) -> list[list[int]]:
+        """Indices of the micro-batches of each replica; as many replicas as there are parts (samples) have some."""
+        busy = min(self.topology.dp, len(parts))
         idle: list[list[int]] = [[] for _ in range(self.topology.dp - busy)]
         return assign_replicas(times_ns, busy, equal_counts=self.equal_counts, seed=step) + idle
 

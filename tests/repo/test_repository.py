@@ -39,6 +39,9 @@ TESTED_COMMANDS = {
     "bash launch/quickstart.sh": f"{README_TESTS}::test_a_fresh_clone_trains_eight_ranks_with_one_command",
     "dynapipe doctor": AS_IT_STANDS,
     "dynapipe plan --lengths lengths.npy --pp 4 --dp 2": AS_IT_STANDS,
+    "dynapipe plan --pieces auto": (
+        "tests/unit/test_plan_command.py::test_long_samples_run_in_pieces_where_a_flag_or_a_file_says_so"
+    ),
     "dynapipe show-schedule zb-v --pp 4 --micro-batches 8 --html zb-v.html": (
         "tests/integration/test_schedule_command.py::test_the_command_of_the_readme_draws_and_writes_a_page"
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.megatron.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.megatron.datasets import PlannedDatasets, planned_iterators, real_flops
 from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
@@ -264,3 +265,12 @@ def test_every_stage_takes_micro_batches_of_one_shape_in_the_order_of_the_data(
     if not forward_only:
         megatrons = interleaved_1f1b(pp, count, topology.num_stages // pp)
         assert max(peak_bytes(schedule, step_plan.costs[0])) <= max(peak_bytes(megatrons, step_plan.costs[0]))
+
+
+def test_pieces_are_asked_for_by_the_command_line_or_by_the_script() -> None:
+    args = add_arguments(ArgumentParser()).parse_args(["--dynapipe-layout", "packed", "--dynapipe-pieces", "64"])
+    asked, said = Wishes().settings(args), Wishes(pieces="auto").settings(args)
+    assert (asked.pieces, said.pieces, Wishes().settings(None).pieces) == (64, "auto", "off")
+    planner = data_planner(pipeline(Topology()), asked.choices, forward_only=False)
+    assert planner.pieces == 64
+    assert data_planner(pipeline(Topology()), asked.choices, forward_only=True).pieces == "off"

@@ -17,9 +17,16 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.launch.commands import train as train_command
-from dynapipe_ext.launch.job import analytic_costs, architecture_of, check_fits, settled_steps, topology_of
+from dynapipe_ext.launch.job import (
+    analytic_costs,
+    architecture_of,
+    check_fits,
+    make_planner,
+    settled_steps,
+    topology_of,
+)
 from dynapipe_ext.launch.trained_model import refuse_output
-from dynapipe_ext.lengths import as_length_array
+from dynapipe_ext.lengths import as_length_array, sample_lengths
 from dynapipe_ext.tools.wandb_run import WandbRun, require_wandb
 from tests.support.steps import a_step
 
@@ -136,6 +143,22 @@ def test_what_does_not_fit_is_told_with_the_ranks_that_it_fits_on(folder: Path) 
     nothing = config.with_values(plan={"memory_limit_gb": 1e-5})
     with pytest.raises(PlanError, match="raise it, raise tp or pp, or lower max_seq_len"):
         check_fits(nothing, costs, lengths)
+
+
+def test_what_does_not_fit_whole_may_fit_in_pieces(folder: Path) -> None:
+    config = settings(["--model", folder, "--memory-limit-gb", "1", "--pieces", "32", "--pp", "2"])
+    config = config.with_values(plan={"recompute": "full"})
+    costs = analytic_costs(config, architecture_of(config, 131), flops_per_s=1e9, overhead_ns=0)
+    lengths = as_length_array([9, 4000, 30])
+    assert make_planner(config, costs).pieces == 32
+    check_fits(config, costs, lengths)
+    least_gb = make_planner(config, costs).plan(sample_lengths([9, 4000, 30])).peak_bytes / 1e9
+    tight = config.with_values(plan={"memory_limit_gb": least_gb})
+    check_fits(tight, costs, lengths)
+    with pytest.raises(PlanError, match="even alone"):
+        check_fits(tight.with_values(plan={"pieces": "off"}), costs, lengths)
+    with pytest.raises(PlanError, match=r"pieces of one sample need .* raise tp or pp|micro-batch \d+ alone"):
+        check_fits(tight.with_values(plan={"memory_limit_gb": least_gb / 2}), costs, lengths)
 
 
 def test_a_place_that_the_model_cannot_go_to_is_refused_before_the_run(folder: Path, tmp_path: Path) -> None:

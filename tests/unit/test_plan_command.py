@@ -170,6 +170,33 @@ def test_costs_of_fixed_stages_cannot_be_placed_anew(
     assert "TokenCosts price stages as they are" in text
 
 
+def test_long_samples_run_in_pieces_where_a_flag_or_a_file_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "long.npy", np.array([9000, 40, 300, 17, 2600, 64]))
+    asked = ["--lengths", str(tmp_path / "long.npy"), *SMALL, "--tokens-per-batch", "20000", "--memory-limit-gb", "40"]
+    (tmp_path / "pieces.toml").write_text('[model]\nmax_seq_len = 16384\n[plan]\npieces = "auto"\n')
+    (tmp_path / "whole.toml").write_text("[model]\nmax_seq_len = 16384\n")
+    found = {}
+    for name, more in (
+        ("off", ["--config", str(tmp_path / "whole.toml")]),
+        ("auto", ["--config", str(tmp_path / "pieces.toml")]),
+        ("2048", ["--config", str(tmp_path / "whole.toml"), "--pieces", "2048"]),
+    ):
+        path = tmp_path / f"{name}.json"
+        assert plan(*asked, *more, "--json", str(path)) == 0
+        found[name] = planned(path)
+        carried = [m for r in found[name]["replicas"] for m in r["micro_batches"] if "carried" in m]
+        assert bool(carried) == (name != "off")
+    longest_s = {name: max(r["predicted"]["makespan_s"] for r in raw["replicas"]) for name, raw in found.items()}
+    assert longest_s["auto"] < longest_s["off"]
+    capsys.readouterr()
+    judge = ["check-plan", str(tmp_path / "auto.json"), "--config", str(tmp_path / "whole.toml")]
+    judge += ["--lengths", str(tmp_path / "long.npy"), "--memory-limit-gb", "40"]
+    assert cli.main(judge) == 0, capsys.readouterr().out
+    assert "off, auto or the tokens" in refused(capsys, *asked, "--pieces", "some")
+
+
 def test_a_written_plan_can_be_shown_again(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "plan.json"
     assert plan("--lengths", lengths, *SMALL, "--json", str(target)) == 0

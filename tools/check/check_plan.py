@@ -5,7 +5,7 @@ plan.json ─► plan_file.read_plan_file ─► check ─► Verdict ─► ver
 Checked: every sample in one row that holds it; on every stage F before B (or I before W) of each micro-batch, or F
 alone where the plan says that it is forwards alone; no deadlock; a simulation in the order of the lists; peak bytes
 under the limit; every bound. What the plan claims of these must be what comes out. Packed rows are priced with
-attention that restarts at each document.
+attention that restarts at each document; where the first is a piece of a longer sample, with what it attends to before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.plan import RECOMPUTES, Attention, MicroBatch, Recompute
+from dynapipe_ext.tools.check.pieces import PlainAction, piece_faults, used_samples
 from dynapipe_ext.tools.check.plan_file import BOUNDS, PlanFile, ReplicaFile, ShapeFile
 from dynapipe_ext.tools.check.recomputed_bounds import ByteNeed, batch_bound_ns, replica_bounds_ns
 from dynapipe_ext.topology import Topology
@@ -29,7 +30,6 @@ from dynapipe_ext.topology import Topology
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 _TOLERANCE = 1e-6  # of claimed seconds: those in the file were rounded, and floors were summed in another order
 
-PlainAction = tuple[int, str, int]  # stage, kind, micro-batch
 Lengths = Mapping[int, ByteNeed]  # of samples, by index
 
 
@@ -104,7 +104,7 @@ def check(
     for number, replica in enumerate(plan.replicas):
         where = f"replica {number}"
         actions, wrong = _ordered_actions(replica, plan.topology, forward_only=plan.forward_only)
-        wrong += _shape_faults(replica, lengths)
+        wrong += _shape_faults(replica, lengths) + piece_faults(replica, actions, lengths)
         if not wrong:
             try:
                 priced = costs.evaluate([micro_batch_of(m, lengths) for m in replica.micro_batches])
@@ -132,7 +132,7 @@ def check(
     if len(makespans) < len(plan.replicas):
         return Verdict(faults=tuple(faults), figures=tuple(figures))
     batch = None
-    planned = [s for replica in plan.replicas for m in replica.micro_batches for s in m.samples]
+    planned = [s for replica in plan.replicas for s in used_samples(replica)]
     if lengths is not None and all(s in lengths for s in planned):
         packed = any(m.layout == "packed" for replica in plan.replicas for m in replica.micro_batches)
         needs = [lengths[s] for s in planned]
@@ -143,6 +143,7 @@ def check(
             dp=len(plan.replicas),
             split=split,
             packed=packed,
+            pieces=any(m.carried is not None for replica in plan.replicas for m in replica.micro_batches),
             limit_bytes=memory_limit_bytes,
         )
     figures.append(Compared("batch", "bound of every plan", plan.batch_bound_s, None if batch is None else batch / 1e9))
@@ -162,7 +163,7 @@ def check(
 
 
 def _cover_faults(plan: PlanFile, lengths: Lengths | None, *, whole_batch: bool) -> list[str]:
-    used = Counter(s for replica in plan.replicas for m in replica.micro_batches for s in m.samples)
+    used = Counter(s for replica in plan.replicas for s in used_samples(replica))
     faults = [f"sample {s} is used {count} times: it must train once" for s, count in sorted(used.items()) if count > 1]
     faults += [f"sample {s} is no index of a sample" for s in sorted(used) if s < 0]
     if lengths is not None:
@@ -187,7 +188,12 @@ def _shape_faults(replica: ReplicaFile, lengths: Lengths | None) -> list[str]:
                 f" recompute {short(m.recompute)} cannot be for {len(m.samples)} samples"
             )
             continue
+        if m.carried is not None and (m.layout != "packed" or m.decoder_len):
+            faults.append(f"micro-batch {i} carries a piece but is no packed row without a decoder side")
+            continue
         known = [(s, lengths[s]) for s in m.samples if lengths is not None and s in lengths]
+        if m.carried is not None and len(known) == len(m.samples):
+            known[0] = (m.samples[0], (m.carried[1] - m.carried[0], 0))
         if m.layout == "padded":
             faults += [
                 f"micro-batch {i}: rows of {m.encoder_len} + {m.decoder_len} are too short for sample {s}, which needs"
@@ -219,11 +225,15 @@ def micro_batch_of(m: ShapeFile, lengths: Lengths | None) -> MicroBatch:
 def _packed(m: ShapeFile, lengths: Lengths) -> MicroBatch | None:
     """A packed row with these documents and the file's lengths; None if rounding up cannot lead to them."""
     samples = tuple(SampleLength(s, *lengths[s]) for s in m.samples)
-    sides = [sum(lengths[s][side] for s in m.samples) for side in (0, 1)]
+    if m.carried is not None:
+        start, end = m.carried
+        samples = (SampleLength(m.samples[0], end - start, start=start), *samples[1:])
+    sides = [sum(s.encoder for s in samples), sum(s.decoder for s in samples)]
     if m.encoder_len < sides[0] or m.decoder_len < sides[1]:
         return None
     if not m.decoder_len:
-        return MicroBatch(samples, "packed", cast(Recompute, m.recompute), min_len=m.encoder_len)
+        attention: Attention = "document" if m.carried is None else "carried"
+        return MicroBatch(samples, "packed", cast(Recompute, m.recompute), attention, min_len=m.encoder_len)
     for multiple in _divisors(math.gcd(m.encoder_len, m.decoder_len)):
         if [-(-side // multiple) * multiple for side in sides] == [m.encoder_len, m.decoder_len]:
             return MicroBatch(samples, "packed", cast(Recompute, m.recompute), pad_multiple=multiple)

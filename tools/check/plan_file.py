@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.tools.json_file import Fields, read_json
 from dynapipe_ext.topology import Topology
 
@@ -22,7 +22,7 @@ _MOST_SECONDS = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapeFile:
-    """A micro-batch as the file has it."""
+    """A micro-batch as the file has it; `carried`: from where to where its first sample is a piece of a longer one."""
 
     samples: tuple[int, ...]
     layout: str
@@ -30,6 +30,7 @@ class ShapeFile:
     encoder_len: int
     decoder_len: int
     recompute: str
+    carried: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +111,15 @@ def _count(fields: Fields, name: str, most: int = _MOST_POSITIONS) -> int:
     return fields.within(name, fields.one(name, int), -most, most)
 
 
+def _read_piece(fields: Fields) -> tuple[int, int]:
+    """Errors: DataError for what is no pair of positions; which ones make sense is for the check to say."""
+    found = fields.many("carried", int)
+    if len(found) != 2:
+        raise DataError(f"carried has {len(found)} numbers but must be [start, end] of a piece: correct it")
+    start, end = (fields.within("carried", position, 0, _MOST_POSITIONS) for position in found)
+    return start, end
+
+
 def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
     replica = Fields(raw, where)
     replica.only(("dp_rank", "micro_batches", "schedule", "predicted"))
@@ -123,7 +133,7 @@ def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
     micro_batches = []
     for i, shape in enumerate(replica.many("micro_batches", dict)):
         one = Fields(shape, f"{where}: micro_batches[{i}]")
-        one.only(("samples", "layout", "rows", "encoder_len", "decoder_len", "recompute"))
+        one.only(("samples", "layout", "rows", "encoder_len", "decoder_len", "recompute", "carried"))
         rows, encoder_len, decoder_len = (_count(one, name) for name in ("rows", "encoder_len", "decoder_len"))
         micro_batches.append(
             ShapeFile(
@@ -133,6 +143,7 @@ def _read_replica(raw: Mapping[str, Any], where: str) -> ReplicaFile:
                 encoder_len=encoder_len,
                 decoder_len=decoder_len,
                 recompute=one.one("recompute", str),
+                carried=_read_piece(one) if "carried" in shape else None,
             )
         )
     claimed: dict[str, float] = {}

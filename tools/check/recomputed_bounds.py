@@ -120,17 +120,22 @@ def batch_bound_ns(
     dp: int,
     split: bool,
     packed: bool,
+    pieces: bool = False,
     limit_bytes: int | None = None,
 ) -> float | None:
-    """The bound of every plan of samples of these lengths, whole ones; None where none is known.
+    """The bound of every plan of samples of these lengths, whole ones or with `pieces` of them; None where none is
+    known.
 
     Padded rows: the busiest replica has 1 / dp of the sum, over samples, of the least F + B a row over all shapes
     that cover the sample. On tables these have no more rows than fit the limit at the sample's own lengths: bytes are
-    taken to grow with rows and lengths. Packed rows on tables: by the dual of the prices that `batch_floor` seeks.
+    taken to grow with rows and lengths. Packed rows on tables: by the dual of the prices that `batch_floor` seeks. With
+    pieces, which are of counted costs, only the work of the longest sample on one rank takes the place of its chain.
     """
     if not needs:
         return None
     table: CostTable | None = None
+    if pieces and isinstance(costs, CostTable):
+        return None
     match costs:  # by their definitions: what a model says of its own floor is what is judged here
         case CostTable() if packed:
             return _packed_bound_ns(costs, needs, stage_ranks, dp=dp, split=split)
@@ -155,7 +160,12 @@ def batch_bound_ns(
         work += count * np.array([times.work(own).min() for own in ranks])
         head = np.minimum(head, [times.forward[: own[0]].sum(axis=0).min() for own in ranks])
         tail = np.minimum(tail, [times.backward[: own[0]].sum(axis=0).min() for own in ranks])
-        chain = max(chain, float(times.chain.min()))
+        of_ranks = [float((times.work(own) * times.rows).min()) for own in ranks]
+        chain = max(chain, *of_ranks) if pieces else max(chain, float(times.chain.min()))
+    if pieces:  # the least of them is a position long
+        edge = _times(costs, {kind: np.ones((3, 1)) * [[1], [1], [0]] for kind in RECOMPUTES}, split=split)
+        head = np.array([edge.forward[: own[0]].sum(axis=0).min() for own in ranks])
+        tail = np.array([edge.backward[: own[0]].sum(axis=0).min() for own in ranks])
     return max(chain, float((work / dp + head + (0 if split else tail)).max()))
 
 

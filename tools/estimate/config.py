@@ -73,6 +73,7 @@ def settings(
             "memory_limit_gb": question.cluster.limit_bytes / 1e9,
             "pad_multiple": multiple,
             "recompute": option.candidate.recompute,
+            "pieces": option.candidate.pieces(question.limits.pieces),
         },
         "optimizer": {"distributed": s.zero_stage == 1},
     }

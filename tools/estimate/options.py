@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from dynapipe_ext.config import PlacementChoice
+from dynapipe_ext.costs.abilities import prices_pieces
 from dynapipe_ext.costs.estimated import EstimatedCosts, Strategy, estimated_costs
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.states import StateRecipe
@@ -18,7 +19,7 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import Cluster, Precision
 from dynapipe_ext.models.memory import OFFLOADS, Offload
-from dynapipe_ext.plan import RECOMPUTES, Layout, Recompute
+from dynapipe_ext.plan import RECOMPUTES, Layout, Pieces, Recompute
 from dynapipe_ext.reproducible import product
 from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
 from dynapipe_ext.topology import PlacementName, Topology, placement_of
@@ -41,6 +42,7 @@ class Limits:
     offloads: tuple[Offload, ...] = ()
     recomputes: tuple[RecomputeChoice, ...] = ()
     layouts: tuple[Layout, ...] = ()
+    pieces: Pieces = "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +255,15 @@ class Candidate:
     @property
     def name(self) -> str:
         return f"{strategy_name(self.strategy)}, recompute {self.recompute}"
+
+    @property
+    def equal_counts(self) -> bool:
+        """Of micro-batches on all replicas, which meet inside them."""
+        return self.strategy.zero_stage >= 2 or self.strategy.ep > 1
+
+    def pieces(self, wanted: Pieces) -> Pieces:
+        """What is wanted where samples can be cut: not in padded rows, at equal counts or without a price."""
+        return wanted if self.layout == "packed" and not self.equal_counts and prices_pieces(self.costs) else "off"
 
 
 def strategy_name(strategy: Strategy) -> str:

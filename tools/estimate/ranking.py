@@ -274,7 +274,8 @@ def planned(question: Question, candidate: Candidate, tokens: int, effort: int, 
         pad_multiple=pad_multiple(strategy),
         effort=effort,
         recompute=recompute,
-        equal_counts=strategy.zero_stage >= 2 or strategy.ep > 1,
+        equal_counts=candidate.equal_counts,
+        pieces=candidate.pieces(question.limits.pieces),
     )
     plans = [
         planner.plan(question.data.batch(tokens, question.seed, index), step=index) for index in range(num_batches)

@@ -1,0 +1,66 @@
+// What a run of a dispatch rule is given, and what it keeps.
+#pragma once
+
+#include "carried.hpp"
+
+namespace dynapipe {
+
+// A micro-batch's work on a rank, and the way to the rank's first stage and back from it: what no order can do without.
+struct Way {
+  i64 work, down, up;
+};
+
+// What all pipelines of a plan share.
+struct Machine {
+  int stages = 0, ranks = 0;
+  bool split = false;                         // the gradient is I alone and W follows; else it is the whole B
+  bool working_in_backward = true;            // working bytes are needed in B and I, too
+  std::vector<int> stage_rank;                // [stage]
+  std::vector<std::vector<int>> rank_stages;  // [rank], ascending
+  std::vector<i64> free_bytes;                // [rank]: limit - static
+};
+
+// How a rank that is free chooses among what is ready.
+struct Rule {
+  int extra = 0;          // stage s holds at most S - s + extra micro-batches; kNoCap: as many as memory allows
+  int rhythm = 1;         // 1: after a backward a forward goes first; 2: always, and is waited for: 1F1B's order
+  int patience = 0;       // a W may delay the next known arrival by up to patience / 4 of its own time
+  int most_pending = 0;   // pending W's above this many go first
+};
+constexpr int kNoCap = 1 << 20;
+
+struct Chosen {
+  int stage, position;
+  Field kind;  // kForward, kGradient or kWeight
+};
+
+// What a run has come to, of each stage and of each rank.
+struct StageState {
+  int entered, returned;  // forwards and gradients started
+};
+struct RankState {
+  i64 wake, free_at, held, pending_bytes, worked;
+  int weights_ready, weights_done;
+  bool wants_forward;
+};
+struct Moment {
+  int done;
+  i64 makespan;
+};
+
+// A run of a rule, kept so that a run of a similar order can begin where the two part.
+struct Track {
+  std::vector<const i64*> records;           // [position]: costs, [stage][field]
+  std::vector<const Way*> ways;              // [position]: [rank]
+  std::vector<int> chain_of;                 // [position]: which chain it is a piece of, or -1
+  Returns returns;
+  const Rule* rule = nullptr;
+  std::vector<i64> forward_at, gradient_at;  // [position][stage]: when the input arrives; kNever: not known yet
+  std::vector<std::vector<Chosen>> weights;  // [rank]: W's in the order in which they became ready
+  // States as each position is about to enter stage 0.
+  std::vector<StageState> stages;            // [position][stage]
+  std::vector<RankState> ranks;              // [position][rank]
+  std::vector<Moment> moments;               // [position]
+};
+
+}  // namespace dynapipe

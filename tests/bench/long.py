@@ -1,0 +1,203 @@
+"""Batches with long tails: whole samples, samples in pieces, and an ideal dynamic context parallelism beside.
+
+    python tests/bench/long.py [--shared DIR] [--machine TEXT]
+
+Simulated on counted costs: Llama 2 7B (TP8 PP4) and Llama 3 70B (TP8 PP8), DP2 and DP4, bf16, sequence parallelism,
+flash attention, ZeRO 1, 350 TFLOP/s a device, 0.1 ms an action and 0.06 ms a layer, 72 GB of a device planned with.
+
+Data, about a million tokens a batch ("long": two). "tail": one sample of 128k, two of 64k and four of 32k (k = 1,024),
+the rest lognormal with median 500, 95 % of it below 2k and none above 8k. "one": one sample of 256k, the rest likewise
+with median 200. "long": lognormal, median 12,000, up to 128k. "short": the rest of "tail" alone. With DIR (default
+../shared beside the repository) the multi-task lengths and the meetings of QMSum in its data, one to one by tokens.
+
+Floor: the larger of work over all replicas and the longest sample's own work, each on its busiest rank, without any
+overhead but one of an action for the longest. Ideal dynamic context parallelism: every sample runs over all replicas at
+once, split perfectly and for nothing; that is one replica whose ranks are as many times as fast and have as many times
+the memory beside their states, which our planner plans with whole samples. Planning: CPU seconds.
+Writes results/long.json; exit status 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from contenders import provenance
+
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.errors import PlanError
+from dynapipe_ext.lengths import SampleLength, sample_lengths
+from dynapipe_ext.models.presets import preset
+from dynapipe_ext.plan import Pieces
+from dynapipe_ext.schedules.judge.batch_floor import batch_floor
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.topology import Topology
+
+RESULT = Path(__file__).parent / "results" / "long.json"
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+FORMAT = "dynapipe-long/1"
+LIMIT_BYTES = 72 * 10**9
+MOST_OVER_FLOOR = {2: 1.15, 4: 1.25}  # by replicas
+MOST_OVER_WHOLE = 0.55
+MOST_CPU_OVER_WHOLE = 2.0
+_K = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    model: str
+    pp: int
+    dp: int
+    data: str
+    tokens: int
+
+    @property
+    def costs(self) -> AnalyticCosts:
+        return AnalyticCosts(
+            preset(self.model),
+            Topology(tp=8, pp=self.pp, dp=self.dp),
+            flops_per_s=350e12,
+            overhead_ns=100_000,
+            layer_overhead_ns=60_000,
+            sequence_parallel=True,
+            distributed_optimizer=True,
+        )
+
+
+def cases(shared: Path) -> Iterator[Case]:
+    datasets = ["tail", "one", "long", "short"]
+    datasets += ["shared"] if (shared / "data" / "qmsum_lengths.npy").is_file() else []
+    for model, pp in (("llama-2-7b", 4), ("llama-3-70b", 8)):
+        for data in datasets:
+            for dp in (2, 4):
+                yield Case(model, pp, dp, data, 2 * 10**6 if data == "long" else 10**6)
+
+
+def lengths(case: Case, shared: Path) -> list[SampleLength]:
+    rng = np.random.default_rng(0)
+    long: list[int] = []
+    if case.data == "shared":
+        found: list[int] = []
+        for name in ("multitask", "qmsum"):
+            table = np.load(shared / "data" / f"{name}_lengths.npy").sum(axis=1)
+            drawn = rng.permutation(table)
+            found += drawn[: int(np.searchsorted(np.cumsum(drawn), case.tokens // 2))].tolist()
+        return sample_lengths([int(n) for n in rng.permutation(found)])
+    if case.data == "tail":
+        long = ([128 * _K] + [64 * _K] * 2 + [32 * _K] * 4) * round(case.tokens / 1e6)
+    elif case.data == "one":
+        long = [256 * _K]
+    median, sigma, most = {"one": (200, 0.84, 8 * _K), "long": (12_000, 1.0, 128 * _K)}.get(
+        case.data, (500, 0.84, 8 * _K)
+    )
+    left = case.tokens - sum(long)
+    while left > 0:
+        long.append(min(left, int(np.clip(rng.lognormal(np.log(median), sigma), 16, most))))
+        left -= long[-1]
+    return sample_lengths([int(n) for n in rng.permutation(long)])
+
+
+def planned(costs: AnalyticCosts, samples: list[SampleLength], pieces: Pieces) -> tuple[StepPlan | None, float]:
+    """The plan, or None where nothing fits, and the CPU seconds it took."""
+    planner = Planner(costs.topology, costs, LIMIT_BYTES, layout="packed", pieces=pieces)
+    start_s = time.process_time()
+    try:
+        plan = planner.plan(samples)
+    except PlanError:
+        plan = None
+    return plan, time.process_time() - start_s
+
+
+def spread_over_replicas_s(case: Case, samples: list[SampleLength]) -> float | None:
+    """The step of an ideal dynamic context parallelism: see above."""
+    costs = case.costs
+    static = int(costs.static_bytes().max())
+    one = replace(costs, topology=Topology(tp=8, pp=case.pp), flops_per_s=case.dp * costs.flops_per_s)
+    limit = int(one.static_bytes().max()) + case.dp * (LIMIT_BYTES - static)
+    try:
+        return Planner(one.topology, one, limit, layout="packed").plan(samples).makespan_s
+    except PlanError:
+        return None
+
+
+def measured(case: Case, shared: Path) -> dict[str, Any]:
+    samples, costs = lengths(case, shared), case.costs
+    free = replace(costs, overhead_ns=0, layer_overhead_ns=0)
+    needs = [(s.encoder, 0) for s in samples]
+    ranks = costs.topology.stage_ranks
+    work = batch_floor(free, needs, ranks, split=False, packed=True, pieces=True)
+    longest = batch_floor(costs, needs, ranks, split=False, packed=True, pieces=True)
+    assert work is not None
+    assert longest is not None
+    floor_s = max(float(work.work_ns.max()) / case.dp, longest.chain_ns) / 1e9
+    whole, whole_cpu_s = planned(costs, samples, "off")
+    cut, cut_cpu_s = planned(costs, samples, "auto")
+    spread_s = spread_over_replicas_s(case, samples)
+    assert cut is not None
+    row: dict[str, Any] = {
+        "model": case.model, "pp": case.pp, "dp": case.dp, "data": case.data, "tokens": sum(s.encoder for s in samples),
+        "longest": max(s.encoder for s in samples), "floor_s": floor_s, "makespan_s": cut.makespan_s,
+        "over_floor": cut.makespan_s / floor_s,
+        "over_whole": None if whole is None else cut.makespan_s / whole.makespan_s,
+        "whole_over_floor": None if whole is None else whole.makespan_s / floor_s,
+        "dynamic_cp_over_floor": None if spread_s is None else spread_s / floor_s,
+        "in_pieces": any(m.attention == "carried" for m in cut.batch.micro_batches),
+        "peak_gb": cut.peak_bytes / 1e9, "cpu_s": cut_cpu_s, "whole_cpu_s": whole_cpu_s,
+        "cpu_over_whole": cut_cpu_s / whole_cpu_s,
+    }  # fmt: skip
+    return row | {"missed": missed(row)}
+
+
+def missed(row: Mapping[str, Any]) -> list[str]:
+    """The bars that a row misses; those of long tails are for the data named so."""
+    faults = []
+    over_whole = row["over_whole"]
+    if over_whole is not None and over_whole > (MOST_OVER_WHOLE if row["data"] == "tail" else 1.0):
+        faults.append("over_whole")
+    if row["data"] in ("tail", "one", "long") and row["over_floor"] > MOST_OVER_FLOOR[row["dp"]]:
+        faults.append("over_floor")
+    if row["cpu_over_whole"] > MOST_CPU_OVER_WHOLE:
+        faults.append("cpu_over_whole")
+    return faults
+
+
+def text(result: Mapping[str, Any]) -> str:
+    lines = [
+        f"Makespan over the floor ({result['machine']}, {result['date']}, commit {result['commit']})",
+        f"{'model':12} {'dp':>2} {'data':7}"
+        + "".join(f"{name:>9}" for name in ("pieces", "whole", "dyn. CP", "÷ whole", "CPU s", "÷ whole")),
+    ]
+    for row in result["rows"]:
+        shown = [row[key] for key in ("over_floor", "whole_over_floor", "dynamic_cp_over_floor", "over_whole")]
+        shown += [row["cpu_s"], row["cpu_over_whole"]]
+        figures = "".join(f"{'-' if value is None else format(value, '.3f'):>9}" for value in shown)
+        line = f"{row['model']:12} {row['dp']:2} {row['data']:7}{figures}"
+        lines.append(line + ("   missed: " + ", ".join(row["missed"]) if row["missed"] else ""))
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, default=SHARED)
+    parser.add_argument("--machine", default="")
+    args = parser.parse_args()
+    rows = []
+    for case in cases(args.shared):
+        rows.append(measured(case, args.shared))
+        print(case, rows[-1]["over_floor"], rows[-1]["over_whole"], file=sys.stderr, flush=True)
+    result = {"format": FORMAT, **provenance(args.machine), "rows": rows}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(text(result))
+    return 1 if any(row["missed"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

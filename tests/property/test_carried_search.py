@@ -1,0 +1,148 @@
+"""The search over micro-batches that carry samples between them: both cores alike, orders that may run, no deadlock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynapipe_ext.core import native
+from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.schedules.judge.memory import peak_bytes
+from dynapipe_ext.schedules.judge.simulate import makespan_ns
+from dynapipe_ext.schedules.judge.validate import validate
+from dynapipe_ext.schedules.search.carried import Returns, chain_positions
+from dynapipe_ext.schedules.search.dispatch import NEVER, Pipeline, dispatch, rules
+from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize_best
+
+PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)]
+
+
+def random_costs(rng: np.random.Generator, stages: int, count: int, working_in: str) -> MicroBatchCosts:
+    def table(low: int, high: int, rows: int = stages) -> np.ndarray:
+        return rng.integers(low, high, (rows, count))
+
+    backward = table(1, 60)
+    return MicroBatchCosts(
+        forward_ns=table(1, 40),
+        backward_ns=backward,
+        weight_ns=backward // 2,
+        stored_bytes=table(1, 30),
+        working_bytes=table(0, 15),
+        transfer_ns=table(0, 9, stages - 1),
+        transfer_bytes=table(0, 9, stages - 1),
+        static_bytes=rng.integers(0, 9, stages),
+        working_in=working_in,
+    )
+
+
+@st.composite
+def carried(draw):
+    """(stage_ranks, a start of several replicas with chains in any of its items, the least limit, random numbers)."""
+    stage_ranks = draw(st.sampled_from(PLACEMENTS))
+    count, dp = draw(st.integers(2, 12)), draw(st.integers(1, 3))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    costs = random_costs(rng, len(stage_ranks), count, draw(st.sampled_from(["FBI", "F"])))
+    kinds = [costs]
+    if draw(st.booleans()):
+        kinds.append(replace(costs, stored_bytes=costs.stored_bytes // 3, backward_ns=costs.backward_ns + 7))
+    items = rng.permutation(count).tolist()
+    sizes = rng.integers(1, 5, count).tolist()
+    chains, at = [], 0
+    for size in sizes:
+        if at + size <= count and size > 1:
+            chains.append(tuple(items[at : at + size]))
+        at += size
+    units = [*chains, *((m,) for m in items if not any(m in chain for chain in chains))]
+    groups = [[] for _ in range(dp)]
+    for unit in units:
+        groups[int(rng.integers(dp))] += unit
+    start = Start.of_micro_batches(kinds, groups, [0] * count, tuple(chains))
+    ranks = np.array(stage_ranks)
+    least = 0
+    for rank in set(stage_ranks):
+        own = ranks == rank
+        whole = max(int(costs.stored_bytes[own][:, unit].sum() + costs.working_bytes[own].max()) for unit in units)
+        least = max(least, whole + int(costs.static_bytes[own].sum()))
+    return stage_ranks, start, least, rng
+
+
+@pytest.mark.skipif(native is None, reason="a pure build was asked for")
+@settings(max_examples=200, deadline=None)
+@given(case=carried(), split=st.booleans(), effort=st.integers(0, 200), more=st.integers(0, 90), equal=st.booleans())
+def test_the_native_core_finds_what_its_twin_finds_with_chains(case, split, effort, more, equal) -> None:
+    stage_ranks, start, least, _ = case
+    asked = Settings(
+        memory_limit_bytes=least + more, split=split, effort=effort, seed=more, stage_ranks=stage_ranks,
+        equal_counts=equal,
+    )  # fmt: skip
+    assert optimize_best([start], asked) == optimize_best([start], replace(asked, use_native=False))
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=carried(), split=st.booleans(), effort=st.integers(0, 80), more=st.integers(0, 60))
+def test_what_is_found_runs_pieces_in_order_within_the_limit_and_as_fast_as_it_says(case, split, effort, more) -> None:
+    stage_ranks, start, least, _ = case
+    limit = least + more
+    asked = Settings(memory_limit_bytes=limit, split=split, effort=effort, stage_ranks=stage_ranks)
+    _, found = optimize_best([start], asked)
+    assert sorted(first for replica in found.replicas for first, _, _ in replica) == list(range(len(start.runs)))
+    for replica, schedule, makespan in zip(found.replicas, found.schedules, found.makespan_ns, strict=True):
+        items = [first for first, _, _ in replica]
+        costs = MicroBatchCosts.choose(
+            start.kind_costs, np.array([kind for _, _, kind in replica], int), np.array(items, int)
+        )
+        mine = chain_positions(items, start.chains)
+        assert all(list(chain) == sorted(chain) for chain in mine)
+        assert sum(map(len, mine)) == sum(m in chain for m in items for chain in start.chains), "a chain was torn"
+        validate(schedule, len(items), mine)
+        assert max(peak_bytes(schedule, costs)) <= limit
+        assert makespan_ns(schedule, costs) <= makespan
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=carried(), split=st.booleans())
+def test_no_order_blocks_where_every_chain_fits_with_all_that_stands_between_its_pieces(case, split) -> None:
+    """Any interleaving of chains and whole micro-batches, under every rule, with the bytes that the argument needs."""
+    stage_ranks, start, _, rng = case
+    costs, group = start.kind_costs[0], rng.permutation(len(start.runs)).tolist()
+    standing = sorted(chain_positions(group, start.chains))
+    order = list(group)
+    for chain, items in zip(standing, (start.chains[i] for i in _by_first(start, group)), strict=True):
+        for position, item in zip(sorted(chain), items, strict=True):
+            order[position] = item
+    chains = tuple(tuple(sorted(chain)) for chain in standing)
+    tables = {
+        "forward": costs.forward_ns, "gradient": costs.input_ns if split else costs.backward_ns,
+        "weight": costs.weight_ns, "stored": costs.stored_bytes, "working": costs.working_bytes,
+        "transfer": costs.transfer_ns,
+    }  # fmt: skip
+    ranks = max(stage_ranks) + 1
+    free = [0] * ranks
+    returns = Returns.of(len(order), chains)
+    for rank in range(ranks):
+        own = [s for s, r in enumerate(stage_ranks) if r == rank]
+        at = {q: int(costs.stored_bytes[own][:, order[q]].sum()) for q in range(len(order))}
+        for last in range(len(order)):  # what is inside once all before has gone: chains that span the place, and it
+            spanning = {q for q in at if returns.first_of[q] <= last <= returns.last_of[q]}
+            free[rank] = max(free[rank], sum(at[q] for q in spanning))
+        free[rank] += int(costs.working_bytes[own].max())
+    pipe = Pipeline(
+        stage_ranks=stage_ranks, free_bytes=tuple(free), split=split,
+        working_in_backward=costs.working_in != "F", chains=chains,
+        **{name: table[:, order].tolist() for name, table in tables.items()},
+    )  # fmt: skip
+    for rule in rules(split=split):
+        if rule.rhythm < 2:  # which waits for forwards that memory may keep back
+            assert dispatch(pipe, rule) < NEVER
+
+
+def _by_first(start: Start, group: list[int]) -> list[int]:
+    """Chains in the order of their first places in a group."""
+    places = {i: min(group.index(m) for m in chain) for i, chain in enumerate(start.chains)}
+    firsts = {chain_positions(group, [chain])[0][0]: i for i, chain in enumerate(start.chains)}
+    assert len(places) == len(firsts)
+    return [firsts[chain[0]] for chain in sorted(chain_positions(group, start.chains))]

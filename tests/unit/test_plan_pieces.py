@@ -1,0 +1,189 @@
+"""Plans of long samples in pieces: what is cut, what it is worth, what it costs, and where it is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.forwards import ForwardCosts
+from dynapipe_ext.costs.tokens import TokenCosts, sum_of_squares
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.lengths import SampleLength, sample_lengths
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.pieces import chains
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.splits.carried import Slope, cut
+from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
+from dynapipe_ext.topology import Topology
+
+LLAMA = Architecture.gpt(
+    num_layers=4, hidden_size=64, num_heads=4, num_query_groups=2, ffn_hidden_size=256, gated_mlp=True,
+    vocab_size=512, max_seq_len=1 << 20, tied_embeddings=False, position="rope",
+)  # fmt: skip
+
+
+def carried(index: int, start: int, length: int, *others: SampleLength, recompute: str = "none") -> MicroBatch:
+    return MicroBatch(
+        (SampleLength(index, length, start=start), *others), "packed", recompute=recompute, attention="carried"
+    )
+
+
+def planner(pieces, *, pp: int = 2, dp: int = 2, limit: float = 1e9, **settings) -> Planner:
+    costs = TokenCosts(pp, ns_per_token_squared=1, bytes_per_token=100)
+    return Planner(Topology(pp=pp, dp=dp), costs, limit, layout="packed", pieces=pieces, effort=200, **settings)
+
+
+def is_cut(plan: StepPlan) -> bool:
+    return any(m.attention == "carried" for m in plan.batch.micro_batches)
+
+
+LONG = sample_lengths([9000, 30, 500, 3000, 70, 200, 41, 900, 12, 60])
+
+
+def test_pieces_are_taken_where_they_end_the_step_earlier_and_share_rows_with_short_documents() -> None:
+    whole, cut_plan = planner("off").plan(LONG), planner("auto").plan(LONG)
+    assert not is_cut(whole)
+    assert cut_plan.makespan_ns < 0.7 * whole.makespan_ns
+    carriers = [m for m in cut_plan.batch.micro_batches if m.attention == "carried"]
+    assert any(len(m.samples) > 1 for m in carriers)
+    assert cut_plan.certificate is not None
+    assert cut_plan.certificate.batch_ns is not None
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=14), st.integers(0, 9), st.booleans())
+def test_auto_is_never_slower_than_whole_samples_and_never_under_its_bound(lengths, seed, split) -> None:
+    both = [planner(p, seed=seed, split_backward=split).plan(sample_lengths(lengths)) for p in ("off", "auto")]
+    assert both[1].makespan_ns <= both[0].makespan_ns
+    if max(lengths) <= 2048:
+        assert both[0] == both[1]
+    bound_ns = both[1].certificate.batch_ns
+    again_ns = batch_bound_ns(
+        TokenCosts(2, ns_per_token_squared=1, bytes_per_token=100), [(n, 0) for n in lengths], (0, 1), dp=2,
+        split=split, packed=True, pieces=is_cut(both[1]),
+    )  # fmt: skip
+    assert bound_ns <= both[1].makespan_ns
+    assert bound_ns <= again_ns <= bound_ns + 10**6 * is_cut(both[1]) + 10**4
+
+
+def test_the_bound_of_pieces_is_the_longest_samples_work_where_that_is_most() -> None:
+    plan = planner(1000, dp=4).plan(sample_lengths([20_000, 10, 10, 10]))
+    alone_ns = 3 * (50_000 + 1000 * 20_000 + 20_000**2)  # F and B of the whole sample on one rank
+    assert plan.certificate.batch_ns == pytest.approx(alone_ns, rel=1e-3)
+    assert plan.makespan_ns < 1.1 * alone_ns
+
+
+def test_what_fits_in_no_row_fits_in_pieces() -> None:
+    """Whole, a row's recomputation needs all its bytes at once; of pieces, those of one."""
+    lengths = sample_lengths([20_000, 100, 300])
+    with pytest.raises(PlanError, match="is the limit"):
+        planner("off", limit=1e6).plan(lengths)
+    for pieces in ("auto", 2048):
+        plan = planner(pieces, limit=1e6).plan(lengths)
+        assert is_cut(plan)
+        assert plan.peak_bytes <= 1e6
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(2, 50_000),
+    st.integers(1, 9000),
+    st.sampled_from([1, 8, 16]),
+    st.floats(0, 1),
+    st.integers(0, 50_000),
+)
+def test_pieces_tile_their_sample_in_equal_times(length, tokens, multiple, squared, targets) -> None:
+    sample = SampleLength(3, length, target=min(length, targets))
+    pieces = cut(sample, tokens, multiple, Slope(squared=squared))
+    assert [p.start for p in pieces] == [0, *np.cumsum([p.encoder for p in pieces])[:-1].tolist()]
+    assert sum(p.encoder for p in pieces) == length
+    assert sum(p.target for p in pieces) == sample.target
+    assert len(pieces) <= -(-length // tokens)
+    assert all(p.encoder % multiple == 0 for p in pieces[:-1])
+    times = [(p.start + p.encoder - p.start) + squared * ((p.start + p.encoder) ** 2 - p.start**2) for p in pieces]
+    step = 2 * multiple * (1 + 2 * squared * length)  # what rounding both ends may move
+    assert max(times[:-1], default=0) - min(times[:-1], default=0) <= step + 1e-6 * max(times)
+
+
+def test_squares_of_pieces_add_up_to_those_of_the_sample() -> None:
+    whole = MicroBatch((SampleLength(0, 96),), "packed")
+    parts = [carried(0, start, 32) for start in (0, 32, 64)]
+    assert sum(map(sum_of_squares, parts)) == sum_of_squares(whole) == 96**2
+    mixed = carried(0, 32, 32, SampleLength(5, 7))
+    assert sum_of_squares(mixed) == 64**2 - 32**2 + 7**2
+
+
+def test_counted_pieces_take_the_time_of_the_sample_and_hold_their_keys_values_and_gradients() -> None:
+    """The numbers of 12 keys and values of 2 x 32 in each of 2 layers of a stage, 2 bytes, and 4 a gradient sum."""
+    costs = AnalyticCosts(LLAMA, Topology(pp=2), overhead_ns=0)
+    whole = costs.evaluate([MicroBatch((SampleLength(0, 96),), "packed")])
+    parts = costs.evaluate([carried(0, start, 32) for start in (0, 32, 64)])
+    assert np.abs(parts.forward_ns.sum(axis=1) - whole.forward_ns[:, 0]).max() <= 3
+    assert np.abs(parts.backward_ns.sum(axis=1) - whole.backward_ns[:, 0]).max() <= 3
+    a_position = 2 * 2 * 32  # keys and values of 2 groups of 16, in 2 layers
+    kept = parts.stored_bytes.sum(axis=1) - whole.stored_bytes[:, 0]
+    assert kept.tolist() == [4 * a_position * 64] * 2  # sums of gradients of all but the last piece's; no second copy
+    full = costs.evaluate([carried(0, start, 32, recompute="full") for start in (0, 32, 64)])
+    plain = costs.evaluate([MicroBatch((SampleLength(0, 96),), "packed", recompute="full")])
+    assert (full.stored_bytes.sum(axis=1) - plain.stored_bytes[:, 0]).tolist() == [a_position * (2 * 96 + 4 * 64)] * 2
+    assert full.stored_bytes[0].argmax() == 0, "they lie there from the first piece's forward to its backward"
+
+
+def test_what_has_no_price_for_pieces_refuses_them_by_name() -> None:
+    costs = TokenCosts(2)
+    with pytest.raises(PlanError, match="forwards alone have no price for pieces"):
+        ForwardCosts(costs).evaluate([carried(7, 0, 4)])
+    windows = AnalyticCosts(replace(LLAMA, sliding_window=64), Topology(pp=2))
+    with pytest.raises(PlanError, match="positions 0 to 4 of sample 7"):
+        windows.evaluate([carried(7, 0, 4)])
+    learned = AnalyticCosts(replace(LLAMA, position="learned", max_seq_len=50), Topology(pp=2))
+    with pytest.raises(PlanError, match="rows of 64 positions"):
+        learned.evaluate([carried(0, 32, 32)])
+    with pytest.raises(ConfigError, match="AnalyticCosts have no price for pieces"):
+        Planner(Topology(pp=2), windows, 1e9, layout="packed", pieces="auto")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"layout": "padded"}, 'layout "packed"'),
+        ({"schedule": "1f1b"}, "adaptive schedule"),
+        ({"rule": "packed-balanced"}, "rule dynapipe-ext"),
+        ({"equal_counts": True}, "let counts differ"),
+        ({"pieces": 4}, "8 .pad_multiple. to"),
+        ({"pieces": True}, "must be off, auto or"),
+        ({"pieces": "some"}, "must be off, auto or"),
+    ],
+)
+def test_settings_that_do_not_go_with_pieces_are_refused(wrong, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Planner(Topology(), TokenCosts(1), 1e9, **{"layout": "packed", "pieces": 64} | wrong)
+
+
+def test_samples_with_a_decoder_side_are_not_cut() -> None:
+    with pytest.raises(PlanError, match="decoder side"):
+        planner(64).plan(sample_lengths([[100, 50], [30, 20]]))
+
+
+def test_all_pieces_of_a_sample_are_on_one_replica_under_every_placement() -> None:
+    for placement in ((0, 1, 1, 0), (0, 1, 0, 1), (0, 1)):
+        topology = Topology(pp=2, dp=2, placement=placement)
+        costs = TokenCosts(len(placement), ns_per_token_squared=1)
+        for split in (False, True):
+            made = Planner(topology, costs, 1e9, layout="packed", pieces=512, effort=300, split_backward=split)
+            plan = made.plan(LONG)
+            found = [chain for replica in plan.batch.replicas for chain in chains(replica.micro_batches)]
+            assert len(found) == 3  # of the samples of 9000, 3000 and 900
+
+
+def test_a_planner_of_pieces_goes_to_other_processes_and_its_evaluation_cuts_nothing() -> None:
+    one = planner(512)
+    assert Planner.from_json(one.to_json()) == one
+    assert one.for_forwards().pieces == "off"
