@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from dynapipe_ext.config_model import check_heads, refuse_order_in_bits, with_described
+from dynapipe_ext.config_model import check_heads, check_pieces_of_model, refuse_order_in_bits, with_described
 from dynapipe_ext.config_values import checked_value, refuse_out_of_bounds, refuse_unknown
 from dynapipe_ext.data.mixture import weighted_files
 from dynapipe_ext.deepspeed_config import DeepSpeedSettings, with_decided, with_read
@@ -320,6 +320,7 @@ class TrainConfig:
         self._check_placement(where)
         _check_evaluation(self.eval, where)
         check_heads(self, where)
+        check_pieces_of_model(self, where)
         if optimizer.deterministic:
             refuse_order_in_bits(self, where)
 

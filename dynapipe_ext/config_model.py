@@ -78,6 +78,21 @@ def check_heads(config: TrainConfig, where: str) -> None:
         )
 
 
+def check_pieces_of_model(config: TrainConfig, where: str) -> None:
+    """Refuse pieces of long samples where attention does not go on from piece to piece. Errors: ConfigError."""
+    model = config.model
+    if model.described is not None and model.described.pieces_fault:
+        fault = model.described.pieces_fault
+    elif model.num_decoder_layers:
+        fault = "inputs of an encoder-decoder attend to what comes later: plan whole samples"
+    elif model.uses_transformers:
+        fault = "[model] backend is transformers, whose attention knows no pieces here: take megatron, or whole samples"
+    else:
+        return
+    if config.plan.pieces != "off":
+        raise ConfigError(f'{where}: [plan] pieces is {config.plan.pieces!r} but {fault} (pieces = "off")')
+
+
 def refuse_order_in_bits(config: TrainConfig, where: str) -> None:
     """Refuse what deterministic mode cannot keep the plan out of. Errors: ConfigError."""
     model, said = config.model, f"{where}: [optimizer] deterministic is on but"

@@ -6,10 +6,12 @@ is the order of sums alone.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -50,6 +52,7 @@ from tests.support.megatron_ranks import (
     worst_error,
 )
 from tests.support.pieces import cut_sample, hand_made, pieced_replicas, random_legal_schedule
+from tests.support.preloaded import Preloaded
 
 ONE = Topology()
 TP2V = Topology(tp=2, pp=2, placement=(0, 1, 1, 0))
@@ -325,3 +328,47 @@ def test_sixteen_pieces_hold_what_two_hold_and_gradients_of_keys_beside(alone):
         assert sixteen[15] <= 1.001 * two[1], recompute  # after all forwards
         assert sixteen[-1] == two[-1] == 0
         assert max(sixteen) <= (1.03 * max(two) if recompute != "full" else max(two) + keys * 14 / 16)
+
+
+SETTINGS = """
+[run]
+steps = 3
+[topology]
+tp = 1
+pp = 2
+dp = 2
+[model]
+num_layers = 4
+hidden_size = 32
+num_heads = 4
+num_query_groups = 2
+ffn_hidden_size = 64
+max_seq_len = 2048
+[data]
+path = "texts.jsonl"
+tokenizer = "bytes"
+tokens_per_batch = 6000
+[plan]
+max_tokens = 2048
+split_backward = true
+[job]
+strict = true
+timeout_s = 60
+"""
+
+
+def test_a_run_in_pieces_has_the_losses_of_one_with_whole_samples(preloaded: Preloaded, tmp_path: Path) -> None:
+    """`dynapipe train --pieces N`: planned, proven and run on four ranks, a long text every tenth among short ones."""
+    texts = [f"{i} long and short " * (100 if i % 10 == 3 else 1 + i % 6) for i in range(80)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "settings.toml").write_text(SETTINGS)
+    found, counts = [], []
+    for pieces in ("off", "400"):
+        preloaded.train("--config", "settings.toml", "--run-dir", pieces, "--pieces", pieces, cwd=tmp_path)
+        events = [json.loads(line) for line in (tmp_path / pieces / "events.jsonl").read_text().splitlines()]
+        steps = [event for event in events if "grad_norm" in event]
+        found.append([(step["loss"], step["grad_norm"]) for step in steps])
+        counts.append(min(sum(step["num_micro_batches"]) for step in steps))
+    assert len(found[0]) == 3
+    assert np.allclose(found[0], found[1], rtol=1e-6, atol=0)
+    assert counts[1] > 2 * counts[0]
