@@ -49,6 +49,38 @@ def chains(micro_batches: Sequence[MicroBatch]) -> tuple[Chain, ...]:
     return tuple(tuple(positions) for positions in sorted(found.values(), key=lambda positions: positions[0]))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What a micro-batch carries of a cut sample: its `number`-th piece, from 1 to `count`; positions up to `end` - 1.
+
+    >>> str(Piece(sample=17, number=3, count=16, start=8192, end=12288))
+    'sample 17, piece 3 of 16, tokens 8192-12287'
+    """
+
+    sample: int
+    number: int
+    count: int
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"sample {self.sample}, piece {self.number} of {self.count}, tokens {self.start}-{self.end - 1}"
+
+
+def carried_pieces(micro_batches: Sequence[MicroBatch]) -> dict[int, Piece]:
+    """What each micro-batch of a replica carries of a cut sample, by its position; a sample in one piece is not cut.
+
+    Errors: PlanError as chains.
+    """
+    found = {}
+    for chain in chains(micro_batches):
+        for number, position in enumerate(chain, 1):
+            piece = micro_batches[position].samples[0]
+            end = piece.start + piece.encoder
+            found[position] = Piece(sample=piece.index, number=number, count=len(chain), start=piece.start, end=end)
+    return {position: piece for position, piece in found.items() if piece.count > 1}
+
+
 @dataclass(frozen=True, slots=True)
 class PieceNeighbours:
     """What a piece comes after on every stage, by micro-batch: its forward after that of the piece `before` it, and its

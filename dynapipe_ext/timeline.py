@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from dynapipe_ext.pieces import Piece
 
 _MICRO_BATCH = re.compile(r"[FBIW]")
 
@@ -13,7 +15,8 @@ _MICRO_BATCH = re.compile(r"[FBIW]")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """One action on one rank. `label` is the action as text ("2F0"); `cpu_s` is CPU time (equal to the duration in a
-    simulation); `num_bytes` is memory held right after it; `shape` is (rows, encoder_len, decoder_len)."""
+    simulation); `num_bytes` is memory held right after it; `shape` is (rows, encoder_len, decoder_len); `piece`
+    is what its micro-batch carries of a cut sample."""
 
     rank: int
     label: str
@@ -22,6 +25,7 @@ class Span:
     cpu_s: float = 0.0
     num_bytes: int = 0
     shape: tuple[int, ...] = ()
+    piece: Piece | None = None
 
     @property
     def duration_s(self) -> float:
@@ -72,6 +76,16 @@ class Trace:
             tuple(replace(span, shape=shapes[int(_MICRO_BATCH.split(span.label)[1])]) for span in self.spans), self.name
         )
 
+    def with_pieces(self, pieces: Mapping[int, Piece]) -> Trace:
+        """The same spans of one replica with the piece that the micro-batch of their label carries, if any."""
+        of = [pieces.get(int(_MICRO_BATCH.split(span.label)[1])) for span in self.spans]
+        return Trace(tuple(replace(span, piece=piece) for span, piece in zip(self.spans, of, strict=True)), self.name)
+
+    def with_pieces_of(self, planned: Trace) -> Trace:
+        """The same spans with the pieces that a trace of the same step has on the same ranks, action by action."""
+        pieces = {(span.rank, span.label): span.piece for span in planned.spans}
+        return Trace(tuple(replace(span, piece=pieces.get((span.rank, span.label))) for span in self.spans), self.name)
+
     def shifted(self, rank_of: Sequence[int] | None = None, by_s: float = 0.0) -> Trace:
         """The same spans later by `by_s`, with ranks renamed through `rank_of`."""
         return Trace(
@@ -110,7 +124,8 @@ def chrome_events(trace: Trace, process: int = 0) -> list[dict[str, Any]]:
                 "tid": span.rank,
                 "ts": round(span.start_s * 1e6, 3),
                 "dur": round(span.duration_s * 1e6, 3),
-                "args": {"cpu_s": span.cpu_s, "bytes": span.num_bytes, "shape": list(span.shape)},
+                "args": {"cpu_s": span.cpu_s, "bytes": span.num_bytes, "shape": list(span.shape)}
+                | ({"piece": str(span.piece)} if span.piece else {}),
             }
             for span in trace.spans
         ),

@@ -30,6 +30,7 @@ from dynapipe_ext.launch.run_data import RunData, data_folder
 from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, is_in_use, link, point_latest_at
 from dynapipe_ext.launch.traced_spans import Spans
 from dynapipe_ext.lengths import LengthArray, sample_lengths
+from dynapipe_ext.pieces import carried_pieces
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.filling import simulate_filling, with_room_to_fill
 from dynapipe_ext.schedules.judge.memory import held_bytes
@@ -198,7 +199,8 @@ def _write_traces(
     shared_cores: int | None,
 ) -> None:
     measured = tuple(
-        merge((Trace(tuple(rank.get(step, ()))) for rank in spans), f"step {step + 1}") for step in simulated
+        merge((Trace(tuple(rank.get(step, ()))) for rank in spans), f"step {step + 1}").with_pieces_of(planned)
+        for step, planned in simulated.items()
     )
     names = {}
     for rank in range(topology.world_size):
@@ -257,9 +259,10 @@ def _simulated(
         if config.plan.fill_waits and shared_cores is None:
             trace = filled_trace(plan.schedules[d], plan.costs[d])
         shapes = [(m.rows, m.encoder_len, m.decoder_len) for m in replica.micro_batches]
+        trace = trace.with_shapes(shapes).with_pieces(carried_pieces(replica.micro_batches))
         for tp_rank in range(topology.tp):
             ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=replica.dp_rank) for p in range(topology.pp)]
-            traces.append(trace.with_shapes(shapes).shifted(ranks))
+            traces.append(trace.shifted(ranks))
     return merge(traces, f"step {step.step + 1}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dynapipe_ext.errors import DynaPipeError, PlanError, short
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.pieces import chains
+from dynapipe_ext.pieces import Piece, carried_pieces, chains
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.schedules.judge.validate import validate
@@ -263,6 +263,11 @@ def _check_micro_batch(raw: Any, where: str) -> dict[str, Any]:
                 " sample"
             )
     return shape
+
+
+def pieces_in_json(micro_batches: Sequence[Mapping[str, Any]]) -> dict[int, Piece]:
+    """`carried_pieces` of a replica's micro-batches as `read_plan_json` gives them."""
+    return carried_pieces([_carrier(shape) for shape in micro_batches])
 
 
 def _carrier(shape: Mapping[str, Any]) -> MicroBatch:

@@ -21,6 +21,7 @@ from dynapipe_ext.tools.show.schedule import (
     FOR_COSTS,
     MEAN_BYTES,
     rank_costs,
+    read_pieces,
     read_schedule,
     rendered_schedule,
     schedule_for,
@@ -103,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
         provenance += f"; at most {limit_bytes / 1e6:.4g} MB a rank"
     else:
         schedule = given
-    view = view_of(schedule, costs, provenance)
+    pieces = {} if args.schedule in _NAMES else read_pieces(args.schedule, replica=args.replica)
+    view = view_of(schedule, costs, provenance, pieces=pieces)
     if limit_bytes is not None and max(view.peak_bytes) > limit_bytes:
         raise PlanError(
             f"{args.schedule} holds {max(view.peak_bytes)} B on rank {view.peak_bytes.index(max(view.peak_bytes))} but"

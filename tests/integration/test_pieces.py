@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,6 +38,7 @@ from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.tools.show.timeline import read_trace_file
 from dynapipe_ext.topology import Topology
 from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import (
@@ -372,3 +374,17 @@ def test_a_run_in_pieces_has_the_losses_of_one_with_whole_samples(preloaded: Pre
     assert len(found[0]) == 3
     assert np.allclose(found[0], found[1], rtol=1e-6, atol=0)
     assert counts[1] > 2 * counts[0]
+    _check_traces(tmp_path)
+
+
+def _check_traces(run_dirs: Path) -> None:
+    """Measured and simulated actions name the same pieces; whole samples have none."""
+    whole, cut = (read_trace_file(run_dirs / name / "trace.json") for name in ("off", "400"))
+    assert not any(span.piece for trace in (*whole.measured, *whole.simulated) for span in trace.spans)
+    for measured, simulated in zip(cut.measured, cut.simulated, strict=True):
+        named = [{(span.rank, span.label): span.piece for span in trace.spans} for trace in (measured, simulated)]
+        assert named[0] == named[1]
+        pieces = sorted({piece for piece in named[1].values() if piece}, key=lambda piece: (piece.sample, piece.number))
+        assert pieces
+        for earlier, later in pairwise(pieces):
+            assert later.start == (0 if later.number == 1 else earlier.end)

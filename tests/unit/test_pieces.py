@@ -6,7 +6,7 @@ import pytest
 
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.pieces import chains
+from dynapipe_ext.pieces import carried_pieces, chains
 from dynapipe_ext.plan import MicroBatch
 
 
@@ -19,6 +19,13 @@ def test_chains_are_found_in_any_injection_order_beside_whole_samples() -> None:
     plan = [_piece(1, 4, 2, SampleLength(5, 2)), whole, _piece(0, 0, 8), _piece(1, 0, 4), _piece(0, 8, 8)]
     assert chains(plan) == ((2, 4), (3, 0))
     assert chains([whole]) == ()
+    assert {position: str(piece) for position, piece in carried_pieces(plan).items()} == {
+        2: "sample 0, piece 1 of 2, tokens 0-7",
+        4: "sample 0, piece 2 of 2, tokens 8-15",
+        3: "sample 1, piece 1 of 2, tokens 0-3",
+        0: "sample 1, piece 2 of 2, tokens 4-5",
+    }
+    assert carried_pieces([whole, _piece(0, 0, 8)]) == {}  # all of its sample: not cut
 
 
 @pytest.mark.parametrize(

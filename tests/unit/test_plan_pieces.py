@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.tokens import TokenCosts, sum_of_squares
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.pieces import chains
+from dynapipe_ext.pieces import carried_pieces, chains
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.splits.carried import Slope, cut
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
+from dynapipe_ext.tools.show.plan import micro_batch_table, of_proven_step, read_plan, write_plan
+from dynapipe_ext.tools.show.schedule import read_pieces
 from dynapipe_ext.topology import Topology
 
 LLAMA = Architecture.gpt(
@@ -55,6 +61,22 @@ def test_pieces_are_taken_where_they_end_the_step_earlier_and_share_rows_with_sh
     assert any(len(m.samples) > 1 for m in carriers)
     assert cut_plan.certificate is not None
     assert cut_plan.certificate.batch_ns is not None
+
+
+def test_a_plan_and_its_file_are_shown_with_the_piece_that_each_micro_batch_carries(tmp_path: Path) -> None:
+    provable = planner("auto", format=ActivationFormat(8), collectives=ReplicaCollectives())
+    proven = prove_step(provable, LONG, step=0)
+    write_plan(tmp_path / "plan.json", proven.step_plan, Topology(pp=2, dp=2))
+    shown = of_proven_step(proven, Topology(pp=2, dp=2)), read_plan(tmp_path / "plan.json")
+    for dp_rank, replica in enumerate(proven.step_plan.batch.replicas):
+        pieces = carried_pieces(replica.micro_batches)
+        assert read_pieces(tmp_path / "plan.json", replica=dp_rank) == pieces
+        for view in shown:
+            *_, last = micro_batch_table(view.replicas[dp_rank]).columns
+            count = len(replica.micro_batches)
+            texts = [str(pieces.get(m, "")) for m in range(count)]
+            assert list(last.cells) == (texts if pieces else [m.recompute for m in replica.micro_batches])
+    assert any(map(carried_pieces, [replica.micro_batches for replica in proven.step_plan.batch.replicas]))
 
 
 @settings(max_examples=40, deadline=None)

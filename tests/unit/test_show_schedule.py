@@ -11,10 +11,11 @@ from rich.console import Console
 
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.launch.commands.show_schedule import DEFAULT_EFFORT
+from dynapipe_ext.pieces import Piece
 from dynapipe_ext.schedules.actions import Kind
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
-from dynapipe_ext.schedules.notation import format_lines, picture
+from dynapipe_ext.schedules.notation import format_lines, parse_lines, picture
 from dynapipe_ext.schedules.tables.published import PUBLISHED, published_schedule
 from dynapipe_ext.tools.show.schedule import (
     FOR_COSTS,
@@ -181,6 +182,14 @@ def test_the_page_needs_no_network_and_holds_every_action(tmp_path: Path) -> Non
     assert "default-src 'none'" in text
     assert all(f'"{action}"' in text for actions in view.schedule.ranks for action in actions)
     assert "by rank: 2 2" in text
+
+
+def test_actions_of_a_cut_sample_are_marked_on_the_page(tmp_path: Path) -> None:
+    pieces = {m: Piece(sample=7, number=m + 1, count=2, start=64 * m, end=64 * m + 64) for m in (0, 1)}
+    view = view_of(parse_lines("0: 0F0 0F1 0F2 0B2 0B1 0B0"), rank_costs([0], 3, (1, 1, 1)), "", pieces=pieces)
+    assert [span.piece for span in view.trace.spans] == [pieces.get(int(span.label[-1])) for span in view.trace.spans]
+    write_html(tmp_path / "page.html", view)
+    assert '"pieces":[[7,1,2,0,64],[7,2,2,64,128]],"piece":[0,1,null,null,1,0]' in (tmp_path / "page.html").read_text()
 
 
 def test_one_of_a_thing_is_not_called_several() -> None:

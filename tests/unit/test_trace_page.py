@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.timeline import Span, Trace
+from dynapipe_ext.pieces import Piece
+from dynapipe_ext.timeline import Span, Trace, merge
 from dynapipe_ext.tools.show import timeline as show_trace
 from dynapipe_ext.tools.show.timeline import (
     TraceRecord,
@@ -52,6 +53,15 @@ def one_step(name: str = "step 0") -> Trace:
             span(1, "1B0", 20, 50, 10),
         ),
         name,
+    )
+
+
+def in_two_pieces(name: str = "step 0") -> Trace:
+    """Micro-batches 0 and 1 of a replica carry sample 17 between them; 2 is whole."""
+    pieces = {m: Piece(sample=17, number=m + 1, count=2, start=4096 * m, end=4096 * (m + 1)) for m in (0, 1)}
+    actions = ("0F0", "0F1", "0F2", "0B1", "0B2", "0B0")
+    return Trace(tuple(span(0, label, 10 * k, 10 * k + 10) for k, label in enumerate(actions)), name).with_pieces(
+        pieces
     )
 
 
@@ -189,6 +199,25 @@ def test_trace_file_round_trips(tmp_path: Path) -> None:
     assert read_trace_file(tmp_path / "trace.json") == record
 
 
+def test_trace_file_holds_the_pieces_of_cut_samples_and_is_as_before_without_any(tmp_path: Path) -> None:
+    record = TraceRecord(measured=(in_two_pieces(),), simulated=(one_step(),))
+    write_trace_file(tmp_path / "trace.json", record)
+    assert read_trace_file(tmp_path / "trace.json") == record
+    data = json.loads((tmp_path / "trace.json").read_text())
+    assert data["measured"][0].keys() - data["simulated"][0].keys() == {"pieces", "piece"}
+    data["measured"][0]["pieces"][0].pop()
+    (tmp_path / "trace.json").write_text(json.dumps(data))
+    with pytest.raises(DataError, match=r"measured\[0\] is damaged"):
+        read_trace_file(tmp_path / "trace.json")
+
+
+def test_measured_spans_take_their_pieces_from_the_planned_step_rank_by_rank() -> None:
+    planned = merge([in_two_pieces(), in_two_pieces().with_pieces({}).shifted([1])])
+    bare = Trace((span(1, "0F1", 0, 1), span(0, "0B1", 1, 2), span(0, "optimizer", 2, 3)))
+    pieces = [one.piece for one in bare.with_pieces_of(planned).spans]
+    assert list(map(str, pieces)) == ["None", "sample 17, piece 2 of 2, tokens 4096-8191", "None"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -246,7 +275,7 @@ def test_a_browser_runs_the_page_without_errors(tmp_path: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if not browser:
         pytest.skip("no chromium on PATH")
-    page = page_text(tmp_path)
+    page = page_text(tmp_path, measured=[one_step(), in_two_pieces("step 1")])
     # A style check of its own: state and drawing functions are page globals, so a second script can drive them.
     probe = """<script>
     const canvas = panes[0].canvas, box = canvas.getBoundingClientRect(), seen = [];
@@ -257,6 +286,20 @@ def test_a_browser_runs_the_page_without_errors(tmp_path: Path) -> None:
     canvas.dispatchEvent(new WheelEvent("wheel", { deltaY: -300, clientX: box.left + 400, clientY: box.top + 40 }));
     seen.push(state.to - state.from < state.extent[1]);
     key("0"); seen.push(state.to === state.extent[1]);
+    showStep(1);
+    const framed = () => {
+      const seen = new Set(), frame = view.context.strokeRect;
+      view.context.strokeRect = (x) => seen.add(Math.round(nsOf(view, x) / 1e7));
+      draw();
+      view.context.strokeRect = frame;
+      return [...seen].sort().join("");
+    };
+    const view = panes[0], press = (name) => view.canvas.dispatchEvent(new KeyboardEvent("keydown", { key: name }));
+    seen.push(byId("legend").textContent.includes("carries a piece"), framed());
+    press("ArrowDown"); press("ArrowRight");
+    seen.push(framed(), byId("card").querySelector(".carried").textContent.replaceAll(",", ";"));
+    press("ArrowRight"); seen.push(framed(), byId("card").querySelector(".carried"));
+    showStep(0);
     document.body.dataset.seen = seen.join(",");
     </script></body>"""
     (tmp_path / "probe.html").write_text(page.replace("</body>", probe), encoding="utf-8")
@@ -277,7 +320,8 @@ def test_a_browser_runs_the_page_without_errors(tmp_path: Path) -> None:
         timeout=90,
         check=True,
     )
-    assert 'data-seen="0B0,1B0,true,true,true,true"' in done.stdout
+    sample = "sample 17; piece 2 of 2; tokens 4096-8191"
+    assert f'data-seen="0B0,1B0,true,true,true,true,true,,0135,{sample},2,"' in done.stdout
     assert "bubble ratio <b>50.0 %</b>" in re.sub(r' class="[^"]*"', "", done.stdout)
 
 

@@ -18,8 +18,9 @@ from rich.text import Text
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.proven_step import ProvenStep
+from dynapipe_ext.pieces import Piece, carried_pieces
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.notation import PLAN_FORMAT, draw, format_lines, plan_json, read_plan_json
+from dynapipe_ext.schedules.notation import PLAN_FORMAT, draw, format_lines, pieces_in_json, plan_json, read_plan_json
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
@@ -29,7 +30,8 @@ from dynapipe_ext.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchView:
-    """One micro-batch. `real_tokens` is None where only a plan's file is known: it holds shapes, not lengths."""
+    """One micro-batch, and what it carries of a cut sample. `real_tokens` is None where only a plan's file is known: it
+    holds shapes, not lengths."""
 
     num_samples: int
     rows: int
@@ -37,6 +39,7 @@ class MicroBatchView:
     decoder_len: int
     recompute: str
     real_tokens: int | None = None
+    piece: Piece | None = None
 
     @property
     def padded_tokens(self) -> int:
@@ -107,6 +110,7 @@ def of_proven_step(proven: ProvenStep, topology: Topology, *, planning_s: float 
     for replica, schedule, prediction, in_flight_bytes, trace in zip(
         plan.batch.replicas, plan.schedules, plan.predictions, proven.in_flight_bytes, plan.traces, strict=True
     ):
+        pieces = carried_pieces(replica.micro_batches)
         replicas.append(
             ReplicaView(
                 dp_rank=replica.dp_rank,
@@ -119,8 +123,9 @@ def of_proven_step(proven: ProvenStep, topology: Topology, *, planning_s: float 
                         decoder_len=m.decoder_len,
                         recompute=m.recompute,
                         real_tokens=m.real_tokens,
+                        piece=pieces.get(position),
                     )
-                    for m in replica.micro_batches
+                    for position, m in enumerate(replica.micro_batches)
                 ),
                 schedule=schedule,
                 makespan_s=prediction.makespan_ns / 1e9,
@@ -156,11 +161,12 @@ def read_plan(path: str | Path) -> PlanView:
                     f"{path}: replica {dp_rank} has {name} of {len(each)} ranks but pp is {topology.pp}: give one a"
                     " rank"
                 )
+        pieces = pieces_in_json(shapes)
         replicas.append(
             ReplicaView(
                 dp_rank=dp_rank,
                 layout=_layout([shape["layout"] for shape in shapes]),
-                micro_batches=tuple(_from_json(shape) for shape in shapes),
+                micro_batches=tuple(_from_json(shape, pieces.get(m)) for m, shape in enumerate(shapes)),
                 schedule=schedule,
                 makespan_s=predicted.one("makespan_s", float),
                 lower_bound_s=predicted.one("lower_bound_s", float),
@@ -171,13 +177,14 @@ def read_plan(path: str | Path) -> PlanView:
     return PlanView(topology=topology, replicas=tuple(replicas))
 
 
-def _from_json(shape: dict[str, Any]) -> MicroBatchView:
+def _from_json(shape: dict[str, Any], piece: Piece | None) -> MicroBatchView:
     return MicroBatchView(
         num_samples=len(shape["samples"]),
         rows=shape["rows"],
         encoder_len=shape["encoder_len"],
         decoder_len=shape["decoder_len"],
         recompute=shape["recompute"],
+        piece=piece,
     )
 
 
@@ -236,9 +243,13 @@ def micro_batch_table(replica: ReplicaView) -> Table:
     for heading in ("#", "samples", "rows x length", "tokens", "padded"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("recompute", no_wrap=True)
+    in_pieces = any(m.piece for m in replica.micro_batches)
+    if in_pieces:
+        table.add_column("carries", no_wrap=True)
     for number, m in enumerate(replica.micro_batches):
         real = "-" if m.real_tokens is None else f"{m.real_tokens:,}"
-        table.add_row(str(number), str(m.num_samples), m.shape, real, f"{m.padded_tokens:,}", m.recompute)
+        carries = [str(m.piece or "")] if in_pieces else []
+        table.add_row(str(number), str(m.num_samples), m.shape, real, f"{m.padded_tokens:,}", m.recompute, *carries)
     return table
 
 

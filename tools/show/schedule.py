@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,13 +20,14 @@ from rich.text import Text
 
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.pieces import Piece
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.csv_notation import from_csv
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.simulate import simulate, simulate_ns
 from dynapipe_ext.schedules.judge.validate import validate
-from dynapipe_ext.schedules.notation import PLAN_FORMAT, parse_lines, picture, read_plan_json
+from dynapipe_ext.schedules.notation import PLAN_FORMAT, parse_lines, picture, pieces_in_json, read_plan_json
 from dynapipe_ext.schedules.search.optimizer import optimize
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.timeline import Trace
@@ -117,6 +118,13 @@ def read_schedule(path: str | Path, *, replica: int | None = None) -> PipelineSc
     return schedule
 
 
+def read_pieces(path: str | Path, *, replica: int | None = None) -> dict[int, Piece]:
+    """What the micro-batches of the schedule in a file carry of cut samples, which only a plan's .json says."""
+    if Path(path).suffix != ".json":
+        return {}
+    return pieces_in_json(read_plan_json(read_json(path, PLAN_FORMAT, "a plan"))[1][replica or 0])
+
+
 def uneven_factors(num_micro_batches: int, *, cv: float, seed: int) -> npt.NDArray[np.float64]:
     """A lognormal factor of mean 1 and coefficient of variation `cv` for each micro-batch.
 
@@ -183,8 +191,10 @@ def schedule_for(
     return optimize(costs, memory_limit_bytes=memory_limit_bytes, split=split, effort=effort, stage_ranks=stage_ranks)
 
 
-def view_of(schedule: PipelineSchedule, costs: MicroBatchCosts, times: str) -> ScheduleView:
-    """The schedule simulated at `rank_costs`, which `times` describes in words."""
+def view_of(
+    schedule: PipelineSchedule, costs: MicroBatchCosts, times: str, *, pieces: Mapping[int, Piece] | None = None
+) -> ScheduleView:
+    """The schedule simulated at `rank_costs`, which `times` describes in words; `pieces` by micro-batch."""
     held_once = replace(costs, stored_bytes=np.ones_like(costs.stored_bytes))
     if schedule.forward_only:
         costs, held_once = costs.forwards(), held_once.forwards()
@@ -196,7 +206,7 @@ def view_of(schedule: PipelineSchedule, costs: MicroBatchCosts, times: str) -> S
     on_rank = Counter(schedule.stage_ranks)
     return ScheduleView(
         schedule=schedule,
-        trace=simulate(schedule, costs),
+        trace=simulate(schedule, costs).with_pieces(pieces or {}),
         makespan_ns=makespan_ns,
         lower_bound_ns=lower_bound_ns(schedule, costs, split=schedule.is_split),
         bubble_ratio=1 - busy_ns / (len(schedule.ranks) * makespan_ns),

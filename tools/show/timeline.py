@@ -13,13 +13,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from importlib.resources import files
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 from dynapipe_ext.errors import DataError
+from dynapipe_ext.pieces import Piece
 from dynapipe_ext.timeline import Span, Trace, chrome_events
 from dynapipe_ext.tools.json_file import read_json, write_atomic
 
@@ -43,6 +44,7 @@ _REDUCTIONS = (
     "sync",
 )
 _COLUMNS = ("rank", "label", "shape", "start_ns", "end_ns", "cpu_ns", "bytes")
+_PIECE = tuple(field.name for field in fields(Piece))
 
 
 def span_kind(label: str) -> SpanKind:
@@ -207,7 +209,9 @@ def _pane(trace: Trace, rank_names: Mapping[int, str]) -> dict[str, Any]:
 
 
 def _columns(trace: Trace) -> dict[str, Any]:
-    """A trace as parallel lists with tables of labels and shapes: a third of the size of one object a span."""
+    """A trace as parallel lists with tables of labels and shapes: a third of the size of one object a span. Pieces of
+    cut samples, where it has some, are a table as well, with null for the spans of other micro-batches.
+    """
     labels: dict[str, int] = {}
     shapes: dict[tuple[int, ...], int] = {}
     columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
@@ -227,14 +231,27 @@ def _columns(trace: Trace) -> dict[str, Any]:
         )
         for name, value in zip(_COLUMNS, row, strict=True):
             columns[name].append(value)
-    return {"name": trace.name, "labels": list(labels), "shapes": [list(shape) for shape in shapes], **columns}
+    pieces = {piece: place for place, piece in enumerate(dict.fromkeys(s.piece for s in trace.spans if s.piece))}
+    carried = {
+        "pieces": [astuple(piece) for piece in pieces],
+        "piece": [pieces[span.piece] if span.piece else None for span in trace.spans],
+    }
+    return {
+        "name": trace.name,
+        "labels": list(labels),
+        "shapes": [list(shape) for shape in shapes],
+        **columns,
+        **(carried if pieces else {}),
+    }
 
 
 def _trace(data: Any, where: str) -> Trace:
     """The inverse of `_columns`; raises DataError with the name of what is missing."""
     try:
         labels, shapes = list(data["labels"]), [tuple(int(n) for n in shape) for shape in data["shapes"]]
-        rows = zip(*([int(value) for value in data[name]] for name in _COLUMNS), strict=True)
+        columns = [[int(value) for value in data[name]] for name in _COLUMNS]
+        table = [Piece(**dict(zip(_PIECE, map(int, values), strict=True))) for values in data.get("pieces", ())]
+        carried = [None if place is None else table[place] for place in data.get("piece", [None] * len(columns[0]))]
         spans = tuple(
             Span(
                 rank=rank,
@@ -244,11 +261,14 @@ def _trace(data: Any, where: str) -> Trace:
                 cpu_s=cpu_ns / 1e9,
                 num_bytes=num_bytes,
                 shape=shapes[shape],
+                piece=piece,
             )
-            for rank, label, shape, start_ns, end_ns, cpu_ns, num_bytes in rows
+            for (rank, label, shape, start_ns, end_ns, cpu_ns, num_bytes), piece in zip(
+                zip(*columns, strict=True), carried, strict=True
+            )
         )
         return Trace(spans, str(data["name"]))
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
             f"{where} is damaged ({type(error).__name__}: {error}): it needs name, labels, shapes and the columns"
             f" {', '.join(_COLUMNS)} of equal length; write it again with `write_trace_file`"

@@ -99,8 +99,19 @@ function drawWait(c, x, y, width, height) {
   c.fillRect(x, y + height * 0.36, width, height * 0.28);
 }
 
+// Actions of micro-batches that carry pieces have a line along their foot; those of the sample under the pointer a frame.
+function drawPiece(c, view, row, x, width, inHover) {
+  c.fillStyle = c.strokeStyle = colours.selected;
+  c.globalAlpha = inHover ? 1 : c.globalAlpha * 0.6;
+  const foot = view.bar > 18 ? 3 : 2;
+  c.fillRect(x, row.y + view.bar - foot, width, foot);
+  if (!inHover) return;
+  c.lineWidth = 1;
+  c.strokeRect(x + 0.5, row.y + 0.5, Math.max(width - 1, 1), view.bar - 1);
+}
+
 function drawRow(view, row) {
-  const c = view.context, data = view.data, flow = state.hover?.flow ?? null;
+  const c = view.context, data = view.data, flow = state.hover?.flow ?? null, sample = state.hover?.sample ?? null;
   c.fillStyle = colours.row;
   c.fillRect(view.left, row.y, plotWidth(view), view.bar);
   const font = view.bar >= 18 ? 11 : 9.5;
@@ -117,7 +128,8 @@ function drawRow(view, row) {
     const kind = data.kind[i], label = data.labels[data.label[i]], match = data.parsed[data.label[i]];
     const width = Math.max(end - x, 0.6), inset = width > 4 ? 0.5 : 0;
     drawn = Math.max(drawn, end);
-    const alpha = flow !== null && data.flow[i] !== flow ? colours.dim : 1;
+    const inHover = sample !== null && data.sample[i] === sample;
+    const alpha = flow !== null && data.flow[i] !== flow && !inHover ? colours.dim : 1;
     if (c.globalAlpha !== alpha) c.globalAlpha = alpha;
     if (kind === "wait") {
       drawWait(c, x, row.y, width, view.bar);
@@ -126,6 +138,11 @@ function drawRow(view, row) {
       const shade = data.shade[data.shape[i]], chunk = data.chunk[i];
       if (fill !== colours.fills[kind][chunk][shade]) c.fillStyle = fill = colours.fills[kind][chunk][shade];
       c.fillRect(x + inset, row.y, width - 2 * inset, view.bar);
+      if (data.carried[i]) {
+        drawPiece(c, view, row, x + inset, width - 2 * inset, inHover);
+        c.globalAlpha = alpha;
+        fill = null;
+      }
       if (width < 8) continue;
       const short = match ? match[3] : label;
       const long = match && data.numChunks === 1 ? `${match[2]}${match[3]}` : label;  // with its stage where ranks have several
@@ -284,6 +301,11 @@ function buildLegend() {
       return swatch;
     });
     entries.push(element("span", "", ...swatches, `${ordinal(chunk + 1)} stage of a rank`));
+  }
+  if (panes.some((view) => view.data?.carried.some((piece) => piece))) {
+    const swatch = element("i", "piece");
+    swatch.style.background = colours.fills.F[0][Math.round(SHADES * MIDDLE)];
+    entries.push(element("span", "", swatch, "carries a piece of a cut sample"));
   }
   if (state.range && state.range.low !== state.range.high) {
     const ramp = element("i", "shade");

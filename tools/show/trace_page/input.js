@@ -37,7 +37,8 @@ function spanAt(view, x, y) {
 
 function select(found) {
   const { view, index } = found, data = view.data;
-  state.hover = { ...found, label: data.labels[data.label[index]], flow: data.flow[index] };
+  state.hover = { ...found, label: data.labels[data.label[index]], flow: data.flow[index],
+    sample: data.sample[index] };
   fillCard();
 }
 
@@ -72,7 +73,9 @@ function fillCard() {
   line("end", milliseconds(data.end_ns[index]));
   const list = element("dl", "", ...rows);
   const heading = element("h3", "", swatch, label, ` ${KIND_NAMES[kind] === label ? "" : KIND_NAMES[kind]}`);
-  byId("card").replaceChildren(heading, element("p", "where", `${row.name}, ${view.section.dataset.pane}`), list);
+  const piece = data.carried[index] ? [element("p", "carried", pieceText(data.carried[index]))] : [];
+  const where = element("p", "where", `${row.name}, ${view.section.dataset.pane}`);
+  byId("card").replaceChildren(heading, where, ...piece, list);
   byId("card").hidden = false;
 }
 

@@ -4,6 +4,8 @@ const KIND_NAMES = {
   F: "forward", B: "backward", I: "input gradient", W: "weight gradient",
   reduce: "reduction, optimizer", wait: "wait", other: "other",
 };
+const pieceText = ([sample, number, count, start, end]) =>
+  `sample ${sample}, piece ${number} of ${count}, tokens ${start}-${end - 1}`;
 const KIND_COLOURS = { F: "f", B: "b", I: "i", W: "w", reduce: "r", other: "o" };
 // From a rank's first stage to its last: degrees of hue, and factor of lightness (a forward's blue has neighbours in hue).
 const STAGE_TURNS = { F: [12, 0.68], B: [26, 1], I: [-40, 1], W: [42, 1], reduce: [0, 1], other: [0, 1] };
@@ -82,6 +84,7 @@ function prepare(pane, names) {
     const match = parsed[pane.label[i]];
     return match ? `${replica.get(pane.rank[i])}/${match[3]}` : null;
   };
+  const carried = pane.rank.map((_, i) => pane.pieces?.[pane.piece[i]] ?? null);
   const stages = stagesOf(pane, parsed);
   const held = (i) => (parsed[pane.label[i]] ? stages.get(pane.rank[i]) : [0]);
   const numChunks = Math.max(1, ...[...stages.values()].map((one) => one.length));
@@ -90,6 +93,7 @@ function prepare(pane, names) {
     chunk: pane.rank.map((_, i) => Math.max(0, held(i).indexOf(Number(parsed[pane.label[i]]?.[1])))),
     kind: pane.label.map((label) => pane.kinds[label]),
     flow: pane.rank.map((_, i) => flow(i)),
+    carried, sample: carried.map((piece) => piece?.[0] ?? null),
     byName: new Map(pane.rank.map((rank, i) => [`${rank} ${pane.labels[pane.label[i]]}`, i])),
     first: pane.start_ns.reduce((least, ns) => Math.min(least, ns), Infinity),
     last: pane.end_ns.reduce((most, ns) => Math.max(most, ns), -Infinity),
