@@ -14,7 +14,7 @@ Floor: the larger of work over all replicas and the longest sample's own work, e
 overhead but one of an action for the longest. Ideal dynamic context parallelism: every sample runs over all replicas at
 once, split perfectly and for nothing; that is one replica whose ranks are as many times as fast and have as many times
 the memory beside their states, which our planner plans with whole samples. Planning: CPU seconds.
-Writes results/long.json; exit status 1 where a bar is missed.
+Writes results/long.json; exit status 1 where a bar is missed. long_picture.py draws one of the batches.
 """
 
 from __future__ import annotations
@@ -128,8 +128,9 @@ def spread_over_replicas_s(case: Case, samples: list[SampleLength]) -> float | N
         return None
 
 
-def measured(case: Case, shared: Path) -> dict[str, Any]:
-    samples, costs = lengths(case, shared), case.costs
+def floor_s(case: Case, samples: list[SampleLength]) -> float:
+    """What no plan of the samples can be faster than: see above."""
+    costs = case.costs
     free = replace(costs, overhead_ns=0, layer_overhead_ns=0)
     needs = [(s.encoder, 0) for s in samples]
     ranks = costs.topology.stage_ranks
@@ -137,18 +138,23 @@ def measured(case: Case, shared: Path) -> dict[str, Any]:
     longest = batch_floor(costs, needs, ranks, split=False, packed=True, pieces=True)
     assert work is not None
     assert longest is not None
-    floor_s = max(float(work.work_ns.max()) / case.dp, longest.chain_ns) / 1e9
+    return max(float(work.work_ns.max()) / case.dp, longest.chain_ns) / 1e9
+
+
+def measured(case: Case, shared: Path) -> dict[str, Any]:
+    samples, costs = lengths(case, shared), case.costs
+    least_s = floor_s(case, samples)
     whole, whole_cpu_s = planned(costs, samples, "off")
     cut, cut_cpu_s = planned(costs, samples, "auto")
     spread_s = spread_over_replicas_s(case, samples)
     assert cut is not None
     row: dict[str, Any] = {
         "model": case.model, "pp": case.pp, "dp": case.dp, "data": case.data, "tokens": sum(s.encoder for s in samples),
-        "longest": max(s.encoder for s in samples), "floor_s": floor_s, "makespan_s": cut.makespan_s,
-        "over_floor": cut.makespan_s / floor_s,
+        "longest": max(s.encoder for s in samples), "floor_s": least_s, "makespan_s": cut.makespan_s,
+        "over_floor": cut.makespan_s / least_s,
         "over_whole": None if whole is None else cut.makespan_s / whole.makespan_s,
-        "whole_over_floor": None if whole is None else whole.makespan_s / floor_s,
-        "dynamic_cp_over_floor": None if spread_s is None else spread_s / floor_s,
+        "whole_over_floor": None if whole is None else whole.makespan_s / least_s,
+        "dynamic_cp_over_floor": None if spread_s is None else spread_s / least_s,
         "in_pieces": any(m.attention == "carried" for m in cut.batch.micro_batches),
         "peak_gb": cut.peak_bytes / 1e9, "cpu_s": cut_cpu_s, "whole_cpu_s": whole_cpu_s,
         "cpu_over_whole": cut_cpu_s / whole_cpu_s,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +79,17 @@ def test_a_plan_and_its_file_are_shown_with_the_piece_that_each_micro_batch_carr
             texts = [str(pieces.get(m, "")) for m in range(count)]
             assert list(last.cells) == (texts if pieces else [m.recompute for m in replica.micro_batches])
     assert any(map(carried_pieces, [replica.micro_batches for replica in proven.step_plan.batch.replicas]))
+
+
+def test_the_readme_and_its_picture_tell_what_the_bench_found(root: Path) -> None:
+    rows = json.loads((root / "tests/bench/results/long.json").read_text())["rows"]
+    (row,) = (row for row in rows if (row["model"], row["dp"], row["data"]) == ("llama-2-7b", 2, "tail"))
+    whole, cut = f"{row['whole_over_floor']:.2f}", f"{row['over_floor']:.2f}"
+    picture = (root / ".github" / "pieces.svg").read_text()
+    assert re.findall(r"([\d.]+) × the bound", picture) == [whole, cut]
+    told = (root / "README.md").read_text()
+    assert f"takes {cut} times that bound" in told
+    assert f"in pieces, {whole} times whole" in told
 
 
 @settings(max_examples=40, deadline=None)
