@@ -268,7 +268,7 @@ def _trace(data: Any, where: str) -> Trace:
             )
         )
         return Trace(spans, str(data["name"]))
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise DataError(
             f"{where} is damaged ({type(error).__name__}: {error}): it needs name, labels, shapes and the columns"
             f" {', '.join(_COLUMNS)} of equal length; write it again with `write_trace_file`"
