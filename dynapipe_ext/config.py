@@ -214,6 +214,16 @@ class JobSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DebugSettings:
+    """Each rank keeps a log in `log_dir`; at level "debug" of every action as it ends, for which accelerators are
+    synchronised. The plan of every step is written into `plan_dir`, for `dynapipe replay`. Empty: not."""
+
+    log_dir: str = ""
+    log_level: Literal["info", "debug"] = "info"
+    plan_dir: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Everything a training run depends on, besides secrets and the ranks' addresses."""
 
@@ -227,6 +237,7 @@ class TrainConfig:
     eval: EvalSettings = field(default_factory=EvalSettings)
     deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
     job: JobSettings = field(default_factory=JobSettings)
+    debug: DebugSettings = field(default_factory=DebugSettings)
 
     @classmethod
     def read(cls, path: str | Path) -> TrainConfig:
@@ -277,6 +288,8 @@ class TrainConfig:
         """Refuse values that no run can work with; what depends on the data is checked where it is known."""
         refuse_out_of_bounds(self.to_json(), where)
         data, optimizer = self.data, self.optimizer
+        if self.debug.log_level == "debug" and not self.debug.log_dir:
+            raise ConfigError(f"{where}: [debug] log_level is 'debug' but no log_dir says where logs go: give one")
         if (data.tokens_per_batch > 0) == (data.batch_size > 0):
             raise ConfigError(
                 f"{where}: [data] tokens_per_batch is {data.tokens_per_batch} and batch_size is"

@@ -86,6 +86,7 @@ def train_steps(
     counts_work: bool = True,
     micro_batch_losses: Callable[[], Mapping[int, float]] = dict,
     evaluate: Callable[[int], EvalDone | None] | None = None,
+    begins: Callable[[ExecutionPlan], None] = lambda plan: None,
 ) -> Iterator[StepDone]:
     """Run the steps from the loader's place on, one each time the caller asks for the next.
 
@@ -94,7 +95,8 @@ def train_steps(
     `gather(mine, name)` returns the figures of all ranks in rank order (default: one process). `own_bytes` makes what
     this rank held at most of the most that its activations took. `counts_work`: on one rank of each replica.
     `micro_batch_losses` are the stage's of the step that it has run, to name one that is not finite. `evaluate(step)`
-    is called after each step's update, before the listeners, which are told what it gives.
+    is called after each step's update, before the listeners, which are told what it gives. `begins(plan)` is called
+    before each step is run: of one that hangs there is no end to listen to.
     """
     if loader_step(loader) >= settings.num_steps:
         return
@@ -102,6 +104,7 @@ def train_steps(
     step_start_s, cpu_start_s = time.perf_counter(), time.process_time()
     for place, micro_batches, plan in _steps(loader):
         is_traced = settings.is_traced(plan.step)
+        begins(plan)
         start_s, learning_rate = time.perf_counter(), optimizer.lr
         loss = (executors.traced if is_traced else executors.plain).execute(plan, micro_batches)
         executed_s = time.perf_counter()

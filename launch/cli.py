@@ -37,6 +37,7 @@ SUBCOMMANDS = (
     Subcommand(
         "check-plan", "dynapipe_ext.launch.commands.check_plan", "prove a plan's file, its bounds and its peaks"
     ),
+    Subcommand("replay", "dynapipe_ext.launch.commands.replay", "plan a step of a run again, and show what differs"),
     Subcommand(
         "show-schedule",
         "dynapipe_ext.launch.commands.show_schedule",

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Event
 from types import TracebackType
 from typing import NoReturn
 
@@ -30,7 +31,7 @@ from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_o
 from dynapipe_ext.executor.parent_death import before_exec, end_with_parent, supervising_pid
 from dynapipe_ext.launch.env import RankEnv, child_environment, use_interface
 from dynapipe_ext.launch.scratch import ScratchDirectory
-from dynapipe_ext.launch.signals import ENDING, ending_signals_blocked, ending_signals_raise
+from dynapipe_ext.launch.signals import ENDING, ending_signals_blocked, ending_signals_raise, stacks_asked_for
 
 BUG_STATUS, USER_ERROR_STATUS = 1, 2
 _SAVED_STATUS = 128 + signal.SIGUSR1
@@ -192,12 +193,12 @@ def run_local(
     ends all ranks (SIGTERM, after `grace_s` SIGKILL) and raises JobError, which names it. At `timeout_s` every rank's
     stack is printed first. SIGINT, SIGTERM and SIGUSR1 to this process end the ranks too, then raise
     KeyboardInterrupt and SystemExit (143, 138); with `save_s` ranks are given the latter two as SIGUSR1 first, and have
-    that long to end by themselves. Companions stay the caller's to close.
+    that long to end by themselves. SIGUSR2 prints every rank's stack. Companions stay the caller's to close.
     """
     if world_size < 1:
         raise ConfigError(f"the number of ranks is {world_size} but must be at least 1")
     ranks: list[Supervised] = []
-    with ending_signals_raise(), ScratchDirectory() as scratch:
+    with ending_signals_raise(), stacks_asked_for() as asked, ScratchDirectory() as scratch:
         init_method = f"file://{scratch.path / 'rendezvous'}"  # torch takes the path as it is, with no %20
         port = _free_port()
         try:
@@ -215,7 +216,7 @@ def run_local(
                     name = f"rank {rank}"
                     is_first = partial(_is_first_failure, scratch.path / _FAILED, name)
                     ranks.append(Supervised.fork(name, partial(_rank, rank_main, env), is_first))
-            _watch(ranks, companions, timeout_s, scratch.path / _FAILED)
+            _watch(ranks, companions, timeout_s, scratch.path / _FAILED, asked)
         except SystemExit:
             if save_s:
                 _ask_to_save(ranks, save_s)
@@ -261,7 +262,9 @@ def _is_first_failure(place: Path, name: str) -> bool:
     return True
 
 
-def _watch(ranks: Sequence[Supervised], companions: Sequence[Supervised], timeout_s: float | None, first: Path) -> None:
+def _watch(
+    ranks: Sequence[Supervised], companions: Sequence[Supervised], timeout_s: float | None, first: Path, asked: Event
+) -> None:
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         for process in (*ranks, *companions):
@@ -274,6 +277,9 @@ def _watch(ranks: Sequence[Supervised], companions: Sequence[Supervised], timeou
                 raise JobError(
                     f"not ended after {timeout_s:g} s: {names} (stacks above); look there, or allow more time"
                 )
+            if asked.is_set():
+                asked.clear()
+                _print_stacks(running)
             for key, _ in selector.select(min(_POLL_S, remaining_s)):
                 selector.unregister(key.fd)
             _raise_first_failure((*ranks, *companions), first)

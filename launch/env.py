@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, short
 
 STORE_PASSWORD_VARIABLE = "DYNAPIPE_STORE_PASSWORD"
 _LAUNCHER_VARIABLE = "DYNAPIPE_LAUNCHER"
+_DYNAPIPE_KV_PORT = "29500"  # DynaPipe's own default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,48 @@ def under_torchrun() -> bool:
 def store_password() -> str | None:
     """The password of the user's own store, or None where none was given."""
     return os.environ.get(STORE_PASSWORD_VARIABLE) or None
+
+
+def kv_store_url(variables: Mapping[str, str] | None = None, *, tls: bool = True) -> str | None:
+    """The store that DynaPipe's variables name, or None; off this machine with `tls`. The password is apart.
+
+    >>> kv_store_url({"DYNAPIPE_KV_HOST": "node0", "DYNAPIPE_KV_PORT": "6380"}), kv_store_url({"DYNAPIPE_KV_PORT": "1"})
+    ('rediss://node0:6380/0', 'redis://localhost:1/0')
+    """
+    variables = os.environ if variables is None else variables
+    host, port = variables.get("DYNAPIPE_KV_HOST", ""), variables.get("DYNAPIPE_KV_PORT", "")
+    if not host and not port:
+        return None
+    port = port or _DYNAPIPE_KV_PORT
+    if not (port.isascii() and port.isdigit() and 1 <= int(port) < 1 << 16):
+        raise ConfigError(f"DYNAPIPE_KV_PORT is {short(port)} but must be a port in 1..65535: correct it, or unset it")
+    host = host or "localhost"
+    scheme = "rediss" if tls and host not in ("localhost", "127.0.0.1", "::1") else "redis"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/0"
+
+
+def debug_settings(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What DynaPipe's variables say of [debug], and no more than that. Errors: ConfigError as DynaPipe's own.
+
+    >>> debug_settings({"DYNAPIPE_DEBUG": "DEBUG", "DYNAPIPE_LOGGING_DEBUG_DIR": "logs"})
+    {'log_level': 'debug', 'log_dir': 'logs'}
+    """
+    variables = os.environ if variables is None else variables
+    said = {}
+    if level := variables.get("DYNAPIPE_DEBUG"):
+        if level not in ("INFO", "DEBUG"):
+            raise ConfigError(f"DYNAPIPE_DEBUG is {short(level)} but must be INFO or DEBUG: correct it, or unset it")
+        said["log_level"] = level.lower()
+    if log_dir := variables.get("DYNAPIPE_LOGGING_DEBUG_DIR"):
+        said["log_dir"] = log_dir
+    dumps = variables.get("DYNAPIPE_DEBUG_DUMP_EP_STATS", "").lower()
+    if dumps in ("true", "1", "t"):
+        said["plan_dir"] = variables.get("DYNAPIPE_DEBUG_DUMP_EP_PREFIX", "")
+        if not said["plan_dir"]:
+            raise ConfigError("DYNAPIPE_DEBUG_DUMP_EP_STATS is set: set DYNAPIPE_DEBUG_DUMP_EP_PREFIX to a directory")
+    elif dumps not in ("", "false", "0", "f"):
+        raise ConfigError(f"DYNAPIPE_DEBUG_DUMP_EP_STATS is {short(dumps)} but must be true or false: correct it")
+    return said
 
 
 def limit_threads(num_threads: int = 1) -> int:

@@ -73,7 +73,8 @@ def _usual(config: TrainConfig, *, schedule: ScheduleName = "1f1b", **plan: Any)
     if config.placement != own_placement(schedule):
         topology = replace(topology, placement="", stages_per_rank=0, layers_per_stage=())
     usual = replace(config.plan, schedule=schedule, split_backward=False, fill_waits=False, pieces="off", **plan)
-    return replace(config, topology=topology, plan=usual)
+    debug = replace(config.debug, plan_dir="")  # that is of the run's own plans
+    return replace(config, topology=topology, plan=usual, debug=debug)
 
 
 def placed_stages(config: TrainConfig) -> Topology:

@@ -6,6 +6,7 @@ Of all ranks that fail, the first says why, in one line; those that fail because
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
@@ -50,7 +51,7 @@ from dynapipe_ext.launch.run_directory import CHECKPOINTS, RunDirectory
 from dynapipe_ext.launch.signals import ending_signals_raise
 from dynapipe_ext.launch.train import TrainingJob, rank_title, refuse_done, train_rank
 from dynapipe_ext.launch.trained_model import refuse_output
-from dynapipe_ext.launch.user_store import greet_store, store_address
+from dynapipe_ext.launch.user_store import asked_store, greet_store
 
 _ASK_S = 5.0  # for the others' failures: the agent, which knows of them, may be gone
 _INTERRUPTED_STATUS = 130
@@ -58,6 +59,7 @@ _INTERRUPTED_STATUS = 130
 
 def run_and_exit() -> NoReturn:
     """The program. A rank that fails leaves at once: with its peers gone, closing its process groups could hang."""
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # its stacks
     _end_with_agent()
     limit_threads()
     status = main()
@@ -117,7 +119,7 @@ def _main(env: RankEnv, args: argparse.Namespace) -> int:
     require_loggers(config)
     run_dir, resumed = resumed_run(args, config)
     refuse_output(config, run_dir, overwrite=args.overwrite)
-    address = store_address(args.store, insecure=args.insecure_store) if args.store else None
+    address = asked_store(args.store, insecure=args.insecure_store)
     own = _settle_network(env, address)
     asked = (signal.SIGTERM, signal.SIGUSR1)
     if env.rank:

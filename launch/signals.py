@@ -45,6 +45,20 @@ def ending_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextlib.contextmanager
+def stacks_asked_for() -> Iterator[threading.Event]:
+    """Inside, SIGUSR2 to this process sets the event; outside the main thread, which alone can listen, nothing does."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGUSR2, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)
+
+
 def _raise(number: int, frame: FrameType | None) -> None:
     for ending in ENDING:
         signal.signal(ending, _ignore)

@@ -47,6 +47,7 @@ from dynapipe_ext.launch.job import (
 from dynapipe_ext.launch.listeners import shown, written
 from dynapipe_ext.launch.outcome import begin_run, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.placement import followed_placement, settled_placement, trials_table
+from dynapipe_ext.launch.rank_log import RankLog, rank_log
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
 from dynapipe_ext.launch.run_data import (
     PREPARE_LIMIT_S,
@@ -94,7 +95,12 @@ class TrainingJob:
 
 
 def train_rank(env: RankEnv, job: TrainingJob) -> int:
-    """Train as one rank of a job; returns 0. Errors are raised."""
+    """Train as one rank of a job, which keeps a log where the settings ask for one; returns 0. Errors are raised."""
+    with rank_log(job.config.debug, env) as log:
+        return _train(env, job, log)
+
+
+def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
     warnings.filterwarnings("ignore", module="megatron")
     if env.rank == 0:
         say_loading("torch", "megatron-core")
@@ -144,7 +150,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
     )
     # A rank that fails keeps its process groups until it has said why: others fail once they are closed.
     with ExitStack() as stack:
-        context, spans = _run(env, job, costs, device, stack)
+        context, spans = _run(env, job, costs, device, log, stack)
         dist.barrier()
     dist.destroy_process_group()
     if env.rank == 0:  # alone, so that what goes wrong here is said once
@@ -156,7 +162,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
 
 
 def _run(
-    env: RankEnv, job: TrainingJob, costs: CostModel | None, device: Any, stack: ExitStack
+    env: RankEnv, job: TrainingJob, costs: CostModel | None, device: Any, log: RankLog | None, stack: ExitStack
 ) -> tuple[RankContext, list[Spans]]:
     """Runs the variants; what rank 0 gets back with the rank's context are the spans of all ranks in the first one."""
     import torch.distributed as dist
@@ -228,6 +234,7 @@ def _run(
         clock_offset_s=clock_offset_s(env.local_world_size == env.world_size, device),
         num_cores=shared["num_cores"],
         node=node_of(env.rank, starts=env.local_rank == 0, device=device),
+        log=log,
     )
     resumed = Path(shared["resumed"]) if shared["resumed"] else None
     first_step = 0 if resumed is None else read_manifest(resumed).run.step

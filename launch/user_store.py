@@ -9,7 +9,7 @@ from pathlib import Path
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
-from dynapipe_ext.launch.env import store_password
+from dynapipe_ext.launch.env import kv_store_url, store_password
 
 _MOST_URL_BYTES = 4096
 
@@ -23,6 +23,12 @@ def greet_store(address: StoreAddress) -> None:
             " password, and stop the run",
             file=sys.stderr,
         )
+
+
+def asked_store(given: str | None, *, insecure: bool = False) -> StoreAddress | None:
+    """The user's own store, by `--store` or else by the variables; None: the run has one of its own."""
+    said = given or kv_store_url(tls=not insecure)
+    return store_address(said, insecure=insecure) if said else None
 
 
 def store_address(given: str, *, insecure: bool = False) -> StoreAddress:

@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,8 @@ from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.evaluation import PeriodicEvaluation
 from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
-from dynapipe_ext.executor.protocols import Store, Transport
+from dynapipe_ext.executor.plans.dump import DumpingPlanner
+from dynapipe_ext.executor.protocols import Recorder, Store, Transport
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.training_loop import LoopSettings, SpanRecorder, StepExecutors, train_steps
 from dynapipe_ext.executor.transport.groups import Groups
@@ -33,6 +34,7 @@ from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
 from dynapipe_ext.executor.transport.watched import WatchedTransport
 from dynapipe_ext.launch.built_model import BuiltModel
 from dynapipe_ext.launch.job import Variant, architecture_of, make_planner, topology_of
+from dynapipe_ext.launch.rank_log import LoggingRecorder, RankLog
 from dynapipe_ext.launch.run_data import RunData
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import reading_stages
@@ -74,6 +76,7 @@ class RankContext:
     clock_offset_s: float
     num_cores: int | None  # of all machines; None on accelerators
     node: NodeOfRank
+    log: RankLog | None = None
 
 
 def run_variant(
@@ -104,12 +107,20 @@ def run_variant(
         transport = _transport(context, variant)
         stack.callback(transport.close)
         arrived = transport.arrived if isinstance(transport, WatchedTransport) else None
+        log, records_all = None, device.type == "cpu"
+        recorded: Recorder = recorder
+        if context.log is not None:
+            log = replace(context.log, variant=variant.name)
+            listeners = [*listeners, log]
+            if config.debug.log_level == "debug":
+                recorded, records_all = LoggingRecorder(recorder, log), True
         recording = PipelineExecutor(
-            stage, transport, recorder=recorder, rank=context.rank, clock=_clock(device), arrived=arrived
+            stage, transport, recorder=recorded, rank=context.rank, clock=_clock(device), arrived=arrived
         )
         # Spans on an accelerator need synchronisation, which takes overlap away: there only traced steps record them.
-        plain = recording if device.type == "cpu" else PipelineExecutor(stage, transport, arrived=arrived)
+        plain = recording if records_all else PipelineExecutor(stage, transport, arrived=arrived)
         planner = make_planner(config, costs, context.num_cores)
+        dumps = config.debug.plan_dir and (config.data.num_workers or context.rank == 0)  # in line, all plan alike
         load = partial(
             DynaPipeDataLoader,
             batch_size=config.data.batch_size or None,
@@ -124,7 +135,7 @@ def run_variant(
         loader = stack.enter_context(
             load(
                 context.data.train,
-                planner,
+                DumpingPlanner(planner, config.debug.plan_dir) if dumps else planner,
                 drop_last=config.data.drop_last,
                 num_workers=config.data.num_workers,
                 prefetch_steps=config.data.prefetch_steps,
@@ -159,6 +170,7 @@ def run_variant(
             counts_work=me.pp_rank == me.tp_rank == 0,
             micro_batch_losses=stage.losses,
             evaluate=evaluate,
+            begins=log.step_begins if log is not None else lambda plan: None,
         )
 
 

@@ -9,6 +9,7 @@ and puts them into the store, at most `ahead` places ahead of global rank 0 (`pu
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -188,6 +189,7 @@ def _close(number: int, frame: FrameType | None) -> None:
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which stops this process
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster sends it to all processes of a job
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # its stacks, as ranks give theirs
     worker = ""
     try:
         signal.signal(CLOSE_SIGNAL, _close)

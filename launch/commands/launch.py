@@ -21,7 +21,7 @@ from dynapipe_ext.launch.agent import LOST_STATUS, NodeEnd, NodePlace, Rendezvou
 from dynapipe_ext.launch.cluster import JobError, say_at_once
 from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.launch.commands import train
-from dynapipe_ext.launch.env import limit_threads, store_password
+from dynapipe_ext.launch.env import debug_settings, kv_store_url, limit_threads, store_password
 from dynapipe_ext.launch.job import topology_of, variants
 from dynapipe_ext.launch.network import interface_towards
 from dynapipe_ext.launch.nodes import (
@@ -198,8 +198,15 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         rdzv_endpoint=_with_port(args.rdzv_endpoint) if args.rdzv_endpoint else "",
         rdzv_id=args.rdzv_id,
     )
-    words = tuple(own.parse_known_args(args.words)[1])
+    words = (*_said_by_variables(args), *own.parse_known_args(args.words)[1])
     return LaunchedJob(config=config, words=words, place=place, hosts=hosts, secret_file=args.secret_file or "")
+
+
+def _said_by_variables(args: argparse.Namespace) -> list[str]:
+    """As flags, which reach all nodes, what this process's variables say of the store and of debugging."""
+    store = None if args.store else kv_store_url(tls=not args.insecure_store)
+    said = debug_settings() | ({"store": store} if store else {})
+    return [word for name, value in said.items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 def _with_port(endpoint: str) -> str:

@@ -27,7 +27,7 @@ from dynapipe_ext.launch.command_parser import (
     ending,
     numbers,
 )
-from dynapipe_ext.launch.env import RankEnv, keep_cuda_forkable, limit_threads, num_cores
+from dynapipe_ext.launch.env import RankEnv, debug_settings, keep_cuda_forkable, limit_threads, num_cores
 from dynapipe_ext.launch.job import check_batches, check_fits, settled_steps, topology_of, variants
 from dynapipe_ext.launch.listeners import require_loggers
 from dynapipe_ext.launch.model_folder import settings_of_model, usual_settings
@@ -50,7 +50,7 @@ from dynapipe_ext.launch.train import (
 )
 from dynapipe_ext.launch.trained_model import refuse_output
 from dynapipe_ext.launch.transformers_settings import refuse_unsupported
-from dynapipe_ext.launch.user_store import greet_store, store_address
+from dynapipe_ext.launch.user_store import asked_store, greet_store
 from dynapipe_ext.models.transformers_sizes import Backend
 from dynapipe_ext.pieces import pieces_of
 from dynapipe_ext.plan import Layout, LossNorm
@@ -182,6 +182,9 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--eval-fraction": ("eval", "fraction", {"type": float, "metavar": "F", "help": "of the data held out instead"}),
     "--deepspeed": ("deepspeed", "config", {"metavar": "FILE", "help": "ds_config.json of an engine that trains"}),
     "--strict": ("job", "strict", {"action": "store_true", "help": "enforce NCCL's ordering rules over gloo"}),
+    "--log-dir": ("debug", "log_dir", {"metavar": "DIR", "help": "keep a log of each rank there"}),
+    "--log-level": ("debug", "log_level", {"choices": ("info", "debug"), "help": "debug: with every action"}),
+    "--plan-dir": ("debug", "plan_dir", {"metavar": "DIR", "help": "keep every step's plan there, for replay"}),
     "--redis-server": ("job", "redis_server", {"metavar": "PATH", "help": "server binary of the embedded store"}),
 }
 
@@ -218,7 +221,7 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         config = TrainConfig.read(run_to_resume(args.resume) / "config.toml")
     if args.model:
         config = _with_model(config, args)
-    tables: dict[str, dict[str, Any]] = {}
+    tables: dict[str, dict[str, Any]] = {"debug": debug_settings()}
     for flag, (table, name, _) in _FLAGS.items():
         value = getattr(args, flag.lstrip("-").replace("-", "_"))
         if value is not None:
@@ -299,7 +302,7 @@ def run(args: argparse.Namespace) -> int:
         from dynapipe_ext.launch.initial_weights import open_initial_weights
 
         open_initial_weights(config.model.init_from, config.model.described)
-    address = store_address(args.store, insecure=args.insecure_store) if args.store else None
+    address = asked_store(args.store, insecure=args.insecure_store)
     require_loggers(config)
     run_dir, resumed = resumed_run(args, config)
     refuse_output(config, run_dir, overwrite=args.overwrite)

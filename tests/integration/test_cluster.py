@@ -198,6 +198,26 @@ def test_at_the_time_limit_every_ranks_stack_is_printed(capfd: pytest.CaptureFix
     assert text.count("in where_it_hangs") == 2
 
 
+def test_a_signal_to_the_launching_process_prints_every_ranks_stack(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def where_it_waits(env: RankEnv) -> int:
+        if env.rank == 1:
+            (tmp_path / "waits").touch()
+        else:
+            while not (tmp_path / "waits").exists():
+                time.sleep(0.01)
+            os.kill(os.getppid(), signal.SIGUSR2)
+        while "--- rank 1" not in Path("/proc/self/fd/2").read_text():
+            time.sleep(0.01)
+        return 0
+
+    run_local(where_it_waits, 2, timeout_s=30)
+    text = capfd.readouterr().err
+    assert re.findall(r"^--- (rank \d)", text, re.M) == ["rank 0", "rank 1"]
+    assert text.count("in where_it_waits") == 2
+
+
 def test_no_exception_of_a_rank_returns_into_the_callers_stack(tmp_path: Path) -> None:
     def main(env: RankEnv) -> int:
         raise SystemExit("leave")

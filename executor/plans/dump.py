@@ -1,0 +1,138 @@
+"""Every plan of a run on disk: what was planned, for which lengths and at what cost, to look at and to plan again.
+
+DIR/step-000012.json        the plan numbered 12 (from 0): lengths, micro-batches, schedules, predictions, trace
+DIR/planner-3f1c….json      the settings and costs that made it, by what they are
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.core import active_core
+from dynapipe_ext.errors import DataError
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.topology import Topology
+
+DUMP_FORMAT, DUMPED_PLANNER_FORMAT = "dynapipe-dump/1", "dynapipe-dumped-planner/1"
+
+
+class DumpingPlanner:
+    """A planner whose plans are files in `directory` before they are run; of a step planned again, the last one stays.
+
+    Errors of `plan`: besides the planner's own, DataError where the directory cannot be written.
+    """
+
+    def __init__(self, planner: Planner, directory: str | Path) -> None:
+        self.planner = planner
+        self.directory = Path(directory)
+        self._planner_file = ""
+
+    @property
+    def topology(self) -> Topology:
+        return self.planner.topology
+
+    @property
+    def memory_limit_bytes(self) -> float:
+        return self.planner.memory_limit_bytes
+
+    @property
+    def activation_format(self) -> ActivationFormat:
+        return self.planner.activation_format
+
+    @property
+    def replica_collectives(self) -> ReplicaCollectives:
+        return self.planner.replica_collectives
+
+    @property
+    def fill_waits(self) -> bool:
+        return self.planner.fill_waits
+
+    def plan(self, samples: Sequence[SampleLength], *, step: int, reserve_bytes: int = 0) -> StepPlan:
+        step_plan = self.planner.plan(samples, step=step, reserve_bytes=reserve_bytes)
+        if not self._planner_file:
+            text = json.dumps({"format": DUMPED_PLANNER_FORMAT, "planner": self.planner.to_json()})
+            self._planner_file = f"planner-{planner_digest(self.planner)}.json"
+            _write(self.directory / self._planner_file, text)
+        dump = {
+            "format": DUMP_FORMAT,
+            "planner": self._planner_file,
+            "version": version("dynapipe-ext"),
+            "core": active_core(),
+            "step": step,
+            "reserve_bytes": reserve_bytes,
+            "samples": [[s.index, s.encoder, s.decoder, s.target] for s in samples],
+            "replicas": replicas_json(step_plan),
+        }
+        _write(self.directory / f"step-{step:06d}.json", json.dumps(dump))
+        return step_plan
+
+    def to_json(self) -> Mapping[str, Any]:
+        return {"planner": self.planner.to_json(), "directory": str(self.directory)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> DumpingPlanner:
+        return cls(Planner.from_json(raw["planner"]), raw["directory"])
+
+
+def planner_digest(planner: Planner) -> str:
+    """A name for the settings and costs of a planner: equal planners have equal ones."""
+    return hashlib.sha256(json.dumps(planner.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def replicas_json(step_plan: StepPlan) -> list[dict[str, Any]]:
+    """What a plan has each replica do and what it promises, as plain JSON values; equal plans give equal ones."""
+    replicas = []
+    for replica, schedule, prediction, trace in zip(
+        step_plan.batch.replicas, step_plan.schedules, step_plan.predictions, step_plan.traces, strict=True
+    ):
+        replicas.append(
+            {
+                "dp_rank": replica.dp_rank,
+                "micro_batches": [_micro_batch_json(micro_batch) for micro_batch in replica.micro_batches],
+                "schedule": {
+                    "name": schedule.name,
+                    "forward_only": schedule.forward_only,
+                    "placement": list(schedule.stage_ranks),
+                    "stages": schedule.lines(),
+                },
+                "predicted": asdict(prediction) | {"peak_bytes": list(prediction.peak_bytes)},
+                "trace": [asdict(span) | {"shape": list(span.shape)} for span in trace.spans],
+            }
+        )
+    return replicas
+
+
+def _micro_batch_json(micro_batch: MicroBatch) -> dict[str, Any]:
+    shape = {name: getattr(micro_batch, name) for name in ("rows", "encoder_len", "decoder_len")}
+    tokens = {name: getattr(micro_batch, name) for name in ("real_tokens", "padded_tokens", "target_tokens")}
+    kept = {name: getattr(micro_batch, name) for name in ("layout", "recompute", "attention")}
+    samples = [[s.index, s.start, s.encoder, s.decoder, s.target] for s in micro_batch.samples]
+    return {**shape, **tokens, **kept, "samples": samples}
+
+
+def _write(path: Path, text: str) -> None:
+    """In one step: readers see the old file or the whole new one, whoever else writes the same."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise DataError(
+            f"{path} cannot be written ({error.strerror}): make room there, or choose another [debug] plan_dir"
+        ) from error

@@ -1,0 +1,96 @@
+"""A run that DynaPipe's variables ask for logs and plans, at the store that they name: what it leaves, and a replay."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.launch.redis_server import RedisServer
+from tests.support.preloaded import Preloaded
+
+SETTINGS = """
+[run]
+steps = 2
+run_dir = "run"
+[topology]
+tp = 1
+pp = 2
+dp = 1
+[model]
+num_layers = 2
+hidden_size = 32
+num_heads = 2
+num_query_groups = 2
+ffn_hidden_size = 64
+max_seq_len = 256
+[data]
+num_samples = 60
+tokenizer = "bytes"
+truncate = true
+tokens_per_batch = 1024
+[job]
+timeout_s = 60
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("debugged")
+    (folder / "settings.toml").write_text(SETTINGS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    with RedisServer(port=port) as server:
+        variables = {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "DYNAPIPE_KV_HOST": "127.0.0.1",
+            "DYNAPIPE_KV_PORT": str(port),
+            "DYNAPIPE_STORE_PASSWORD": server.address.password or "",
+            "DYNAPIPE_DEBUG": "DEBUG",
+            "DYNAPIPE_LOGGING_DEBUG_DIR": "logs",
+            "DYNAPIPE_DEBUG_DUMP_EP_STATS": "True",
+            "DYNAPIPE_DEBUG_DUMP_EP_PREFIX": "plans",
+        }
+        done = preloaded.run(["train", "--config", "settings.toml"], timeout=120, cwd=folder, environment=variables)
+    assert done.returncode == 0, done.stderr
+    assert "embedded" not in done.stderr  # the store is that of the variables
+    (folder / "password").write_text(server.address.password or "")
+    return folder
+
+
+def test_each_rank_keeps_a_log_of_its_steps_and_actions(folder: Path) -> None:
+    logs = sorted((folder / "logs").iterdir())
+    assert [log.name for log in logs] == ["rank-00000.log", "rank-00001.log"]
+    for rank, log in enumerate(logs):
+        text = log.read_text()
+        assert (folder / "password").read_text() not in text
+        assert f"rank {rank} of 2 is process" in text
+        assert text.endswith("ended well\n")
+        for step in (1, 2):
+            own = text[text.index(f"step {step} begins (plan {step - 1})") :]
+            body, _, _ = own.partition(f"step {step} done: loss ")
+            planned = re.findall(rf"instruction \d+: ({rank}[FBIW]\d+)$", body, re.MULTILINE)
+            assert planned
+            assert re.findall(rf"({rank}[FBIW]\d+) took", body) == planned
+
+
+def test_each_plan_is_dumped_and_replays_the_same(folder: Path, preloaded: Preloaded) -> None:
+    for step in range(2):
+        done = preloaded.run(["replay", f"plans/step-{step:06d}.json"], timeout=60, cwd=folder)
+        assert done.stdout.endswith(f"plan {step} is the same, bit for bit\n"), done.stdout + done.stderr
+        assert done.returncode == 0
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    dump = json.loads((folder / "plans" / "step-000001.json").read_text())
+    shapes = [m for replica in dump["replicas"] for m in replica["micro_batches"]]
+    (second,) = [event for event in events if event.get("step") == 2 and "loss" in event]
+    assert sum(m["real_tokens"] for m in shapes) == second["real_tokens"]
+
+
+def test_the_run_keeps_what_the_variables_said(folder: Path) -> None:
+    debug = TrainConfig.read(folder / "run" / "config.toml").debug
+    assert (debug.log_dir, debug.log_level, debug.plan_dir) == ("logs", "debug", "plans")
