@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.pieces import pieces_of
-from dynapipe_ext.plan import Pieces
 from dynapipe_ext.suggestion import did_you_mean
 
 PIECES_HELP = "run samples of more than N tokens in pieces; auto: where that is faster"
@@ -81,8 +79,14 @@ def add_json(parser: argparse._ActionsContainer, what: str) -> None:
     )
 
 
-def add_pieces(parser: argparse._ActionsContainer, default: Pieces) -> None:
-    parser.add_argument("--pieces", type=pieces_of, metavar="auto|off|N", help=f"{PIECES_HELP} (default: {default})")
+def add_pieces(parser: argparse._ActionsContainer, default: object) -> None:
+    parser.add_argument("--pieces", type=_pieces, metavar="auto|off|N", help=f"{PIECES_HELP} (default: {default})")
+
+
+def _pieces(text: str) -> object:
+    from dynapipe_ext.pieces import pieces_of  # with numpy, which no help needs
+
+    return pieces_of(text)
 
 
 def add_truncate(parser: argparse._ActionsContainer, longest: str) -> None:
