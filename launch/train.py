@@ -104,7 +104,7 @@ def train_rank(env: RankEnv, job: TrainingJob) -> int:
     from dynapipe_ext.executor.device import compute_deterministically, process_group_backend, rank_device
 
     config = job.config
-    refuse_unsupported(config, resumes=job.resumed is not None)
+    refuse_unsupported(config)
     topology = topology_of(config)
     variants(config, compare=job.compare)  # refused on all ranks before they meet
     if env.world_size != topology.world_size:
