@@ -139,15 +139,20 @@ def test_sixteen_bits_and_dropout_go_on_to_the_bit_and_the_best_weights_are_the_
     preloaded.train(*given, cwd=tmp_path)
     interrupted(tmp_path / "run", tmp_path / "again")
     preloaded.train("--resume", "again", "--overwrite", cwd=tmp_path)
-    print(report_of(tmp_path / "run"))
     assert report_of(tmp_path / "again")["losses"] == report_of(tmp_path / "run")["losses"]
     whole, resumed = last_tensors(tmp_path / "run"), last_tensors(tmp_path / "again")
     assert {tensor.dtype for tensor in whole.values()} == {torch.bfloat16, torch.float32}
     assert any(name.startswith("master.") for name in whole)
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
-    evaluations = report_of(tmp_path / "run")["evaluations"]
-    assert 0
+    best = min(report_of(tmp_path / "run")["evaluations"], key=lambda evaluation: float(evaluation["loss"]))["step"]
+    assert 2 < best < 6
+    checkpoint = tmp_path / "run" / "checkpoints" / f"iter_{best:07d}"
+    kept, trained = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+        for folder in (checkpoint, tmp_path / "trained")
+    )
+    assert all(torch.equal(weight, trained[name]) for name, weight in kept.items())
 
 
 def test_the_backend_follows_from_the_family_unless_it_is_named(tmp_path: Path) -> None:
