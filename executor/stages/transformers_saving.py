@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.transformers_layers import has_tied_ends
-from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
+from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, quietly
 
 _ADAPTER = "adapter_model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -51,8 +51,9 @@ def save_parts(
 
 def write_stages(parts: Sequence[TransformersPart], folder: Path) -> None:
     """This rank's parts, each in a folder of its stage; of the ranks of one replica, once all have, one joins them."""
-    for part in parts:
-        _save_part(part, folder / f"stage-{part.place.stage}")
+    with quietly():
+        for part in parts:
+            _save_part(part, folder / f"stage-{part.place.stage}")
 
 
 def _save_part(part: TransformersPart, folder: Path) -> None:
