@@ -110,7 +110,7 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
     from dynapipe_ext.executor.device import compute_deterministically, process_group_backend, rank_device
 
     config = job.config
-    refuse_unsupported(config, resumes=job.resumed is not None)
+    refuse_unsupported(config)
     topology = topology_of(config)
     variants(config, compare=job.compare)  # refused on all ranks before they meet
     if env.world_size != topology.world_size:

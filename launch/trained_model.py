@@ -11,11 +11,11 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.data.mixture import weighted_files
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints import folder as checkpoints
-from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.executor.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, read_manifest
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, runs_folder
 from dynapipe_ext.tools.writing import writing_in
 
-MODEL_FOLDER = "model"  # among a run's checkpoints: where one of transformers' own models is saved
+MODEL_FOLDER = "model"  # among a run's checkpoints: where what a DeepSpeed engine has trained is saved
 _CONFIG = "config.json"
 _OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that comes from elsewhere
 
@@ -77,7 +77,7 @@ def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) 
 
 def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
     """Lay config.json, tokenizer and licence of a published model beside a run's checkpoints, where conversion looks
-    for them: a checkpoint alone cannot say them. A model that transformers trains has no checkpoints.
+    for them: a checkpoint alone cannot say them. One that transformers computes is a published folder itself.
 
     Errors: DataError where they cannot be written.
     """
@@ -96,21 +96,29 @@ def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
 def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
     """The model as a new folder; the step that it is of."""
     settings, root = config.checkpoint, run_dir / CHECKPOINTS
-    if config.model.uses_transformers:
-        shutil.copytree(root / MODEL_FOLDER, written)
-        for file in _carried(config):
-            if not (written / file.name).exists():
-                shutil.copy(file, written)
+    if config.deepspeed.config:
+        _lay_out(config, root / MODEL_FOLDER, written)
         return config.run.steps
+    source = checkpoints.best(root) if settings.keep_best else checkpoints.latest(root)
+    if config.model.uses_transformers:
+        _lay_out(config, source, written)
+        return read_manifest(source).run.step
     from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
     from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 
-    source = checkpoints.best(root) if settings.keep_best else checkpoints.latest(root)
     options = WriterOptions()
     if settings.save_format == "megatron":
         options = WriterOptions(tp=config.topology.tp, pp=config.topology.pp)
     convert(prepare_conversion(source, written, settings.save_format, options, carry=_carried(config)))
     return read_manifest(source).run.step
+
+
+def _lay_out(config: TrainConfig, saved: Path, written: Path) -> None:
+    """A folder for `from_pretrained`, without what else a run has saved beside the model."""
+    shutil.copytree(saved, written, ignore=shutil.ignore_patterns(MANIFEST, OPTIMIZER_FILES))
+    for file in _carried(config):
+        if not (written / file.name).exists():
+            shutil.copy(file, written)
 
 
 def _carried(config: TrainConfig) -> Sequence[Path]:

@@ -8,24 +8,17 @@ from dynapipe_ext.errors import ConfigError
 _MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
 
 
-def refuse_unsupported(config: TrainConfig, *, resumes: bool) -> None:
+def refuse_unsupported(config: TrainConfig) -> None:
     """Errors: ConfigError for settings that only models of megatron-core have, or that a DeepSpeed engine has not."""
     if config.deepspeed.config:
         _refuse_beside_engine(config)
         return
     if not config.model.uses_transformers:
         return
-    checkpoint = config.checkpoint
-    asked = _asked_of_megatron(config) | {
-        "save_every": checkpoint.save_every > 0,
-        "save_minutes": checkpoint.save_minutes > 0,
-        "--resume": resumes,
-    }
-    if found := [name for name, is_asked in asked.items() if is_asked]:
+    if found := [name for name, is_asked in _asked_of_megatron(config).items() if is_asked]:
         raise ConfigError(
             f"{config.model.architecture} is computed by transformers, whose runs have no {', '.join(found)}: leave it"
-            " out (dropout is that of its config.json, the model is saved at the end), or train a model with a twin in"
-            " megatron-core"
+            " out (dropout is that of its config.json), or train a model with a twin in megatron-core"
         )
 
 
@@ -34,7 +27,7 @@ def _asked_of_megatron(config: TrainConfig) -> dict[str, bool]:
         "tp": config.topology.tp > 1,
         "dropout": config.model.dropout > 0,
         "the distributed optimizer": config.optimizer.distributed,
-        "keep_best": config.checkpoint.keep_best,
+        "saving in the background": config.checkpoint.background,
         f"save_format {config.checkpoint.save_format}": config.checkpoint.save_format != "hf",
     }
 
@@ -49,6 +42,7 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
     offloads = bool(described.get("zero_optimization", {}).get("offload_optimizer"))
     asked = _asked_of_megatron(config) | {
         "pp": config.topology.pp > 1,
+        "keep_best": config.checkpoint.keep_best,
         "nan_policy skip with an offloaded optimizer": config.optimizer.nan_policy == "skip" and offloads,
     }
     if zero_stage >= _MEETS_INSIDE:

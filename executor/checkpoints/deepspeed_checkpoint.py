@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dynapipe_ext.config import CheckpointSettings
-from dynapipe_ext.errors import DataError, ExecutionError
+from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints import folder as folders
+from dynapipe_ext.executor.checkpoints.all_ranks import SavingRanks
 from dynapipe_ext.executor.checkpoints.manifest import Manifest, RunState, read_manifest, refuse_other_model
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer
@@ -42,15 +43,17 @@ class EngineSaver:
     ) -> None:
         self._root, self._engine, self._optimizer, self._settings = root, engine, optimizer, settings
         self._num_steps, self._save_last = num_steps, save_last
+        self._ranks = SavingRanks(root, engine.device)
+        self.most = self._ranks.most
         if dist.get_rank() == 0:
             folders.tidy(root)
 
     def save(self, run: RunState) -> None:
         part = folders.part_folder(self._root, run.step)
         with named_collectives(f"checkpoint of step {run.step}"):
-            self._on_first_rank(lambda: folders.begin(self._root, run.step))
-            self._on_every_rank(lambda: self._engine.save_checkpoint(str(self._root), tag=part.name, save_latest=False))
-            self._on_first_rank(lambda: self._publish(part, run))
+            self._ranks.on_first(lambda: folders.begin(self._root, run.step))
+            self._ranks.on_every(partial(self._engine.save_checkpoint, str(self._root), part.name, save_latest=False))
+            self._ranks.on_first(lambda: self._publish(part, run))
             if self._save_last is not None and run.step >= self._num_steps:
                 self._save_last()
 
@@ -68,28 +71,8 @@ class EngineSaver:
         os.replace(latest, self._root / _LATEST)
         folders.retain(self._root, last=self._settings.keep_last, best=self._settings.keep_best)
 
-    def _on_first_rank(self, work: Callable[[], object]) -> None:
-        self._on_every_rank(work if dist.get_rank() == 0 else lambda: None)
-
-    def _on_every_rank(self, work: Callable[[], object]) -> None:
-        """Where `work` fails on one rank, all ranks raise: none waits for one that is gone."""
-        fault = ""
-        try:
-            work()
-        except (OSError, RuntimeError) as error:
-            fault = f"below {self._root}: {error}"
-        if self.most(bool(fault)):
-            raise ExecutionError(
-                f"the checkpoint was not saved ({fault or 'another rank says why'}): make room, resume"
-            )
-
     def advance(self, *, wait: bool = False) -> None:
         """Nothing goes on in the background."""
-
-    def most(self, number: int) -> int:
-        numbers = torch.tensor([number], dtype=torch.int64, device=self._engine.device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        return int(numbers.item())
 
     def close(self) -> None: ...
 

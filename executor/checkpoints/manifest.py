@@ -19,6 +19,7 @@ from dynapipe_ext.errors import DataError, short
 
 FORMAT = "dynapipe-checkpoint/1"
 MANIFEST = "dynapipe.json"
+OPTIMIZER_FILES = "optimizer-*.safetensors"  # beside a model that transformers computes
 _SCORED_STEPS = 10
 _T = TypeVar("_T")
 

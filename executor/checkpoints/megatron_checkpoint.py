@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
-from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.checkpoints import folder as folders
+from dynapipe_ext.executor.checkpoints.all_ranks import SavingRanks
 from dynapipe_ext.executor.checkpoints.manifest import (
     Manifest,
     OptimizerPlace,
@@ -39,7 +38,6 @@ if TYPE_CHECKING:  # it needs megatron, which is imported once its CUDA calls ar
     from dynapipe_ext.executor.checkpoints.megatron_tensors import TensorWriter
 
 _PACKAGES = ("dynapipe-ext", "torch", "megatron-core")
-_T = TypeVar("_T")
 
 
 class CheckpointSaver:
@@ -66,6 +64,10 @@ class CheckpointSaver:
         self._keep_last, self._keep_best, self._background = keep_last, keep_best, background
         self._device = next(chunks[0].parameters()).device
         self._pending: _Pending | None = None
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+
+        self._ranks = SavingRanks(root, self._device, faults=(OSError, RuntimeError, CheckpointingException))
+        self.most = self._ranks.most
         if dist.get_rank() == 0:
             folders.tidy(root)
 
@@ -90,7 +92,7 @@ class CheckpointSaver:
             tensors = pending.writer.finish(pending.part, self._device)
             for finalize in pending.request.finalize_fns:  # megatron-core's: metadata.json
                 finalize()
-            self._on_first_rank(lambda: self._publish(pending, tensors))
+            self._ranks.on_first(lambda: self._publish(pending, tensors))
 
     def _started(self, run: RunState) -> _Pending:
         from megatron.core import dist_checkpointing
@@ -107,9 +109,9 @@ class CheckpointSaver:
             "iteration": run.step,
             "opt_param_scheduler": dict(place.schedule),
         }
-        self._on_first_rank(lambda: folders.begin(self._root, run.step))
+        self._ranks.on_first(lambda: folders.begin(self._root, run.step))
         part, writer = folders.part_folder(self._root, run.step), TensorWriter(copy_first=self._background)
-        request = self._on_every_rank(
+        request = self._ranks.on_every(
             lambda: dist_checkpointing.save(
                 state, str(part), writer, async_sharded_save=True, content_metadata=dict(SHARDING)
             )
@@ -128,28 +130,6 @@ class CheckpointSaver:
         )
         folders.publish(pending.part, manifest)
         folders.retain(self._root, last=self._keep_last, best=self._keep_best)
-
-    def _on_first_rank(self, work: Callable[[], object]) -> None:
-        self._on_every_rank(work if dist.get_rank() == 0 else lambda: None)
-
-    def _on_every_rank(self, work: Callable[[], _T]) -> _T:
-        """What `work` gives. Where it fails on one rank, all ranks raise: none waits for one that is gone."""
-        from megatron.core.dist_checkpointing.core import CheckpointingException
-
-        result, fault = None, ""
-        try:
-            result = work()
-        except (OSError, RuntimeError, CheckpointingException) as error:
-            fault = f"below {self._root}: {error}"
-        if self.most(bool(fault)):
-            raise ExecutionError(
-                f"the checkpoint was not saved ({fault or 'another rank says why'}): make room, resume"
-            )
-        return cast(_T, result)
-
-    def most(self, number: int) -> int:
-        """The largest of every rank's number: what one of them asks for, all do."""
-        return _most(number, self._device)
 
     def close(self) -> None:
         """Wait for this rank's writing and no other's: some may be gone. The next start tidies up what it wrote."""
@@ -177,12 +157,6 @@ class _Pending:
     writer: TensorWriter
     request: Any  # megatron-core's AsyncRequest
     thread: threading.Thread
-
-
-def _most(number: int, device: torch.device) -> int:
-    numbers = torch.tensor([number], dtype=torch.int64, device=device)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-    return int(numbers.item())
 
 
 def _model_state(chunks: Chunks) -> dict[str, Any]:

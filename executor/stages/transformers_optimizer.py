@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from dynapipe_ext.config import OptimizerSettings
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.accumulator import gradient_of
@@ -20,6 +21,7 @@ from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
 from dynapipe_ext.executor.update import ExecutedStep, Refused, SkipPolicy
 
 _MOST_FAULTS = 3
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TransformersOptimizer:
@@ -57,6 +59,7 @@ class TransformersOptimizer:
             betas=(settings.betas[0], settings.betas[1]),
         )
         self._rates = learning_rates(self._adam, settings, num_steps=num_steps)
+        self._num_updates = 0
         self._policy = SkipPolicy(settings.nan_policy, settings.max_skips)
 
     def step(self, executed: ExecutedStep) -> float | Refused:
@@ -101,6 +104,7 @@ class TransformersOptimizer:
             self._masters[parameter].grad = gradient.float() * scale
         self._adam.step()
         self._rates.step(1)
+        self._num_updates += 1
         with torch.no_grad():
             for parameter, master in self._masters.items():
                 master.grad = None
@@ -125,6 +129,41 @@ class TransformersOptimizer:
             if not torch.isfinite(gradient_of(parameter)).all():
                 yield f"the gradient of {name} is not finite"
                 return
+
+    @property
+    def place(self) -> OptimizerPlace:
+        """What it holds besides tensors."""
+        return OptimizerPlace(self._num_updates, {"num_steps": self._rates.num_steps})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Moments, once there are any, and masters of 16-bit weights, by kind and the weight's name in the whole model.
+        A copy's are left to the rank that has the weight itself."""
+        found = {}
+        for parameter, name in self._names.items():
+            master = self._masters[parameter]
+            if parameter is self._copy:
+                continue
+            if master is not parameter:
+                found[f"master.{name}"] = master.detach()
+            found |= {f"{kind}.{name}": self._adam.state[master][kind] for kind in _MOMENTS if self._num_updates}
+        return found
+
+    def restore(self, place: OptimizerPlace, read: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+        """Take on the state of `place`; `read(key, like)` gives the tensors that `tensors` gave.
+
+        Learning rates follow the settings of now from where the schedule stood.
+        """
+        for parameter, name in self._names.items():
+            master = self._masters[parameter]
+            if master is not parameter:
+                with torch.no_grad():
+                    master.copy_(read(f"master.{name}", master))
+            if place.num_updates:
+                moments = {kind: read(f"{kind}.{name}", master) for kind in _MOMENTS}
+                self._adam.state[master] = {"step": torch.tensor(float(place.num_updates)), **moments}
+        self._num_updates = place.num_updates
+        self._rates.num_steps = int(place.schedule["num_steps"])
+        self._rates.step(0)
 
     def state_bytes(self) -> int:
         """Adam's moments and the masters of 16-bit weights on this rank."""

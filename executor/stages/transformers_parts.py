@@ -188,7 +188,7 @@ def _built(
         raise ConfigError(f"transformers has no causal model for a {type(config).__name__}: give the config of one")
     pattern = pattern or pattern_of(config.model_type)
     parts = []
-    with _quiet():
+    with quietly():
         for place in places_of(topology or Topology(), config.get_text_config().num_hidden_layers, pp_rank):
             model = build(_part_class(mapping[type(config)], pattern, place, seed))
             for module in model.modules():
@@ -243,8 +243,8 @@ def _key_draws(model: Any, seed: int) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what transformers says of weights that other stages have."""
+def quietly() -> Iterator[None]:
+    """Without what transformers says of weights that other stages have, and of its progress with a part."""
     logging: Any = transformers.logging
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.transformers_layers import has_tied_ends
-from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
+from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, quietly
 
 _ADAPTER = "adapter_model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -40,13 +40,20 @@ def save_parts(
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
     _sum(0, parts, parallel)
-    for part in parts if writes else ():
-        _save_part(part, scratch / f"stage-{part.place.stage}")
+    if writes:
+        write_stages(parts, scratch)
     _sum(0, parts, parallel)
     if writes_first:
-        _join(scratch, parts[0].place.num_stages)
+        join_stages(scratch, parts[0].place.num_stages)
         os.replace(scratch, folder)
     _sum(0, parts, parallel)
+
+
+def write_stages(parts: Sequence[TransformersPart], folder: Path) -> None:
+    """This rank's parts, each in a folder of its stage; of the ranks of one replica, once all have, one joins them."""
+    with quietly():
+        for part in parts:
+            _save_part(part, folder / f"stage-{part.place.stage}")
 
 
 def _save_part(part: TransformersPart, folder: Path) -> None:
@@ -62,13 +69,13 @@ def _save_part(part: TransformersPart, folder: Path) -> None:
         del model.should_save_on_this_rank
 
 
-def _join(scratch: Path, num_stages: int) -> None:
+def join_stages(folder: Path, num_stages: int) -> None:
     """The folders of all stages become one: shards with an index, or one file of adapters."""
-    stages = [scratch / f"stage-{stage}" for stage in range(num_stages)]
+    stages = [folder / f"stage-{stage}" for stage in range(num_stages)]
     if (stages[0] / _ADAPTER).exists():
         save_file(
             {name: tensor for stage in stages for name, tensor in load_file(stage / _ADAPTER).items()},
-            scratch / _ADAPTER,
+            folder / _ADAPTER,
             metadata={"format": "pt"},
         )
         (stages[0] / _ADAPTER).unlink()
@@ -80,13 +87,13 @@ def _join(scratch: Path, num_stages: int) -> None:
         with safe_open(file, framework="pt") as tensors:
             weight_map |= dict.fromkeys(tensors.keys(), name)
         total_bytes += file.stat().st_size
-        os.replace(file, scratch / name)
+        os.replace(file, folder / name)
     if len(files) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-        (scratch / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for file in stages[0].iterdir():
         if not file.name.startswith("model") or file.suffix not in (".safetensors", ".json"):
-            os.replace(file, scratch / file.name)
+            os.replace(file, folder / file.name)
     for stage in stages:
         shutil.rmtree(stage)
 

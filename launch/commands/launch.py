@@ -165,7 +165,7 @@ def _attempts(start: Callable[[int], NodeEnd], max_restarts: int, run_dir: Path)
 
 def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
     """Errors: ConfigError for what torchrun, or every rank, would refuse later."""
-    refuse_unsupported(config, resumes=bool(args.resume))
+    refuse_unsupported(config)
     variants(config, compare=args.compare)
     hosts = read_hosts(Path(args.hosts)) if args.hosts else ()
     if args.ray and (hosts or args.node_rank is not None):

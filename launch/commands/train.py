@@ -294,7 +294,7 @@ def run(args: argparse.Namespace) -> int:
     limit_threads()
     keep_cuda_forkable()
     console = Console(stderr=True, highlight=False)
-    refuse_unsupported(config, resumes=bool(args.resume))
+    refuse_unsupported(config)
     topology = topology_of(config)  # refuses what does not divide before anything is prepared
     variants(config, compare=args.compare)
     if config.model.init_from and not config.model.uses_transformers:

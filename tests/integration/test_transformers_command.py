@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
@@ -28,17 +30,19 @@ from tests.integration.test_fine_tuning import (
     num_targets,
     plain_losses,
     samples_of,
-    trainings,
 )
 from tests.integration.test_train_command import report_of
 from tests.support.model_folders import VOCABULARY, write_chats, write_model_tokenizer, write_pairs
+from tests.support.preloaded import Preloaded
 from tests.support.tiny_models import CONFIGS, tiny_model
 
 RANKS = ("--pp", "2", "--dp", "2", "--placement", "v", "--split-backward")
+SAVED = 16
 
 
-def model_folder(family: str, folder: Path) -> Path:
+def model_folder(family: str, folder: Path, **settings: float) -> Path:
     config: Any = CONFIGS[family]()
+    config.update(settings)
     config.vocab_size, config.max_position_embeddings = VOCABULARY, 128
     model = tiny_model(config)
     with torch.no_grad():
@@ -49,33 +53,106 @@ def model_folder(family: str, folder: Path) -> Path:
     return folder
 
 
-def test_losses_and_the_saved_model_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    """Soft-capped scores, windows in some layers and tied ends, over stages and replicas."""
-    model_path, data = model_folder("gemma2", tmp_path / "model"), write_chats(tmp_path / "data.jsonl", SAMPLES)
-    named = {"architecture": str(model_path), "backend": "transformers"}
+@pytest.fixture(scope="module")
+def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run of 20 steps that left `trained`, and from its step 16 `again` and, on one rank, `moved`.
+
+    The model has soft-capped scores, windows in some layers and tied ends, over stages and replicas.
+    """
+    folder = tmp_path_factory.mktemp("transformers")
+    model_folder("gemma2", folder / "model")
+    write_chats(folder / "data.jsonl", SAMPLES)
+    named = {"architecture": str(folder / "model"), "backend": "transformers"}
     config = TrainConfig().with_values(model=named, topology={"tp": 1, "pp": 1, "dp": 1})
     costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
-    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
-    given = ["--model", str(model_path), "--data", str(data), "--output", str(tmp_path / "trained"), *RANKS, "--strict"]
+    (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    given = ["--model", "model", "--data", "data.jsonl", "--output", "trained", *RANKS, "--strict"]
     given += ["--backend", "transformers"]
-    given += ["--run-dir", str(tmp_path / "run"), "--costs", str(tmp_path / "costs.json"), "--memory-limit-gb", "1"]
+    given += ["--run-dir", "run", "--costs", "costs.json", "--memory-limit-gb", "1"]
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--num-workers", "0", "--weight-decay", str(DECAY)]
     given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
     given += ["--betas", "0.9,0.95", "--eval-fraction", "0.2", "--eval-every", str(STEPS)]
-    assert trainings([given]) == 0
+    preloaded.train(*given, "--save-every", str(SAVED), cwd=folder)
+    for name, ranks in (("again", RANKS[:0]), ("moved", ("--pp", "1", "--dp", "1", "--placement", "linear"))):
+        interrupted(folder / "run", folder / name)
+        preloaded.train("--resume", name, "--output", f"trained-{name}", *ranks, cwd=folder)
+    return folder
 
-    report, (train, held_out) = report_of(tmp_path / "run"), samples_of(tmp_path / "run")
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path)
+
+def interrupted(run: Path, copy: Path) -> None:
+    """A run as it was when it had saved its first checkpoint alone."""
+    shutil.copytree(run, copy)
+    for later in sorted((copy / "checkpoints").glob("iter_*"))[1:]:
+        shutil.rmtree(later)
+
+
+def last_tensors(run: Path) -> dict[str, torch.Tensor]:
+    """Weights, masters and moments of the newest checkpoint."""
+    newest = max((run / "checkpoints").glob("iter_*"))
+    return {name: tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_losses_and_the_saved_model_are_those_of_a_plain_loop(ran: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ran)
+    report, (train, held_out) = report_of(ran / "run"), samples_of(ran / "run")
+    model = transformers.AutoModelForCausalLM.from_pretrained(ran / "model")
     assert report["losses"] == pytest.approx(plain_losses(model, train, global_batches(len(train)), "cosine"), rel=1e-5)
     assert report["losses"][-1] < report["losses"][0]
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(ran / "trained")
     with torch.no_grad():
         total = sum(float(loss_sum(saved, sample)) for sample in held_out)
         tokens = held_out[0].tokens[None]
         torch.testing.assert_close(saved(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-4)
     assert report["evaluations"][-1]["loss"] == pytest.approx(total / num_targets(held_out), rel=1e-5)
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "trained").chat_template
-    assert (tmp_path / "trained" / "generation_config.json").is_file()
+    assert transformers.AutoTokenizer.from_pretrained(ran / "trained").chat_template
+    files = {file.name for file in (ran / "trained").iterdir()}
+    assert "generation_config.json" in files
+    assert not {"dynapipe.json", "optimizer-0.safetensors"} & files
+
+
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(ran: Path) -> None:
+    assert report_of(ran / "again")["losses"] == report_of(ran / "run")["losses"]
+    whole, resumed = last_tensors(ran / "run"), last_tensors(ran / "again")
+    assert any(name.startswith("exp_avg_sq.") for name in whole)
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+
+
+def test_a_run_goes_on_over_other_ranks(ran: Path) -> None:
+    whole, moved = report_of(ran / "run")["losses"], report_of(ran / "moved")["losses"]
+    assert moved[:SAVED] == whole[:SAVED]
+    assert moved[SAVED:] == pytest.approx(whole[SAVED:], rel=1e-5)
+    files = {file.name for file in (ran / "moved" / "checkpoints" / f"iter_{STEPS:07d}").iterdir()}
+    assert {file for file in files if file.startswith("optimizer")} == {"optimizer-0.safetensors"}
+
+
+def test_sixteen_bits_and_dropout_go_on_to_the_bit_and_the_best_weights_are_the_output(
+    preloaded: Preloaded, tmp_path: Path
+) -> None:
+    """Float32 masters, random numbers that go by step and sample, and a learning rate that is soon too high."""
+    model_folder("gpt2", tmp_path / "model", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    write_chats(tmp_path / "data.jsonl", SAMPLES)
+    given = ["--model", "model", "--data", "data.jsonl", "--output", "trained", "--backend", "transformers"]
+    given += ["--run-dir", "run", "--pp", "2", "--num-workers", "0", "--dtype", "bf16", "--memory-limit-gb", "1"]
+    given += ["--steps", "6", "--batch-size", str(BATCH), "--lr", "0.1", "--lr-schedule", "constant", "--warmup", "0"]
+    given += ["--eval-fraction", "0.2", "--eval-every", "2", "--keep-best", "--save-every", "2", "--keep-last", "0"]
+    preloaded.train(*given, cwd=tmp_path)
+    interrupted(tmp_path / "run", tmp_path / "again")
+    preloaded.train("--resume", "again", "--overwrite", cwd=tmp_path)
+    assert report_of(tmp_path / "again")["losses"] == report_of(tmp_path / "run")["losses"]
+    whole, resumed = last_tensors(tmp_path / "run"), last_tensors(tmp_path / "again")
+    assert {tensor.dtype for tensor in whole.values()} == {torch.bfloat16, torch.float32}
+    assert any(name.startswith("master.") for name in whole)
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    best = min(report_of(tmp_path / "run")["evaluations"], key=lambda evaluation: float(evaluation["loss"]))["step"]
+    assert 2 < best < 6
+    checkpoint = tmp_path / "run" / "checkpoints" / f"iter_{best:07d}"
+    kept, trained = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+        for folder in (checkpoint, tmp_path / "trained")
+    )
+    assert all(torch.equal(weight, trained[name]) for name, weight in kept.items())
 
 
 def test_the_backend_follows_from_the_family_unless_it_is_named(tmp_path: Path) -> None:
@@ -95,8 +172,8 @@ def test_what_runs_of_transformers_do_not_have_is_refused_before_anything_is_pre
     model = model_folder("gemma2", tmp_path / "model")
     given = ["train", "--model", str(model), "--data", str(write_pairs(tmp_path / "data.jsonl", 3))]
     given += ["--backend", "transformers"]
-    assert main([*given, "--tp", "2", "--save-every", "2"]) == 2
-    assert "whose runs have no tp, save_every: leave it out" in " ".join(capsys.readouterr().err.split())
+    assert main([*given, "--tp", "2", "--save-format", "megatron"]) == 2
+    assert "whose runs have no tp, save_format megatron: leave it out" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_family_that_nobody_can_cut_is_refused_with_those_that_are_known(tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ RIM = {
         "executor/stages/accumulator.py",
         "executor/stages/exact_sums.py",
         "executor/checkpoints/megatron*.py",  # a rank's tensors, through megatron-core's dist_checkpointing
+        "executor/checkpoints/all_ranks.py",
         "executor/checkpoints/deepspeed*.py",
+        "executor/checkpoints/transformers*.py",
         "executor/device.py",
         "executor/stages/chunk_runner.py",
         "executor/loader.py",

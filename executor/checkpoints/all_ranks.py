@@ -1,0 +1,46 @@
+"""What the ranks of a job do together while they save: all of them go on, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.errors import ExecutionError
+
+_T = TypeVar("_T")
+
+
+class SavingRanks:
+    """This rank among all that save below `root`. `faults` are the errors of writing: where work fails by one of them
+    on one rank, all ranks raise ExecutionError, and none waits for one that is gone."""
+
+    def __init__(
+        self, root: Path, device: torch.device, *, faults: tuple[type[Exception], ...] = (OSError, RuntimeError)
+    ) -> None:
+        self._root, self._device, self._faults = root, device, faults
+
+    def on_first(self, work: Callable[[], object]) -> None:
+        self.on_every(work if dist.get_rank() == 0 else lambda: None)
+
+    def on_every(self, work: Callable[[], _T]) -> _T:
+        """What `work` gives."""
+        result, fault = None, ""
+        try:
+            result = work()
+        except self._faults as error:
+            fault = f"below {self._root}: {error}"
+        if self.most(bool(fault)):
+            raise ExecutionError(
+                f"the checkpoint was not saved ({fault or 'another rank says why'}): make room, resume"
+            )
+        return cast(_T, result)
+
+    def most(self, number: int) -> int:
+        """The largest of every rank's number: what one of them asks for, all do."""
+        numbers = torch.tensor([number], dtype=torch.int64, device=self._device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return int(numbers.item())
