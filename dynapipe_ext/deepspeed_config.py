@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ _FOREIGN = {  # sections that change what a step is or what it trains on, with w
     "data_efficiency": "order the data before the run",
     "progressive_layer_drop": "train all layers",
 }
+_SECTIONS = ("optimizer", "scheduler", "zero_optimization", "bf16", "tensor_parallel", "checkpoint")
+_MISSPELT = 0.85  # share of letters in common: no two names that DeepSpeed knows have as many
 _LEAST_PRINTED = 1 << 30  # steps between DeepSpeed's own lines, where the file names none
 
 
@@ -66,9 +69,16 @@ def read_deepspeed_config(path: str | Path) -> Json:
         raise ConfigError(f"{path}: cannot be read as a DeepSpeed configuration ({error})") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds {short(raw)}, not a DeepSpeed configuration: give a JSON object")
-    for name in ("optimizer", "scheduler", "zero_optimization", "bf16", *_FOREIGN):
+    for name in raw:
+        for known in get_close_matches(name, (*_SECTIONS, *_FOREIGN, "gradient_clipping"), n=1, cutoff=_MISSPELT):
+            if name != known:
+                raise ConfigError(f"{path}: {name} is no name that DeepSpeed reads: did you mean {known}?")
+    if "bfloat16" in raw:
+        raise ConfigError(f"{path}: bfloat16 is the old name of a section: write bf16")
+    for name in (*_SECTIONS, *_FOREIGN):
         if not isinstance(raw.get(name, {}), dict):
             raise ConfigError(f"{path}: {name} is {short(raw[name])} but must be an object")
+    _refuse_misfits(raw, path)
     for name, instead in _FOREIGN.items():
         if raw.get(name, {}).get("enabled") is True:
             raise ConfigError(f"{path}: {name} is enabled, which runs here cannot follow: {instead}")
@@ -76,6 +86,23 @@ def read_deepspeed_config(path: str | Path) -> Json:
         raise ConfigError(f"{path}: tensor_parallel cuts the model, which runs here do by --pp: leave it out")
     zero_stage(raw, path)
     return raw
+
+
+def _refuse_misfits(raw: Json, path: str | Path) -> None:
+    """Errors: ConfigError for values that settings are read from and that are of another kind."""
+    for name in ("optimizer", "scheduler"):
+        if not isinstance(found := raw.get(name, {}).get("params", {}), dict):
+            raise ConfigError(f"{path}: {name}.params is {short(found)} but must be an object")
+    parameters = raw.get("optimizer", {}).get("params", {})
+    values = {f"optimizer.params.{name}": parameters.get(name, "auto") for name in ("lr", "weight_decay")}
+    for name, value in (values | {"gradient_clipping": raw.get("gradient_clipping", "auto")}).items():
+        if value != "auto" and type(value) not in (int, float):
+            raise ConfigError(f'{path}: {name} is {short(value)} but must be a number or "auto"')
+    betas, enabled = parameters.get("betas", "auto"), raw.get("bf16", {}).get("enabled", "auto")
+    if betas != "auto" and not (isinstance(betas, list) and len(betas) == 2 and {*map(type, betas)} <= {int, float}):
+        raise ConfigError(f'{path}: optimizer.params.betas is {short(betas)} but must be two numbers or "auto"')
+    if enabled not in (True, False, "auto"):
+        raise ConfigError(f'{path}: bf16.enabled is {short(enabled)} but must be true, false or "auto"')
 
 
 def with_decided(tables: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:

@@ -80,10 +80,11 @@ def add_json(parser: argparse._ActionsContainer, what: str) -> None:
 
 
 def add_pieces(parser: argparse._ActionsContainer, default: object) -> None:
-    parser.add_argument("--pieces", type=_pieces, metavar="auto|off|N", help=f"{PIECES_HELP} (default: {default})")
+    parser.add_argument("--pieces", type=pieces_flag, metavar="auto|off|N", help=f"{PIECES_HELP} (default: {default})")
 
 
-def _pieces(text: str) -> object:
+def pieces_flag(text: str) -> object:
+    """The value of `--pieces`. Errors: ConfigError."""
     from dynapipe_ext.pieces import pieces_of  # with numpy, which no help needs
 
     return pieces_of(text)

@@ -25,17 +25,17 @@ def greet_store(address: StoreAddress) -> None:
         )
 
 
-def asked_store(given: str | None, *, insecure: bool = False) -> StoreAddress | None:
+def asked_store(given: str | None, password: str | None = None, *, insecure: bool = False) -> StoreAddress | None:
     """The user's own store, by `--store` or else by the variables; None: the run has one of its own."""
     said = given or kv_store_url(tls=not insecure)
-    return store_address(said, insecure=insecure) if said else None
+    return store_address(said, password, insecure=insecure) if said else None
 
 
-def store_address(given: str, *, insecure: bool = False) -> StoreAddress:
-    """The user's own store, by its URL or a file that holds it; the password comes from the file or the environment,
+def store_address(given: str, password: str | None = None, *, insecure: bool = False) -> StoreAddress:
+    """The user's own store, by its URL or a file that holds it; `password` comes from the file or the environment,
     rather than the command line, which others see. `insecure` allows a network without TLS."""
     url = given if "://" in given else _url_in(Path(given))
-    address = StoreAddress.parse(url, store_password(), insecure=insecure)
+    address = StoreAddress.parse(url, password or store_password(), insecure=insecure)
     if address.password and address.password in given:
         print(
             "dynapipe: the store's password is visible in the process list: pass it in DYNAPIPE_STORE_PASSWORD, or give"

@@ -143,7 +143,8 @@ def uniform_plan(planner: UniformPlanner, *, compare: bool = True) -> ExecutionP
     if compare:
         check_same_on_all_ranks(repr(proven.plans), planner.pipeline.device, what=f"step of {planner.shape}")
     here = planner.pipeline.coordinates
-    return replace(proven.plans[0][here.pp_rank], dp_rank=here.dp_rank)
+    plan, dp = proven.plans[0][here.pp_rank], planner.pipeline.topology.dp
+    return replace(plan, dp_rank=here.dp_rank, num_micro_batches=plan.num_micro_batches * dp)
 
 
 def check_same_on_all_ranks(text: str, device: Any, *, what: str) -> None:

@@ -20,7 +20,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.models.memory import OFFLOADS
 from dynapipe_ext.models.presets import PRESETS, read_model
-from dynapipe_ext.plan import Layout
+from dynapipe_ext.plan import Layout, Pieces
 from dynapipe_ext.suggestion import did_you_mean
 from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.estimate.config import settings, toml_text, train_fault
@@ -146,6 +146,11 @@ def question_of(args: argparse.Namespace) -> Question:
     )
     if args.precision == "fp32" and args.states != "megatron":
         raise ConfigError(f"--states {args.states} is about 16-bit weights: leave it out with --precision fp32")
+    layouts: tuple[Layout, ...] = _words(args.layout, "--layout", get_args(Layout))
+    pieces: Pieces = args.pieces or "off"
+    packed_fault = "" if not layouts or "packed" in layouts else "pieces share packed rows: add packed to --layout"
+    if pieces != "off" and (fault := architecture.pieces_fault or packed_fault):
+        raise ConfigError(f"--pieces is {pieces} but {fault} (--pieces off)")
     return Question(
         architecture=architecture,
         name=name,
@@ -162,8 +167,8 @@ def question_of(args: argparse.Namespace) -> Question:
             zero_stages=_numbers(args.zero, "--zero", most=3, least=0),
             offloads=_words(args.offload, "--offload", OFFLOADS),
             recomputes=_words(args.recompute, "--recompute", get_args(RecomputeChoice)),
-            layouts=_words(args.layout, "--layout", get_args(Layout)),
-            pieces=args.pieces or "off",
+            layouts=layouts,
+            pieces=pieces,
         ),
         seed=args.seed,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import get_args
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.launch.agent import LOST_STATUS, NodeEnd, NodePlace, RendezvousBackend, run_agent, torchrun_command
 from dynapipe_ext.launch.cluster import JobError, say_at_once
@@ -39,6 +39,7 @@ from dynapipe_ext.launch.ray_nodes import RayNodes
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
 from dynapipe_ext.launch.secret_file import read_secret
 from dynapipe_ext.launch.transformers_settings import refuse_unsupported
+from dynapipe_ext.launch.user_store import store_address
 
 _EPILOG = """examples:
   dynapipe launch --config mine.toml
@@ -123,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
             end = _attempts(lambda attempt: _run_from_here(args, job, attempt), args.max_restarts, run_dir)
         else:
             password = read_secret(Path(args.secret_file), store_password()) if args.secret_file else None
+            if args.store:  # refused here, once, rather than by every rank
+                store_address(args.store, password, insecure=args.insecure_store)
             place = replace(job.place, local_addr=_local_address(job.place))
             command = torchrun_command(place, args.max_restarts if by_hand else 0, job.words)
             end = _attempts(
@@ -184,6 +187,10 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         raise ConfigError(f"--max-restarts is {args.max_restarts} but must be at least 0")
     if num_nodes > 1 and not (args.rdzv_endpoint or hosts or args.ray):
         raise ConfigError(f"{num_nodes} nodes must meet somewhere: give --rdzv-endpoint HOST:PORT, or --hosts FILE")
+    if args.ray_address and not args.ray:
+        raise ConfigError(f"--ray-address {args.ray_address} is of a Ray cluster: add --ray, or leave it out")
+    if args.secret_file and not args.store:
+        raise ConfigError(f"--secret-file {args.secret_file} is of your own store: name it by --store, or leave it out")
     if args.rdzv_backend == "static" and num_nodes > 1 and not (hosts or args.ray or args.node_rank is not None):
         raise ConfigError("--rdzv-backend static needs --node-rank on every node: give it, or --hosts FILE")
     if num_nodes > 1 and not (config.run.run_dir or args.resume):
@@ -211,13 +218,19 @@ def _said_by_variables(args: argparse.Namespace) -> list[str]:
 
 def _with_port(endpoint: str) -> str:
     """
+    Errors: ConfigError for what names no host, or no port that there is.
+
     >>> _with_port("host"), _with_port("host:1234"), _with_port("fe80::1"), _with_port("[fe80::1]:1234")
     ('host:29400', 'host:1234', '[fe80::1]:29400', '[fe80::1]:1234')
     """
     if endpoint.count(":") > 1 and not endpoint.startswith("["):
         endpoint = f"[{endpoint}]"
-    host, separator, port = endpoint.rpartition(":")
-    return endpoint if separator and host and port.isdigit() else f"{endpoint}:{_PORT}"
+    if ":" not in endpoint or endpoint.endswith("]"):
+        endpoint = f"{endpoint}:{_PORT}"
+    host, _, port = endpoint.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"--rdzv-endpoint is {short(endpoint)} but must be HOST or HOST:PORT, the port in 1..65535")
+    return endpoint
 
 
 def _with_run_directory(args: argparse.Namespace, job: LaunchedJob, by_hand: bool) -> tuple[Path, LaunchedJob]:

@@ -26,6 +26,7 @@ from dynapipe_ext.launch.command_parser import (
     dtype,
     ending,
     numbers,
+    pieces_flag,
 )
 from dynapipe_ext.launch.env import RankEnv, debug_settings, keep_cuda_forkable, limit_threads, num_cores
 from dynapipe_ext.launch.job import check_batches, check_fits, settled_steps, topology_of, variants
@@ -52,7 +53,6 @@ from dynapipe_ext.launch.trained_model import refuse_output
 from dynapipe_ext.launch.transformers_settings import refuse_unsupported
 from dynapipe_ext.launch.user_store import asked_store, greet_store
 from dynapipe_ext.models.transformers_sizes import Backend
-from dynapipe_ext.pieces import pieces_of
 from dynapipe_ext.plan import Layout, LossNorm
 from dynapipe_ext.schedule_names import ScheduleName
 from dynapipe_ext.tools.console import say_loading
@@ -150,7 +150,7 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--schedule": ("plan", "schedule", {"choices": get_args(ScheduleName), "help": "of the pipeline"}),
     "--split-backward": ("plan", "split_backward", {"action": "store_true", "help": "run B as I and W"}),
     "--fill-waits": ("plan", "fill_waits", {"action": "store_true", "help": "run W while a transfer is waited for"}),
-    "--pieces": ("plan", "pieces", {"type": pieces_of, "metavar": "auto|off|N", "help": PIECES_HELP}),
+    "--pieces": ("plan", "pieces", {"type": pieces_flag, "metavar": "auto|off|N", "help": PIECES_HELP}),
     "--costs": ("plan", "costs", {"metavar": "FILE", "help": "cost model as JSON (default: measure this machine)"}),
     "--memory-limit-gb": ("plan", "memory_limit_gb", {"type": float, "metavar": "GB", "help": "of a rank, 10^9 bytes"}),
     "--loss-norm": ("plan", "loss_norm", {"choices": get_args(LossNorm), "help": "divide by target tokens or samples"}),

@@ -266,18 +266,6 @@ def left_by(tiny: Path) -> dict[str, Any]:
     return report
 
 
-def test_a_killed_planner_ends_the_job_with_its_name(preloaded: Preloaded, tiny: Path) -> None:
-    with running(preloaded, tiny) as job:
-        (planner,) = [p for p in processes(job.pid) if "planner_process" in p.command]
-        os.kill(planner.pid, signal.SIGKILL)
-        text = last_words(job)
-        assert job.returncode == 2
-        assert_gone(job.pid)
-    assert re.search(r"rank \d: planner process 0 .*was killed by SIGKILL", text)
-    assert "Traceback" not in text
-    assert re.fullmatch(r"rank \d: planner process 0 .*was killed by SIGKILL.*", left_by(tiny)["unfinished"])
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_job_with_its_number(preloaded: Preloaded, tiny: Path, rank: int) -> None:
     with running(preloaded, tiny) as job:

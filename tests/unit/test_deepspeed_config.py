@@ -117,6 +117,14 @@ def test_the_file_decides_what_neither_flags_nor_toml_say(tmp_path: Path) -> Non
         ('{"zero_optimization": {"stage": "3"}}', r"stage is '3' but must be 0, 1, 2 or 3"),
         ('{"elasticity": {"enabled": true}}', "elasticity is enabled.*with --resume"),
         ('{"tensor_parallel": {"autotp_size": 2}}', "tensor_parallel cuts the model"),
+        ('{"checkpoint": 3}', "checkpoint is 3 but must be an object"),
+        ('{"zero_optimisation": {"stage": 2}}', "zero_optimisation is no name.*did you mean zero_optimization"),
+        ('{"bfloat16": {"enabled": true}}', "bfloat16 is the old name of a section: write bf16"),
+        ('{"bf16": {"enabled": "yes"}}', "bf16.enabled is 'yes' but must be true, false"),
+        ('{"gradient_clipping": "high"}', "gradient_clipping is 'high' but must be a number"),
+        ('{"scheduler": {"params": null}}', "scheduler.params is None but must be an object"),
+        ('{"optimizer": {"params": {"lr": "fast"}}}', "params.lr is 'fast' but must be a number"),
+        ('{"optimizer": {"params": {"betas": 0.9}}}', "betas is 0.9 but must be two numbers"),
     ],
 )
 def test_a_file_that_no_run_can_follow_is_refused(text: str, says: str, tmp_path: Path) -> None:

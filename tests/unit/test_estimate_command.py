@@ -167,6 +167,8 @@ def test_lengths_of_a_file_are_planned(small, tmp_path, capsys):
         (["--precision", "fp32", "--states", "mixed"], "--states mixed is about 16-bit weights"),
         (["--truncate", "9"], "--truncate cuts at 9, but nothing is given to cut: give --lengths"),
         (["--seed", "-1"], "--seed is -1 but must be at least 0"),
+        (["--pieces", "auto", "--model", "t5-small"], "--pieces is auto but t5 is an encoder-decoder"),
+        (["--pieces", "4096", "--layout", "padded"], "--pieces is 4096 but pieces share packed rows: add packed to"),
         (["--nodes", "0"], "nodes is 0 but must be 1 to 65,536"),
         (["--gpu-memory-gb", "1"], "reserved_gb is 2 of 1 GB of a device"),
         (["--length-distribution", "normal:1"], "length distribution 'normal:1' is not known"),

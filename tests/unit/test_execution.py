@@ -165,7 +165,7 @@ def test_exact_accumulation_refuses_what_it_cannot_hold():
 def test_exact_accumulation_hands_on_what_is_not_finite_to_those_who_judge_it():
     healthy, broken = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     accumulator = ExactAccumulator([healthy, broken])
-    accumulator.begin()
+    accumulator.begin(prove_step(planner_for(1), SAMPLES, step=0).plans[0][0])
     for gradient in (torch.tensor([1.0, torch.inf]), torch.ones(2)):
         healthy.grad, broken.grad = torch.ones(2), gradient
         accumulator.add()

@@ -17,6 +17,7 @@ from dynapipe_ext.launch.run_directory import RunDirectory
 from dynapipe_ext.launch.secret_file import read_secret
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE
 
+STORE = ["--store", "redis://127.0.0.1:1/0"]
 SIZES = ["--tp", "2", "--pp", "2", "--dp", "2"]
 TORCHRUN = "-m torch.distributed.run --nnodes {nodes} --nproc-per-node {ranks} --max-restarts {restarts}"
 
@@ -60,14 +61,16 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / "secret").write_text("hidden")
-    shells = commands(capsys, "--hosts", "hosts", "--run-dir", "my run", "--ssh", "rsh -n", "--secret-file", "secret")
+    own = [*STORE, "--secret-file", "secret"]
+    shells = commands(capsys, "--hosts", "hosts", "--run-dir", "my run", "--ssh", "rsh -n", *own)
     assert [words[:5] for words in shells[::2]] == [["rsh", "-n", name, "sh", "-s"] for name in ("node0", "me@node1")]
     for rank, (words, torchrun) in enumerate(zip(shells[::2], shells[1::2], strict=True)):
         line = shlex.split(words[6])
         assert line[:4] == ["cd", str(here), "&&", "exec"]
         said = f"--nnodes 2 --node-rank {rank} --rdzv-endpoint node0:29400 --rdzv-backend c10d --rdzv-id dynapipe-0"
         said += " --max-restarts 0 --follow-stdin --secret-file secret"
-        assert line[5:] == ["-m", "dynapipe_ext.launch.cli", "launch", *said.split(), *SIZES, "--run-dir", "my run"]
+        asked = [*SIZES, "--run-dir", "my run", *STORE]
+        assert line[5:] == ["-m", "dynapipe_ext.launch.cli", "launch", *said.split(), *asked]
         assert f"--node-rank {rank} --rdzv-conf is_host={int(rank == 0)}" in " ".join(torchrun)
     assert "hidden" not in str(shells)
 
@@ -86,7 +89,14 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
         (["--hosts", "hosts", "--dp", "8", "--run-dir", "r"], "node0 has 8 slots but 16 ranks"),
         (["--hosts", "hosts", "--ray"], "--ray finds its nodes itself"),
         (["--schedule", "dualpipe-v", "--split-backwards"], "unknown --split-backwards"),
-        (["--secret-file", "nothere"], "the secret file nothere cannot be read"),
+        (["--rdzv-endpoint", "a:99999"], "--rdzv-endpoint is 'a:99999' but must be HOST or HOST:PORT"),
+        (["--rdzv-endpoint", "a:port"], "--rdzv-endpoint is 'a:port' but"),
+        (["--rdzv-endpoint", ":29400"], "--rdzv-endpoint is ':29400' but"),
+        (["--ray-address", "auto"], "add --ray, or leave it out"),
+        (["--secret-file", "nothere"], "--secret-file nothere is of your own store: name it by --store"),
+        ([*STORE, "--secret-file", "nothere"], "the secret file nothere cannot be read"),
+        (STORE, "has no password: set DYNAPIPE_STORE_PASSWORD"),
+        (["--store", "nothere"], "--store is neither a URL"),
         (
             ["--nnodes", "2", "--rdzv-endpoint", "a", "--run-dir", "r", "--overwrite"],
             "do not know who loses r: remove it first",
