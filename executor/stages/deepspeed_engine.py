@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.config import OptimizerSettings
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, in_one_line
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.collectives import named_collectives
@@ -25,7 +25,7 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], device: torch
     """`deepspeed.initialize` on all ranks at the same point; matrices decay, norms and biases do not.
 
     On a CPU nothing is compiled: DeepSpeed would build an extension as it starts, and wait for ever for a build that
-    was killed.
+    was killed. Errors: ConfigError for what DeepSpeed does not take.
     """
     logging.disable(logging.WARNING)  # that there is no accelerator, from every rank
     import deepspeed
@@ -44,7 +44,10 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], device: torch
         {"params": [p for p in trained if p.dim() > 1]},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "wd_mult": 0.0},
     ]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=dict(config))
+    try:
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=dict(config))
+    except (ValueError, AssertionError) as error:  # as it has them for fields of a section and names of classes
+        raise ConfigError(f"DeepSpeed refuses its configuration, so correct the file: {in_one_line(error)}") from error
     return engine
 
 
