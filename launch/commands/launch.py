@@ -39,7 +39,7 @@ from dynapipe_ext.launch.ray_nodes import RayNodes
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
 from dynapipe_ext.launch.secret_file import read_secret
 from dynapipe_ext.launch.transformers_settings import refuse_unsupported
-from dynapipe_ext.launch.user_store import store_address
+from dynapipe_ext.launch.user_store import asked_store
 
 _EPILOG = """examples:
   dynapipe launch --config mine.toml
@@ -124,8 +124,7 @@ def run(args: argparse.Namespace) -> int:
             end = _attempts(lambda attempt: _run_from_here(args, job, attempt), args.max_restarts, run_dir)
         else:
             password = read_secret(Path(args.secret_file), store_password()) if args.secret_file else None
-            if args.store:  # refused here, once, rather than by every rank
-                store_address(args.store, password, insecure=args.insecure_store)
+            asked_store(args.store, password, insecure=args.insecure_store)  # refused here, once, not by every rank
             place = replace(job.place, local_addr=_local_address(job.place))
             command = torchrun_command(place, args.max_restarts if by_hand else 0, job.words)
             end = _attempts(
@@ -189,7 +188,7 @@ def _job(args: argparse.Namespace, config: TrainConfig) -> LaunchedJob:
         raise ConfigError(f"{num_nodes} nodes must meet somewhere: give --rdzv-endpoint HOST:PORT, or --hosts FILE")
     if args.ray_address and not args.ray:
         raise ConfigError(f"--ray-address {args.ray_address} is of a Ray cluster: add --ray, or leave it out")
-    if args.secret_file and not args.store:
+    if args.secret_file and not (args.store or kv_store_url()):
         raise ConfigError(f"--secret-file {args.secret_file} is of your own store: name it by --store, or leave it out")
     if args.rdzv_backend == "static" and num_nodes > 1 and not (hosts or args.ray or args.node_rank is not None):
         raise ConfigError("--rdzv-backend static needs --node-rank on every node: give it, or --hosts FILE")
