@@ -112,7 +112,7 @@ def run_agent(
 
 
 def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable[[], str]) -> NodeEnd:
-    still, cause, empty_since_s = _StandingStill(timeout_s), "", 0.0
+    still, cause, empty_since_s = _StandingStill(timeout_s), "", time.monotonic()
     while agent.poll() is None:
         select.select([agent.pidfd], [], [], _POLL_S)
         match order():
