@@ -64,9 +64,11 @@ class PieceOrder:
         due = turns[num_run] if num_run < len(turns) else None
         if due != (what, micro_batch):
             sample = self._micro_batches[micro_batch].samples[0].index
-            wanted = f"the {due[0]} of piece {chain.index(due[1])} (micro-batch {due[1]})" if due else "none of them"
+            wanted = (
+                f"the {due[0]} of piece {chain.index(due[1]) + 1} (micro-batch {due[1]})" if due else "none of them"
+            )
             raise ExecutionError(
-                f"stage {stage} was to run the {what} of piece {place.number} of sample {sample} (micro-batch"
+                f"stage {stage} was to run the {what} of piece {place.number + 1} of sample {sample} (micro-batch"
                 f" {micro_batch}), but {wanted} is due: forwards go from the first piece to the last and input"
                 " gradients from the last to the first, so this plan was not verified; `dynapipe check-plan` says where"
             )

@@ -241,12 +241,12 @@ def test_a_refusal_names_sample_stage_and_the_piece_that_is_due() -> None:
     order.run("forward", 1, 0)
     with pytest.raises(
         ExecutionError,
-        match=r"stage 1 was to run the forward of piece 2 of sample 0 \(micro-batch 2\), but the forward of piece 1",
+        match=r"stage 1 was to run the forward of piece 3 of sample 0 \(micro-batch 2\), but the forward of piece 2",
     ):
         order.run("forward", 1, 2)
     for m in (1, 2):
         order.run("forward", 1, m)
-    with pytest.raises(ExecutionError, match=r"input gradient of piece 0 of .* but the input gradient of piece 2"):
+    with pytest.raises(ExecutionError, match=r"input gradient of piece 1 of .* but the input gradient of piece 3"):
         order.run("input gradient", 1, 0)
 
 
