@@ -90,6 +90,12 @@ def test_how_ranks_end_is_how_the_node_does(body: str, status: int, says: str, m
     assert re.match(says, end.cause) if says else end.cause == ""
 
 
+def test_ranks_that_have_ended_before_the_first_look_leave_the_agent_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynapipe_ext.launch.agent._POLL_S", 2.0)
+    end = ended("os.waitpid(rank(0, lambda: sys.exit(138)), 0); time.sleep(3); sys.exit(1)")
+    assert (end.status, end.cause) == (138, "")
+
+
 def test_what_stands_still_is_killed_by_name() -> None:
     end = ended("watch(wait, stopped)", timeout_s=0.5)
     assert (end.status, end.may_restart) == (LOST_STATUS, True)
