@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Literal
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch, Pieces, round_up
-from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_costs
+from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_costs, fill_lightest
 from dynapipe_ext.splits.rules import piece
 
 PIECE_TOKENS = (2048, 4096, 8192, 16384, 32768)  # that are tried where the planner chooses
@@ -126,20 +125,6 @@ def _filled(
 ) -> list[list[SampleLength]] | None:
     """The documents of each row beside what fills it already; None where one finds no room."""
     rows: list[list[SampleLength]] = [[] for _ in fills]
-    filled, heap = list(fills), [(load, row) for row, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for i in sorted(range(len(samples)), key=lambda i: (-weights[i], -samples[i].tokens, i)):
-        passed = []
-        while heap:
-            load, row = heapq.heappop(heap)
-            if filled[row] + samples[i].encoder <= room:
-                rows[row].append(samples[i])
-                filled[row] += samples[i].encoder
-                passed.append((load + weights[i], row))
-                break
-            passed.append((load, row))
-        else:
-            return None
-        for entry in passed:
-            heapq.heappush(heap, entry)
-    return rows
+    order = sorted(range(len(samples)), key=lambda i: (-weights[i], -samples[i].tokens, i))
+    fits = fill_lightest(samples, weights, order, rows, loads, [[fill, 0] for fill in fills], room)
+    return rows if fits else None

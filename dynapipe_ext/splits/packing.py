@@ -229,9 +229,24 @@ def _pack_balanced(
     order = sorted(range(len(samples)), key=lambda i: (-weights[i], -samples[i].tokens, i))
     rows: list[list[SampleLength]] = [[samples[i]] for i in order[:num_rows]]
     filled = [[row[0].encoder, row[0].decoder] for row in rows]
-    heap = [(weights[i], row) for row, i in enumerate(order[:num_rows])]
+    loads = [weights[i] for i in order[:num_rows]]
+    return rows if fill_lightest(samples, weights, order[num_rows:], rows, loads, filled, room) else None
+
+
+def fill_lightest(
+    samples: Sequence[SampleLength],
+    weights: Sequence[int],
+    order: Sequence[int],
+    rows: Sequence[list[SampleLength]],
+    loads: Sequence[int],
+    filled: Sequence[list[int]],
+    room: int,
+) -> bool:
+    """Put samples, by their indices in turn, each into the row of least load that has room for it on both sides; False
+    where none has. `rows` and `filled`, the (encoder, decoder) positions of each, change in place."""
+    heap = [(load, row) for row, load in enumerate(loads)]
     heapq.heapify(heap)
-    for i in order[num_rows:]:
+    for i in order:
         sample, passed = samples[i], []
         while heap:
             load, row = heapq.heappop(heap)
@@ -243,10 +258,10 @@ def _pack_balanced(
                 break
             passed.append((load, row))
         else:
-            return None
+            return False
         for entry in passed:
             heapq.heappush(heap, entry)
-    return rows
+    return True
 
 
 def _pack_tight(samples: Sequence[SampleLength], num_rows: int, room: int) -> list[list[SampleLength]] | None:
