@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.activations import ActivationFormat
@@ -134,6 +134,7 @@ def test_what_fits_in_no_row_fits_in_pieces() -> None:
     st.floats(0, 1),
     st.integers(0, 50_000),
 )
+@example(6109, 85, 1, 1.3225250248416885e-18, 0)
 def test_pieces_tile_their_sample_in_equal_times(length, tokens, multiple, squared, targets) -> None:
     sample = SampleLength(3, length, target=min(length, targets))
     pieces = cut(sample, tokens, multiple, Slope(squared=squared))
