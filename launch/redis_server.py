@@ -215,10 +215,11 @@ class RedisServer:
                     # The kernel takes this thread's end for the owner's: it stays for as long as the server.
                     self._process = self._start(before_exec(from_lasting_thread=True))
                 self._wait_until_ready(self._process, self._startup_timeout_s)
+                then = "started again, and plans that it held are computed again"
             except StoreError as error:
-                how = f"{how}, and then: {error}"
+                then = f"the next one does not serve ({error})"
             if not self._closing.is_set():
-                _say(f"the store's server {how}: started again, and plans that it held are computed again")
+                _say(f"the store's server {how}: {then}")
 
     def _watch_until_it_falls(self, process: subprocess.Popen[bytes]) -> str:
         """Returns once it has ended, and what became of it; one that does not answer is killed."""
