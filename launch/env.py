@@ -153,6 +153,11 @@ def keep_cublas_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def named_interface() -> str:
+    """The network interface that the user has chosen for ranks; empty where none was."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "")
+
+
 def use_interface(name: str) -> list[str]:
     """Have gloo and NCCL connect over a network interface, each unless the user chose; returns the variables set.
 

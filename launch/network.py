@@ -11,15 +11,18 @@ from dynapipe_ext.errors import ConfigError
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
-def interface_towards(hosts: Iterable[str]) -> tuple[str, str]:
-    """The interface, and this machine's address on it, of the route to the first of `hosts` that is not this machine's
-    loopback, else of the default route, else of the only interface that is no loopback. Nothing is sent.
+def interface_towards(hosts: Iterable[str], named: str = "") -> tuple[str, str]:
+    """The interface, and this machine's address on it: the one that is `named`, if it has an address; else that of the
+    route to the first of `hosts` that is not this machine's loopback, else of the default route, else the only one that
+    is no loopback. Nothing is sent.
 
     A machine's own name often resolves to loopback (Debian: 127.0.1.1), where no other machine reaches it.
 
     Errors: ConfigError where several are left to choose from, or none.
     """
     addresses, hosts = _addresses(), tuple(hosts)
+    if on_named := sorted((address for address, name in addresses.items() if name == named), key=lambda a: ":" in a):
+        return named, on_named[0]
     for host in (*hosts, *_ELSEWHERE):
         for own in _own_addresses(host):
             if own in addresses:

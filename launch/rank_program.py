@@ -37,6 +37,7 @@ from dynapipe_ext.launch.env import (
     agent_attempt,
     launcher,
     limit_threads,
+    named_interface,
     rank_env,
     under_torchrun,
     use_interface,
@@ -176,7 +177,7 @@ def _settle_network(env: RankEnv, store: StoreAddress | None) -> str | None:
         use_interface("lo")
         return None
     store_host = urlsplit(store.url).hostname if store else None
-    name, own = interface_towards(host for host in (env.master_addr, store_host) if host)
+    name, own = interface_towards((host for host in (env.master_addr, store_host) if host), named_interface())
     if (taken := use_interface(name)) and env.local_rank == 0:
         print(f"network of rank {env.rank}'s machine: {name} ({', '.join(taken)})", file=sys.stderr)
     return own

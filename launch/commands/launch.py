@@ -21,7 +21,7 @@ from dynapipe_ext.launch.agent import LOST_STATUS, NodeEnd, NodePlace, Rendezvou
 from dynapipe_ext.launch.cluster import JobError, say_at_once
 from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.launch.commands import train
-from dynapipe_ext.launch.env import debug_settings, kv_store_url, limit_threads, store_password
+from dynapipe_ext.launch.env import debug_settings, kv_store_url, limit_threads, named_interface, store_password
 from dynapipe_ext.launch.job import topology_of, variants
 from dynapipe_ext.launch.network import interface_towards
 from dynapipe_ext.launch.nodes import (
@@ -252,7 +252,7 @@ def _local_address(place: NodePlace) -> str:
     if place.num_nodes == 1:
         return ""
     with suppress(ConfigError):
-        return interface_towards([place.rdzv_endpoint.rpartition(":")[0].strip("[]")])[1]
+        return interface_towards([place.rdzv_endpoint.rpartition(":")[0].strip("[]")], named_interface())[1]
     return ""
 
 

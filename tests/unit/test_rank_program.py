@@ -12,8 +12,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.errors import DataError
-from dynapipe_ext.launch import cluster, rank_program
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.launch import cluster, network, rank_program
 from dynapipe_ext.launch.commands import train as train_command
 from dynapipe_ext.launch.redis_server import RedisServer
 
@@ -134,3 +134,13 @@ print(len(shown("cmdline")) > 100, shown("environ").partition(chr(0))[0])
     run = partial(subprocess.run, capture_output=True, text=True, check=True, timeout=60)
     shown = run([sys.executable, "-c", script], env={"PROBE": "still here"}).stdout
     assert shown == "rank 12 of 64: dynapipe train dp1 pp2 tp0,rank 12 of 64: \nTrue PROBE=still here\n"
+
+
+def test_the_interface_that_is_named_is_taken_where_routes_do_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the refusal advises: by its address the job's own store is reached."""
+    monkeypatch.setattr(network, "_addresses", lambda: {"fe80::2": "ib0", "10.0.0.1": "eth0", "10.1.0.2": "ib0"})
+    monkeypatch.setattr(network, "_own_addresses", lambda host: [])
+    assert network.interface_towards(["node0"], "ib0") == ("ib0", "10.1.0.2")
+    for named in ("", "ib1"):
+        with pytest.raises(ConfigError, match=r"\(eth0, ib0\).* node0 says no more: name the one"):
+            network.interface_towards(["node0"], named)
