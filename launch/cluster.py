@@ -39,6 +39,7 @@ _GRACE_S = 2.0
 _KILL_S = 2.0  # a killed process is gone in milliseconds unless it hangs in the kernel
 _STACKS_S = 1.0
 _FAILED = "failed"  # in a job's scratch directory: the name of the process that failed first
+_DYING_S = 0.2  # a killed process can be waited for this long after its connections are gone
 _POLL_S = 0.5  # a signal that arrives just before a wait is noticed at the latest after this
 
 
@@ -294,8 +295,16 @@ def _raise_first_failure(processes: Sequence[Supervised], first: Path) -> None:
             said = [process for process in processes if process.name == name]
             _wait_for_all(said, _POLL_S)
             failed = [process for process in said if process.poll()] or failed
-        # Of several that ended at once, one that gave a reason says more than one that was killed.
-        culprit = max(failed, key=lambda process: (process.poll() or 0) > 0)
+        # A process loses its connections some time before it can be waited for. No failure of another sends SIGKILL, so
+        # a killed one is why the others failed, also where one of them has said so first.
+        running = [process for process in processes if process.poll() is None]
+        deadline_s = time.monotonic() + _DYING_S
+        while not (killed := [process for process in processes if process.poll() == -signal.SIGKILL]):
+            if not running or time.monotonic() >= deadline_s:
+                break
+            time.sleep(_DYING_S / 20)
+        # Of several that ended at once, one that gave a reason says more than one that was ended by another signal.
+        culprit = max(killed[:1] or failed, key=lambda process: (process.poll() or 0) > 0)
         status = BUG_STATUS if culprit.poll() == BUG_STATUS else USER_ERROR_STATUS
         raise JobError(culprit.verdict(), status, culprit.last_words())
 

@@ -164,6 +164,26 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
         run_local(main, 3, timeout_s=60)
 
 
+def test_a_killed_rank_is_named_though_another_has_said_first_that_it_is_gone() -> None:
+    def main(env: RankEnv) -> int:
+        if env.rank == 0:
+            os.read(gone, 1)
+            raise ConnectionError("closed by the peer")
+        os.write(going, b".")  # as a killed process, whose connections are gone before it can be waited for
+        time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    gone, going = os.pipe()
+    try:
+        with pytest.raises(JobError, match="rank 1 was killed by signal 9") as caught:
+            run_local(main, 2, timeout_s=60)
+    finally:
+        os.close(gone)
+        os.close(going)
+    assert caught.value.exit_status == 2
+
+
 def test_a_rank_that_ignores_sigterm_is_killed(run_ranks: Any) -> None:
     def main(env: RankEnv) -> int:
         if env.rank == 0:
