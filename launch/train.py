@@ -48,7 +48,7 @@ from dynapipe_ext.launch.listeners import shown, written
 from dynapipe_ext.launch.outcome import begin_run, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.placement import followed_placement, settled_placement, trials_table
 from dynapipe_ext.launch.rank_log import RankLog, rank_log
-from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
+from dynapipe_ext.launch.run_costs import RunCosts, resumed_costs, settle_costs
 from dynapipe_ext.launch.run_data import (
     PREPARE_LIMIT_S,
     RunData,
@@ -225,7 +225,7 @@ def _run(
         rank=env.rank,
         config=config,
         data=data,
-        costs=agreed,
+        costs=RunCosts(agreed),
         store=store,
         plan_key=bytes.fromhex(shared["plan_key"]),
         namespace=shared["namespace"],

@@ -152,6 +152,7 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--fill-waits": ("plan", "fill_waits", {"action": "store_true", "help": "run W while a transfer is waited for"}),
     "--pieces": ("plan", "pieces", {"type": pieces_flag, "metavar": "auto|off|N", "help": PIECES_HELP}),
     "--costs": ("plan", "costs", {"metavar": "FILE", "help": "cost model as JSON (default: measure this machine)"}),
+    "--adapt-costs": ("plan", "adapt_costs", {"action": "store_true", "help": "fit costs in the run where far off"}),
     "--memory-limit-gb": ("plan", "memory_limit_gb", {"type": float, "metavar": "GB", "help": "of a rank, 10^9 bytes"}),
     "--loss-norm": ("plan", "loss_norm", {"choices": get_args(LossNorm), "help": "divide by target tokens or samples"}),
     "--lr": ("optimizer", "lr", {"type": float, "metavar": "LR", "help": "highest learning rate"}),
