@@ -125,5 +125,5 @@ def fitted_costs(actions: Sequence[MeasuredAction], costs: CostModel) -> tuple[A
 
 
 def _action(raw: list[object]) -> MeasuredAction:
-    stage, letter, shape, *numbers = raw
-    return MeasuredAction(stage, letter, tuple(shape), *numbers)  # type: ignore[arg-type]
+    stage, letter, recompute, shape, *numbers = raw
+    return MeasuredAction(stage, letter, recompute, tuple(shape), *numbers)  # type: ignore[arg-type]

@@ -17,12 +17,15 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts
 from dynapipe_ext.costs.tokens import fingerprint, sum_of_squares
 from dynapipe_ext.errors import ConfigError, short
-from dynapipe_ext.plan import MicroBatch, Recompute
+from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, product
 from dynapipe_ext.topology import Topology
 
 LETTERS = "FBIW"
 _MOST = 2.0**40
+_OF_KIND = {(letter, kind): f"{letter} {kind}" for letter in "BI" for kind in RECOMPUTES}
+_NAMES = (*LETTERS, *_OF_KIND.values())
+_ENOUGH = 8  # actions of one kind of recomputation for a correction of their own
 _WORTH_MORE_TERMS = 0.5  # of the error with a factor alone: more terms than are needed follow noise
 
 
@@ -49,6 +52,7 @@ class MeasuredAction:
 
     stage: int
     letter: str
+    recompute: Recompute
     shape: tuple[int, int, int]
     tokens: int
     squares: int
@@ -59,11 +63,12 @@ class MeasuredAction:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedCosts:
-    """The costs of `base` with other times: `corrections[s]` has those of stage s, by the letters of actions.
+    """The costs of `base` with other times: `corrections[s]` has those of stage s, by the letters of actions, and where
+    backwards of one kind of recomputation were measured enough, by both ("B full"), which then comes first.
 
     A letter that was not measured keeps its time, but B is I and W where both were, and W goes with B where it alone
     was. What takes no time goes on taking none, what cannot be stays so; bytes and transfers are those of `base`.
-    Errors: ConfigError for other than a correction a stage, by letters of F, B, I and W.
+    Errors: ConfigError for other than one mapping a stage, of such names.
     """
 
     base: CostModel
@@ -72,8 +77,8 @@ class AdaptedCosts:
     def __post_init__(self) -> None:
         if len(self.corrections) != self.base.num_stages:
             raise ConfigError(f"{len(self.corrections)} corrections for {self.base.num_stages} stages: give one each")
-        if unknown := [letter for stage in self.corrections for letter in stage if letter not in LETTERS]:
-            raise ConfigError(f"a correction is of actions {short(unknown[0])}: give F, B, I or W")
+        if unknown := [name for stage in self.corrections for name in stage if name not in _NAMES]:
+            raise ConfigError(f"a correction is of actions {short(unknown[0])}: give one of {', '.join(_NAMES)}")
 
     @property
     def num_stages(self) -> int:
@@ -108,7 +113,8 @@ class AdaptedCosts:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         tokens = np.array([m.padded_tokens for m in micro_batches], np.int64)
         squares = np.array([sum_of_squares(m) for m in micro_batches], np.int64)
-        return self._corrected(self.base.evaluate(micro_batches), tokens, squares)
+        kinds = np.array([m.recompute for m in micro_batches], dtype=np.str_)
+        return self._corrected(self.base.evaluate(micro_batches), tokens, squares, kinds)
 
     def evaluate_shapes(
         self,
@@ -120,16 +126,16 @@ class AdaptedCosts:
         """Costs of padded shapes given as arrays, as `base` has them."""
         costs = abilities.shape_prices(self.base).evaluate_shapes(rows, encoder_len, decoder_len, recompute)
         r, e, d = (np.ravel(x) for x in np.broadcast_arrays(*(np.int64(x) for x in (rows, encoder_len, decoder_len))))
-        return self._corrected(costs, r * (e + d), r * (e * e + d * d))
+        return self._corrected(costs, r * (e + d), r * (e * e + d * d), np.full(r.shape, recompute))
 
-    def _corrected(self, costs: MicroBatchCosts, tokens: IntArray, squares: IntArray) -> MicroBatchCosts:
+    def _corrected(
+        self, costs: MicroBatchCosts, tokens: IntArray, squares: IntArray, kinds: npt.NDArray[np.str_]
+    ) -> MicroBatchCosts:
         times = {"F": costs.forward_ns, "B": costs.backward_ns, "I": costs.input_ns, "W": costs.weight_ns}
         forward, backward, weight = (np.array(times[letter]) for letter in "FBW")
         for s, stage in enumerate(self.corrections):
-            known = {
-                letter: np.rint(product(_terms(times[letter][s], tokens, squares), astuple(correction)))
-                for letter, correction in stage.items()
-            }
+            terms = {letter: _terms(times[letter][s], tokens, squares) for letter in LETTERS}
+            known = {letter: _times(stage, letter, terms[letter], kinds) for letter in LETTERS if letter in stage}
             if "F" in known:
                 forward[s] = known["F"]
             if "I" in known and "W" in known:
@@ -168,11 +174,13 @@ def adapted(costs: CostModel, actions: Sequence[MeasuredAction]) -> AdaptedCosts
     for action in actions:
         if action.base_ns > 0 and action.measured_ns > 0:
             alike[action.stage, action.letter].append(action)
-    fitted = {key: _fit(of) for key, of in alike.items()}
+            if of_kind := _OF_KIND.get((action.letter, action.recompute)):
+                alike[action.stage, of_kind].append(action)
+    fitted = {key: _fit(of) for key, of in alike.items() if key[1] in LETTERS or len(of) >= _ENOUGH}
     return AdaptedCosts(
         base,
         tuple(
-            {**before, **{letter: fitted[s, letter] for letter in LETTERS if (s, letter) in fitted}}
+            {**before, **{name: fitted[s, name] for name in _NAMES if (s, name) in fitted}}
             for s, before in enumerate(corrections)
         ),
     )
@@ -185,14 +193,25 @@ def prediction_error(costs: AdaptedCosts, actions: Sequence[MeasuredAction]) -> 
     after_ns = 0.0
     for action in actions:
         terms = _terms(np.array([action.base_ns]), np.array([action.tokens]), np.array([action.squares]))
-        correction = costs.corrections[action.stage].get(action.letter, TimeCorrection())
-        after_ns += abs(float(product(terms, astuple(correction))[0]) - action.measured_ns)
+        stage, kind = costs.corrections[action.stage], np.array([action.recompute])
+        after_ns += abs(float(_times(stage, action.letter, terms, kind)[0]) - action.measured_ns)
     return before_ns / measured_ns, after_ns / measured_ns
 
 
 def _terms(base_ns: IntArray, tokens: IntArray, squares: IntArray) -> FloatArray:
     """(M, 4): what a `TimeCorrection` has coefficients of."""
     return np.stack([base_ns, np.ones_like(base_ns), tokens, squares], axis=1).astype(np.float64)
+
+
+def _times(
+    stage: Mapping[str, TimeCorrection], letter: str, terms: FloatArray, kinds: npt.NDArray[np.str_]
+) -> FloatArray:
+    """Corrected times of micro-batches that are recomputed so."""
+    found = np.rint(product(terms, astuple(stage.get(letter, TimeCorrection()))))
+    for kind in RECOMPUTES:
+        if own := stage.get(f"{letter} {kind}"):
+            found = np.where(kinds == kind, np.rint(product(terms, astuple(own))), found)
+    return found
 
 
 def _fit(actions: Sequence[MeasuredAction]) -> TimeCorrection:

@@ -33,9 +33,13 @@ WRONG = {
 
 
 def batches(seed: int, layout: Layout = "padded") -> list[MicroBatch]:
+    """As many of each kind of recomputation."""
     draw = np.random.default_rng(seed)
-    sizes = [draw.integers(8, 600, draw.integers(1, 6)) for _ in range(12)]
-    return [MicroBatch(tuple(SampleLength(i, int(n)) for i, n in enumerate(of)), layout) for of in sizes]
+    sizes = [draw.integers(8, 600, draw.integers(1, 6)) for _ in range(30)]
+    return [
+        MicroBatch(tuple(SampleLength(j, int(n)) for j, n in enumerate(of)), layout, RECOMPUTES[i % 3])
+        for i, of in enumerate(sizes)
+    ]
 
 
 def measured(
@@ -52,6 +56,7 @@ def measured(
         MeasuredAction(
             s,
             letter,
+            m.recompute,
             (m.rows, m.encoder_len, m.decoder_len),
             m.padded_tokens,
             sum_of_squares(m),
@@ -152,7 +157,11 @@ def test_they_survive_json_with_every_bit() -> None:
     ("error", "make", "says"),
     [
         (ConfigError, lambda: AdaptedCosts(RIGHT, ({},)), "1 corrections for 4 stages"),
-        (ConfigError, lambda: AdaptedCosts(RIGHT, ({"X": TimeCorrection()}, {}, {}, {})), "of actions 'X': give F, B"),
+        (
+            ConfigError,
+            lambda: AdaptedCosts(RIGHT, ({"X": TimeCorrection()}, {}, {}, {})),
+            "of actions 'X': give one of F, B, I, W, B none",
+        ),
         (ConfigError, lambda: TimeCorrection(-1.0), r"scale of a correction is -1\.0 but must be a number of 0 to"),
         (ConfigError, lambda: TimeCorrection(float("nan")), "scale of a correction is nan"),
         (DataError, lambda: cost_model_from_json({"kind": "adapted", "base": 3}), "have the base 3"),
