@@ -313,7 +313,9 @@ class TrainConfig:
                 f"{where}: [data] input_key is {data.input_key!r} and target_key {data.target_key!r}: give both"
             )
         if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
-            raise ConfigError(f"{where}: [optimizer] betas is {optimizer.betas} but must be two numbers in 0..1")
+            raise ConfigError(
+                f"{where}: [optimizer] betas is {optimizer.betas} but must be two numbers of 0 to below 1"
+            )
         if not 0 <= optimizer.warmup_fraction < 1:
             raise ConfigError(
                 f"{where}: [optimizer] warmup_fraction is {optimizer.warmup_fraction} but must lie in 0..1:"

@@ -47,6 +47,11 @@ class CommandParser(argparse.ArgumentParser):
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help says more)\n")
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not arg_string.strip():  # a variable of a shell that is not set, most often: nothing that is meant
+            raise argparse.ArgumentError(action, "is empty: give a value, or leave it out")
+        return super()._get_value(action, arg_string)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             near = did_you_mean(str(value), map(str, action.choices))

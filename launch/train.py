@@ -213,7 +213,7 @@ def _run(
     _set_pg_timeout(timedelta(seconds=config.job.timeout_s))  # from here on nobody may be silent for longer
     patience_s = store_patience_s(config.job.timeout_s)
     address = StoreAddress.from_json(shared["store"])
-    store = open_store(address, namespace=shared["namespace"], reconnect_s=patience_s)
+    store = open_store(address, namespace=shared["namespace"], connect_s=patience_s, reconnect_s=patience_s)
     stack.callback(store.close)
     architecture = architecture_of(config, data.whole.vocab_size)
     initialize_parallel(topology, config.run.seed, timeout_s=config.job.timeout_s, architecture=architecture)

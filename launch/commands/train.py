@@ -67,7 +67,10 @@ _EPILOG = """examples:
 
 
 def _betas(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be two numbers of 0 to below 1, like 0.9,0.999") from None
 
 
 # flag -> (table, name, keyword arguments of argparse); a flag left out keeps the setting of the file.
@@ -215,6 +218,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_from(args: argparse.Namespace) -> TrainConfig:
     """The file's settings, or those of the run to go on with, or the defaults, with the flags on top."""
+    if args.show_samples < 0:
+        raise ConfigError(f"--show-samples is {args.show_samples} but must be at least 0")
     config = TrainConfig()
     if args.config:
         config = TrainConfig.read(args.config)
