@@ -43,9 +43,11 @@ def measured_actions(
         stage, letter, m = int(label[1]), label[2], plan.micro_batches[int(label[3])]
         base_ns, predicted_ns = (int(table[letter][stage, int(label[3])]) for table in tables)
         measured_ns = round(1e9 * (span.cpu_s if in_cpu_s else span.duration_s))
-        shape = (m.rows, m.encoder_len, m.decoder_len)
+        shape, squares = (m.rows, m.encoder_len, m.decoder_len), sum_of_squares(m)
         found.append(
-            MeasuredAction(stage, letter, shape, m.padded_tokens, sum_of_squares(m), base_ns, predicted_ns, measured_ns)
+            MeasuredAction(
+                stage, letter, m.recompute, shape, m.padded_tokens, squares, base_ns, predicted_ns, measured_ns
+            )
         )
     return tuple(found)
 

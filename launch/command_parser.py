@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.suggestion import did_you_mean
 
+_MOST_POSITIONS = 1 << 40  # of a sample
 PIECES_HELP = "run samples of more than N tokens in pieces; auto: where that is faster"
 _STATUSES = {
     0: "done",
@@ -108,8 +109,8 @@ def cut_at(truncate: int | bool | None, longest: int | None) -> int | None:
     Errors: ConfigError for an N below 1, and where neither says a length.
     """
     if truncate is not True:
-        if truncate is not None and truncate < 1:
-            raise ConfigError(f"--truncate is {short(truncate)} but must be at least 1")
+        if truncate is not None and not 1 <= truncate <= _MOST_POSITIONS:
+            raise ConfigError(f"--truncate is {short(truncate)} but must be at least 1, at most {_MOST_POSITIONS:,}")
         return truncate
     if longest is None:
         raise ConfigError("--truncate cuts samples, but nothing says where: give --truncate N, or --max-seq-len N")

@@ -220,6 +220,8 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
     """The file's settings, or those of the run to go on with, or the defaults, with the flags on top."""
     if args.show_samples < 0:
         raise ConfigError(f"--show-samples is {args.show_samples} but must be at least 0")
+    if args.epochs == 0:
+        raise ConfigError("--epochs is 0, no pass over the data: give more, or --steps")
     config = TrainConfig()
     if args.config:
         config = TrainConfig.read(args.config)
