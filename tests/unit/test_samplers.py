@@ -78,6 +78,14 @@ def test_steps_of_any_lengths_are_no_more_than_multipacks_even_in_cost_and_alike
         assert mean_lengths.std() <= 0.15 * mean_lengths.mean()
 
 
+def test_short_samples_fill_steps_to_a_part_in_a_thousand_and_stay_even() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(5, 0.4, 7500), 20, 460).astype(np.int64)
+    found = sampler(lengths, 8, int(lengths.sum() / (9 * 8 * 0.9988))).metrics()
+    assert found.num_steps == 9
+    assert found.efficiency > 0.998
+    assert found.cost_ratio_max < 1.001
+
+
 def test_one_heavy_sample_costs_no_step_more() -> None:
     lengths = np.append(np.full(80_000, 100), 32_000)
     found = sampler(lengths).metrics()
