@@ -41,7 +41,7 @@ _ABOVE_ZERO = {
     "checkpoint": ("grace_s",),
     "job": ("timeout_s",),
 }
-_AT_MOST = {
+_AT_MOST: dict[str, dict[str, float]] = {
     "topology": {"tp": 1 << 16, "pp": 1 << 16, "dp": 1 << 20, "stages_per_rank": 1 << 10},
     "data": {"num_workers": 1 << 12, "prefetch_steps": 1 << 16},
     "plan": {"effort": 10**9},

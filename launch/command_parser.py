@@ -49,7 +49,10 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help says more)\n")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        if not arg_string.strip():  # a variable of a shell that is not set, most often: nothing that is meant
+        is_command = isinstance(action, argparse._SubParsersAction)  # with all words behind it
+        if (
+            not arg_string.strip() and not is_command
+        ):  # a variable of a shell that is not set, most often: nothing that is meant
             raise argparse.ArgumentError(action, "is empty: give a value, or leave it out")
         return super()._get_value(action, arg_string)
 

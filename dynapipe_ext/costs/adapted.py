@@ -125,7 +125,10 @@ class AdaptedCosts:
     ) -> MicroBatchCosts:
         """Costs of padded shapes given as arrays, as `base` has them."""
         costs = abilities.shape_prices(self.base).evaluate_shapes(rows, encoder_len, decoder_len, recompute)
-        r, e, d = (np.ravel(x) for x in np.broadcast_arrays(*(np.int64(x) for x in (rows, encoder_len, decoder_len))))
+        r, e, d = (
+            np.ravel(x)
+            for x in np.broadcast_arrays(*(np.asarray(x, np.int64) for x in (rows, encoder_len, decoder_len)))
+        )
         return self._corrected(costs, r * (e + d), r * (e * e + d * d), np.full(r.shape, recompute))
 
     def _corrected(
