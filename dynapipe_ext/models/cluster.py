@@ -143,7 +143,9 @@ class Cluster:
         if not 0 < self.efficiency <= 1:
             raise ConfigError(f"efficiency is {self.efficiency:g} but is a share of the peak rate: give 0 to 1")
         if not 0 <= self.host_memory_gb <= _MOST_GB:
-            raise ConfigError(f"host_memory_gb is {self.host_memory_gb:g} but must be 0 (not known) to {_MOST_GB:g}")
+            raise ConfigError(
+                f"host_memory_gb is {self.host_memory_gb:g} but must be at least 0 (0: not known), at most {_MOST_GB:g}"
+            )
 
     @classmethod
     def of(cls, device: Device, *, nodes: int = 1, gpus_per_node: int = 8, **given: float | None) -> Cluster:
