@@ -295,20 +295,16 @@ def _watch(
 
 
 def _raise_first_failure(processes: Sequence[Supervised], first: Path) -> None:
-    failed = [process for process in processes if process.poll()]
-    if failed:
+    if failed := [process for process in processes if process.poll()]:
         with suppress(OSError):  # the one that has said why, and ends now if it has not yet
             name = first.read_text()
             said = [process for process in processes if process.name == name]
             _wait_for_all(said, _POLL_S)
             failed = [process for process in said if process.poll()] or failed
-        # A process loses its connections some time before it can be waited for. No failure of another sends SIGKILL, so
-        # a killed one is why the others failed, also where one of them has said so first.
-        running = [process for process in processes if process.poll() is None]
+        # A process loses its connections before it can be waited for, and no failure of another sends SIGKILL: one that
+        # was killed is why the others failed, also where one of them has said so first.
         deadline_s = time.monotonic() + _DYING_S
-        while not (killed := [process for process in processes if process.poll() == -signal.SIGKILL]):
-            if not running or time.monotonic() >= deadline_s:
-                break
+        while not (killed := [p for p in processes if p.poll() == -signal.SIGKILL]) and time.monotonic() < deadline_s:
             time.sleep(_DYING_S / 20)
         # Of several that ended at once, one that gave a reason says more than one that was ended by another signal.
         culprit = max(killed[:1] or failed, key=lambda process: (process.poll() or 0) > 0)

@@ -9,7 +9,6 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.launch.cluster import JobError, Supervised, run_local
 from dynapipe_ext.launch.env import RankEnv, rank_env
-from dynapipe_ext.launch.signals import ending_signals_blocked, ending_signals_raise
 from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
@@ -77,44 +75,6 @@ def test_ranks_leave_ctrl_c_to_the_job_and_end_at_once_on_sigterm(run_ranks: Any
         return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
     assert run_ranks(1, handlers) == [(signal.SIG_IGN, signal.SIG_DFL)]
-
-
-def test_after_the_first_ending_signal_the_next_ones_are_ignored() -> None:
-    with pytest.raises(KeyboardInterrupt), ending_signals_raise():  # noqa: PT012 - the clean-up is the point
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            signal.pause()
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_signal_that_another_thread_takes_while_it_is_blocked_waits_too() -> None:
-    other = Thread(target=time.sleep, args=[0.2])  # it blocks nothing, as those of libraries
-    inside = False
-    with pytest.raises(KeyboardInterrupt), ending_signals_raise():  # noqa: PT012 - where it raises is the point
-        other.start()
-        with ending_signals_blocked():
-            os.kill(os.getpid(), signal.SIGINT)
-            other.join()
-            while not inside:  # a handler would run here
-                inside = True
-        raise AssertionError("not raised behind the block")
-    assert inside
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_whose_exception_is_lost_in_a_destructor_ends_the_ranks_all_the_same() -> None:
-    class Destroyed:
-        def __del__(self) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)
-
-    with ending_signals_raise():
-        destroyed = Destroyed()
-        del destroyed
-        with pytest.raises(KeyboardInterrupt):
-            run_local(lambda env: signal.pause(), 1, timeout_s=60)
 
 
 def test_ranks_meet_in_a_process_group(run_ranks: Any) -> None:
