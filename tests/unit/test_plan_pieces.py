@@ -96,6 +96,12 @@ def test_the_readme_and_its_picture_tell_what_the_bench_found(root: Path) -> Non
     told = (root / "README.md").read_text()
     assert f"takes {cut} times that bound" in told
     assert f"in pieces, {whole} times whole" in told
+    big = [row for row in rows if (row["model"], row["data"]) == ("llama-3-8b", "one")]
+    assert len(big) == 2
+    for row in big:  # "one sample of 256k fits Llama 3 8B on TP2 PP4 so"
+        assert row["whole_over_floor"] is None
+        assert row["recomputed"]["stage"]
+        assert row["peak_gb"] <= 72
 
 
 @settings(max_examples=40, deadline=None)
