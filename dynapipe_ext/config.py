@@ -141,7 +141,7 @@ class PlanSettings:
     split_backward: bool = False
     fill_waits: bool = False
     loss_norm: LossNorm = "tokens"
-    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    recompute: Literal["auto", "none", "selective", "full", "stage"] = "auto"
     replica_counts: Literal["free", "equal"] = "free"
     pieces: Pieces = "off"
     adapt_costs: bool = False

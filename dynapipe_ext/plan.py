@@ -11,13 +11,16 @@ from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 
 Layout = Literal["padded", "packed"]
-Recompute = Literal["none", "selective", "full"]
+# What a backward computes again: nothing; core attention; each layer, from its input; or the whole stage, from its
+# input, of which nothing else is then kept.
+Recompute = Literal["none", "selective", "full", "stage"]
 # Packed rows: attention restarts at each document; or goes over the whole row; or restarts, and the first document, a
 # piece of a long sample, attends to the earlier pieces as well (`dynapipe_ext/pieces.py`).
 Attention = Literal["document", "row", "carried"]
 Pieces = Literal["off", "auto"] | int  # of long samples: how many tokens a piece has
 LossNorm = Literal["tokens", "samples"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+LAYER_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")  # that differ within layers
 
 
 def round_up(length: int, multiple: int) -> int:

@@ -21,7 +21,7 @@ from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
-from dynapipe_ext.plan import RECOMPUTES, MicroBatch, round_up
+from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch, round_up
 from dynapipe_ext.schedule_names import SPLIT_SCHEDULES, ScheduleName, own_placement
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology, placement_of
@@ -254,7 +254,7 @@ def _bytes_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) ->
     plan, topology = config.plan, topology_of(config)
     needs: list[tuple[int, int]] = []
     refusal: PlanError | None = None
-    for kind in RECOMPUTES if plan.recompute == "auto" else (plan.recompute,):
+    for kind in LAYER_RECOMPUTES if plan.recompute == "auto" else (plan.recompute,):
         try:
             alone = costs.evaluate([MicroBatch((sample,), plan.layout, kind, pad_multiple=plan.pad_multiple)])
         except PlanError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from dynapipe_ext.errors import ConfigError, DataError, PlanError, short
 from dynapipe_ext.lengths import LengthArray, SampleLength, checked_samples, sample_lengths
 from dynapipe_ext.pieces import chains
 from dynapipe_ext.plan import (
+    LAYER_RECOMPUTES,
     RECOMPUTES,
     GlobalBatchPlan,
     Layout,
@@ -70,7 +71,8 @@ class Planner:
     `fill_waits` does not change a plan: its instructions are then for executors that run W while they wait (see
     `filling`). `max_tokens` caps the positions (of padded rows: of both sides; of packed ones: of either) of
     one micro-batch (0: memory alone does). `rule` other than "dynapipe-ext" splits as a peer does, for comparisons.
-    `recompute` None lets the planner choose per micro-batch. `format` and `collectives` are needed to lower plans to
+    `recompute` None lets the planner choose per micro-batch, recomputation of whole stages for samples in pieces alone:
+    one that does not fit as it is would not fit so. `format` and `collectives` are needed to lower plans to
     instructions and to prove these, not to make them; `collectives` only with replicas whose costs do not say them.
     `num_cores`: how many cores all ranks have together, where these are fewer: a step then takes at least its work over
     the cores, so the least work comes first, and predictions are those of shared cores. None: one (or a device) a rank.
@@ -225,8 +227,23 @@ class Planner:
         return cut
 
     def _found_cut(self, samples: list[SampleLength], step: int, sizes: Sequence[int]) -> StepPlan:
+        """All pieces of a sample are held at once: where memory makes any be recomputed, stages may be as a whole."""
         proposals = self._proposals
-        return self._predicted(*self._searched(proposals.fixed(proposals.pieces(samples, step, sizes))), step=step)
+        pieces = proposals.pieces(samples, step, sizes)
+
+        def found(kinds: tuple[Recompute, ...]) -> StepPlan:
+            return self._predicted(*self._searched(replace(proposals, kinds=kinds).fixed(pieces)), step=step)
+
+        try:
+            plan = found(proposals.kinds)
+        except PlanError:
+            if self.recompute is not None:
+                raise
+            return found(RECOMPUTES)
+        if self.recompute is None and any(m.recompute != "none" for m in plan.batch.micro_batches):
+            with suppress(PlanError):
+                return min(plan, found(RECOMPUTES), key=lambda one: one.makespan_ns)
+        return plan
 
     def _found_whole(self, samples: list[SampleLength], step: int) -> StepPlan:
         proposals = self._proposals
@@ -256,7 +273,7 @@ class Planner:
     def _recomputes(self) -> tuple[Recompute, ...]:
         if self.forward_only:
             return ("none",)
-        return RECOMPUTES if self.recompute is None else (self.recompute,)
+        return LAYER_RECOMPUTES if self.recompute is None else (self.recompute,)
 
     def _searched(self, proposed: Sequence[Proposal]) -> tuple[Replicas, Schedules, ReplicaCosts | None]:
         """What the search found, and its costs where these are known already."""
@@ -364,23 +381,7 @@ class Planner:
         )
 
 
-_PLAIN_FIELDS = (
-    "memory_limit_bytes",
-    "seed",
-    "layout",
-    "schedule",
-    "rule",
-    "pad_multiple",
-    "max_tokens",
-    "effort",
-    "loss_norm",
-    "recompute",
-    "equal_counts",
-    "split_backward",
-    "fill_waits",
-    "num_cores",
-    "pieces",
-)
+_PLAIN_FIELDS = tuple(f.name for f in fields(Planner) if f.name not in ("topology", "costs", "format", "collectives"))
 
 
 def _as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) -> list[SampleLength]:

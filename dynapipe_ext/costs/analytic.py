@@ -37,9 +37,9 @@ class AnalyticCosts:
     reaches, not its peak; it stands for tensor-parallel communication too). Per token a layer's matrix products take 2
     FLOPs a weight, attention over rows of length L takes 4 q L^2 with heads of q values in all, half of it where the
     kernel skips what the causal mask hides (`flash`); backward is twice forward, plus what is recomputed: the layers
-    (full) or core attention (selective). W of a split backward is one forward's worth of matrix products, or nothing
-    under full recomputation: what that brings back is dropped layer by layer, not kept until W. Tensor parallelism
-    divides everything.
+    (full), core attention (selective) or all of the stage. W of a split backward is one forward's worth of matrix
+    products, or nothing where layers or stages are recomputed: what that brings back is not kept until W. Tensor
+    parallelism divides everything.
 
     Stored bytes follow Korthikanti et al. 2022 (sec. 4, table 2) for any width of values: norm inputs, matrix inputs,
     q, k, v, the scores unless `flash`, masks under `dropout`; the last stage adds the final norm, the head's input and
@@ -196,13 +196,14 @@ class AnalyticCosts:
         for m in micro_batches:
             if m.attention == "carried":
                 pieces.setdefault(m.samples[0].index, []).append(m.samples[0])
-        kept, joined = np.zeros((2, len(micro_batches)), np.int64)
+        kept, again, joined = np.zeros((3, len(micro_batches)), np.int64)
         for i, m in enumerate(micro_batches):
             if m.attention != "carried":
                 continue
             own = m.samples[0]
             joined[i] = own.start + own.encoder
-            kept[i] = 0 if m.recompute == "full" else -values * own.encoder
+            kept[i] = -values * own.encoder if m.recompute in ("none", "selective") else 0
+            again[i] = -values * own.encoder if m.recompute == "stage" else 0
             if not own.start:
                 every = pieces[own.index]
                 before_last = max(s.start for s in every)
@@ -210,7 +211,7 @@ class AnalyticCosts:
         return replace(
             costs,
             stored_bytes=costs.stored_bytes + layers * (a_position * kept),
-            working_bytes=costs.working_bytes + (layers > 0) * (values * a_position * joined),
+            working_bytes=costs.working_bytes + a_position * ((layers > 0) * values * joined + layers * again),
         )
 
     def evaluate_shapes(
@@ -281,7 +282,7 @@ class AnalyticCosts:
             transfer_ns=links.transfer_ns(self.topology, sent),
             transfer_bytes=sent,
             static_bytes=self.static_bytes(),
-        )
+        ).keeping_inputs(recompute == "stage")
 
     def _routed(self, tokens: IntArray) -> IntArray:
         """Rows that the MLPs of a layer compute: each token once, or as often as experts take it."""

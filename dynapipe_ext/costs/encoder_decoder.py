@@ -124,7 +124,7 @@ class EncoderDecoderCosts:
             transfer_ns=self.links.transfer_ns(self.topology, sent),
             transfer_bytes=sent,
             static_bytes=np.zeros(self.num_stages, np.int64),
-        )
+        ).keeping_inputs(recompute == "stage")
 
     def head_bytes_of(self, dec: IntArray) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, for so many decoder positions."""
@@ -134,7 +134,8 @@ class EncoderDecoderCosts:
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """Stored bytes of the last stage's norm, head and logits, shape (M,)."""
-        return self.head_bytes_of(np.array([m.rows * m.decoder_len for m in micro_batches], np.int64))
+        kept = (0 if m.recompute == "stage" else m.rows * m.decoder_len for m in micro_batches)
+        return self.head_bytes_of(np.fromiter(kept, np.int64))
 
     def _kept(
         self,

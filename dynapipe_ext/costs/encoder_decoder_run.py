@@ -15,7 +15,7 @@ from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.layers import first_decoder_stage
 from dynapipe_ext.costs.links import Link, Links
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, within_layers
 from dynapipe_ext.costs.states import StateRecipe
 from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError
@@ -111,7 +111,7 @@ class EncoderDecoderRunCosts:
         enc = np.array([m.rows * m.encoder_len for m in micro_batches], np.int64)
         dec = np.array([m.rows * m.decoder_len for m in micro_batches], np.int64)
         recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        return self._in_run(counted.evaluate(micro_batches), enc, dec, recompute)
+        return self._in_run(counted.evaluate(within_layers(micro_batches)), enc, dec, recompute)
 
     def evaluate_shapes(
         self,
@@ -122,7 +122,7 @@ class EncoderDecoderRunCosts:
     ) -> MicroBatchCosts:
         """Costs of padded shapes given as arrays; a shape without a decoder side is INFEASIBLE."""
         r, e, d = flat_shapes(rows, encoder_len, decoder_len)
-        counted = self._counted.evaluate_shapes(r, e, d, recompute)
+        counted = self._counted.evaluate_shapes(r, e, d, "none" if recompute == "stage" else recompute)
         costs = self._in_run(counted, r * e, r * d, np.full(r.shape, recompute))
         for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes"):
             getattr(costs, name)[:, d == 0] = INFEASIBLE
@@ -157,7 +157,7 @@ class EncoderDecoderRunCosts:
             costs,
             stored_bytes=_scaled(layers, self.layer_bytes_factor) + _scaled(head, self.head_bytes_factor),
             static_bytes=self.static_bytes(),
-        )
+        ).keeping_inputs(recompute == "stage")
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "encoder-decoder", **asdict(self), "topology": topology_to_json(self.topology)}

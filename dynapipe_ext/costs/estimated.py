@@ -15,7 +15,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.links import Link, Links
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, bytes_keeping_inputs
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.costs.unfused import PlainLayers
@@ -61,10 +61,10 @@ class EstimatedCosts:
     """A `CostModel` of any family: what `base` counts, plus what happens between ranks.
 
     Tensor parallel ranks sum two activations a layer in each direction (a decoder layer of T5 three; Megatron-LM,
-    Shoeybi et al. 2019, sec. 3), rings of 2 (t - 1) / t times the bytes; full recomputation sums those of forwards
-    again. Experts exchange tokens twice a layer and direction. From ZeRO stage 2 on a backward also scatters its
-    gradients and at stage 3 weights are gathered for every forward and backward; these overlap with the work, so the
-    longer of both counts. Context parallel ranks have equal shares of a row's work and bytes, gather its keys and
+    Shoeybi et al. 2019, sec. 3), rings of 2 (t - 1) / t times the bytes; recomputing layers or stages sums those of
+    forwards again. Experts exchange tokens twice a layer and direction. From ZeRO stage 2 on a backward also scatters
+    its gradients and at stage 3 weights are gathered for every forward and backward; these overlap with the work, so
+    the longer of both counts. Context parallel ranks have equal shares of a row's work and bytes, gather its keys and
     values whole for every layer, forwards and backwards, and scatter the gradients of both; nothing of that overlaps
     (as Megatron's `--cp-comm-type all_gather`). `base` counts whole rows, over `weight_topology`. `plain` layers keep
     what operators one by one keep. Static bytes are those of `states`; working bytes hold what ZeRO has whole at once
@@ -149,16 +149,17 @@ class EstimatedCosts:
     def _with_cluster(
         self, costs: MicroBatchCosts, rows: IntArray, enc: IntArray, dec: IntArray, recompute: npt.NDArray[np.str_]
     ) -> MicroBatchCosts:
-        full = recompute == "full"
+        again = (recompute == "full") | (recompute == "stage")
         gathered_bytes: IntArray = np.zeros_like(rows)
         if self.strategy.cp > 1:
             costs, gathered_bytes = self._context_share(costs), 4 * self._keys_or_values_bytes(rows * enc)
         tokens = -(-rows * enc // self.strategy.cp)
-        forward_ns, backward_ns = self._collectives_ns(tokens, rows * dec, full)
+        forward_ns, backward_ns = self._collectives_ns(tokens, rows * dec, again)
         gather_ns, scatter_ns = self._replicas_ns()
         stored, working = costs.stored_bytes, costs.working_bytes
         if self.plain is not None:
             stored, working = self._plain_bytes(self.plain, rows * enc, enc, recompute)
+            stored, working = bytes_keeping_inputs(recompute == "stage", stored, working, costs.transfer_bytes)
         return replace(
             costs,
             forward_ns=np.maximum(costs.forward_ns + forward_ns, gather_ns),
@@ -178,7 +179,8 @@ class EstimatedCosts:
     def head_bytes(self, micro_batches: Sequence[MicroBatch]) -> IntArray:
         """The part of the last stage's stored bytes that is the head's: norm, logits; shape (M,)."""
         if self.plain is not None:
-            return self.plain.head_bytes(np.array([m.padded_tokens for m in micro_batches], np.int64))
+            kept = (0 if m.recompute == "stage" else m.padded_tokens for m in micro_batches)
+            return self.plain.head_bytes(np.fromiter(kept, np.int64))
         head: IntArray = -(-self.base.head_bytes(micro_batches) // self.strategy.cp)
         return head
 
@@ -203,7 +205,7 @@ class EstimatedCosts:
         return self.base.activation_bytes_per_value * (self.base.architecture.kv_size // self.topology.tp) * tokens
 
     def _collectives_ns(
-        self, enc: IntArray, dec: IntArray, full: npt.NDArray[np.bool_]
+        self, enc: IntArray, dec: IntArray, again: npt.NDArray[np.bool_]
     ) -> tuple[IntArray, npt.NDArray[np.int64]]:
         num_enc, num_dec = self._layers[:, :1], self._layers[:, 1:]
         forward = np.zeros((len(self._layers), len(enc)))
@@ -227,7 +229,7 @@ class EstimatedCosts:
             whole = self._keys_or_values_bytes(enc * self.strategy.cp)
             gather = num_enc * (2 * whole * per_byte + 2 * latency)
             forward, backward = forward + gather, backward + 2 * gather
-        backward = backward + np.where(full, forward, 0)
+        backward = backward + np.where(again, forward, 0)
         return np.rint(forward).astype(np.int64), np.rint(backward).astype(np.int64)
 
     def _replicas_ns(self) -> tuple[IntArray, IntArray]:

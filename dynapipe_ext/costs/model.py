@@ -69,6 +69,23 @@ class MicroBatchCosts:
         stored, working = (np.ceil(factor * b).astype(np.int64) for b in (self.stored_bytes, self.working_bytes))
         return replace(self, stored_bytes=stored, working_bytes=working)
 
+    def keeping_inputs(self, chosen: npt.NDArray[np.bool_]) -> MicroBatchCosts:
+        """The same where the micro-batches `chosen`, shape (M,), are recomputed stage by stage.
+
+        A stage stores the message that it received, the first one nothing. B runs F again before it does all of W's
+        work, and needs meanwhile what F stores otherwise.
+        """
+        if not chosen.any():
+            return self
+        stored, working = bytes_keeping_inputs(chosen, self.stored_bytes, self.working_bytes, self.transfer_bytes)
+        return replace(
+            self,
+            backward_ns=self.backward_ns + chosen * self.forward_ns,
+            weight_ns=np.where(chosen, 0, self.weight_ns),
+            stored_bytes=stored,
+            working_bytes=working,
+        )
+
     def forwards(self) -> MicroBatchCosts:
         """The costs of forwards alone: no backward follows, and what F stores it needs while it runs."""
         zeros = np.zeros_like(self.forward_ns)
@@ -102,6 +119,20 @@ class MicroBatchCosts:
         return cls(
             **dict(zip(_TABLES, tables, strict=True)), static_bytes=like.static_bytes, working_in=like.working_in
         )
+
+
+def bytes_keeping_inputs(
+    chosen: npt.NDArray[np.bool_], stored: IntArray, working: IntArray, transferred: IntArray
+) -> tuple[IntArray, IntArray]:
+    """Stored and working bytes as `MicroBatchCosts.keeping_inputs` has them."""
+    received = np.zeros_like(stored)
+    received[1:] = transferred
+    return np.where(chosen, received, stored), working + chosen * np.maximum(stored - received, 0)
+
+
+def within_layers(micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Recomputed as their layers are: not at all where the stage is as a whole."""
+    return [replace(m, recompute="none") if m.recompute == "stage" else m for m in micro_batches]
 
 
 _TABLES = (

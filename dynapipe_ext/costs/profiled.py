@@ -27,7 +27,7 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.plan import RECOMPUTES, Layout, MicroBatch, Recompute, round_up
+from dynapipe_ext.plan import LAYER_RECOMPUTES, Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.reproducible import exp, log
 from dynapipe_ext.topology import Topology
 
@@ -65,7 +65,7 @@ class ProfileRange:
     max_decoder_len: int = 0
     min_len: int = 16
     multiple: int = 1
-    recomputes: tuple[Recompute, ...] = RECOMPUTES
+    recomputes: tuple[Recompute, ...] = LAYER_RECOMPUTES
 
     def __post_init__(self) -> None:
         pair = f", which a pair of {self.max_len} + {self.max_decoder_len} must fit into"
@@ -216,7 +216,7 @@ class Profile:
                 kind = one["part"], one["recompute"]
                 shape = tuple(int(one[name]) for name in _SIZES[: 3 if kind[0] == "decoder" else 2])
                 measured = Measured(**{name: one[name] for name in QUANTITIES}) if "forward_s" in one else None
-                sound = kind[0] in PARTS and kind[1] in RECOMPUTES and min(shape) >= 1 and _is_sound(measured)
+                sound = kind[0] in PARTS and kind[1] in LAYER_RECOMPUTES and min(shape) >= 1 and _is_sound(measured)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise DataError(f"{where}: entry {i} cannot be read ({error!r}): remove the file") from error
             if not sound:

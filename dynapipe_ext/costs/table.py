@@ -28,10 +28,10 @@ from dynapipe_ext.costs.layers import (
     weight_as_backward,
 )
 from dynapipe_ext.costs.links import Links
-from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, within_layers
 from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
-from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class CostTable:
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
         """The recomputation types that were measured."""
-        return tuple(r for r in RECOMPUTES if (r, "encoder") in self.grids)
+        return tuple(r for r in LAYER_RECOMPUTES if (r, "encoder") in self.grids)
 
     def stage_layers(self) -> list[tuple[int, int]]:
         """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
@@ -163,7 +163,8 @@ class CostTable:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         refuse_carried(micro_batches, "measured tables")
-        shapes = np.array([self._equivalent(m) for m in micro_batches], np.float64).reshape(-1, 3).T
+        own = within_layers(micro_batches)
+        shapes = np.array([self._equivalent(m) for m in own], np.float64).reshape(-1, 3).T
         tokens = np.array([(m.rows * m.encoder_len, m.rows * m.decoder_len) for m in micro_batches], np.float64)
         tokens, recompute = tokens.reshape(-1, 2).T, np.array([m.recompute for m in micro_batches], dtype=np.str_)
         costs, known = self._price(shapes, tokens, recompute)
@@ -175,12 +176,11 @@ class CostTable:
             costs, known = self._price(shapes, tokens, recompute, factor)
         if not known.all():
             index = int(np.flatnonzero(~known)[0])
-            raise PlanError(self._refusal(micro_batches[index], shapes[:, index]))
+            refused = own[index] if "B" in self.working_in else micro_batches[index]
+            raise PlanError(self._refusal(refused, shapes[:, index]))
         if not self.packed_bytes:
             return costs
-        more = [
-            self.packed_bytes.get(m.recompute, 1.0) if p else 1.0 for m, p in zip(micro_batches, packed, strict=True)
-        ]
+        more = [self.packed_bytes.get(m.recompute, 1.0) if p else 1.0 for m, p in zip(own, packed, strict=True)]
         return costs.holding(np.array(more))
 
     def evaluate_shapes(
@@ -229,13 +229,16 @@ class CostTable:
         """Costs of shapes (3, M), times a factor, with (encoder, decoder) tokens (2, M); and which the grid knows."""
         layout = self.stage_layers()
         count = shapes.shape[1]
+        again = np.broadcast_to(np.asarray(recompute) == "stage", count)
         if isinstance(recompute, str):
-            ms_and_mb, known = self._stages(recompute, shapes)
+            ms_and_mb, known = self._stages("none" if recompute == "stage" else recompute, shapes)
         else:
             ms_and_mb, known = np.zeros((5, len(layout), count)), np.zeros(count, bool)
-            for kind in RECOMPUTES:
-                if (chosen := recompute == kind).any():
+            for kind in LAYER_RECOMPUTES:
+                if (chosen := (recompute == kind) | again * (kind == "none")).any():
                     ms_and_mb[:, :, chosen], known[chosen] = self._stages(kind, shapes[:, chosen])
+        if "B" not in self.working_in:  # of stages that are recomputed whole that is what they need most
+            known = known & ~again
         decoded = np.cumsum([num_decoder for _, num_decoder in layout])[:-1] > 0
         bytes_sent = (tokens[0] + decoded[:, None] * tokens[1]) * (self.value_bytes * self.hidden_size)
         pairs = itertools.pairwise(self.topology.stage_ranks)
@@ -264,7 +267,7 @@ class CostTable:
             static_bytes=self.static_bytes(),
             working_in=self.working_in,
         )
-        return costs, known
+        return costs.keeping_inputs(again & known), known
 
     def static_bytes(self) -> IntArray:
         """Weights, gradients and optimizer states of every stage by `state_parts`; unless given, parameter bytes x

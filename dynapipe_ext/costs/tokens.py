@@ -53,7 +53,7 @@ class TokenCosts:
     Tokens are padded tokens, so padding costs what it costs; without an overhead any padding would cost more than
     another micro-batch, and plans be of single samples: the default is that of 50 tokens. `stage_scale` (one factor a
     stage) makes stages unequal. Recomputation "full" adds one F to B and stores nothing but a tenth; "selective" adds
-    the b part and stores half.
+    the b part and stores half; "stage" adds one F and stores what is transferred.
     """
 
     num_stages: int
@@ -124,7 +124,7 @@ class TokenCosts:
             transfer_ns=edges * (self.transfer_ns_per_token * tokens),
             transfer_bytes=edges * (self.transfer_bytes_per_token * tokens),
             static_bytes=np.full(self.num_stages, self.static_bytes, np.int64),
-        )
+        ).keeping_inputs(recompute == "stage")
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "tokens", **asdict(self), "stage_scale": list(self.stage_scale)}

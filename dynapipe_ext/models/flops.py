@@ -163,12 +163,13 @@ class StepFlops:
 
 
 def step_flops(architecture: Architecture, work: Work, *, causal: bool = False) -> StepFlops:
-    """A backward is two forwards. Full recomputation does the layers' forward again, the selective kind attention's."""
+    """A backward is two forwards. Recomputation does the forward again: of stages, of layers ("full"), of attention."""
     real = forward_flops(architecture, work.real, causal=causal)
     model = 3 * real.total
     executed = 3 * forward_flops(architecture, work.all_executed, causal=causal).total
     again = 0
     for kind, positions in work.executed.items():
         forward = forward_flops(architecture, positions, causal=causal)
-        again += {"none": 0, "selective": forward.attention, "full": forward.layers + forward.attention}[kind]
+        layers = forward.layers + forward.attention
+        again += {"none": 0, "selective": forward.attention, "full": layers, "stage": forward.total}[kind]
     return StepFlops(model, executed - model, again, 3 * real.attention, 3 * real.head)

@@ -16,6 +16,7 @@ from dynapipe_ext.executor.megatron.gradient_sync import StepGradients
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
+from dynapipe_ext.executor.stages.megatron_recompute import replay_megatron
 from dynapipe_ext.plan import MicroBatch
 
 
@@ -69,9 +70,11 @@ class ForwardStepStage:
             splittable=parameters,
             device=device,
             measure_bytes=False,
+            replay=replay_megatron,
         )
         self._num_forwards: dict[int, int] = defaultdict(int)
         self._reports: dict[int, list[Any]] = {}
+        self._num_tokens: dict[int, torch.Tensor] = {}
 
     @property
     def reports(self) -> list[Any]:
@@ -85,7 +88,9 @@ class ForwardStepStage:
         self._runner.load(micro_batch, batch)
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
-        return self._runner.forward(stage, micro_batch, inputs, partial(self._call, stage, micro_batch))
+        outputs = self._runner.forward(stage, micro_batch, inputs, partial(self._call, stage, micro_batch))
+        self._num_forwards[stage] += 1
+        return outputs
 
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
         with self._timed("backward-compute"):
@@ -100,13 +105,16 @@ class ForwardStepStage:
             self._runner.backward_weight(stage, micro_batch)
 
     def finish_step(self) -> float:
+        for num_tokens in self._num_tokens.values():
+            self._gradients.count_tokens(num_tokens)
         return self._runner.finish_step(_of_this_rank)
 
     def held_bytes(self) -> int:
         return self._runner.held_bytes()
 
     def _call(self, stage: int, micro_batch: int, batch: Batch, x: torch.Tensor | None = None) -> torch.Tensor:
-        """The chunk's output, or on the last stage the scalar that its backward starts from."""
+        """The chunk's output, or on the last stage the scalar that its backward starts from; once more where the stage
+        is recomputed."""
         from megatron.core.pipeline_parallel.schedules import forward_step
 
         step, number = self._step, self._plan.stages.index(stage)
@@ -129,11 +137,9 @@ class ForwardStepStage:
                 vp_stage=number if len(step.chunks) > 1 else None,
                 is_last_stage=is_last,
             )
-        self._num_forwards[stage] += 1
         if not is_last:
             return output  # type: ignore[no-any-return]
-        self._reports[micro_batch] = reports
-        self._gradients.count_tokens(num_tokens)
+        self._reports[micro_batch], self._num_tokens[micro_batch] = reports, num_tokens
         if step.forward_only:
             return torch.zeros(())  # what was collected may be anything
         if step.config.grad_scale_func is not None:

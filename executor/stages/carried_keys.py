@@ -44,17 +44,21 @@ class CarriedKeys:
         if place is None:
             yield None
             return
-        yield CarriedPiece(place, self._samples.setdefault((stage, place.chain), {}), self.storages)
+        yield self._piece(stage, place)
         if place.is_last and self._forward_only:
             self._free(stage, place.chain)
 
     @contextmanager
-    def backward(self, stage: int, micro_batch: int) -> Iterator[None]:
-        """Within: the input gradient of a micro-batch. Errors: as `forward`."""
+    def backward(self, stage: int, micro_batch: int) -> Iterator[CarriedPiece | None]:
+        """Within: the input gradient of a micro-batch, after its forward again where that yields what its piece attends
+        by. Errors: as `forward`."""
         place = self._order.run("input gradient", stage, micro_batch)
-        yield
+        yield None if place is None else self._piece(stage, place)
         if place is not None and place.is_first:
             self._free(stage, place.chain)
+
+    def _piece(self, stage: int, place: PiecePlace) -> CarriedPiece:
+        return CarriedPiece(place, self._samples.setdefault((stage, place.chain), {}), self.storages)
 
     def num_bytes(self) -> int:
         return sum(kept.num_bytes for layers in self._samples.values() for kept in layers.values())

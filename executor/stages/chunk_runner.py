@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,18 +19,22 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
-from dynapipe_ext.executor.stages.carried_keys import CarriedKeys
+from dynapipe_ext.executor.stages.carried_keys import CarriedKeys, CarriedPiece
 from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.stages.random_state import Replay, replay_torch
 from dynapipe_ext.executor.stages.split_linear import DeferredGradients, DeferredWork, deferred_bytes
 from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
+
+Outputs = tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True)
 class _Live:
-    """One micro-batch between a stage's forward and its backward."""
+    """One micro-batch between a stage's forward and its backward; `outputs` runs the forward again where that is
+    recomputed as a whole."""
 
     inputs: tuple[torch.Tensor, ...]
-    outputs: tuple[torch.Tensor, ...]
+    outputs: Outputs | Callable[[CarriedPiece | None], Outputs]
     num_bytes: int
 
 
@@ -37,7 +42,7 @@ class ChunkRunner:
     """`num_chunks` model chunks, one a stage of this rank; `splittable` weights are those whose gradients W computes.
 
     With `measure_bytes`, what autograd stores beside `parameters` is counted by saved-tensor hooks; without, inputs and
-    outputs are.
+    outputs are. `replay` is of all generators that chunks draw from.
     """
 
     def __init__(
@@ -49,8 +54,9 @@ class ChunkRunner:
         splittable: Iterable[torch.Tensor],
         device: torch.device,
         measure_bytes: bool,
+        replay: Callable[[torch.device], Replay] = replay_torch,
     ) -> None:
-        self._num_chunks, self._gradients, self._device = num_chunks, gradients, device
+        self._num_chunks, self._gradients, self._device, self._replay = num_chunks, gradients, device, replay
         self._deferred = DeferredGradients(splittable, gradients.add_weight, takes_all=gradients.by_use)
         own = list(parameters)
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in own}
@@ -79,47 +85,63 @@ class ChunkRunner:
     def forward(self, stage: int, micro_batch: int, inputs: Tensors, call: Callable[..., Any]) -> Tensors:
         """Outputs of `call(batch, *inputs)`: a tensor or a tuple of them; on the last stage it returns the loss sum.
 
-        A batch that has a piece of a cut sample says so by "carried", a CarriedPiece.
+        A batch that has a piece of a cut sample says so by "carried", a CarriedPiece. Where the plan recomputes the
+        stage, its backward calls again.
         """
-        plan, batch = self._plan, self._batches[micro_batch]
+        plan = self._plan
         is_last, learns = stage == plan.num_stages - 1, not plan.forward_only
+        comes_again = learns and plan.micro_batches[micro_batch].recompute == "stage"
         own_inputs = tuple(x.detach().requires_grad_(learns) for x in inputs)
+        run = partial(self._outputs, stage, micro_batch, own_inputs, call)
+        replay = self._replay(self._device) if comes_again else nullcontext
         stored = StoredBytes(self._weights, self._carried.storages)
         with (
             self._carried.forward(stage, micro_batch) as piece,
             named_collectives(f"step {plan.step}, {stage}F{micro_batch}"),
-            nullcontext() if learns else torch.no_grad(),
+            torch.set_grad_enabled(learns and not comes_again),
             stored.counting() if self.measure_bytes else nullcontext(),
         ):
-            output = call(batch if piece is None else {**batch, "carried": piece}, *own_inputs)
-            if is_last:
-                output = checked_loss_sum(output) / plan.loss_divisor
-        outputs = output if isinstance(output, tuple) else (output,)
+            outputs = run(piece)
         if is_last:
-            self._losses[micro_batch] = output.detach()
-        if learns:
-            if not any(x.requires_grad for x in outputs) and (inputs or is_last or self._trains):
-                raise ConfigError(
-                    f"what stage {stage} returns has no gradient: it was detached, or computed under no_grad, on its"
-                    " way from the stage's inputs and weights"
-                )
+            self._losses[micro_batch] = outputs[0].detach()
+        if comes_again:
+            self._live[stage, micro_batch] = _Live(own_inputs, partial(_replayed, replay, run), _num_bytes(own_inputs))
+        elif learns:
             num_bytes = stored.num_bytes if self.measure_bytes else _num_bytes((*own_inputs, *outputs))
             self._live[stage, micro_batch] = _Live(own_inputs, outputs, num_bytes)
         elif stage == plan.stages[-1]:
             del self._batches[micro_batch]
         return () if is_last else tuple(x.detach() for x in outputs)
 
+    def _outputs(
+        self, stage: int, micro_batch: int, inputs: Outputs, call: Callable[..., Any], piece: CarriedPiece | None
+    ) -> Outputs:
+        """Errors: ConfigError for what cannot be learned from, where gradients are enabled."""
+        batch, is_last = self._batches[micro_batch], stage == self._plan.num_stages - 1
+        output = call(batch if piece is None else {**batch, "carried": piece}, *inputs)
+        if is_last:
+            output = checked_loss_sum(output) / self._plan.loss_divisor
+        outputs = output if isinstance(output, tuple) else (output,)
+        learns = torch.is_grad_enabled() and (inputs or is_last or self._trains)
+        if learns and not any(x.requires_grad for x in outputs):
+            raise ConfigError(
+                f"what stage {stage} returns has no gradient: it was detached, or computed under no_grad, on its way"
+                " from the stage's inputs and weights"
+            )
+        return outputs
+
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
         plan = self._plan
         with (
-            self._carried.backward(stage, micro_batch),
+            self._carried.backward(stage, micro_batch) as piece,
             named_collectives(f"step {plan.step}, backward of micro-batch {micro_batch} on stage {stage}"),
         ):
             live = self._live.pop((stage, micro_batch))
-            ends = [i for i, x in enumerate(live.outputs) if x.requires_grad]  # none where the first stage is frozen
+            outputs = live.outputs if isinstance(live.outputs, tuple) else live.outputs(piece)
+            ends = [i for i, x in enumerate(outputs) if x.requires_grad]  # none where the first stage is frozen
             if ends:
                 self._gradients.backward(
-                    [live.outputs[i] for i in ends], [output_grads[i] for i in ends] if output_grads else None
+                    [outputs[i] for i in ends], [output_grads[i] for i in ends] if output_grads else None
                 )
         self._gradients.add()
         if stage == plan.stages[0]:
@@ -127,8 +149,8 @@ class ChunkRunner:
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs)
 
     def backward_input(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
-        """Under full recomputation I does the work of W: all layers' inputs would come back and stay until W."""
-        if self._plan.micro_batches[micro_batch].recompute == "full":
+        """Where layers or stages are recomputed I does the work of W: what comes back would stay until W."""
+        if self._plan.micro_batches[micro_batch].recompute in ("full", "stage"):
             self._put_off[stage, micro_batch] = []
             return self.backward(stage, micro_batch, output_grads)
         with self._deferred.deferring() as work:
@@ -164,6 +186,11 @@ class ChunkRunner:
     def held_bytes(self) -> int:
         put_off = sum(deferred_bytes(work) for work in self._put_off.values())
         return put_off + sum(live.num_bytes for live in self._live.values()) + self._carried.num_bytes()
+
+
+def _replayed(replay: Replay, run: Callable[[CarriedPiece | None], Outputs], piece: CarriedPiece | None) -> Outputs:
+    with torch.enable_grad(), replay():
+        return run(piece)
 
 
 def checked_loss_sum(loss: Any) -> torch.Tensor:

@@ -137,6 +137,11 @@ def _refuse_plan(plan: ExecutionPlan, zero_stage: int) -> None:
             f"{said} has {plan.num_micro_batches} micro-batches: plan with equal_counts=True and"
             f" collectives=ReplicaCollectives.of_zero({zero_stage})"
         )
+    if any(m.recompute == "stage" for m in plan.micro_batches):
+        raise ConfigError(
+            f"{said} recomputes whole stages, so an engine would run forwards without a backward: recompute layers"
+            ' ("full")'
+        )
     actions = [i for i in plan.instructions if isinstance(i, Forward | Backward | BackwardInput | BackwardWeight)]
     pairs = [(Forward(0, m), Backward(0, m)) for m in (action.micro_batch for action in actions[::2])]
     if actions != [action for pair in pairs for action in pair]:

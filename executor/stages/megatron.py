@@ -20,7 +20,7 @@ from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
 from dynapipe_ext.executor.stages.keyed_random import random_key, seed_of
 from dynapipe_ext.executor.stages.megatron_pieces import take_pieces
-from dynapipe_ext.executor.stages.megatron_recompute import RecomputeSwitch
+from dynapipe_ext.executor.stages.megatron_recompute import RecomputeSwitch, replay_megatron
 
 Chunks = Sequence[Any]  # a rank's model chunks, one a stage and in their order, each in megatron-core's DDP
 
@@ -112,6 +112,7 @@ class MegatronStage:
             splittable=parameters,
             device=self._device,
             measure_bytes=measure_bytes,
+            replay=replay_megatron,
         )
         self._counts_loss = parallel_state.get_tensor_model_parallel_rank() == 0
         self._num_weight_bytes: int = sum(p.numel() * (p.element_size() + 4) for p in parameters)
@@ -145,10 +146,8 @@ class MegatronStage:
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
         number = self._plan.stages.index(stage)
-        planned = self._plan.micro_batches[micro_batch]
-        self._recompute[number].set("none" if self._plan.forward_only else planned.recompute)
         self._working_on = micro_batch
-        return self._runner.forward(stage, micro_batch, inputs, partial(self._call_chunk, self._chunks[number]))
+        return self._runner.forward(stage, micro_batch, inputs, partial(self._call_chunk, number, micro_batch))
 
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
         self._working_on = micro_batch  # recomputation draws the same random numbers again
@@ -175,11 +174,13 @@ class MegatronStage:
         """Weights and their float32 gradient buffers on this rank."""
         return self._num_weight_bytes
 
-    def _call_chunk(self, chunk: Any, batch: Batch, *inputs: torch.Tensor) -> Any:
+    def _call_chunk(self, number: int, micro_batch: int, batch: Batch, *inputs: torch.Tensor) -> Any:
+        planned = self._plan.micro_batches[micro_batch]
+        self._recompute[number].set("none" if self._plan.forward_only else planned.recompute)
         if "carried" in batch:
             packed = packed_parameters(batch["packed"].document_lengths, self._device, batch["carried"])
             batch = {**batch, "packed": packed}
-        return self._call(chunk, batch, *inputs)
+        return self._call(self._chunks[number], batch, *inputs)
 
     def _sum_over_job(self, loss: torch.Tensor) -> None:
         if not self._counts_loss:

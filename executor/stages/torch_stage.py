@@ -93,7 +93,7 @@ class TorchStage:
         self._runner.load(micro_batch, batch)
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
-        call = partial(self._call, stage, self._calls[self._plan.stages.index(stage)])
+        call = partial(self._call, stage, micro_batch)
         return self._runner.forward(stage, micro_batch, inputs, call)
 
     def backward(self, stage: int, micro_batch: int, output_grads: Tensors) -> Tensors:
@@ -115,12 +115,12 @@ class TorchStage:
     def held_bytes(self) -> int:
         return self._runner.held_bytes()
 
-    def _call(self, stage: int, module: Module, batch: Batch, *inputs: torch.Tensor) -> Any:
+    def _call(self, stage: int, micro_batch: int, batch: Batch, *inputs: torch.Tensor) -> Any:
         if not inputs:
             if "tokens" not in batch:
                 raise DataError(f'stage 0 reads batch["tokens"], but the collate function gave {sorted(batch)}')
             inputs = (batch["tokens"],)
-        output = module(*inputs, batch)
+        output = self._calls[self._plan.stages.index(stage)](*inputs, batch)
         return self._loss(output, batch) if stage == self._plan.num_stages - 1 else output
 
 

@@ -12,7 +12,7 @@ import torch
 from dynapipe_ext.data.collate import document_lengths, document_positions
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
+from dynapipe_ext.executor.protocols import Batch, Reductions
 from dynapipe_ext.executor.stages.accumulator import PlainAccumulator
 from dynapipe_ext.executor.stages.keyed_random import random_key
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage
@@ -99,10 +99,10 @@ class TransformersStage(TorchStage):
         }
         super().load(micro_batch, {**moved, "model_inputs": inputs, "random_key": random_key(self._plan, micro_batch)})
 
-    def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
-        recomputes = self._plan.micro_batches[micro_batch].recompute != "none" and not self._plan.forward_only
-        self._parts[self._plan.stages.index(stage)].recompute_layers(recomputes)
-        return super().forward(stage, micro_batch, inputs)
+    def _call(self, stage: int, micro_batch: int, batch: Batch, *inputs: torch.Tensor) -> Any:
+        recompute = "none" if self._plan.forward_only else self._plan.micro_batches[micro_batch].recompute
+        self._parts[self._plan.stages.index(stage)].recompute_layers(recompute in ("selective", "full"))
+        return super()._call(stage, micro_batch, batch, *inputs)
 
     @property
     def _attention(self) -> str:

@@ -32,7 +32,7 @@ from dynapipe_ext.launch.outcome import versions
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.presets import read_model
-from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute, round_up
+from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch, Recompute, round_up
 from dynapipe_ext.reproducible import exp, log
 from dynapipe_ext.suggestion import did_you_mean
 from dynapipe_ext.tools.account.profile_errors import errors_table, held_out_errors
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="most rows x length, of both sides (default: 4 x the longest row)"
     )
-    parser.add_argument("--recompute", default=RECOMPUTES, type=_kinds, metavar="KIND,…", help="kinds to measure")
+    parser.add_argument("--recompute", default=LAYER_RECOMPUTES, type=_kinds, metavar="KIND,…", help="kinds to measure")
     parser.add_argument("--error-target", type=float, default=0.05, metavar="E", help="mean error of times")
     parser.add_argument("--max-shapes", type=int, default=24, metavar="N", help="most shapes to measure")
     parser.add_argument("--max-seconds", type=float, default=600.0, metavar="SECONDS", help="stop choosing shapes then")
@@ -85,10 +85,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _kinds(text: str) -> tuple[Recompute, ...]:
     """Kinds of recomputation with commas, in their usual order."""
-    if unknown := sorted(set(text.split(",")) - set(RECOMPUTES)):
-        near = did_you_mean(unknown[0], RECOMPUTES)
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown: choose from {', '.join(RECOMPUTES)}{near}")
-    return tuple(kind for kind in RECOMPUTES if kind in text.split(","))
+    if unknown := sorted(set(text.split(",")) - set(LAYER_RECOMPUTES)):
+        near = did_you_mean(unknown[0], LAYER_RECOMPUTES)
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown: choose from {', '.join(LAYER_RECOMPUTES)}{near}")
+    return tuple(kind for kind in LAYER_RECOMPUTES if kind in text.split(","))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dynapipe_ext.schedules.actions import Action, Kind
 from dynapipe_ext.schedules.step_plan import StepPlan
 
 PICTURE = Path(__file__).resolve().parents[2] / ".github" / "pieces.svg"
-CASE = Case("llama-2-7b", 4, 2, "tail", 10**6)
+CASE = Case("llama-2-7b", 8, 4, 2, "tail", 10**6)
 LONG_TOKENS = 32 * 1024
 
 # As on trace pages: blue forwards, orange backwards; the longer the sample, the darker.

@@ -22,7 +22,7 @@ from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import RECOMPUTES, GlobalBatchPlan, Layout, MicroBatch, ReplicaPlan, check_cover
+from dynapipe_ext.plan import LAYER_RECOMPUTES, GlobalBatchPlan, Layout, MicroBatch, ReplicaPlan, check_cover
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule, linear_schedule
 from dynapipe_ext.schedules.judge.bounds import lower_bound_ns
 from dynapipe_ext.schedules.judge.memory import StageMemory, peak_bytes
@@ -57,7 +57,9 @@ def peer_plan(
     candidates: Iterator[tuple[Callable[[], Replicas], Scheduler]]
     match peer:
         case "DynaPipe":
-            evaluates = {kind: shape_evaluate(costs, recompute=kind, min_in_flight=topology.pp) for kind in RECOMPUTES}
+            evaluates = {
+                kind: shape_evaluate(costs, recompute=kind, min_in_flight=topology.pp) for kind in LAYER_RECOMPUTES
+            }
             cut = partial(dynapipe_rule, samples, evaluates, pp=topology.pp, dp=topology.dp, max_bytes=limit_bytes)
             candidates = iter([(cut, _cyclic)])
         case "Megatron" | "verl":
@@ -65,7 +67,7 @@ def peer_plan(
             candidates = (
                 (partial(rule, samples, max_tokens=tokens, dp=topology.dp, layout=layout, recompute=kind), natural)
                 for tokens in _TOKENS
-                for kind in RECOMPUTES
+                for kind in LAYER_RECOMPUTES
             )
         case "readiness":
             if ours is None:

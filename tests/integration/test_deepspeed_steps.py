@@ -152,6 +152,8 @@ def refused(parallel: ParallelContext, rank: int) -> dict[str, str]:
     unequal = plan_of(SAMPLES[:1], rank, 1)
     in_flight = plan_of(SAMPLES, rank, 1, schedule="gpipe", rule="packed-balanced", equal_counts=True, layout="packed")
     note("unequal", lambda: stage.start_step(unequal))
+    of_stages = plan_of(SAMPLES, rank, 2, layout="padded", recompute="stage")
+    note("stages", lambda: stage.start_step(of_stages))
     executor = PipelineExecutor(
         DeepSpeedStage(ds, token_loss_sum, parallel=parallel, restarts_attention=True), parallel.transport
     )
@@ -229,6 +231,7 @@ def test_bfloat16_engines_come_as_close_as_bfloat16_does(ran, plain, name):
     ("name", "says"),
     [
         ("unequal", r"ZeRO 2 .* has \(1, 0\) micro-batches: plan with equal_counts=True"),
+        ("stages", r"ZeRO 2 .* recomputes whole stages, .*: recompute layers"),
         ("in flight", r"ZeRO 2 .* runs 0F0 0F1 .*: take a schedule of whole backwards"),
         ("replicas", "the plan is for 1 replicas but the engine for 2"),
         ("not finite", r"step 0 is not finite \(loss nan, on 2 ranks\).*no weight was changed"),

@@ -61,10 +61,12 @@ TP2V = Topology(tp=2, pp=2, placement=(0, 1, 1, 0))
 ALL = Topology(tp=2, pp=2, dp=2)
 GQA, LEARNED = Model(), Model(tied=False, position="learned", modern=False)
 LONG = 2048
+HELD_KINDS: tuple[Recompute, ...] = ("none", "full", "stage")
+KEYS_BYTES = 2 * GQA.shape.num_layers * LONG * GQA.shape.kv_size * 4  # and values, of all layers
 
 Kinds = tuple[tuple[Recompute, bool], ...]  # recomputation, and whether backwards are split
 KINDS: dict[Model, Kinds] = {
-    GQA: (("none", False), ("selective", False), ("selective", True), ("full", True)),
+    GQA: (("none", False), ("selective", False), ("selective", True), ("full", True), ("stage", True)),
     LEARNED: (("none", True),),
 }
 
@@ -111,11 +113,13 @@ def in_one_process(env) -> Alone:
             loop_error = error_in_a_loop(plan, ddps, transport, whole[model]) if model == GQA else loop_error
     dropped = []
     with in_job(Case(ONE, model=GQA, dropout=0.2), env) as (ddps, stage, transport):
-        for plan, _ in plans_of(Case(ONE), env, (("none", True), ("full", False)), same=True):
+        for plan, _ in plans_of(Case(ONE), env, (("none", True), ("full", False), ("stage", True)), same=True):
             loss = PipelineExecutor(stage, transport).execute(plan, batches_of(plan))
             dropped.append((loss, {name: gradient.numpy().copy() for name, gradient in main_grads(ddps[0]).items()}))
     with in_job(Case(ONE, model=GQA), env) as (ddps, stage, transport):
-        held = {kind: [held_of(stage, transport, kind, count) for count in (2, 16)] for kind in ("none", "full")}
+        held = {
+            kind: [held_of(stage, transport, kind, count) for count in (2, 16)] for kind in ("none", "full", "stage")
+        }
     dist.destroy_process_group()
     return Alone(whole, errors, evaluated, loop_error, dropped, refusals, held)  # type: ignore[arg-type]
 
@@ -183,8 +187,11 @@ def test_pieces_have_loss_and_gradients_of_whole_samples_in_one_process(alone):
 
 
 JOBS = {
-    "all": (Case(ALL, sequence_parallel=True), (("none", False), ("selective", True), ("full", False))),
-    "v": (Case(TP2V, model=LEARNED), (("full", True),)),
+    "all": (
+        Case(ALL, sequence_parallel=True),
+        (("none", False), ("selective", True), ("full", False), ("stage", True)),
+    ),
+    "v": (Case(TP2V, model=LEARNED), (("full", True), ("stage", False))),
     "pp4": (Case(Topology(pp=4)), (("selective", False),)),
 }
 
@@ -324,12 +331,15 @@ def held_of(stage: MegatronStage, transport: Any, recompute: Recompute, num_piec
 def test_sixteen_pieces_hold_what_two_hold_and_gradients_of_keys_beside(alone):
     """No joined prefix is kept. Sums of key and value gradients, whose share is large where layers keep their inputs
     alone, are those of all pieces but the last."""
-    shape = GQA.shape
-    keys = 2 * shape.num_layers * LONG * shape.kv_size * 4
     for recompute, (two, sixteen) in alone.held.items():
         assert sixteen[15] <= 1.001 * two[1], recompute  # after all forwards
         assert sixteen[-1] == two[-1] == 0
-        assert max(sixteen) <= (1.03 * max(two) if recompute != "full" else max(two) + keys * 14 / 16)
+        assert max(sixteen) <= (1.03 * max(two) if recompute == "none" else max(two) + KEYS_BYTES * 14 / 16)
+
+
+def test_a_first_stage_that_is_recomputed_holds_keys_and_values_alone(alone):
+    for held in alone.held["stage"]:
+        assert held[len(held) // 2 - 1] == KEYS_BYTES  # after all forwards
 
 
 SETTINGS = """

@@ -63,7 +63,12 @@ def test_the_kernel_that_runs_documents_one_by_one_learns_the_same(layout):
 
 @pytest.mark.parametrize(
     ("family", "topology", "recompute", "split"),
-    [("llama", "pp2", "none", True), ("gpt2", "v", "full", False), ("qwen3", "pp1", "selective", False)],
+    [
+        ("llama", "pp2", "none", True),
+        ("gpt2", "v", "full", False),
+        ("qwen3", "pp1", "selective", False),
+        ("llama", "v", "stage", True),
+    ],
 )
 def test_cut_samples_learn_what_whole_ones_learn(family, topology, recompute, split):
     """Rows mix a piece and whole documents, orders are random; a piece that was given no earlier keys would show."""
@@ -131,12 +136,12 @@ def test_adapters_learn_what_they_learn_in_the_whole_model_and_frozen_weights_no
     assert 0 < trained_share(part) < 0.3
 
 
-def test_layers_that_are_recomputed_draw_and_learn_the_same_and_keep_less():
+def test_layers_and_stages_that_are_recomputed_draw_and_learn_the_same_and_layers_keep_less():
     model = tiny_model("phi").train()
     for layer in model.model.layers:
         layer.resid_dropout.p = 0.2
     found, kept = [], []
-    for recompute, split in (("none", False), ("full", False), ("selective", True)):
+    for recompute, split in (("none", False), ("full", False), ("selective", True), ("stage", False)):
         own = copy.deepcopy(model)
         (plan,) = plans_of(Topology(), "padded", split=split, recompute=recompute)
         saved = Counted()
@@ -146,7 +151,8 @@ def test_layers_that_are_recomputed_draw_and_learn_the_same_and_keep_less():
             )
         found.append((loss, {name: weight.grad for name, weight in own.named_parameters()}))
         kept.append(saved.num_bytes)
-    assert found[0][0] == found[1][0] == found[2][0] != pytest.approx(one_by_one(model.eval(), SAMPLES)[0], rel=1e-4)
+    assert len({loss for loss, _ in found}) == 1
+    assert found[0][0] != pytest.approx(one_by_one(model.eval(), SAMPLES)[0], rel=1e-4)
     for _, gradients in found[1:]:
         assert_same(gradients, found[0][1])
     assert kept[1] < kept[0] / 1.5

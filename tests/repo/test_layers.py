@@ -41,6 +41,7 @@ RIM = {
         "executor/stages/collectives.py",
         "executor/stages/deepspeed*.py",
         "executor/stages/megatron*.py",
+        "executor/stages/random_state.py",
         "executor/stages/split_linear.py",
         "executor/stages/stored_bytes.py",
         "executor/stages/torch_stage.py",

@@ -12,7 +12,7 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import RECOMPUTES, MicroBatch
+from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
 
@@ -22,7 +22,7 @@ LENGTHS = [12, 7, 350, 41, 9, 24, 88, 16]
 
 
 def test_backwards_and_w_are_shorter_by_the_frozen_share_under_every_recomputation():
-    micro_batches = [MicroBatch((SampleLength(0, 40),), recompute=kind) for kind in (*RECOMPUTES, "full")]
+    micro_batches = [MicroBatch((SampleLength(0, 40),), recompute=kind) for kind in (*LAYER_RECOMPUTES, "full")]
     all_trained, frozen = BASE.evaluate(micro_batches), FROZEN.evaluate(micro_batches)
     saved = all_trained.backward_ns - frozen.backward_ns
     assert saved.tolist() == [[30_000] * 4, [40_000] * 4]  # three quarters, and all, of W's 40 x 1000 ns

@@ -22,7 +22,7 @@ from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
+from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 
 ROWS, LENGTHS = (1, 2, 8), (16, 64, 256)
@@ -52,7 +52,7 @@ def write_csvs(directory: Path, model: str, *, decoder: bool) -> Path:
         ["tp", "recompute", "layer", "pass", "micro_batch_size", "encoder_len", "decoder_len", "ms"]
     ]
     memory: list[list[Any]] = [[*time[0][:3], "kind", *time[0][4:7], "mb"]]
-    for recompute, layer in itertools.product(RECOMPUTES, ("encoder", "decoder", "postprocess")):
+    for recompute, layer in itertools.product(LAYER_RECOMPUTES, ("encoder", "decoder", "postprocess")):
         if layer == "decoder" and not decoder:
             continue
         for rows, enc, dec in itertools.product(ROWS, LENGTHS, LENGTHS if layer == "decoder" else (0,)):
@@ -122,7 +122,7 @@ def expected(table: CostTable, recompute: str, rows: float, enc: float, dec: flo
     return out
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTES)
+@pytest.mark.parametrize("recompute", LAYER_RECOMPUTES)
 @pytest.mark.parametrize("head", ["last", "every"])
 @pytest.mark.parametrize("make", [gpt, t5])
 def test_costs_equal_a_scalar_interpolation_layer_by_layer(
@@ -192,7 +192,7 @@ def test_the_native_core_prices_shapes_to_the_bit_as_its_twin_does(tmp_path: Pat
     shapes = np.stack([rng.uniform(0, 10, 4000), rng.uniform(0, 300, 4000), rng.uniform(0, 300, 4000)])
     shapes[:, :1000] = np.round(shapes[:, :1000] / 8) * 8  # on the axes' points, too
     for table in (make(tmp_path), make(tmp_path, lm_head="every")):
-        for recompute in RECOMPUTES:
+        for recompute in LAYER_RECOMPUTES:
             grids = [table.grids.get((recompute, kind)) for kind in KINDS]
             found = [
                 stage_values(
@@ -235,6 +235,7 @@ def test_uneven_layers_and_other_topologies_reuse_the_measurements(tmp_path: Pat
         ((300,), "full", r"1 x 300 lies above .* encoder_len 256 and refuses to extrapolate"),
         ((16,) * 9, "full", r"9 x 16 lies above .* rows 8 and refuses"),
         ((256,) * 8, "none", r"8 x 256 with recompute 'none' leans on points that were not measured"),
+        ((16,), "stage", "with recompute 'stage': the cost table has only none, selective, full"),  # peaks of F alone
     ],
 )
 def test_a_shape_outside_the_grid_is_refused_with_shape_and_bound(

@@ -43,12 +43,13 @@ def test_uniform_lengths_give_the_closed_form_of_narayanan_et_al(batch: int, len
     assert whole.padding == 0
 
 
-def test_selective_recomputation_does_attention_once_more() -> None:
+def test_recomputation_does_attention_layers_or_all_of_a_stage_once_more() -> None:
     positions = Positions.of_rows(128, rows=4)
-    none, selective, full = (step_flops(_GPT, Work(positions, {kind: positions})) for kind in RECOMPUTES)
+    none, selective, full, stage = (step_flops(_GPT, Work(positions, {kind: positions})) for kind in RECOMPUTES)
     forward = forward_flops(_GPT, positions)
     assert (none.recompute, selective.recompute) == (0, forward.attention)
     assert full.recompute == forward.layers + forward.attention
+    assert stage.recompute == forward.total
     assert none.model == selective.model == full.model == 3 * forward.total
 
 

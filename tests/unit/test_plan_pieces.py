@@ -21,11 +21,14 @@ from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.presets import preset
 from dynapipe_ext.pieces import carried_pieces, chains
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.splits.carried import Slope, cut
+from dynapipe_ext.tools.check.check_plan import check
+from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
 from dynapipe_ext.tools.show.plan import micro_batch_table, of_proven_step, read_plan, write_plan
 from dynapipe_ext.tools.show.schedule import read_pieces
@@ -35,6 +38,9 @@ LLAMA = Architecture.gpt(
     num_layers=4, hidden_size=64, num_heads=4, num_query_groups=2, ffn_hidden_size=256, gated_mlp=True,
     vocab_size=512, max_seq_len=1 << 20, tied_embeddings=False, position="rope",
 )  # fmt: skip
+
+
+KINDS = ("none", "stage")
 
 
 def carried(index: int, start: int, length: int, *others: SampleLength, recompute: str = "none") -> MicroBatch:
@@ -90,6 +96,12 @@ def test_the_readme_and_its_picture_tell_what_the_bench_found(root: Path) -> Non
     told = (root / "README.md").read_text()
     assert f"takes {cut} times that bound" in told
     assert f"in pieces, {whole} times whole" in told
+    big = [row for row in rows if (row["model"], row["data"]) == ("llama-3-8b", "one")]
+    assert len(big) == 2
+    for row in big:  # "one sample of 256k fits Llama 3 8B on TP2 PP4 so"
+        assert row["whole_over_floor"] is None
+        assert row["recomputed"]["stage"]
+        assert row["peak_gb"] <= 72
 
 
 @settings(max_examples=40, deadline=None)
@@ -124,6 +136,37 @@ def test_what_fits_in_no_row_fits_in_pieces() -> None:
         plan = planner(pieces, limit=1e6).plan(lengths)
         assert is_cut(plan)
         assert plan.peak_bytes <= 1e6
+
+
+def test_stages_are_recomputed_where_memory_makes_pieces_be_recomputed_and_nowhere_else(tmp_path: Path) -> None:
+    """256k of Llama 3 8B over TP2 x PP4: the logits of all pieces alone are 67 GB."""
+    big = AnalyticCosts(
+        preset("llama-3-8b"), Topology(tp=2, pp=4), flops_per_s=350e12, sequence_parallel=True,
+        distributed_optimizer=True,
+    )  # fmt: skip
+    made = Planner(big.topology, big, 80e9, layout="packed", pieces="auto", effort=500)
+    alone = sample_lengths([256 * 1024])
+    with pytest.raises(PlanError, match=r"positions\) needs \d+ B but 80000000000 B is the limit"):
+        replace(made, recompute="full").plan(alone)
+    plan = made.plan(alone)
+    assert {m.recompute for m in plan.batch.micro_batches} >= {"stage", "none"}
+    assert plan.peak_bytes <= 80e9
+    write_plan(tmp_path / "plan.json", plan, big.topology)
+    read = read_plan_file(tmp_path / "plan.json")
+    assert not check(read, big, memory_limit_bytes=80 * 10**9, lengths={0: (256 * 1024, 0)}).faults
+    ample = replace(made, memory_limit_bytes=400e9)
+    assert {m.recompute for m in ample.plan(alone).batch.micro_batches} == {"none"}
+
+
+def test_a_pieces_stage_that_is_recomputed_keeps_what_it_received_and_carried_keys_and_values() -> None:
+    costs = AnalyticCosts(LLAMA, Topology(pp=2), overhead_ns=0)
+    none, stage = (costs.evaluate([carried(0, start, 32, recompute=kind) for start in (0, 32)]) for kind in KINDS)
+    chain = 2 * 2 * 32 * (2 * 64 + 4 * 32)  # keys and values of all positions, gradients of the first piece's, a stage
+    received = 32 * 64 * 2
+    assert stage.stored_bytes.tolist() == [[chain, 0], [chain + received, received]]
+    assert (stage.stored_bytes + stage.working_bytes == none.stored_bytes + none.working_bytes).all()
+    assert (stage.backward_ns == none.backward_ns + none.forward_ns).all()
+    assert not stage.weight_ns.any()
 
 
 @settings(max_examples=100, deadline=None)

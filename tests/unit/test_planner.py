@@ -316,7 +316,7 @@ def test_split_backwards_are_planned_with_their_own_bound(settings: Any) -> None
         *(("seed", value, "must be an integer") for value in (0.0, "0", None, True)),
         ("layout", "zzz", "choose from padded, packed"),
         ("rule", "fixed_rows", "choose from dynapipe-ext, batch-max, fixed-rows"),
-        ("recompute", "auto", "choose from none, selective, full, None"),
+        ("recompute", "auto", "choose from none, selective, full, stage, None"),
         ("schedule", "1F1B", "choose from adaptive, 1f1b"),
         ("loss_norm", ["tokens"], "choose from tokens, samples"),
     ],

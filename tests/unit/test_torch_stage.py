@@ -22,10 +22,10 @@ HIDDEN, VOCAB = 4, 9
 SAMPLES = [SampleLength(i, n, target=n) for i, n in enumerate((3, 6, 2))]
 
 
-def plan_of(pp: int = 1, samples=SAMPLES, layout="padded"):
+def plan_of(pp: int = 1, samples=SAMPLES, layout="padded", **options):
     topology = Topology(pp=pp)
     costs, form = TokenCosts(topology.num_stages, overhead_ns=10**6), ActivationFormat(HIDDEN, order="bsh")
-    planner = Planner(topology, costs, 10**9, pad_multiple=1, format=form, layout=layout)
+    planner = Planner(topology, costs, 10**9, pad_multiple=1, format=form, layout=layout, **options)
     return prove_step(planner, samples, step=0).plans[0][0]
 
 
@@ -95,6 +95,27 @@ def test_every_way_to_give_the_only_stage_trains_the_same():
     for loss, gradients in found[1:]:
         assert loss == found[0][0] > 0
         assert all(torch.equal(a, b) for a, b in zip(gradients, found[0][1], strict=True))
+
+
+class HeldBytes(list):
+    def record(self, span) -> None:
+        self.append(span.num_bytes)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_stage_that_is_recomputed_draws_and_learns_the_same_and_holds_its_input_alone(split):
+    samples, found = [SampleLength(i, 3, target=3) for i in range(8)], []
+    for recompute in ("none", "stage"):
+        model, held = torch.nn.Sequential(*model_of(), torch.nn.Dropout(0.5)), HeldBytes()
+        plan = plan_of(samples=samples, recompute=recompute, split_backward=split, max_tokens=6)
+        assert len(plan.micro_batches) > 3
+        executor = PipelineExecutor(TorchStage(model, loss_sum), InlineHub().transport(0), recorder=held)
+        loss = executor.execute(plan, [batch_of(m) for m in plan.micro_batches])
+        found.append((loss, [p.grad for p in model.parameters()], max(held)))
+    (loss, gradients, most), (again, same, none) = found
+    assert loss == again
+    assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
+    assert most > none == 0, "tokens, which the first stage reads, are no activations"
 
 
 def nothing(*_) -> None: ...

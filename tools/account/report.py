@@ -357,9 +357,9 @@ def fit_from(fields: Fields) -> CostsFit:
 
 
 def work_from(fields: Fields) -> Work:
-    executed = fields.sub("executed")
+    executed, kinds = fields.sub("executed"), fields.one("executed", dict)
     executed.only(RECOMPUTES)
-    by_kind = {kind: _positions(executed.sub(kind)) for kind in RECOMPUTES}
+    by_kind = {kind: _positions(executed.sub(kind)) for kind in RECOMPUTES if kind in kinds}  # older files lack some
     return Work(_positions(fields.sub("real")), {kind: p for kind, p in by_kind.items() if p != Positions()})
 
 

@@ -20,7 +20,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.plan import RECOMPUTES, Recompute
+from dynapipe_ext.plan import LAYER_RECOMPUTES, Recompute
 
 FloatArray = npt.NDArray[np.float64]
 ByteNeed = tuple[int, int]  # encoder, decoder positions of a sample
@@ -153,7 +153,7 @@ def batch_bound_ns(
     counts = Counter(needs)
     most_rows = _most_rows(table, list(counts), stage_ranks, limit_bytes)
     for need, count in counts.items():
-        shapes = {kind: _covering(table, need, len(needs), most_rows.get((need, kind))) for kind in RECOMPUTES}
+        shapes = {kind: _covering(table, need, len(needs), most_rows.get((need, kind))) for kind in LAYER_RECOMPUTES}
         times = _times(costs, shapes, split=split)
         if not len(times.rows):
             return None
@@ -163,7 +163,7 @@ def batch_bound_ns(
         of_ranks = [float((times.work(own) * times.rows).min()) for own in ranks]
         chain = max(chain, *of_ranks) if pieces else max(chain, float(times.chain.min()))
     if pieces:  # the least of them is a position long
-        edge = _times(costs, {kind: np.ones((3, 1)) * [[1], [1], [0]] for kind in RECOMPUTES}, split=split)
+        edge = _times(costs, {kind: np.ones((3, 1)) * [[1], [1], [0]] for kind in LAYER_RECOMPUTES}, split=split)
         head = np.array([edge.forward[: own[0]].sum(axis=0).min() for own in ranks])
         tail = np.array([edge.backward[: own[0]].sum(axis=0).min() for own in ranks])
     return max(chain, float((work / dp + head + (0 if split else tail)).max()))
@@ -182,7 +182,7 @@ def _most_rows(
     beside = np.array([static[[r == rank for r in stage_ranks]].sum() for rank in stage_ranks])[:, None]
     encoder, decoder = np.array(needs, np.int64).T
     found: dict[tuple[ByteNeed, Recompute], int] = {}
-    for recompute in RECOMPUTES:
+    for recompute in LAYER_RECOMPUTES:
         fit = np.zeros(len(needs), np.int64)
         too_many = np.full(len(needs), int(_points(table)[0][-1]) + 1)
         while (too_many - fit > 1).any():
@@ -239,13 +239,13 @@ def _packed_bound_ns(
     edges = dict.fromkeys(ranks, np.inf)
     for length in sorted(set(zip(shapes[1].tolist(), shapes[2].tolist(), strict=True))):
         here = shapes[:, (shapes[1] == length[0]) & (shapes[2] == length[1])]
-        times = _times(costs, dict.fromkeys(RECOMPUTES, here), split=split)
+        times = _times(costs, dict.fromkeys(LAYER_RECOMPUTES, here), split=split)
         if len(times.rows):
             best[length] = {f"rank {rank}": float(times.work(own).min()) for rank, own in ranks.items()}
             best[length]["chain"] = float((times.chain / times.rows).min())
     if not best:
         return None
-    times = _times(costs, dict.fromkeys(RECOMPUTES, shapes), split=split)
+    times = _times(costs, dict.fromkeys(LAYER_RECOMPUTES, shapes), split=split)
     for rank, own in ranks.items():
         edges[rank] = float(times.forward[: own[0]].sum(axis=0).min())
         edges[rank] += 0.0 if split else float(times.backward[: own[0]].sum(axis=0).min())

@@ -24,7 +24,7 @@ from dynapipe_ext.reproducible import product
 from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
 from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
-RecomputeChoice = Literal["none", "selective", "full", "auto"]
+RecomputeChoice = Literal["none", "selective", "full", "stage", "auto"]
 _PAD_MULTIPLE = 8
 _MIXED = 0.98
 

@@ -188,7 +188,7 @@ def _simplest_first(options: Sequence[Option], usual_host_bytes: float) -> list[
 def _simplicity(candidate: Candidate) -> tuple[object, ...]:
     """Of equals the one with less machinery comes first."""
     s, t = candidate.strategy, candidate.strategy.topology
-    kinds = ("none", "selective", "full", "auto")
+    kinds = ("none", "selective", "full", "stage", "auto")
     machinery = s.offload != "none", s.zero_stage, s.ep, s.cp, s.stages_per_rank
     return *machinery, kinds.index(candidate.recompute), t.tp, t.pp, t.placement, candidate.layout
 
