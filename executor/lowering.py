@@ -197,6 +197,7 @@ def lower(
     """
     batch = step_plan.batch
     counts = tuple(len(replica.micro_batches) for replica in batch.replicas)
+    divisor, real_tokens, padded_tokens = loss_divisor(batch), batch.real_tokens, batch.padded_tokens
     plans = []
     for replica, schedule, prediction, replica_costs in zip(
         batch.replicas, step_plan.schedules, step_plan.predictions, step_plan.costs, strict=True
@@ -227,9 +228,9 @@ def lower(
                     instructions=rank_instructions,
                     prediction=prediction,
                     loss_norm=batch.loss_norm,
-                    loss_divisor=loss_divisor(batch),
-                    real_tokens=batch.real_tokens,
-                    padded_tokens=batch.padded_tokens,
+                    loss_divisor=divisor,
+                    real_tokens=real_tokens,
+                    padded_tokens=padded_tokens,
                     num_micro_batches=counts,
                     seed=batch.seed,
                     forward_only=schedule.forward_only,
