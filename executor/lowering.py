@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import assert_never
 
 from dynapipe_ext.activations import ActivationFormat
@@ -72,11 +73,12 @@ def lower_schedule(
     starts = [[start for start, _ in rank] for rank in times]
     before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
     after: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
+    specs_of = cache(lambda micro_batch, boundary: activation_format.specs(micro_batches[micro_batch], boundary))
     for message, post in _in_one_order(order_times or times, _messages(schedule)):
         sender, receiver = message.sender, message.receiver
         channel = channel_of(sender, receiver)
         boundary = message.buffer.stage - (message.buffer.payload == "gradient")
-        specs = activation_format.specs(micro_batches[message.buffer.micro_batch], boundary)
+        specs = specs_of(message.buffer.micro_batch, boundary)
         after[sender][message.sent_after].append(Send(message.buffer, receiver, channel, specs))
         before[receiver][post].append(Recv(message.buffer, sender, channel, specs))
         arrival_ns = times[sender][message.sent_after][1]

@@ -51,6 +51,39 @@ struct SharedCores {  // a step takes at least work x tp / cores; tp 0: every ra
 
 constexpr i64 kMostWeight = 4;
 
+// The replicas' makespans, with their sum and the first of the largest at hand: a tournament of pairs.
+class Makespans {
+ public:
+  explicit Makespans(const std::vector<i64>& of) : leaves_(1) {
+    while (leaves_ < of.size()) leaves_ *= 2;
+    winner_.assign(2 * leaves_, 0);
+    time_.assign(leaves_, -1);
+    for (std::size_t d = 0; d < leaves_; ++d) winner_[leaves_ + d] = static_cast<int>(d);
+    for (std::size_t k = leaves_; k-- > 1;) winner_[k] = winner_[2 * k];
+    for (std::size_t d = 0; d < of.size(); ++d) {
+      time_[d] = 0;
+      set(static_cast<int>(d), of[d]);
+    }
+  }
+  void set(int d, i64 time) {
+    sum_ += time - time_[d];
+    time_[d] = time;
+    for (std::size_t k = (leaves_ + d) / 2; k; k /= 2) {
+      const int left = winner_[2 * k], right = winner_[2 * k + 1];
+      winner_[k] = time_[right] > time_[left] ? right : left;
+    }
+  }
+  i64 of(int d) const { return time_[d]; }
+  i64 sum() const { return sum_; }
+  int largest() const { return leaves_ > 1 ? winner_[1] : 0; }
+
+ private:
+  std::size_t leaves_;
+  std::vector<int> winner_;
+  std::vector<i64> time_;
+  i64 sum_ = 0;
+};
+
 enum Move { kSwap, kInsert, kRule, kRecompute, kGive, kExchange, kShift, kCut, kChain };
 constexpr int kMostApart = 3;  // runs between two pieces where a chain is put elsewhere
 constexpr int kMoveShares[] = {3, 3, 2, 6, 1, 1, 4, 2, 4};  // how often each is tried, of the sum of what there is to move
@@ -111,6 +144,7 @@ class Search {
     auto best_value = value(start);
     i64 record = energy(best_value, start.makespan.size());
     state_ = std::move(start);
+    makespans_ = Makespans(state_.makespan);
     random_ = Random{seed};
     const int replicas = static_cast<int>(state_.groups.size());
     moves_.clear();
@@ -140,14 +174,15 @@ class Search {
       const i64 allowed = record + record / 4096 * (effort - step) / effort;
       bool taken = true;
       state_.floor = floor_of(state_);
-      for (const auto& saved : groups_before_) state_.makespan[saved.replica] = 0;
-      auto [most, sum] = value(state_);  // of what has run
+      for (const auto& saved : groups_before_) makespans_.set(saved.replica, 0);
+      i64 most = std::max(state_.floor, makespans_.of(makespans_.largest())), sum = makespans_.sum();  // of what has run
       for (const auto& saved : groups_before_) {
         const int d = saved.replica;
         const i64 room = room_beside(most, sum, allowed);
-        const i64 found = state_.makespan[d] = run(state_, d, room + 1, nullptr, trials_[d], &tracks_[d]);
+        const i64 found = run(state_, d, room + 1, nullptr, trials_[d], &tracks_[d]);
         taken = found <= room;
         if (!taken) break;
+        makespans_.set(d, found);
         most = std::max(most, found);
         sum += found;
       }
@@ -206,7 +241,7 @@ class Search {
     for (int d : replicas) {
       best.groups[d] = state_.groups[d];
       best.rule[d] = state_.rule[d];
-      best.makespan[d] = state_.makespan[d];
+      best.makespan[d] = makespans_.of(d);
     }
     best.runs.resize(state_.runs.size(), {-1, -1, 0});
     for (int m : runs) best.runs[m] = state_.runs[m];
@@ -251,9 +286,8 @@ class Search {
     const int replicas = static_cast<int>(state_.groups.size());
     int d = random_.below(replicas);
     if (random_.below(2)) {
-      for (int e = 0; e < replicas; ++e) {
-        if (state_.makespan[e] > state_.makespan[d]) d = e;
-      }
+      const int slowest = makespans_.largest();
+      if (makespans_.of(slowest) > makespans_.of(d)) d = slowest;
     }
     const int type = moves_[random_.below(moves_.size())];
     const std::uint64_t a = random_.next(), b = random_.next();
@@ -376,7 +410,7 @@ class Search {
     for (const auto& saved : groups_before_) {
       if (saved.replica == d) return;
     }
-    groups_before_.push_back({d, state_.makespan[d], state_.groups[d]});
+    groups_before_.push_back({d, makespans_.of(d), state_.groups[d]});
   }
 
   void save_run(int m) { runs_before_.push_back({m, state_.runs[m]}); }
@@ -391,7 +425,7 @@ class Search {
   void undo() {
     for (auto& saved : groups_before_) {
       state_.groups[saved.replica] = std::move(saved.group);
-      state_.makespan[saved.replica] = saved.makespan;
+      makespans_.set(saved.replica, saved.makespan);
     }
     for (const auto& saved : runs_before_) state_.runs[saved.first] = saved.second;
     if (rule_before_.first >= 0) state_.rule[rule_before_.first] = rule_before_.second;
@@ -405,7 +439,8 @@ class Search {
   std::vector<Way> ways_;  // [kind][shape][rank]
   bool equal_counts_;
   Dispatcher dispatcher_;
-  State state_;
+  State state_;  // its makespans are those of the start
+  Makespans makespans_{{}};
   Random random_{0};
   std::vector<int> moves_;
   std::vector<Track> tracks_, trials_;  // [replica]: the last run of its state, and of a moved one
