@@ -28,7 +28,7 @@ def carried_start(micro_batch: MicroBatch) -> int:
     return micro_batch.samples[0].start if micro_batch.attention == "carried" else 0
 
 
-def tokens_and_squares(micro_batch: MicroBatch) -> tuple[int, int]:
+def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
     """Padded tokens; and positions that attend x positions attended to, self-attention of both sides: rows x length
     squared if padded or attending over the row; the sum over documents (the row's padding is one more) if attention
     restarts at each. A piece of a longer sample attends to what came before it, too: of all its pieces the squares are
@@ -92,7 +92,7 @@ class TokenCosts:
         return ActivationFormat(hidden_size, "bfloat16", first_decoder_stage=0) if known else None
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        counted = np.array([tokens_and_squares(m) for m in micro_batches], np.int64).reshape(-1, 2)
+        counted = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2)
         tokens, squares = np.ascontiguousarray(counted.T)
         return self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
 

@@ -29,7 +29,8 @@ def with_collectives(
     """
     found = []
     groups = [
-        tuple((dp_rank, pp_rank) for dp_rank in range(len(replicas))) for pp_rank in range(max(map(len, replicas), default=0))
+        tuple((dp_rank, pp_rank) for dp_rank in range(len(replicas)))
+        for pp_rank in range(max(map(len, replicas), default=0))
     ]
     for programs in replicas:
         ranks = []
