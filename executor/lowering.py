@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import assert_never
 
 from dynapipe_ext.activations import ActivationFormat
@@ -72,11 +73,12 @@ def lower_schedule(
     starts = [[start for start, _ in rank] for rank in times]
     before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
     after: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
+    specs_of = cache(lambda micro_batch, boundary: activation_format.specs(micro_batches[micro_batch], boundary))
     for message, post in _in_one_order(order_times or times, _messages(schedule)):
         sender, receiver = message.sender, message.receiver
         channel = channel_of(sender, receiver)
         boundary = message.buffer.stage - (message.buffer.payload == "gradient")
-        specs = activation_format.specs(micro_batches[message.buffer.micro_batch], boundary)
+        specs = specs_of(message.buffer.micro_batch, boundary)
         after[sender][message.sent_after].append(Send(message.buffer, receiver, channel, specs))
         before[receiver][post].append(Recv(message.buffer, sender, channel, specs))
         arrival_ns = times[sender][message.sent_after][1]
@@ -197,6 +199,7 @@ def lower(
     """
     batch = step_plan.batch
     counts = tuple(len(replica.micro_batches) for replica in batch.replicas)
+    divisor, real_tokens, padded_tokens = loss_divisor(batch), batch.real_tokens, batch.padded_tokens
     plans = []
     for replica, schedule, prediction, replica_costs in zip(
         batch.replicas, step_plan.schedules, step_plan.predictions, step_plan.costs, strict=True
@@ -227,9 +230,9 @@ def lower(
                     instructions=rank_instructions,
                     prediction=prediction,
                     loss_norm=batch.loss_norm,
-                    loss_divisor=loss_divisor(batch),
-                    real_tokens=batch.real_tokens,
-                    padded_tokens=batch.padded_tokens,
+                    loss_divisor=divisor,
+                    real_tokens=real_tokens,
+                    padded_tokens=padded_tokens,
                     num_micro_batches=counts,
                     seed=batch.seed,
                     forward_only=schedule.forward_only,

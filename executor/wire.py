@@ -187,7 +187,15 @@ def _micro_batch(row: list[Any]) -> MicroBatch:
 
 
 def _instruction_row(instruction: Instruction, tables: dict[tuple[TensorSpec, ...], int]) -> list[Any]:
-    match instruction:
+    match instruction:  # the most frequent first, as cases are tried in turn
+        case WaitSend(buffer):
+            return ["s", *_buffer_row(buffer)]
+        case WaitRecv(buffer):
+            return ["r", *_buffer_row(buffer)]
+        case Send(buffer, peer, channel, specs):
+            return ["S", *_buffer_row(buffer), peer, channel, tables.setdefault(specs, len(tables))]
+        case Recv(buffer, peer, channel, specs):
+            return ["R", *_buffer_row(buffer), peer, channel, tables.setdefault(specs, len(tables))]
         case Load(micro_batch):
             return ["L", micro_batch]
         case Forward(stage, micro_batch):
@@ -198,14 +206,6 @@ def _instruction_row(instruction: Instruction, tables: dict[tuple[TensorSpec, ..
             return ["I", stage, micro_batch]
         case BackwardWeight(stage, micro_batch):
             return ["W", stage, micro_batch]
-        case Send(buffer, peer, channel, specs):
-            return ["S", *_buffer_row(buffer), peer, channel, tables.setdefault(specs, len(tables))]
-        case Recv(buffer, peer, channel, specs):
-            return ["R", *_buffer_row(buffer), peer, channel, tables.setdefault(specs, len(tables))]
-        case WaitSend(buffer):
-            return ["s", *_buffer_row(buffer)]
-        case WaitRecv(buffer):
-            return ["r", *_buffer_row(buffer)]
         case _:
             assert_never(instruction)
 

@@ -17,7 +17,7 @@ class Dispatcher {
  public:
   explicit Dispatcher(Machine machine)
       : machine_(std::move(machine)), stage_(machine_.stages), rank_(machine_.ranks), work_(machine_.ranks),
-        head_(machine_.ranks), tail_(machine_.ranks) {
+        head_(machine_.ranks), tail_(machine_.ranks), most_working_(machine_.ranks) {
     linear_ = machine_.ranks == machine_.stages;
     for (int s = 0; s < machine_.stages; ++s) linear_ &= machine_.stage_rank[s] == s;
   }
@@ -46,7 +46,7 @@ class Dispatcher {
   // `ways` [rank] of one record.
   void measure(const i64* record, Way* ways) const {
     i64 down = 0, up = 0;
-    std::fill(ways, ways + machine_.ranks, Way{0, 0, 0});
+    std::fill(ways, ways + machine_.ranks, Way{0, 0, 0, 0});
     for (int s = 0; s < machine_.stages; ++s) {
       const int r = machine_.stage_rank[s];
       const i64* const cost = record + s * kFields;
@@ -54,6 +54,7 @@ class Dispatcher {
         ways[r].down = down;
         ways[r].up = machine_.split ? 0 : up;  // a W may come last
       }
+      ways[r].working = std::max(ways[r].working, cost[kWorking]);
       ways[r].work += cost[kForward] + cost[kGradient] + (machine_.split ? cost[kWeight] : 0);
       const bool crosses = s + 1 < machine_.stages && machine_.stage_rank[s + 1] != r;
       down += cost[kForward] + (crosses ? cost[kTransfer] : 0);
@@ -85,11 +86,13 @@ class Dispatcher {
     std::fill(work_.begin(), work_.end(), 0);
     std::fill(tail_.begin(), tail_.end(), kNever);
     std::fill(head_.begin(), head_.end(), kNever);
+    std::fill(most_working_.begin(), most_working_.end(), 0);
     for (const Way* way : track.ways) {
       for (int r = 0; r < ranks; ++r) {
         work_[r] += way[r].work;
         head_[r] = std::min(head_[r], way[r].down);
         tail_[r] = std::min(tail_[r], way[r].up);
+        most_working_[r] = std::max(most_working_[r], way[r].working);
       }
     }
     bool found = false;
@@ -120,7 +123,7 @@ class Dispatcher {
       for (auto& ready : track.weights) ready.clear();
       now_ = {0, 0};
       std::fill(stage_.begin(), stage_.end(), StageState{0, 0});
-      std::fill(rank_.begin(), rank_.end(), RankState{kNever, 0, 0, 0, 0, 0, 0, false});
+      std::fill(rank_.begin(), rank_.end(), RankState{kNever, 0, 0, 0, 0, 0, 0, 0, false});
       rank_[machine_.stage_rank[0]].wake = 0;
       keep(track, 0);
       return;
@@ -197,7 +200,10 @@ class Dispatcher {
   template <bool kLinear, bool kChains>
   bool admits(int r, int s, int m, bool* only_pending) const {
     const int stages = kLinear ? 1 : static_cast<int>(machine_.rank_stages[r].size());
+    const i64 room = machine_.free_bytes[r], fresh = rank_[r].held + taken<kChains>(s, m);
     i64 most_working = ready<kChains>(s, m);
+    if (fresh + most_working - rank_[r].pending_bytes > room) return false;
+    if (most_held<kLinear, kChains>(r, s, m) + most_working_[r] <= room) return true;  // whatever runs next
     if (machine_.working_in_backward) {
       const bool in_turn = !machine_.split && stages == 1 && !kChains;  // then what is older has gone when a backward runs
       for (int k = 0; k < stages; ++k) {
@@ -213,12 +219,25 @@ class Dispatcher {
         }
       }
     }
-    const i64 needed = rank_[r].held + taken<kChains>(s, m) + most_working, room = machine_.free_bytes[r];
+    const i64 needed = fresh + most_working;
     if (needed - rank_[r].pending_bytes > room) return false;
     if (stages > 1 && !safe<kChains>(r, s, m, most_working)) return false;
     if (needed <= room) return true;
     *only_pending = true;
     return false;
+  }
+
+  // What the rank may come to hold of position m and all before it.
+  template <bool kLinear, bool kChains>
+  i64 most_held(int r, int s, int m) const {
+    if (kLinear) return rank_[r].held + taken<kChains>(s, m);
+    return rank_[r].pending_bytes + rank_[r].whole + (s == machine_.rank_stages[r].front() ? on_all<kChains>(r, m) : 0);
+  }
+  template <bool kChains>
+  i64 on_all(int r, int m) const {
+    i64 bytes = 0;
+    for (int t : machine_.rank_stages[r]) bytes += taken<kChains>(t, m);
+    return bytes;
   }
 
   // Several stages on a rank: after this admission the micro-batches in flight can still complete, oldest first.
@@ -323,6 +342,7 @@ class Dispatcher {
     RankState& mine = rank_[r];
     if (c.kind == kForward) {
       mine.held += taken<kChains>(s, m);
+      if (!kLinear && s == machine_.rank_stages[r].front()) mine.whole += on_all<kChains>(r, m);
       ++stage_[s].entered;
       if (s + 1 == stages) {
         track.gradient_at[m * stages + s] = end;
@@ -332,6 +352,7 @@ class Dispatcher {
       mine.wants_forward = false;
     } else if (c.kind == kGradient) {
       ++stage_[s].returned;
+      if (!kLinear && s == machine_.rank_stages[r].front()) mine.whole -= on_all<false>(r, m);
       if (machine_.split) {
         track.weights[r].push_back({s, m, kWeight});
         ++mine.weights_ready;
@@ -370,6 +391,7 @@ class Dispatcher {
   std::vector<StageState> stage_;
   std::vector<RankState> rank_;
   std::vector<i64> work_, head_, tail_;
+  std::vector<i64> most_working_;  // [rank]: of all positions
 };
 
 }  // namespace dynapipe

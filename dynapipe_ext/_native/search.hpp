@@ -7,22 +7,11 @@
 #include <utility>
 
 #include "pipeline.hpp"
+#include "state.hpp"
 
 namespace dynapipe {
 
 constexpr i64 kInfeasible = i64{1} << 50;
-
-struct Random {  // splitmix64 (Steele, Lea and Flood 2014)
-  std::uint64_t state;
-  std::uint64_t next() {
-    state += 0x9E3779B97F4A7C15ull;
-    std::uint64_t z = state;
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-  }
-  int below(std::size_t n) { return static_cast<int>(next() % n); }
-};
 
 // Costs of every shape under every kind of recomputation, and the shape of every run of items that may be a micro-batch.
 struct Costs {
@@ -31,22 +20,6 @@ struct Costs {
   const int* shape = nullptr;    // [last item][items of the run - 1]: its shape, or -1
   std::vector<std::vector<int>> chains;  // items that carry one sample; then run i is item i
   std::vector<int> chain_of;             // [item]: which chain, or -1
-};
-
-struct Run {
-  int first, end, kind;  // items first .. end - 1; first < 0: a run that was merged away
-};
-
-struct State {
-  std::vector<Run> runs;
-  std::vector<std::vector<int>> groups;  // [replica]: runs in injection order
-  std::vector<int> rule;                 // [replica]
-  std::vector<i64> makespan;             // [replica]
-  i64 floor = 0;                         // what the step takes at least where ranks share cores
-};
-
-struct SharedCores {  // a step takes at least work x tp / cores; tp 0: every rank has a core of its own
-  i64 tp = 0, cores = 1;
 };
 
 constexpr i64 kMostWeight = 4;
@@ -108,8 +81,10 @@ class Search {
   State improve(State start, i64 effort, std::uint64_t seed) {
     start.floor = floor_of(start);
     State best = start;
-    i64 record = energy(start);
+    auto best_value = value(start);
+    i64 record = energy(best_value, start.makespan.size());
     state_ = std::move(start);
+    makespans_ = Makespans(state_.makespan);
     random_ = Random{seed};
     const int replicas = static_cast<int>(state_.groups.size());
     moves_.clear();
@@ -123,38 +98,64 @@ class Search {
     tracks_.resize(replicas);
     trials_.resize(replicas);
     for (int d = 0; d < replicas; ++d) run(state_, d, kNever, nullptr, tracks_[d], nullptr);
+    begins_at_.assign(costs_.items + 1, -1);
+    ends_at_.assign(costs_.items + 1, -1);
+    owner_.assign(state_.runs.size(), -1);
+    for (int m = 0; m < static_cast<int>(state_.runs.size()); ++m) place(m);
+    for (int d = 0; d < replicas; ++d) own(d);
+    std::vector<int> replicas_since, runs_since;  // what has changed since the best
     for (i64 step = 0; step < effort; ++step) {
       forget();
       if (!move()) {
         undo();
         continue;
       }
-      for (const auto& saved : groups_before_) in_piece_order(state_.groups[saved.first]);
+      for (const auto& saved : groups_before_) in_piece_order(state_.groups[saved.replica]);
       const i64 allowed = record + record / 4096 * (effort - step) / effort;
       bool taken = true;
       state_.floor = floor_of(state_);
-      for (const auto& saved : groups_before_) state_.makespan[saved.first] = 0;
+      for (const auto& saved : groups_before_) makespans_.set(saved.replica, 0);
+      i64 most = std::max(state_.floor, makespans_.of(makespans_.largest())), sum = makespans_.sum();  // of what has run
       for (const auto& saved : groups_before_) {
-        const int d = saved.first;
-        const i64 most = room(d, allowed);
-        state_.makespan[d] = run(state_, d, most + 1, nullptr, trials_[d], &tracks_[d]);
-        taken = state_.makespan[d] <= most;
+        const int d = saved.replica;
+        const i64 room = room_beside(most, sum, allowed);
+        const i64 found = run(state_, d, room + 1, nullptr, trials_[d], &tracks_[d]);
+        taken = found <= room;
         if (!taken) break;
+        makespans_.set(d, found);
+        most = std::max(most, found);
+        sum += found;
       }
       if (!taken) {
         undo();
         continue;
       }
-      for (const auto& saved : groups_before_) std::swap(tracks_[saved.first], trials_[saved.first]);
-      record = std::min(record, energy(state_));
-      if (value(state_) < value(best)) best = state_;
+      for (const auto& saved : groups_before_) {
+        std::swap(tracks_[saved.replica], trials_[saved.replica]);
+        own(saved.replica);
+        replicas_since.push_back(saved.replica);
+      }
+      for (const auto& saved : runs_before_) {
+        place(saved.first);
+        runs_since.push_back(saved.first);
+      }
+      const Value found{most, sum};
+      record = std::min(record, energy(found, replicas));
+      if (found < best_value) {
+        best_value = found;
+        copy_to(best, replicas_since, runs_since);
+        replicas_since.clear();
+        runs_since.clear();
+      }
     }
     return best;
   }
 
  private:
+  using Value = std::pair<i64, i64>;
+
   // What is best: the smallest largest makespan, if not under the floor, then the smallest sum.
-  static std::pair<i64, i64> value(const State& state) {
+  static Value value(const State& state) {
     i64 most = state.floor, sum = 0;
     for (i64 one : state.makespan) {
       most = std::max(most, one);
@@ -164,22 +165,37 @@ class Search {
   }
 
   // What moves may raise a little: mostly the largest makespan, and a little the mean, so that other replicas make room.
-  static i64 energy(const State& state) {
-    const auto [most, sum] = value(state);
-    return kMostWeight * most * static_cast<i64>(state.makespan.size()) + sum;
+  static i64 energy(const Value& value, std::size_t replicas) {
+    return kMostWeight * value.first * static_cast<i64>(replicas) + value.second;
   }
 
-  // The makespan that replica d may have, beside the others, under an energy.
-  i64 room(int d, i64 allowed) const {
-    i64 most = state_.floor, left = allowed;
-    for (int e = 0; e < static_cast<int>(state_.makespan.size()); ++e) {
-      if (e == d) continue;
-      most = std::max(most, state_.makespan[e]);
-      left -= state_.makespan[e];
-    }
-    const i64 weight = kMostWeight * static_cast<i64>(state_.makespan.size());
+  // The makespan that one replica more may have under an energy, beside the others' largest and sum.
+  i64 room_beside(i64 most, i64 sum, i64 allowed) const {
+    const i64 weight = kMostWeight * static_cast<i64>(state_.makespan.size()), left = allowed - sum;
     const i64 below = left - weight * most;
     return below <= most ? below : left / (weight + 1);
+  }
+
+  // What has changed, in the best state as well.
+  void copy_to(State& best, const std::vector<int>& replicas, const std::vector<int>& runs) const {
+    for (int d : replicas) {
+      best.groups[d] = state_.groups[d];
+      best.rule[d] = state_.rule[d];
+      best.makespan[d] = makespans_.of(d);
+    }
+    best.runs.resize(state_.runs.size(), {-1, -1, 0});
+    for (int m : runs) best.runs[m] = state_.runs[m];
+    best.floor = state_.floor;
+  }
+
+  // Where a run lies among the items, and whose the runs of a replica are: to be found without looking at all.
+  void place(int m) {
+    if (state_.runs[m].first < 0) return;
+    begins_at_[state_.runs[m].first] = ends_at_[state_.runs[m].end] = m;
+  }
+  void own(int d) {
+    owner_.resize(state_.runs.size(), -1);
+    for (int m : state_.groups[d]) owner_[m] = d;
   }
 
   // What a state's step takes at least where ranks share cores.
@@ -210,9 +226,8 @@ class Search {
     const int replicas = static_cast<int>(state_.groups.size());
     int d = random_.below(replicas);
     if (random_.below(2)) {
-      for (int e = 0; e < replicas; ++e) {
-        if (state_.makespan[e] > state_.makespan[d]) d = e;
-      }
+      const int slowest = makespans_.largest();
+      if (makespans_.of(slowest) > makespans_.of(d)) d = slowest;
     }
     const int type = moves_[random_.below(moves_.size())];
     const std::uint64_t a = random_.next(), b = random_.next();
@@ -293,17 +308,12 @@ class Search {
     const bool at_end = b & 1, grows = b & 2;
     b >>= 2;
     const int boundary = at_end ? state_.runs[m].end : state_.runs[m].first;
-    int low = m, high = m;
-    for (int other = 0; other < static_cast<int>(state_.runs.size()); ++other) {
-      const Run& run = state_.runs[other];
-      if (run.first >= 0 && run.end == boundary) low = other;
-      if (run.first == boundary) high = other;
-    }
-    if (low == high) return false;  // the end of the items
+    if (boundary == 0 || boundary == costs_.items) return false;
+    const int low = ends_at_[boundary], high = begins_at_[boundary];
     const int giver = grows == at_end ? high : low;
     const int all = state_.runs[giver].end - state_.runs[giver].first;
     const int by = std::min(all, static_cast<int>(1 + (b >> 3) % (std::uint64_t{1} << b % 6)));
-    const int of_low = replica_of(low), of_high = replica_of(high);
+    const int of_low = owner_[low], of_high = owner_[high];
     save_run(low);
     save_run(high);
     save_group(of_low);
@@ -336,17 +346,11 @@ class Search {
     return record_of(state_.runs[m]) && record_of(state_.runs[fresh]);
   }
 
-  int replica_of(int m) const {
-    int d = 0;
-    while (std::find(state_.groups[d].begin(), state_.groups[d].end(), m) == state_.groups[d].end()) ++d;
-    return d;
-  }
-
   void save_group(int d) {
     for (const auto& saved : groups_before_) {
-      if (saved.first == d) return;
+      if (saved.replica == d) return;
     }
-    groups_before_.push_back({d, state_.groups[d]});
+    groups_before_.push_back({d, makespans_.of(d), state_.groups[d]});
   }
 
   void save_run(int m) { runs_before_.push_back({m, state_.runs[m]}); }
@@ -355,15 +359,16 @@ class Search {
     groups_before_.clear();
     runs_before_.clear();
     rule_before_.first = -1;
-    makespan_before_ = state_.makespan;
     floor_before_ = state_.floor;
   }
 
   void undo() {
-    for (auto& saved : groups_before_) state_.groups[saved.first] = std::move(saved.second);
+    for (auto& saved : groups_before_) {
+      state_.groups[saved.replica] = std::move(saved.group);
+      makespans_.set(saved.replica, saved.makespan);
+    }
     for (const auto& saved : runs_before_) state_.runs[saved.first] = saved.second;
     if (rule_before_.first >= 0) state_.rule[rule_before_.first] = rule_before_.second;
-    state_.makespan = makespan_before_;
     state_.floor = floor_before_;
   }
 
@@ -374,14 +379,21 @@ class Search {
   std::vector<Way> ways_;  // [kind][shape][rank]
   bool equal_counts_;
   Dispatcher dispatcher_;
-  State state_;
+  State state_;  // its makespans are those of the start
+  Makespans makespans_{{}};
   Random random_{0};
   std::vector<int> moves_;
   std::vector<Track> tracks_, trials_;  // [replica]: the last run of its state, and of a moved one
-  std::vector<std::pair<int, std::vector<int>>> groups_before_;
+  struct Saved {
+    int replica;
+    i64 makespan;
+    std::vector<int> group;
+  };
+  std::vector<int> begins_at_, ends_at_;  // [item]: the run that begins there, and that ends before it
+  std::vector<int> owner_;                // [run]: its replica
+  std::vector<Saved> groups_before_;
   std::vector<std::pair<int, Run>> runs_before_;
   std::pair<int, int> rule_before_{-1, 0};
-  std::vector<i64> makespan_before_;
   i64 floor_before_ = 0;
 };
 

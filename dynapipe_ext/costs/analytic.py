@@ -19,7 +19,7 @@ from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.parameters import checked_topology, layer_parameters, replica_and_expert_parameters
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, ZeroStage, check_states, state_bytes
-from dynapipe_ext.costs.tokens import carried_start, fingerprint, sum_of_squares, topology_from_json, topology_to_json
+from dynapipe_ext.costs.tokens import carried_start, count_positions, fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
@@ -169,8 +169,8 @@ class AnalyticCosts:
                     f" {self.architecture.max_seq_len} learned position embeddings: raise max_seq_len or truncate"
                     " samples"
                 )
-        tokens = np.array([m.padded_tokens for m in micro_batches], np.int64)
-        squares = np.array([sum_of_squares(m) for m in micro_batches], np.int64)
+        counted = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2)
+        tokens, squares = np.ascontiguousarray(counted.T)
         costs = self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
         return (
             self._with_carried(costs, micro_batches) if any(m.attention == "carried" for m in micro_batches) else costs

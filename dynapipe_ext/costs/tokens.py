@@ -28,22 +28,26 @@ def carried_start(micro_batch: MicroBatch) -> int:
     return micro_batch.samples[0].start if micro_batch.attention == "carried" else 0
 
 
-def sum_of_squares(micro_batch: MicroBatch) -> int:
-    """Positions that attend x positions attended to, self-attention of both sides: rows x length squared if padded or
-    attending over the row; the sum over documents (the row's padding is one more) if attention restarts at each. A
-    piece of a longer sample attends to what came before it, too: of all its pieces the squares are those of the sample.
+def count_positions(micro_batch: MicroBatch) -> tuple[int, int]:
+    """Padded tokens; and positions that attend x positions attended to, self-attention of both sides: rows x length
+    squared if padded or attending over the row; the sum over documents (the row's padding is one more) if attention
+    restarts at each. A piece of a longer sample attends to what came before it, too: of all its pieces the squares are
+    those of the sample.
     """
-    sides = (micro_batch.encoder_len, micro_batch.decoder_len)
+    sides = encoder, decoder = micro_batch.encoder_len, micro_batch.decoder_len
+    tokens = micro_batch.rows * (encoder + decoder)
     if micro_batch.layout == "padded" or micro_batch.attention == "row":
-        return micro_batch.rows * sum(length**2 for length in sides)
-    lengths = ([s.encoder for s in micro_batch.samples], [s.decoder for s in micro_batch.samples])
+        return tokens, micro_batch.rows * sum(length**2 for length in sides)
+    lengths = [[s.encoder for s in micro_batch.samples]]
+    if decoder:
+        lengths.append([s.decoder for s in micro_batch.samples])
     squares = sum(
         sum(map(mul, documents, documents)) + (length - sum(documents)) ** 2
-        for documents, length in zip(lengths, sides, strict=True)
+        for documents, length in zip(lengths, sides, strict=False)
     )
     # A piece's end^2 - start^2 is that much more than its length squared.
     start = carried_start(micro_batch)
-    return int(squares + (2 * start * micro_batch.samples[0].encoder if start else 0))
+    return tokens, int(squares + (2 * start * micro_batch.samples[0].encoder if start else 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,8 @@ class TokenCosts:
         return ActivationFormat(hidden_size, "bfloat16", first_decoder_stage=0) if known else None
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        tokens = np.array([m.padded_tokens for m in micro_batches], np.int64)
-        squares = np.array([sum_of_squares(m) for m in micro_batches], np.int64)
+        counted = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2)
+        tokens, squares = np.ascontiguousarray(counted.T)
         return self._price(tokens, squares, np.array([m.recompute for m in micro_batches], dtype=np.str_))
 
     def evaluate_shapes(

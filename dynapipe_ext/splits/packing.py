@@ -246,17 +246,24 @@ def fill_lightest(
     where none has. `rows` and `filled`, the (encoder, decoder) positions of each, change in place."""
     heap = [(load, row) for row, load in enumerate(loads)]
     heapq.heapify(heap)
+    aside: list[tuple[int, int, int]] = []  # (-free, load, row), where a longer sample found no room
     for i in order:
         sample, passed = samples[i], []
+        while aside and -aside[0][0] >= sample.encoder:
+            heapq.heappush(heap, heapq.heappop(aside)[1:])
         while heap:
             load, row = heapq.heappop(heap)
-            if filled[row][0] + sample.encoder <= room and filled[row][1] + sample.decoder <= room:
+            free = room - filled[row][0]
+            if free < sample.encoder:
+                heapq.heappush(aside, (-free, load, row))
+            elif filled[row][1] + sample.decoder > room:
+                passed.append((load, row))
+            else:
                 rows[row].append(sample)
                 filled[row][0] += sample.encoder
                 filled[row][1] += sample.decoder
                 passed.append((load + weights[i], row))
                 break
-            passed.append((load, row))
         else:
             return False
         for entry in passed:

@@ -10,6 +10,7 @@ and puts them into the store, at most `ahead` places ahead of global rank 0 (`pu
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -40,6 +41,7 @@ HEARTBEAT_S = 1.0
 CLOSE_SIGNAL = signal.SIGRTMIN  # not SIGTERM or SIGUSR1: those may come from anybody, while ranks need the plans
 ARRAY_TYPE = np.dtype("<i8")
 _FORGET_S = 0.5
+_YOUNG_OBJECTS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,13 @@ def run(job: PlannerJob, lengths: LengthArray, order: SampleOrder | None, store:
         stop.set()
 
 
+def collect_seldom() -> None:
+    """Look for cycles once in a million objects: the plans of a large step are as many values without one, and to look
+    through them every few hundred took as long as to lower and prove them."""
+    gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS)
+
+
 def _beat(store: Store, key: str, stop: threading.Event) -> None:
     count = 0
     try:
@@ -203,6 +212,7 @@ def main() -> int:
         lengths = read_array(sys.stdin.buffer, job.num_samples, 3)
         order = None if job.order_size is None else read_array(sys.stdin.buffer, job.order_size)
         _end_with_input()
+        collect_seldom()
         with _opened(job, patience_s=job.store_patience_s) as store:
             run(job, lengths, order, store)
     except Closed:

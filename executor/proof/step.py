@@ -28,10 +28,13 @@ def with_collectives(
     A group that stays within a replica issues the same on every member by construction.
     """
     found = []
+    groups = [
+        tuple((dp_rank, pp_rank) for dp_rank in range(len(replicas)))
+        for pp_rank in range(max(map(len, replicas), default=0))
+    ]
     for programs in replicas:
         ranks = []
-        for pp_rank, program in enumerate(programs):
-            group = tuple((dp_rank, pp_rank) for dp_rank in range(len(replicas)))
+        for group, program in zip(groups, programs, strict=False):
             events: Sequence[Event] = program
             if collectives.inside or collectives.with_gradients:
                 events = [event for one in program for event in (one, *_issued(one, group, collectives))]

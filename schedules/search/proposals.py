@@ -223,6 +223,8 @@ class Proposals:
 
     def _under(self, kind: Recompute, micro_batches: list[MicroBatch], like: MicroBatchCosts) -> MicroBatchCosts:
         """Costs of all micro-batches under one kind of recomputation; INFEASIBLE where one cannot be priced."""
+        if all(m.recompute == kind for m in micro_batches):
+            return like
         asked = [replace(m, recompute=kind) for m in micro_batches]
         try:
             return self.costs.evaluate(asked)

@@ -19,7 +19,7 @@ from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, ReplicaPlan, check_cover, round_up
 from dynapipe_ext.splits import partition
 from dynapipe_ext.splits.balance import assign_replicas
-from dynapipe_ext.splits.packing import micro_batch_evaluate, split_packed
+from dynapipe_ext.splits.packing import fill_lightest, micro_batch_evaluate, split_packed
 from dynapipe_ext.splits.padded import ordered, shape_evaluate, split_padded
 from dynapipe_ext.splits.partition import best_partition
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
@@ -276,3 +276,37 @@ def test_equal_counts_are_equal(costs: list[int], replicas: int) -> None:
 def test_splits_do_not_depend_on_the_order_of_the_batch(samples: list[SampleLength], turn: int) -> None:
     turned = [*samples[turn:], *samples[:turn]]
     assert split_padded(samples, BY_SHAPE, pp=3, dp=1) == split_padded(turned, BY_SHAPE, pp=3, dp=1)
+
+
+def fill_by_looking_at_all(
+    samples: list[SampleLength], weights: list[int], filled: list[list[int]], loads: list[int], room: int
+) -> list[list[int]] | None:
+    """Rows of sample indices, or None where one finds no room: the rule of `fill_lightest`, word for word."""
+    rows: list[list[int]] = [[] for _ in loads]
+    for sample, weight in zip(samples, weights, strict=True):
+        fits = [
+            row
+            for row, (encoder, decoder) in enumerate(filled)
+            if encoder + sample.encoder <= room and decoder + sample.decoder <= room
+        ]
+        if not fits:
+            return None
+        row = min(fits, key=lambda row: (loads[row], row))
+        rows[row].append(sample.index)
+        loads[row] += weight
+        filled[row] = [filled[row][0] + sample.encoder, filled[row][1] + sample.decoder]
+    return rows
+
+
+@STEADY
+@given(samples=batches(), seed=st.integers(0, 2**32), count=st.integers(1, 8), room=st.integers(400, 2000))
+def test_each_document_goes_to_the_lightest_row_with_room_in_any_order_of_lengths(samples, seed, count, room) -> None:
+    rng = np.random.default_rng(seed)
+    weights, loads = rng.integers(0, 9, len(samples)).tolist(), rng.integers(0, 20, count).tolist()
+    filled = rng.integers(0, (room, room // 4), (count, 2)).tolist()
+    expected = fill_by_looking_at_all(samples, weights, [list(row) for row in filled], list(loads), room)
+    rows: list[list[SampleLength]] = [[] for _ in range(count)]
+    fits = fill_lightest(samples, weights, range(len(samples)), rows, loads, filled, room)
+    assert fits == (expected is not None)
+    if expected is not None:
+        assert [[sample.index for sample in row] for row in rows] == expected
