@@ -13,25 +13,26 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
+from dynapipe_ext.errors import ConfigError, DataError, NotFiniteError, PlanError, VerificationError
 from dynapipe_ext.launch.cluster import BUG_STATUS, JobError
 from dynapipe_ext.launch.file_lock import FileLock, is_held
 
 _END = ".end"
 _LOOKED_AT_S = 1.0  # a launcher that looks whether a lock is held holds it for an instant
-_MISTAKES = (ConfigError, DataError, PlanError, VerificationError)
+# Of settings or data, or a stop that they ask for.
+_FINAL = (ConfigError, DataError, PlanError, VerificationError, NotFiniteError)
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
     """How a rank ended by itself, at `at_s` (seconds of the epoch). `cause` is the whole job's, and `is_first` where no
-    other rank failed before; after a mistake (of settings, of data) another start would end alike."""
+    other rank failed before; `is_final` where another start would end alike."""
 
     status: int
     at_s: float
     cause: str = ""
     is_first: bool = False
-    is_mistake: bool = False
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ def recorded(folder: Path, start: int, rank: int) -> Iterator[None]:
         yield
         end = RankEnd(0, time.time())
     except JobError as error:
-        is_mistake = isinstance(error.__cause__, _MISTAKES)
-        end = RankEnd(error.exit_status, time.time(), error.cause, error.cause == str(error), is_mistake)
+        is_final = isinstance(error.__cause__, _FINAL)
+        end = RankEnd(error.exit_status, time.time(), error.cause, error.cause == str(error), is_final)
         raise
     except SystemExit as error:
         end = RankEnd(error.code if isinstance(error.code, int) else BUG_STATUS, time.time())
