@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.stages.collectives import gather_json
 
 _T = TypeVar("_T")
 
 
 class SavingRanks:
     """This rank among all that save below `root`. `faults` are the errors of writing: where work fails by one of them
-    on one rank, all ranks raise ExecutionError, and none waits for one that is gone."""
+    on one rank, all ranks raise ExecutionError with its words, and none waits for one that is gone."""
 
     def __init__(
         self, root: Path, device: torch.device, *, faults: tuple[type[Exception], ...] = (OSError, RuntimeError)
@@ -32,11 +33,10 @@ class SavingRanks:
         try:
             result = work()
         except self._faults as error:
-            fault = f"below {self._root}: {error}"
+            fault = f"rank {dist.get_rank()} could not write below {self._root}: {error}"
         if self.most(bool(fault)):
-            raise ExecutionError(
-                f"the checkpoint was not saved ({fault or 'another rank says why'}): make room, resume"
-            )
+            first = next(found for found in gather_json(fault, self._device) if found)
+            raise ExecutionError(f"the checkpoint was not saved: {first}: make room there, then resume")
         return cast(_T, result)
 
     def most(self, number: int) -> int:
