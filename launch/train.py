@@ -46,7 +46,7 @@ from dynapipe_ext.launch.job import (
     variants,
 )
 from dynapipe_ext.launch.listeners import shown, written
-from dynapipe_ext.launch.outcome import begin_run, resume_run, run_facts, write_outcome
+from dynapipe_ext.launch.outcome import begin_run, is_unfinished, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.placement import followed_placement, settled_placement, trials_table
 from dynapipe_ext.launch.rank_log import RankLog, rank_log
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
@@ -351,9 +351,10 @@ def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrit
 
 
 def refuse_done(newest: Path, config: TrainConfig) -> None:
-    """Errors: ConfigError where a checkpoint has done all the steps of the settings."""
-    done = read_manifest(newest).run.step
-    if done >= config.run.steps:
+    """Errors: ConfigError where a checkpoint has done all the steps of the settings, and what follows them is done."""
+    done, output = read_manifest(newest).run.step, config.checkpoint.output
+    only_ends = is_unfinished(newest.parents[1]) or (output and not Path(output).exists())
+    if done > config.run.steps or (done == config.run.steps and not only_ends):
         raise ConfigError(
             f"{newest} has done {counted(done, 'step')} and steps is {config.run.steps}: raise --steps to go on"
         )
