@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dynapipe_ext.errors import ConfigError, DataError, NotFiniteError, PlanError, VerificationError
@@ -18,6 +18,7 @@ from dynapipe_ext.launch.cluster import BUG_STATUS, JobError
 from dynapipe_ext.launch.file_lock import FileLock, is_held
 
 _END = ".end"
+_END_BYTES, _MOST_CAUSE = 16384, 2000  # a character may take six bytes
 _LOOKED_AT_S = 1.0  # a launcher that looks whether a lock is held holds it for an instant
 # Of settings or data, or a stop that they ask for.
 _FINAL = (ConfigError, DataError, PlanError, VerificationError, NotFiniteError)
@@ -53,8 +54,9 @@ def recorded(folder: Path, start: int, rank: int) -> Iterator[None]:
     place = folder / str(start) / str(rank)
     # The lock goes with the process, not with this block: what runs until then must be ended, too.
     FileLock(place.with_name(f".{rank}"), f"the record of rank {rank}", wait_s=_LOOKED_AT_S)
-    end = RankEnd(BUG_STATUS, time.time())
+    end, part = RankEnd(BUG_STATUS, time.time()), place.with_name(f".{rank}{_END}")
     try:
+        part.write_bytes(bytes(_END_BYTES))  # room for its end, which may be that of a full disk
         place.with_name(f".{rank}").rename(place)  # whoever finds it finds it locked
         yield
         end = RankEnd(0, time.time())
@@ -66,10 +68,15 @@ def recorded(folder: Path, start: int, rank: int) -> Iterator[None]:
         end = RankEnd(error.code if isinstance(error.code, int) else BUG_STATUS, time.time())
         raise
     finally:
-        with suppress(OSError):  # of a full disk, say: it then counts as killed
-            part = place.with_name(f".{rank}{_END}")
-            part.write_text(json.dumps(asdict(end)))
+        with suppress(OSError):  # it then counts as killed
+            _overwrite(part, json.dumps(asdict(replace(end, cause=end.cause[:_MOST_CAUSE]))))
             part.rename(place.with_name(f"{rank}{_END}"))
+
+
+def _overwrite(path: Path, text: str) -> None:
+    """Write into a file's own bytes, which takes no room; spaces fill the rest."""
+    with path.open("r+b") as file:
+        file.write(text.encode().ljust(_END_BYTES))
 
 
 def read_rank_records(folder: Path) -> tuple[RankRecord, ...]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ExecutionError
-from dynapipe_ext.executor.stages.collectives import gather_json
+from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 
 _T = TypeVar("_T")
 
@@ -39,6 +39,7 @@ class SavingRanks:
             raise ExecutionError(f"the checkpoint was not saved: {first}: make room there, then resume")
         return cast(_T, result)
 
+    @named_collectives("agreement of all ranks on a checkpoint")
     def most(self, number: int) -> int:
         """The largest of every rank's number: what one of them asks for, all do."""
         numbers = torch.tensor([number], dtype=torch.int64, device=self._device)
