@@ -65,8 +65,10 @@ _MOST_STARTS = 6
 _BYTES_VOCABULARY = 258
 _WAIT_DEEDS = [(deed, actor) for deed in ("kill", "stop") for actor in ("rank", "planner", "store", "launcher")]
 _AGENT_DEEDS = [("kill", "agent"), ("stop", "agent")]
-_ENTRIES = ("plan", "taken", "heartbeat", "wanted", "failure")
-_STORE_DEEDS = [(deed, kind) for deed in ("drop", "delay", "duplicate", "corrupt") for kind in _ENTRIES]
+_STORE_DEEDS = [
+    *((deed, kind) for deed in ("drop", "delay", "duplicate", "corrupt") for kind in ("plan", "taken", "heartbeat")),
+    *(("corrupt", kind) for kind in ("wanted", "failure")),  # those that nobody has put are forged
+]
 _FULL = [("fill", what) for what in ("memory", "memory for a while", "disk", "files")]
 _SOMETIMES = ("planner", "store")  # there is none in some waits
 _ANYWHERE, _PLAN_WAIT, _FILE = "anywhere", "source._wait: store get", "file: "
