@@ -60,6 +60,7 @@ timeout_s = 10
 LIMIT_S = 100.0  # of a start: what has not ended by then hangs
 GONE_S = 5.0  # for the processes of a start, once its launcher has ended
 PAUSE_S = 3.0  # for which a launcher is stopped: nobody else could go on for it
+_ROOT = f"{Path(__file__).resolve().parents[2]}/"
 _DISK = "64m"
 _MOST_STARTS = 6
 _BYTES_VOCABULARY = 258
@@ -109,7 +110,7 @@ class Start:
         lines = [
             line for line in self.said.splitlines() if not re.match(r"step \d|tokenizing|data:|ranks:|store: ", line)
         ]
-        return " | ".join(lines)[-1500:]
+        return " | ".join(lines)[-600:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +251,7 @@ class ChaosJobs:
                 listener.join()
         status = started.returncode
         assert status is not None
+        said[0] = said[0].replace(str(self._folder), "JOBS").replace(_ROOT, "")
         steps = tuple(int(number) for number in re.findall(r"^step (\d+) ", said[0], re.MULTILINE))
         return Start(status, time.monotonic() - begun_s, said[0], steps)
 
