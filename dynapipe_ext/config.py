@@ -127,7 +127,8 @@ class DataSettings:
 class PlanSettings:
     """`costs` names a cost file; empty means: measure this machine before the run. `max_tokens` caps the positions of
     one micro-batch (0: only memory does). `pieces` cuts samples of more than so many tokens; "auto": where steps then
-    end earlier. `fill_waits` lets ranks run weight gradients of split backwards while they wait for a transfer."""
+    end earlier. `fill_waits` lets ranks run weight gradients of split backwards while they wait for a transfer.
+    `adapt_costs` fits the costs anew to what the run's actions take, where these are far off."""
 
     layout: Layout = "packed"
     schedule: ScheduleName = "adaptive"
@@ -143,6 +144,7 @@ class PlanSettings:
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     replica_counts: Literal["free", "equal"] = "free"
     pieces: Pieces = "off"
+    adapt_costs: bool = False
 
     @property
     def memory_limit_bytes(self) -> int:
@@ -311,7 +313,9 @@ class TrainConfig:
                 f"{where}: [data] input_key is {data.input_key!r} and target_key {data.target_key!r}: give both"
             )
         if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
-            raise ConfigError(f"{where}: [optimizer] betas is {optimizer.betas} but must be two numbers in 0..1")
+            raise ConfigError(
+                f"{where}: [optimizer] betas is {optimizer.betas} but must be two numbers of 0 to below 1"
+            )
         if not 0 <= optimizer.warmup_fraction < 1:
             raise ConfigError(
                 f"{where}: [optimizer] warmup_fraction is {optimizer.warmup_fraction} but must lie in 0..1:"

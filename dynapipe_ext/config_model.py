@@ -96,6 +96,10 @@ def check_pieces_of_model(config: TrainConfig, where: str) -> None:
 def refuse_order_in_bits(config: TrainConfig, where: str) -> None:
     """Refuse what deterministic mode cannot keep the plan out of. Errors: ConfigError."""
     model, said = config.model, f"{where}: [optimizer] deterministic is on but"
+    if config.plan.adapt_costs:
+        raise ConfigError(
+            f"{said} [plan] adapt_costs makes plans by what actions have taken, which is never the same: leave one out"
+        )
     if config.deepspeed.config:
         raise ConfigError(f"{said} a DeepSpeed engine sums gradients in an order of its own: leave one of both out")
     if model.described is not None and model.described.num_experts:

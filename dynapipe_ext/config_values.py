@@ -41,6 +41,15 @@ _ABOVE_ZERO = {
     "checkpoint": ("grace_s",),
     "job": ("timeout_s",),
 }
+_AT_MOST: dict[str, dict[str, float]] = {
+    "topology": {"tp": 1 << 16, "pp": 1 << 16, "dp": 1 << 20, "stages_per_rank": 1 << 10},
+    "data": {"num_workers": 1 << 12, "prefetch_steps": 1 << 16},
+    "plan": {"effort": 10**9},
+    "optimizer": {"lr": 1e6, "weight_decay": 1e6},
+    "checkpoint": {"grace_s": 1e7},
+    "job": {"timeout_s": 1e7},
+}
+_MOST = 10**15  # of any other number
 
 
 def refuse_out_of_bounds(tables: Mapping[str, Mapping[str, Any]], where: str) -> None:
@@ -52,6 +61,9 @@ def refuse_out_of_bounds(tables: Mapping[str, Mapping[str, Any]], where: str) ->
                 raise ConfigError(f"{said} but must be a finite number")
             if name in _ABOVE_ZERO.get(table, ()) and value <= 0:
                 raise ConfigError(f"{said} but must be above 0")
+            most = _AT_MOST.get(table, {}).get(name, _MOST)
+            if isinstance(value, int | float) and abs(value) > most:
+                raise ConfigError(f"{said} but must be at most {most:,}")
             least = _AT_LEAST.get(table, {}).get(name)
             if least is not None and value < least:
                 raise ConfigError(f"{said} but must be at least {least}")

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, get_args
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, short
 
+_MOST_OF_A_DEGREE = 1 << 20
 PlacementName = Literal["linear", "interleaved", "v"]
 
 
@@ -77,6 +78,8 @@ class Topology:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} is {value!r} but must be an integer of at least 1")
+            if value > _MOST_OF_A_DEGREE:
+                raise ConfigError(f"{name} is {short(value)} but must be at most {_MOST_OF_A_DEGREE:,}")
         if self.placement and set(self.placement) != set(range(self.pp)):
             raise ConfigError(f"placement {self.placement} must use every pipeline rank 0..{self.pp - 1} at least once")
         if self.layers_per_stage and len(self.layers_per_stage) != self.num_stages:

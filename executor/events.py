@@ -8,12 +8,66 @@ A listener may be the user's progress bar, a file, a checkpoint: the loop knows 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
+from dynapipe_ext.costs.adapted import LETTERS, MeasuredAction
 from dynapipe_ext.models.flops import Work
 from dynapipe_ext.timeline import Span
+
+
+@dataclass(frozen=True, slots=True)
+class DriftingShape:
+    """Actions of one letter on one stage and shape (rows, encoder_len, decoder_len): what all of them in a step took,
+    and what its plan predicted for them."""
+
+    stage: int
+    letter: str
+    shape: tuple[int, int, int]
+    measured_s: float
+    predicted_s: float
+
+    def __str__(self) -> str:
+        rows, encoder_len, decoder_len = self.shape
+        return f"{self.letter} of {rows} x {encoder_len}{f' + {decoder_len}' * (decoder_len > 0)} on stage {self.stage}"
+
+    @property
+    def difference_s(self) -> float:
+        return abs(self.measured_s - self.predicted_s)
+
+    @classmethod
+    def furthest(cls, actions: Iterable[MeasuredAction]) -> DriftingShape | None:
+        """The shape that takes most from, or adds most to, what was predicted; None of no actions."""
+        sums: dict[tuple[int, str, tuple[int, int, int]], list[int]] = defaultdict(lambda: [0, 0])
+        for action in actions:
+            of = sums[action.stage, action.letter, action.shape]
+            of[0] += action.measured_ns
+            of[1] += action.predicted_ns
+        return furthest_off(cls(*key, took / 1e9, told / 1e9) for key, (took, told) in sums.items())
+
+    def numbers(self) -> list[float]:
+        return [self.stage, LETTERS.index(self.letter), *self.shape, self.measured_s, self.predicted_s]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> DriftingShape:
+        stage, letter, rows, encoder_len, decoder_len = map(int, numbers[:5])
+        return cls(stage, LETTERS[letter], (rows, encoder_len, decoder_len), *numbers[5:])
+
+
+def furthest_off(shapes: Iterable[DriftingShape | None]) -> DriftingShape | None:
+    """The one of the largest difference; None of none."""
+    return max((one for one in shapes if one), key=lambda one: one.difference_s, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class CostsFit:
+    """That costs were fitted, which hold from the next step on. Errors are those of predicted times of actions, over
+    what these took: with the costs before, and with the new ones."""
+
+    error_before: float
+    error_after: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +75,9 @@ class RankFigures:
     """What a rank tells the others of a step.
 
     Times are seconds on rank 0's clock; a rank whose replica has nothing to do has neither start nor end (infinities),
-    and `busy_s` is not a number where nobody recorded spans. `cpu_s` and `work` are sums over the steps since the last
-    time that figures were gathered; `work` is counted by one rank of each replica. Bytes are the most so far.
+    and `busy_s` is not a number where nobody recorded spans; `furthest_off` is then None. `cpu_s` and `work` are sums
+    over the steps since the last time that figures were gathered; `work` is counted by one rank of each replica. Bytes
+    are the most so far.
     """
 
     busy_s: float
@@ -35,20 +90,34 @@ class RankFigures:
     peak_bytes: int
     exposed_planning_s: float
     work: Work = field(default_factory=Work)
+    furthest_off: DriftingShape | None = None
 
     def numbers(self) -> list[float]:
         """As many float64 for every rank, so that they can be gathered; exact for integers below 2^53."""
-        own = [float(getattr(self, f.name)) for f in fields(self) if f.name != "work"]
-        return [*own, *map(float, self.work.numbers())]
+        own = [float(getattr(self, name)) for name in _own_figures()]
+        drift = self.furthest_off.numbers() if self.furthest_off else [math.nan] * _NUM_OF_DRIFT
+        return [*own, *drift, *map(float, self.work.numbers())]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> RankFigures:
-        names = [f.name for f in fields(cls) if f.name != "work"]
+        names = _own_figures()
         own = {
             name: int(number) if name.endswith("_bytes") else number
             for name, number in zip(names, numbers, strict=False)
         }
-        return cls(**own, work=Work.from_numbers([int(n) for n in numbers[len(names) :]]))  # type: ignore[arg-type]
+        drift, work = numbers[len(names) :][:_NUM_OF_DRIFT], numbers[len(names) + _NUM_OF_DRIFT :]
+        return cls(
+            **own,  # type: ignore[arg-type]
+            furthest_off=None if math.isnan(drift[0]) else DriftingShape.from_numbers(drift),
+            work=Work.from_numbers([int(n) for n in work]),
+        )
+
+
+_NUM_OF_DRIFT = 7
+
+
+def _own_figures() -> list[str]:
+    return [f.name for f in fields(RankFigures) if f.name not in ("work", "furthest_off")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +125,8 @@ class AllRanks:
     """A step over all ranks. `cpu_s` and `work` are sums over the last `num_steps` steps, this one included.
 
     `makespan_s` is from the first start to the last end; `bubble_ratio` is None where some rank recorded no spans. The
-    predictions are those of the plan. Per rank, in rank order, the most so far:
+    predictions are those of the plan; `furthest_off` is the shape whose actions they were furthest off on, on any rank
+    (None without spans). Per rank, in rank order, the most so far:
     `predicted_peak_bytes` and `peak_bytes`. `exposed_planning_s` is that of the rank that has waited longest.
     """
 
@@ -70,6 +140,12 @@ class AllRanks:
     predicted_peak_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
     exposed_planning_s: float
+    furthest_off: DriftingShape | None = None
+
+    @property
+    def drift(self) -> float:
+        """By what part of the predicted makespan the measured one is longer; below 0 where it is shorter."""
+        return self.makespan_s / self.predicted_makespan_s - 1 if self.predicted_makespan_s > 0 else 0.0
 
     @classmethod
     def of(cls, ranks: Sequence[RankFigures], *, num_steps: int) -> AllRanks:
@@ -89,6 +165,7 @@ class AllRanks:
             predicted_peak_bytes=tuple(r.predicted_peak_bytes for r in ranks),
             peak_bytes=tuple(r.peak_bytes for r in ranks),
             exposed_planning_s=max(r.exposed_planning_s for r in ranks),
+            furthest_off=furthest_off(r.furthest_off for r in ranks),
         )
 
 
@@ -125,9 +202,9 @@ class StepDone:
     those of the global batch, equal on all ranks. The rest is the rank's own: `step_s` from the end of the step before,
     `executed_s` of that in the executor, CPU seconds of this process, the most bytes held so far, and what its plan
     predicted. `refused` says why a step changed no weights (its `grad_norm` is then not a number). `all_ranks` is
-    None where figures were not gathered, `evaluation` where the step was not followed by one; the time of one is in no
-    step's figures. `spans` are those of a traced step, seconds from the first start on any rank,
-    else none.
+    None where figures were not gathered, `evaluation` where the step was not followed by one, `fit` where costs go on
+    as they were; the time of either is in no step's figures. `spans` are those of a traced step, seconds from the first
+    start on any rank, else none.
     """
 
     step: int
@@ -149,6 +226,7 @@ class StepDone:
     refused: str = ""
     all_ranks: AllRanks | None = None
     evaluation: EvalDone | None = None
+    fit: CostsFit | None = None
     spans: tuple[Span, ...] = ()
 
     @property

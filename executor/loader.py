@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -37,6 +35,7 @@ from dynapipe_ext.executor.plans.step_positions import (
 )
 from dynapipe_ext.executor.protocols import Batch, Store
 from dynapipe_ext.executor.proven_step import ProvenStep, StepPlanner, prove_step
+from dynapipe_ext.executor.read_ahead import ReadStep, read_ahead
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.lengths import as_length_array, sample_lengths
 from dynapipe_ext.plan import MicroBatch
@@ -235,6 +234,19 @@ class DynaPipeDataLoader:
         self._resumed, self._resumed_order = True, state["order"]
         self._epoch_cache = None
 
+    def plan_with(self, planner: StepPlanner) -> None:
+        """Plan with another planner from the next step on. All ranks call it after the same step.
+
+        The iteration under way ends, and the next one goes on after the last step. Where planner
+        processes plan, they are started anew, which takes about a second; what the old ones had planned goes with them.
+        """
+        if self._pass is not None:
+            self._pass.close()
+            self._pass = None
+        self.planner, self._resumed = planner, True
+        if self._channel is not None:
+            self._channel.plan_with(planner)
+
     def close(self) -> None:
         """End the iteration under way, the planner processes, and the connection to a store this loader opened."""
         if self._pass is not None:
@@ -283,10 +295,10 @@ class DynaPipeDataLoader:
             for step in range(first.step, len(batches))
         ]
 
-        def read(place: StepPosition) -> _Read:
+        def read(place: StepPosition) -> ReadStep:
             return self._read(place, batches, source)
 
-        items = (read(place) for place in places) if self._channel is None else _read_ahead(read, places, source)
+        items = (read(place) for place in places) if self._channel is None else read_ahead(read, places, source)
         with closing(items):
             for place in places:
                 asked_s = time.monotonic()
@@ -303,7 +315,7 @@ class DynaPipeDataLoader:
                     self._channel.reached(self._place)
                 yield item.micro_batches, item.plan
 
-    def _read(self, place: StepPosition, batches: GlobalBatches, source: PlanSource) -> _Read:
+    def _read(self, place: StepPosition, batches: GlobalBatches, source: PlanSource) -> ReadStep:
         taken = timed(source, place)
         plan, own = taken.plan, set(batches[place.step])
         for sample in (sample for micro_batch in plan.micro_batches for sample in micro_batch.samples):
@@ -313,7 +325,7 @@ class DynaPipeDataLoader:
                     " this rank's global batch: all ranks must use the same data, sampler order and settings"
                 )
         micro_batches = [self._tensors(micro_batch, plan) for micro_batch in plan.micro_batches]
-        return _Read(micro_batches, plan, taken.asked_s, taken.got_s)
+        return ReadStep(micro_batches, plan, taken.asked_s, taken.got_s)
 
     def _tensors(self, micro_batch: MicroBatch, plan: ExecutionPlan) -> Batch:
         arrays: Mapping[str, Any]
@@ -339,32 +351,6 @@ class DynaPipeDataLoader:
                     f"sample {planned.index} has {sample.positions} positions but the dataset's `lengths` say {told}:"
                     " the rest would never be trained; give the number of tokens less one, or shorter samples"
                 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """One step, ready; the times bound the interval in which the reader waited for its plan."""
-
-    micro_batches: list[Batch]
-    plan: ExecutionPlan
-    plan_asked_s: float
-    planned_s: float
-
-
-def _read_ahead(
-    read: Callable[[StepPosition], _Read], places: Sequence[StepPosition], source: PlanSource
-) -> Generator[_Read, None, None]:
-    """`read(place)` for each place, the next one in a thread while the consumer works on the current one."""
-    with ThreadPoolExecutor(1, thread_name_prefix="dynapipe-loader") as pool:
-        try:  # Ctrl-C may already come while the thread starts
-            pending = pool.submit(read, places[0])
-            for following in places[1:]:
-                item = pending.result()
-                pending = pool.submit(read, following)
-                yield item
-            yield pending.result()
-        finally:
-            source.close()  # else leaving the pool would wait for a plan that nobody wants any more
 
 
 def _borders(micro_batch: MicroBatch) -> Mapping[str, Any]:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.events import AllRanks, EvalDone, Listener, RankFigures, StepDone
+from dynapipe_ext.executor.events import AllRanks, DriftingShape, EvalDone, Listener, RankFigures, StepDone
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.loader import DynaPipeDataLoader
 from dynapipe_ext.executor.protocols import Batch
@@ -87,6 +88,7 @@ def train_steps(
     micro_batch_losses: Callable[[], Mapping[int, float]] = dict,
     evaluate: Callable[[int], EvalDone | None] | None = None,
     begins: Callable[[ExecutionPlan], None] = lambda plan: None,
+    watch: CostWatch | None = None,
 ) -> Iterator[StepDone]:
     """Run the steps from the loader's place on, one each time the caller asks for the next.
 
@@ -96,7 +98,8 @@ def train_steps(
     this rank held at most of the most that its activations took. `counts_work`: on one rank of each replica.
     `micro_batch_losses` are the stage's of the step that it has run, to name one that is not finite. `evaluate(step)`
     is called after each step's update, before the listeners, which are told what it gives. `begins(plan)` is called
-    before each step is run: of one that hangs there is no end to listen to.
+    before each step is run: of one that hangs there is no end to listen to. `watch` says what plans were off by, and
+    may have the loader plan with other costs from the next step on.
     """
     if loader_step(loader) >= settings.num_steps:
         return
@@ -104,20 +107,23 @@ def train_steps(
     step_start_s, cpu_start_s = time.perf_counter(), time.process_time()
     for place, micro_batches, plan in _steps(loader):
         is_traced = settings.is_traced(plan.step)
+        is_recorded = is_traced or (watch is not None and watch.records(plan.step))
         begins(plan)
         start_s, learning_rate = time.perf_counter(), optimizer.lr
-        loss = (executors.traced if is_traced else executors.plain).execute(plan, micro_batches)
+        loss = (executors.traced if is_recorded else executors.plain).execute(plan, micro_batches)
         executed_s = time.perf_counter()
         updated = optimizer.step(ExecutedStep(plan, loss, micro_batch_losses()))
         end_s, cpu_end_s = time.perf_counter(), time.process_time()
         spans = executors.recorder.take()
+        actions = () if watch is None else watch.seen(plan, spans)
         held_bytes = own_bytes(max((span.num_bytes for span in spans), default=0))
         work = work_of(plan.micro_batches) if counts_work else Work()
         totals = totals.and_step(cpu_end_s - cpu_start_s, work, held_bytes, plan.prediction.peak_bytes[plan.pp_rank])
         all_ranks, origin_s = None, 0.0
         if settings.gathers(plan.step):
             interval = (start_s - offset_s, executed_s - offset_s)
-            mine = _figures(totals, spans, interval, plan, loader.exposed_planning_s)
+            drifting = DriftingShape.furthest(actions)
+            mine = _figures(totals, spans, interval, plan, loader.exposed_planning_s, drifting)
             everyone = gather(mine, f"step {plan.step}, figures of all ranks")
             all_ranks = AllRanks.of(everyone, num_steps=totals.num_steps)
             origin_s, totals = min(rank.start_s for rank in everyone), totals.told()
@@ -141,10 +147,11 @@ def train_steps(
             predicted_peak_bytes=totals.predicted_peak_bytes,
             all_ranks=all_ranks,
             evaluation=None if evaluate is None else evaluate(plan.step),
+            fit=None if watch is None else watch.fit(plan.step),
             spans=tuple(moved(span, origin_s) for span in spans) if is_traced else (),
         )
         step_start_s, cpu_start_s = end_s, cpu_end_s
-        if done.evaluation is not None:
+        if done.evaluation is not None or done.fit is not None:
             step_start_s, cpu_start_s = time.perf_counter(), time.process_time()
         for listener in listeners:
             listener.step_done(done)
@@ -201,6 +208,7 @@ def _figures(
     interval: tuple[float, float],
     plan: ExecutionPlan,
     exposed_planning_s: float,
+    drifting: DriftingShape | None,
 ) -> RankFigures:
     """A step without spans lasted for `interval`; how much of that was work is then unknown."""
     first_s, last_s = interval if plan.micro_batches else (math.inf, -math.inf)
@@ -215,6 +223,7 @@ def _figures(
         peak_bytes=totals.peak_bytes,
         exposed_planning_s=exposed_planning_s,
         work=totals.work,
+        furthest_off=drifting,
     )
 
 

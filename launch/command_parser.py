@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.suggestion import did_you_mean
 
+_MOST_POSITIONS = 1 << 40  # of a sample
 PIECES_HELP = "run samples of more than N tokens in pieces; auto: where that is faster"
 _STATUSES = {
     0: "done",
@@ -46,6 +47,14 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help says more)\n")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        is_command = isinstance(action, argparse._SubParsersAction)  # with all words behind it
+        if (
+            not arg_string.strip() and not is_command
+        ):  # a variable of a shell that is not set, most often: nothing that is meant
+            raise argparse.ArgumentError(action, "is empty: give a value, or leave it out")
+        return super()._get_value(action, arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -103,8 +112,8 @@ def cut_at(truncate: int | bool | None, longest: int | None) -> int | None:
     Errors: ConfigError for an N below 1, and where neither says a length.
     """
     if truncate is not True:
-        if truncate is not None and truncate < 1:
-            raise ConfigError(f"--truncate is {short(truncate)} but must be at least 1")
+        if truncate is not None and not 1 <= truncate <= _MOST_POSITIONS:
+            raise ConfigError(f"--truncate is {short(truncate)} but must be at least 1, at most {_MOST_POSITIONS:,}")
         return truncate
     if longest is None:
         raise ConfigError("--truncate cuts samples, but nothing says where: give --truncate N, or --max-seq-len N")

@@ -26,8 +26,9 @@ from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch.cluster import JobError
 from dynapipe_ext.launch.job import Variant, make_planner, topology_of
+from dynapipe_ext.launch.run_costs import RunCosts
 from dynapipe_ext.launch.run_data import RunData, data_folder
-from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, is_in_use, link, point_latest_at
+from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, forget_fitted, is_in_use, link, point_latest_at
 from dynapipe_ext.launch.traced_spans import Spans
 from dynapipe_ext.lengths import LengthArray, sample_lengths
 from dynapipe_ext.pieces import carried_pieces
@@ -95,6 +96,7 @@ def begin_run(run_dir: Path, config: TrainConfig, costs: CostModel, facts: RunFa
 def resume_run(run_dir: Path, config: TrainConfig, facts: RunFacts, step: int) -> None:
     """Make a directory one of a run that goes on after `step` steps: what came later is run again."""
     write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
+    forget_fitted(run_dir, step)
     resume_events(run_dir / EVENTS_FILE, step, facts, num_steps=config.run.steps)
     point_latest_at(run_dir)
 
@@ -102,7 +104,7 @@ def resume_run(run_dir: Path, config: TrainConfig, facts: RunFacts, step: int) -
 def write_outcome(
     run_dir: Path,
     config: TrainConfig,
-    costs: CostModel,
+    costs: RunCosts,
     data: RunData,
     spans: Sequence[Spans],
 ) -> None:
@@ -112,7 +114,9 @@ def write_outcome(
     shared_cores = facts.num_cores if facts.oversubscribed else None
     report = report_of(events, unfinished=None)
     traced = [done for done in steps if any(done.step in rank for rank in spans)]
-    simulated = {done.step: _simulated(config, costs, data.train.lengths, done, shared_cores) for done in traced}
+    simulated = {
+        done.step: _simulated(config, costs.at(done.step), data.train.lengths, done, shared_cores) for done in traced
+    }
     _write_report(run_dir, report)
     _write_traces(run_dir, config.plan, facts.topology, spans, simulated, shared_cores)
     console = Console()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.abilities import over_topology, recounted
+from dynapipe_ext.costs.adapted import AdaptedCosts
+from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
@@ -19,6 +23,31 @@ from dynapipe_ext.launch.job import (
     read_costs,
     topology_of,
 )
+from dynapipe_ext.launch.run_directory import fitted_costs_file
+from dynapipe_ext.tools.json_file import write_atomic
+
+
+class RunCosts:
+    """What a run plans with: one cost model, or several where it adapts them, each from a step (from 0) on."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._models = [(0, costs)]
+
+    @property
+    def now(self) -> CostModel:
+        return self._models[-1][1]
+
+    def adopt(self, step: int, costs: CostModel) -> None:
+        self._models.append((step, costs))
+
+    def at(self, step: int) -> CostModel:
+        """Those with which the plan numbered `step` was made."""
+        return next(costs for first, costs in reversed(self._models) if first <= step)
+
+
+def write_fitted_costs(run_dir: Path, number: int, costs: CostModel) -> None:
+    """Keep the costs that hold after `number` steps, as `--costs` and `dynapipe plan` take them."""
+    write_atomic(fitted_costs_file(run_dir, number), json.dumps(cost_model_to_json(costs)) + "\n")
 
 
 def resumed_costs(checkpoint: Path | None) -> CostModel | None:
@@ -27,8 +56,8 @@ def resumed_costs(checkpoint: Path | None) -> CostModel | None:
 
 
 def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None = None) -> CostModel:
-    """The cost file that the settings name, or those `saved` by the run that goes on, or the model measured on this
-    device. Needs an idle torch.distributed."""
+    """The cost file that the settings name, or those `saved` by the run that goes on (also where it has fitted those of
+    that file anew), or the model measured on this device. Needs an idle torch.distributed."""
     architecture = architecture_of(config, vocab_size)
     if config.plan.costs or saved is not None:
         where = config.plan.costs or "the checkpoint"
@@ -41,10 +70,17 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
                 )
             return configured_costs(config, counted)
 
+        named = None
         if config.plan.costs:
-            return recounted(read_costs(config.plan.costs, topology_of(config))[0], configured)
-        assert saved is not None
-        return recounted(over_topology(saved, topology_of(config))[0], configured)
+            named = recounted(read_costs(config.plan.costs, topology_of(config))[0], configured)
+        if saved is None or (named is not None and not isinstance(saved, AdaptedCosts)):
+            assert named is not None
+            return named
+        placed = recounted(over_topology(saved, topology_of(config))[0], configured)
+        if isinstance(saved, AdaptedCosts) and not isinstance(placed, AdaptedCosts):
+            print("the costs that the run has fitted are of other stages: it starts from those before", file=sys.stderr)
+        is_fitted_to_named = isinstance(placed, AdaptedCosts) and named == placed.base
+        return placed if named is None or is_fitted_to_named else named
     warnings.filterwarnings("ignore", module="megatron")
     from dynapipe_ext.executor.device import rank_device
     from dynapipe_ext.executor.measuring.rate import measure_rate

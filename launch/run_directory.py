@@ -119,6 +119,7 @@ def clear_run(path: Path) -> None:
 
     Errors: ConfigError for what cannot be removed.
     """
+    forget_fitted(path, 0)
     for left in (path / name for name in _LEFT_BY_A_RUN if name != EVENTS_FILE):
         try:
             if left.is_dir() and not left.is_symlink():
@@ -127,6 +128,19 @@ def clear_run(path: Path) -> None:
                 left.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"{left} cannot be overwritten ({error.strerror}): choose another directory") from error
+
+
+def fitted_costs_file(path: Path, number: int) -> Path:
+    """Where a run's directory has the costs that it fitted after `number` steps, and plans with from then on."""
+    return path / f"costs-after-{number:06d}.json"
+
+
+def forget_fitted(path: Path, number: int) -> None:
+    """Remove what was fitted later than after `number` steps."""
+    kept = fitted_costs_file(path, number).name
+    for later in path.glob("costs-after-*.json"):
+        if later.name > kept:
+            later.unlink()
 
 
 def point_latest_at(path: Path) -> None:

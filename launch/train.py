@@ -49,7 +49,7 @@ from dynapipe_ext.launch.listeners import shown, written
 from dynapipe_ext.launch.outcome import begin_run, is_unfinished, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.placement import followed_placement, settled_placement, trials_table
 from dynapipe_ext.launch.rank_log import RankLog, rank_log
-from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
+from dynapipe_ext.launch.run_costs import RunCosts, resumed_costs, settle_costs
 from dynapipe_ext.launch.run_data import (
     PREPARE_LIMIT_S,
     RunData,
@@ -216,7 +216,7 @@ def _run(
     _set_pg_timeout(timedelta(seconds=config.job.timeout_s))  # from here on nobody may be silent for longer
     patience_s = store_patience_s(config.job.timeout_s)
     address = StoreAddress.from_json(shared["store"])
-    store = open_store(address, namespace=shared["namespace"], reconnect_s=patience_s)
+    store = open_store(address, namespace=shared["namespace"], connect_s=patience_s, reconnect_s=patience_s)
     stack.callback(store.close)
     architecture = architecture_of(config, data.whole.vocab_size)
     chosen, traced = variants(config, compare=job.compare), TracedSpans()
@@ -229,7 +229,7 @@ def _run(
         rank=env.rank,
         config=config,
         data=data,
-        costs=agreed,
+        costs=RunCosts(agreed),
         store=store,
         plan_key=bytes.fromhex(shared["plan_key"]),
         namespace=shared["namespace"],

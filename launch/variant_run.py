@@ -20,6 +20,7 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.checkpoints.manifest import RunState
 from dynapipe_ext.executor.checkpoints.periodic import EndRequest, PeriodicCheckpoints, SoFar
+from dynapipe_ext.executor.drift import CostWatch
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.evaluation import PeriodicEvaluation
 from dynapipe_ext.executor.events import Listener, RankFigures, StepDone
@@ -35,9 +36,11 @@ from dynapipe_ext.executor.transport.watched import WatchedTransport
 from dynapipe_ext.launch.built_model import BuiltModel
 from dynapipe_ext.launch.job import Variant, architecture_of, make_planner, topology_of
 from dynapipe_ext.launch.rank_log import LoggingRecorder, RankLog
+from dynapipe_ext.launch.run_costs import RunCosts, write_fitted_costs
 from dynapipe_ext.launch.run_data import RunData
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.memory import reading_stages
+from dynapipe_ext.schedules.planner import Planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class RankContext:
     rank: int
     config: TrainConfig
     data: RunData
-    costs: CostModel
+    costs: RunCosts
     store: Store
     plan_key: bytes
     namespace: str
@@ -93,7 +96,7 @@ def run_variant(
     """
     config, device = variant.config, context.device
     topology = topology_of(config)
-    costs = context.costs
+    costs = context.costs.now
     if topology != topology_of(context.config):
         costs, _ = over_topology(costs, topology)
     me = topology.coordinates(context.rank)
@@ -120,7 +123,11 @@ def run_variant(
         # Spans on an accelerator need synchronisation, which takes overlap away: there only traced steps record them.
         plain = recording if records_all else PipelineExecutor(stage, transport, arrived=arrived)
         planner = make_planner(config, costs, context.num_cores)
-        dumps = config.debug.plan_dir and (config.data.num_workers or context.rank == 0)  # in line, all plan alike
+
+        def of_training(planner: Planner) -> Planner | DumpingPlanner:
+            dumps = config.debug.plan_dir and (config.data.num_workers or context.rank == 0)  # in line, all plan alike
+            return DumpingPlanner(planner, config.debug.plan_dir) if dumps else planner
+
         load = partial(
             DynaPipeDataLoader,
             batch_size=config.data.batch_size or None,
@@ -135,7 +142,7 @@ def run_variant(
         loader = stack.enter_context(
             load(
                 context.data.train,
-                DumpingPlanner(planner, config.debug.plan_dir) if dumps else planner,
+                of_training(planner),
                 drop_last=config.data.drop_last,
                 num_workers=config.data.num_workers,
                 prefetch_steps=config.data.prefetch_steps,
@@ -153,6 +160,21 @@ def run_variant(
             held_out = stack.enter_context(load(context.data.held_out, planner.for_forwards()))
             forwards = PipelineExecutor(stage, transport)
             evaluate = PeriodicEvaluation(forwards, held_out, built.modules, config.eval, num_steps=config.run.steps)
+
+        def adopt(step: int, adapted: CostModel) -> None:
+            context.costs.adopt(step, adapted)
+            if checkpoints is not None and context.rank == 0:
+                write_fitted_costs(checkpoints.root.parent, step, adapted)
+            loader.plan_with(of_training(replace(planner, costs=adapted)))
+
+        watch = CostWatch(
+            costs,
+            in_cpu_s=planner.shared_cores is not None,
+            adapts=config.plan.adapt_costs and checkpoints is not None,
+            gather=partial(gather_bytes, device=device),
+            share=partial(broadcast_bytes, device=device),
+            adopt=adopt,
+        )
         if checkpoints is not None:
             listeners = [*listeners, _saving(context, checkpoints, built, loader)]
             stack.callback(listeners[-1].close)
@@ -171,6 +193,7 @@ def run_variant(
             micro_batch_losses=stage.losses,
             evaluate=evaluate,
             begins=log.step_begins if log is not None else lambda plan: None,
+            watch=watch,
         )
 
 
@@ -208,8 +231,8 @@ def _saving(
             loader=loader.state_dict(),
             model=built.description,
             settings=config.to_json(),
-            costs=cost_model_to_json(context.costs),
-            costs_fingerprint=context.costs.fingerprint(),
+            costs=cost_model_to_json(context.costs.now),
+            costs_fingerprint=context.costs.now.fingerprint(),
             losses=so_far.losses,
             validation_loss=done.evaluation.loss if done.evaluation else None,
         )

@@ -131,7 +131,8 @@ class StepProgress(_Meter):
         self._start()
 
     def step_done(self, done: StepDone) -> None:
-        """One more step is done. The bubble is "-" where nobody measured it; padding is padded over all tokens."""
+        """One more step is done. The bubble is "-" where nobody measured it; padding is padded over all tokens; drift
+        is by how much the measured makespan is above the predicted one."""
         self._done += 1
         padding = 1 - done.real_tokens / max(1, done.padded_tokens)
         bubble = done.all_ranks.bubble_ratio if done.all_ranks else None
@@ -142,7 +143,11 @@ class StepProgress(_Meter):
         if done.refused:
             self._print(f"step {done.number} changed no weight: {done.refused}")
         if not self._live and (done.number % self._every == 0 or self._done == self._total):
-            self._print(f"step {done.number} ({self._done}/{self._total})  {figures}  ETA {self._left()}")
+            drift = f"  drift {100 * done.all_ranks.drift:+.0f} %" if done.all_ranks else ""
+            self._print(f"step {done.number} ({self._done}/{self._total})  {figures}{drift}  ETA {self._left()}")
+        if done.fit is not None:
+            errors = f"{percent(done.fit.error_before)} off, the new ones {percent(done.fit.error_after)}"
+            self._print(f"after step {done.number}: costs fitted anew: actions were {errors}")
         if (of := done.evaluation) is not None:
             over = f"{counted(of.num_samples, 'sample')}, {counted(of.real_tokens, 'token')}"
             self._print(f"after step {done.number}: validation loss {of.loss:.4f} over {over}, in {of.seconds:.1f} s")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.costs.abilities import costs_as_json
+from dynapipe_ext.costs.adapted import AdaptedCosts
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.forwards import ForwardCosts
@@ -19,7 +20,7 @@ from dynapipe_ext.errors import ConfigError, DataError, short
 
 
 def cost_model_to_json(model: CostModel) -> dict[str, Any]:
-    """A cost model as JSON; its "kind" says which of the four it is, or what view of one (forwards, frozen).
+    """A cost model as JSON; its "kind" says which of the four it is, or what view of one (adapted, forwards, frozen).
 
     Errors: ConfigError for one of another kind.
     """
@@ -33,6 +34,11 @@ def cost_model_from_json(raw: Mapping[str, Any]) -> CostModel:
         if not isinstance(base, Mapping) or base.get("kind") == "forwards":
             raise DataError(f"costs of forwards alone have the base {short(base)}, not a cost model: write them again")
         return ForwardCosts(cost_model_from_json(base))
+    if raw.get("kind") == "adapted":
+        base = raw.get("base")
+        if not isinstance(base, Mapping) or base.get("kind") in ("adapted", "forwards"):
+            raise DataError(f"adapted costs have the base {short(base)}, not a cost model: write them again")
+        return AdaptedCosts.from_json(raw, cost_model_from_json(base))
     if raw.get("kind") == "frozen":
         base = raw.get("base")
         if not isinstance(base, Mapping):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -13,6 +12,7 @@ from dynapipe_ext.errors import ConfigError
 Precision = Literal["bf16", "fp16", "fp32"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 _MOST_DEVICES = 1 << 17
+_MOST_GB, _MOST_BYTES_PER_S = 1e6, 1e15
 USUAL_HOST_GB_PER_DEVICE = 250.0  # NVIDIA DGX A100 640GB, H100, H200: 2 TB for 8 devices
 
 
@@ -132,9 +132,9 @@ class Cluster:
         if self.world_size > _MOST_DEVICES:
             raise ConfigError(f"{self.nodes} x {self.gpus_per_node} devices are above {_MOST_DEVICES:,}: give fewer")
         for name in ("gpu_memory_gb", "intra_bytes_per_s", "inter_bytes_per_s", "host_bytes_per_s"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name} is {value:g} but must be above 0 and finite")
+            value, most = getattr(self, name), _MOST_GB if name.endswith("_gb") else _MOST_BYTES_PER_S
+            if not 0 < value <= most:
+                raise ConfigError(f"{name} is {value:g} but must be above 0, and at most {most:g}")
         if not 0 <= self.reserved_gb < self.gpu_memory_gb:
             raise ConfigError(
                 f"reserved_gb is {self.reserved_gb:g} of {self.gpu_memory_gb:g} GB of a device: give 0 or more, less"
@@ -142,8 +142,8 @@ class Cluster:
             )
         if not 0 < self.efficiency <= 1:
             raise ConfigError(f"efficiency is {self.efficiency:g} but is a share of the peak rate: give 0 to 1")
-        if not (math.isfinite(self.host_memory_gb) and self.host_memory_gb >= 0):
-            raise ConfigError(f"host_memory_gb is {self.host_memory_gb:g} but must be at least 0 (0: not known)")
+        if not 0 <= self.host_memory_gb <= _MOST_GB:
+            raise ConfigError(f"host_memory_gb is {self.host_memory_gb:g} but must be 0 (not known) to {_MOST_GB:g}")
 
     @classmethod
     def of(cls, device: Device, *, nodes: int = 1, gpus_per_node: int = 8, **given: float | None) -> Cluster:

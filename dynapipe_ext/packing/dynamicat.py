@@ -130,7 +130,9 @@ def length_difference(
 
 
 def pieces(lengths: Sequence[int], max_length: int) -> list[RecordPiece]:
-    """Records cut into pieces of at most `max_length` tokens, in order; none is lost. Plan batches of their lengths.
+    """Records cut into pieces of at most `max_length` tokens, in order; none is lost.
+
+    Batches are planned of their lengths.
 
     >>> [(p.record, p.start, p.end) for p in pieces([5, 2], 2)]
     [(0, 0, 2), (0, 2, 4), (0, 4, 5), (1, 0, 2)]
@@ -142,14 +144,6 @@ def pieces(lengths: Sequence[int], max_length: int) -> list[RecordPiece]:
         for record, length in enumerate(lengths)
         for start in range(0, length, max_length)
     ]
-
-
-def maximum_length(
-    lengths: Sequence[int], max_length: int, batch_size: int, *, smart: bool = True
-) -> list[list[RecordPiece]]:
-    """`batch_size` pieces a batch, none longer than `max_length`."""
-    cut = pieces(lengths, max_length)
-    return [[cut[i] for i in batch] for batch in fixed_size([p.length for p in cut], batch_size, smart=smart)]
 
 
 def padding_tokens(batch: Sequence[int], lengths: Sequence[int]) -> int:

@@ -19,7 +19,7 @@ from dynapipe_ext.sampling.twins import twins_parted
 Objective = Literal["tokens", "quadratic", "padded"]
 Last = Literal["spread", "pad", "carry"]
 
-_ROOM = (128, 512)  # one part in so many of the cap, least and most, is room to balance in
+_ROOM = (128, 2048)  # one part in so many of the cap, least and most, is room to balance in
 _ROOM_BY_SAMPLE = 12  # times the samples that fill a bin, between these: the fewer a bin has, the more room they need
 _MORE = 100  # where it was not, one more step in so many is tried, or what is left would need
 _FULL = 2048  # one part in so many of the cap stays free in "full" steps

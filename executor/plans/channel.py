@@ -60,7 +60,6 @@ class PlanChannel:
         self._coordinates = coordinates
         self._ahead = prefetch_steps + self._num_workers  # finished ones, and one in the making for each planner
         self._timeout_s = timeout_s
-        self._planner = describe_planner(planner)
         self._owns_store = isinstance(store, str | StoreAddress)
         self._store = _opened(store, namespace, num_workers, timeout_s)
         if self._workers and self._store.address is None:
@@ -69,7 +68,8 @@ class PlanChannel:
                 " store, or use num_workers=0"
             )
         self._plan_key = plan_key or _derived_key(self._store.address)
-        self._topic = _topic(namespace, lengths, rule, self._planner, self._plan_key)
+        self._namespace = namespace
+        self._describe(planner)
         self._session = 0
         self._next: StepPosition | None = None  # where the present session goes on; None before the first
         self._pool: PlannerProcesses | None = None
@@ -88,6 +88,12 @@ class PlanChannel:
             timeout_s=self._timeout_s,
             marks_taken=self._marks_taken,
         )
+
+    def plan_with(self, planner: StepPlanner) -> None:
+        """Begin another session at the next place, under a prefix of the new planner's: no plan of both mixes."""
+        self._stop_planners()
+        self._describe(planner)
+        self._next = None
 
     def reached(self, place: StepPosition) -> None:
         """The consumer's next place in this session."""
@@ -109,6 +115,10 @@ class PlanChannel:
     @property
     def _keys(self) -> Keys:
         return Keys(f"{self._topic}/{self._session}")
+
+    def _describe(self, planner: StepPlanner) -> None:
+        self._planner = describe_planner(planner)
+        self._topic = _topic(self._namespace, self._lengths, self._rule, self._planner, self._plan_key)
 
     def _begin_session(self, place: StepPosition, order: SampleOrder | None) -> None:
         self._stop_planners()

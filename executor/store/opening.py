@@ -10,11 +10,12 @@ RECONNECT_S = 30.0
 
 
 def open_store(
-    address: StoreAddress, *, namespace: str, connect_s: float = 5.0, reconnect_s: float = RECONNECT_S
+    address: StoreAddress, *, namespace: str, connect_s: float | None = None, reconnect_s: float = RECONNECT_S
 ) -> Store:
     """The store at `address`, its keys below `namespace`.
 
-    Connecting may take `connect_s`; one that is lost later, or full, is waited for `reconnect_s`.
+    Connecting may take `connect_s`, also where the server is still to start (left out: 5 s, of one that runs already);
+    one that is lost later, or full, is waited for `reconnect_s`.
 
     Errors: ConfigError for an address or options that cannot work; StoreError for a server that is away or refuses.
     """

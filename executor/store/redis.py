@@ -36,6 +36,8 @@ from dynapipe_ext.executor.store.wait import overdue
 T = TypeVar("T")
 
 _SLICE_S = 1.0  # the longest single wait on the server: bounds how late a lost connection is noticed
+_CONNECT_S = 5.0
+_NOBODY = (ConnectionRefusedError, FileNotFoundError)  # behind a connection error: no server, rather than a slow one
 _REPLY_S = 4.0  # a server that says nothing for so long is taken for lost
 _FULL_S = 0.05  # between looks for a value in a full server
 _MOST_PAUSE_S = 0.5  # between attempts, which begin at once and come further and further apart
@@ -51,7 +53,8 @@ class RedisStore:
 
     A lost connection is made again for up to `reconnect_timeout_s` (puts are repeatable, so nothing is done twice),
     also where that goes beyond a `get`'s own limit; then StoreError. A full server is given as long to have room again.
-    The first connection may take `connect_timeout_s`. What a server held that was started again, or flushed, is gone.
+    The first connection may take 5 s, and where nobody listens the server is away; with `connect_timeout_s` it may take
+    that long, also of a server that is still to start. What a server held that was started again, or flushed, is gone.
 
     Errors: ConfigError for options that cannot work; StoreError for a server that is away, full, refuses the password,
     or would be used over a network without one or in the clear.
@@ -62,7 +65,7 @@ class RedisStore:
         address: StoreAddress,
         *,
         namespace: str,
-        connect_timeout_s: float = 5.0,
+        connect_timeout_s: float | None = None,
         reconnect_timeout_s: float = 5.0,
         ttl_s: int = 86_400,
     ) -> None:
@@ -73,7 +76,8 @@ class RedisStore:
         self.namespace = namespace
         self.where = address.redacted()
         self._prefix = f"dynapipe/{namespace}/"
-        self._patience_s = connect_timeout_s
+        first_s = _CONNECT_S if connect_timeout_s is None else connect_timeout_s
+        self._patience_s, self._awaits_start = first_s, connect_timeout_s is not None
         self._ttl_ms = max(1, math.ceil(ttl_s * 1000))
         try:
             trusted = {"ssl_ca_data": address.ca_pem} if address.ca_pem else {}
@@ -81,14 +85,14 @@ class RedisStore:
                 address.url,
                 **trusted,
                 password=address.password or None,
-                socket_connect_timeout=min(connect_timeout_s, _REPLY_S),
+                socket_connect_timeout=min(first_s, _REPLY_S),
                 socket_timeout=_SLICE_S + _REPLY_S,
                 retry=Retry(NoBackoff(), 0),  # `_call` retries: it knows the limit and which calls may be repeated
             )
             self._call("connecting", self._client.ping)
         except (ValueError, TypeError, RedisError) as error:  # the client makes its first connection at the ping
             raise ConfigError(f"store address {self.where} cannot be used: {error}") from error
-        self._patience_s = reconnect_timeout_s
+        self._patience_s, self._awaits_start = reconnect_timeout_s, True
 
     def put(self, key: str, value: bytes) -> None:
         name = self._prefix + key
@@ -171,6 +175,8 @@ class RedisStore:
                     f" @read @write @blocking @transaction @connection on keys {self._prefix}*"
                 ) from None
             except _PASSING as error:
+                if not self._awaits_start and isinstance(error.__context__, _NOBODY):
+                    raise self._absent(error) from None
                 now_s = time.monotonic()
                 failing_since_s = now_s if failing_since_s is None else failing_since_s
                 if now_s + pause_s - failing_since_s > self._patience_s:
@@ -184,6 +190,11 @@ class RedisStore:
                     f"store at {self.where} refused {doing}: {error} (needed: Redis 6.2 or any Valkey, a writable"
                     f" primary, and keys {self._prefix}* that no other program uses)"
                 ) from None
+
+    def _absent(self, error: Exception) -> StoreError:
+        return StoreError(
+            f"nobody listens at the store's address {self.where} ({error}): start the server, or correct it"
+        )
 
     def _failing(self, error: Exception, doing: str) -> StoreError:
         within = f"for {self._patience_s:.1f} s while {doing}"

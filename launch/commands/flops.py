@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.models.architecture import Architecture
@@ -28,7 +28,15 @@ Model FLOPs count real tokens, attention document by document, forward and backw
 is counted apart. MFU is model FLOPs over the devices' peak, HFU all that was executed over it.
 """
 
-
+_MOST_TFLOPS = 1e9  # of a device
+_BOUNDS = {  # of what a step is
+    "seq_len": (1, 10**12),
+    "decoder_len": (0, 10**12),
+    "batch_size": (1, 10**12),
+    "padded_tokens": (1, 10**15),
+    "gpus": (1, 10**9),
+    "seconds_per_step": (1e-9, 1e9),
+}
 _COUNT_OF_LOG_CAUSAL = (
     "TFLOP/s/GPU in the log of Megatron-LM (core_v0.16) counts so, too: half of the attention, every position of a row"
     " as a token, the vocabulary with its padding, nothing recomputed."
@@ -78,8 +86,8 @@ def _peak(args: argparse.Namespace) -> float:
         return DEVICES[args.device].peak_flops_per_s[args.precision]
     if args.peak_tflops is None:
         return 0.0
-    if not 0 < args.peak_tflops < float("inf"):
-        raise ConfigError(f"--peak-tflops is {args.peak_tflops} but must be above 0")
+    if not 0 < args.peak_tflops <= _MOST_TFLOPS:
+        raise ConfigError(f"--peak-tflops is {args.peak_tflops} but must be above 0, and at most {_MOST_TFLOPS:g}")
     peak: float = args.peak_tflops * 1e12
     return peak
 
@@ -104,6 +112,10 @@ def _of_report(args: argparse.Namespace, peak: float) -> list[Account]:
 
 
 def _of_step(args: argparse.Namespace, peak: float) -> Account:
+    for name, (least, most) in _BOUNDS.items():
+        if (value := getattr(args, name)) is not None and not least <= value <= most:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} is {short(value)} but must lie in {least:,} to {most:,}")
     if not args.model:
         raise ConfigError("give a run's report, or --model with the step's samples, --seconds-per-step and --gpus")
     architecture, _ = read_model(args.model)

@@ -39,6 +39,7 @@ from dynapipe_ext.tools.show.plan import of_proven_step, read_plan, rendered_pla
 from dynapipe_ext.tools.wording import counted, percent
 
 _MOST_TP, _MOST_DP = 1 << 20, 1 << 16
+_MOST_LIMIT_S = 1e6
 _PIPE_COLUMNS = 140  # no terminal to fit into: room for the timeline's labels
 
 _EPILOG = """examples:
@@ -219,8 +220,11 @@ def best_in_time(
     The first search always ends, and the one that runs when the time is over; so the plan is never worse than without
     a limit. Errors: ConfigError for a limit of no use; PlanError where the first search finds no plan.
     """
-    if not (math.isfinite(limit_s) and limit_s > 0):
-        raise ConfigError(f"--time-limit is {limit_s:g} s but must be above 0 and finite: leave it out for one search")
+    if not 0 < limit_s <= _MOST_LIMIT_S:
+        raise ConfigError(
+            f"--time-limit is {limit_s:g} s but must be above 0, and at most {_MOST_LIMIT_S:g}: leave it out for one"
+            " search"
+        )
     if planner.schedule != "adaptive" or not planner.effort:
         found = f"schedule {planner.schedule!r} and effort {planner.effort}"
         raise ConfigError(

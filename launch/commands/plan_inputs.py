@@ -87,7 +87,7 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
     """
     path = args.costs or config.plan.costs
     t = config.topology
-    if (args.model or args.layers) and not (path and Path(path).is_dir()):
+    if (args.model or args.layers is not None) and not (path and Path(path).is_dir()):
         raise ConfigError("--model and --layers go with a folder of measured CSV files: name it with --costs DIR")
     if path and Path(path).is_dir():
         if not (args.model and args.layers):

@@ -23,7 +23,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.profiled import Profile, ProfileRange, choose_and_measure, cost_table
 from dynapipe_ext.costs.tokens import fingerprint
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.command_parser import add_json, dtype, ending
 from dynapipe_ext.launch.env import RankEnv, limit_threads
@@ -44,6 +44,7 @@ from dynapipe_ext.topology import Topology
 
 _FORMAT = "dynapipe-profile-part/1"
 _MOST_LEN = 4096  # unless asked for more: longer rows take minutes each on a CPU
+_MOST = 1 << 32
 _EPILOG = """examples:
   dynapipe profile --config mine.toml --out costs.json
   dynapipe profile --model config.json --dtype bfloat16 --max-tokens 32768 --out costs.json
@@ -213,14 +214,14 @@ def _measure(job: _Job, env: RankEnv) -> int:
 
 
 def _job(args: argparse.Namespace) -> _Job:
-    for name, number in (("--error-target", args.error_target), ("--max-seconds", args.max_seconds)):
-        if not number > 0:
-            raise ConfigError(f"{name} is {number} but must be above 0")
+    for name, number, limit in (("--error-target", args.error_target, 1), ("--max-seconds", args.max_seconds, 1e7)):
+        if not 0 < number <= limit:
+            raise ConfigError(f"{name} is {number} but must be above 0, and at most {limit:g}")
     counts = {"--max-shapes": 1, "--held-out": 1, "--seed": 0, "--tp": 1, "--min-len": 1, "--max-len": 1}
     for name, least in (counts | {"--max-decoder-len": 1, "--max-tokens": 1}).items():
         count = getattr(args, name[2:].replace("-", "_"))
-        if count is not None and count < least:
-            raise ConfigError(f"{name} is {count} but must be at least {least}")
+        if count is not None and not least <= count <= _MOST:
+            raise ConfigError(f"{name} is {short(count)} but must be at least {least}, and at most {_MOST:,}")
     sequence_parallel = False
     if args.config:
         config = TrainConfig.read(args.config)

@@ -67,7 +67,10 @@ _EPILOG = """examples:
 
 
 def _betas(text: str) -> tuple[float, ...]:
-    return tuple(float(part) for part in text.split(","))
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be two numbers of 0 to below 1, like 0.9,0.999") from None
 
 
 # flag -> (table, name, keyword arguments of argparse); a flag left out keeps the setting of the file.
@@ -152,6 +155,7 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--fill-waits": ("plan", "fill_waits", {"action": "store_true", "help": "run W while a transfer is waited for"}),
     "--pieces": ("plan", "pieces", {"type": pieces_flag, "metavar": "auto|off|N", "help": PIECES_HELP}),
     "--costs": ("plan", "costs", {"metavar": "FILE", "help": "cost model as JSON (default: measure this machine)"}),
+    "--adapt-costs": ("plan", "adapt_costs", {"action": "store_true", "help": "fit costs in the run where far off"}),
     "--memory-limit-gb": ("plan", "memory_limit_gb", {"type": float, "metavar": "GB", "help": "of a rank, 10^9 bytes"}),
     "--loss-norm": ("plan", "loss_norm", {"choices": get_args(LossNorm), "help": "divide by target tokens or samples"}),
     "--lr": ("optimizer", "lr", {"type": float, "metavar": "LR", "help": "highest learning rate"}),
@@ -214,6 +218,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_from(args: argparse.Namespace) -> TrainConfig:
     """The file's settings, or those of the run to go on with, or the defaults, with the flags on top."""
+    if args.show_samples < 0:
+        raise ConfigError(f"--show-samples is {args.show_samples} but must be at least 0")
+    if args.epochs == 0:
+        raise ConfigError("--epochs is 0, no pass over the data: give more, or --steps")
     config = TrainConfig()
     if args.config:
         config = TrainConfig.read(args.config)

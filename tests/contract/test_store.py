@@ -246,7 +246,13 @@ def test_a_server_that_is_not_there_is_named_without_the_secret() -> None:
         url = f"redis://me@127.0.0.1:{unused.getsockname()[1]}/0"
         with pytest.raises(StoreError, match=r"127\.0\.0\.1.*is the server running") as caught:
             RedisStore(StoreAddress(url, "hidden"), namespace="n", connect_timeout_s=0.3)
-    assert "hidden" not in str(caught.value)
+        with pytest.raises(
+            StoreError, match=r"^nobody listens at .*127\.0\.0\.1.*refused.*start the server"
+        ) as refused:
+            RedisStore(StoreAddress(url, "hidden"), namespace="n")
+    with pytest.raises(StoreError, match=r"^nobody listens at .*/nowhere/socket"):
+        RedisStore(StoreAddress("unix:///nowhere/socket", "hidden"), namespace="n")
+    assert "hidden" not in str(caught.value) + str(refused.value)
 
 
 def test_a_wrong_or_missing_password_is_refused_at_once(address: StoreAddress) -> None:

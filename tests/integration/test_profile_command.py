@@ -298,6 +298,8 @@ def test_measurements_of_another_model_are_not_mixed_in(
         (["--error-target", "0"], "--error-target is 0.0"),
         (["--max-shapes", "0"], "--max-shapes is 0"),
         (["--max-seconds", "nan"], "--max-seconds is nan"),
+        (["--error-target", "inf"], "--error-target is inf"),
+        (["--max-tokens", "9" * 20], "--max-tokens is 9999"),
     ],
 )
 def test_bad_settings_are_refused(

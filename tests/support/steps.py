@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynapipe_ext.executor.events import AllRanks, StepDone
+from dynapipe_ext.executor.events import AllRanks, DriftingShape, StepDone
 from dynapipe_ext.models.flops import Positions, Work
 
 
@@ -20,6 +20,7 @@ def all_ranks(num_steps: int = 1, bubble_ratio: float | None = 0.25) -> AllRanks
         predicted_peak_bytes=(50, 70),
         peak_bytes=(40, 60),
         exposed_planning_s=0.125,
+        furthest_off=DriftingShape(1, "B", (4, 512, 0), 0.3, 0.1),
     )
 
 

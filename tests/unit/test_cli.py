@@ -105,6 +105,8 @@ def test_a_wrong_argument_is_status_2_with_the_usage(arguments: list[str], capsy
         (["plan", "--lengths", "x", "--schedule", "zbh1"], "zb-v, v-half, cyclic; did you mean 'zb-h1'?"),
         (["train", "--placement", "linaer"], "did you mean 'linear'?"),
         (["doctor", "again"], "dynapipe doctor: error: unknown again"),
+        (["train", "--betas", "0.9;1"], "--betas: '0.9;1' must be two numbers of 0 to below 1, like 0.9,0.999"),
+        (["train", "--store", ""], "dynapipe train: error: argument --store: is empty: give a value, or leave it out"),
     ],
 )
 def test_a_mistake_shows_the_usage_of_its_subcommand_and_what_may_be_meant(
@@ -116,6 +118,29 @@ def test_a_mistake_shows_the_usage_of_its_subcommand_and_what_may_be_meant(
     said = capsys.readouterr().err
     assert says in said
     assert said.startswith(f"usage: dynapipe {'' if len(arguments) == 1 else arguments[0]}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "--show-samples", "-1"], "--show-samples is -1 but must be at least 0"),
+        (["train", "--epochs", "0"], "--epochs is 0, no pass over the data: give more, or --steps"),
+        (["train", "--betas", "0.9,1"], "betas is (0.9, 1.0) but must be two numbers of 0 to below 1"),
+        (["train", "--pp", "9" * 20], "pp is " + "9" * 20 + " but must be at most 65,536"),
+        (["plan", "--lengths", "x", "--layers", "0"], "--model and --layers go with a folder of measured CSV files"),
+        (["estimate", "--model", "llama-2-7b", "--gpu-memory-gb", "1e99"], "gpu_memory_gb is 1e+99 but must be above"),
+        (["estimate", "--model", "llama-2-7b", "--lengths", "x", "--truncate", "9" * 20], "--truncate is 999"),
+        (["flops", "--model", "llama-2-7b", "--seq-len", "8", "--batch-size", "9" * 20], "--batch-size is 999"),
+    ],
+)
+def test_a_number_that_cannot_be_meant_is_refused_in_one_line(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.startswith("dynapipe: error: ")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from dynapipe_ext.packing.dynamicat import (
     limited,
     loss_weight,
     make_record,
-    maximum_length,
     padded,
     padding_tokens,
+    pieces,
     scaled_learning_rate,
 )
 
@@ -110,15 +110,13 @@ def test_no_grouping_under_the_length_difference_and_a_token_limit_has_fewer_bat
 
 
 @settings(deadline=None)
-@given(LENGTHS, st.integers(1, 12), st.integers(1, 5))
-def test_long_records_are_cut_and_every_token_is_in_one_piece(
-    lengths: list[int], max_length: int, batch_size: int
-) -> None:
-    batches = maximum_length(lengths, max_length, batch_size)
-    found = [(p.record, t) for batch in batches for p in batch for t in range(p.start, p.end)]
-    assert sorted(found) == [(i, t) for i, length in enumerate(lengths) for t in range(length)]
-    assert all(p.length <= max_length for batch in batches for p in batch)
-    assert all(len(batch) <= batch_size for batch in batches)
+@given(LENGTHS, st.integers(1, 12))
+def test_long_records_are_cut_and_every_token_is_in_one_piece(lengths: list[int], max_length: int) -> None:
+    cut = pieces(lengths, max_length)
+    assert [(p.record, t) for p in cut for t in range(p.start, p.end)] == [
+        (i, t) for i, length in enumerate(lengths) for t in range(length)
+    ]
+    assert all(0 < p.length <= max_length for p in cut)
 
 
 def test_sorting_by_length_saves_padding_and_batches() -> None:
@@ -196,7 +194,7 @@ def test_learning_rates_scale_with_the_tokens_of_a_step() -> None:
         (lambda: limited([3], 10, max_records=0), ConfigError, "max_records is 0"),
         (lambda: length_difference([1], -1, 2), ConfigError, "max_difference is -1"),
         (lambda: length_difference([1, 9], 1, 2, max_tokens=8), DataError, "record 1 has 9 tokens"),
-        (lambda: maximum_length([1], 0, 2), ConfigError, "max_length is 0"),
+        (lambda: pieces([1], 0), ConfigError, "max_length is 0"),
         (lambda: arranged([[0]], [1], by="size"), ConfigError, "by is 'size'"),  # type: ignore[arg-type]
         (lambda: padded([]), DataError, "no rows"),
         (lambda: padded([[1]], side="top"), ConfigError, "side is 'top'"),  # type: ignore[arg-type]

@@ -261,7 +261,7 @@ def test_a_step_has_flops_without_a_time(capsys: pytest.CaptureFixture[str]) -> 
         (["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--seq-len", "8"], "--batch-size 0"),
         (
             ["--model", "MODEL", "--seconds-per-step", "-1", "--gpus", "1", "--seq-len", "8", "--batch-size", "1"],
-            "took -1.0 s",
+            "--seconds-per-step is -1.0 but must lie in 1e-09 to",
         ),
         (
             ["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--seq-len", "8", "--batch-size", "1",
@@ -277,6 +277,8 @@ def test_a_step_has_flops_without_a_time(capsys: pytest.CaptureFixture[str]) -> 
         (["runs/absent"], "runs/absent"),
         (["--model", "no-such-file.json", "--seconds-per-step", "1", "--gpus", "1"], "no-such-file.json"),
         (["--peak-tflops", "0"], "--peak-tflops is 0.0"),
+        (["--peak-tflops", "1e99"], "--peak-tflops is 1e+99"),
+        (["--model", "MODEL", "--seq-len", "9" * 20, "--batch-size", "1"], "--seq-len is 9999"),
         (["runs/x", "--recompute", "full"], "a report says what was run"),
         (["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--lengths", "PAIRS"], "one length each"),
         (["--model", "MODEL", "--seconds-per-step", "1", "--gpus", "1", "--lengths", "NONE"], "has no samples"),

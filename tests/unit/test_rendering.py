@@ -126,7 +126,7 @@ def test_a_text_is_all_target_but_for_what_the_tokenizer_starts_it_with(tokenize
 
 def test_fields_are_found_by_their_usual_names_or_by_those_given(tokenizers: Path, tmp_path: Path) -> None:
     wanted = "<s>two⟦three</s>⟧"
-    for names in (("input", "target"), ("prompt", "response"), ("prompt", "completion")):
+    for names in (("input", "target"), ("prompt", "response"), ("prompt", "completion"), ("inputs", "targets")):
         assert (
             shown(prepared(tokenizers / "none", [dict(zip(names, ("two", "three"), strict=True))], tmp_path)) == wanted
         )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.executor.events import EvalDone, StepDone
+from dynapipe_ext.executor.events import CostsFit, EvalDone, StepDone
 from dynapipe_ext.models.flops import Positions
 from dynapipe_ext.tools import tensorboard_file
 from dynapipe_ext.tools.account.report import RunFacts, RunReport, StoreInfo
@@ -56,7 +56,7 @@ def add(path: Path, variant: str, *steps: StepDone) -> None:
 
 
 def test_what_was_written_is_read_again_bit_for_bit(tmp_path: Path) -> None:
-    steps = (a_step(0, loss=math.pi, gathered=0), a_step(1, bubble_ratio=0.1, gathered=2))
+    steps = (a_step(0, loss=math.pi, gathered=0), a_step(1, bubble_ratio=0.1, gathered=2, fit=CostsFit(0.6, 0.1)))
     path = written(tmp_path / "events.jsonl", *steps)
     add(path, "theirs", a_step(0))
     events = read_events(path)

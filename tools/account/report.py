@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.executor.events import EvalDone
+from dynapipe_ext.executor.events import CostsFit, DriftingShape, EvalDone
 from dynapipe_ext.models.flops import Positions, Work
 from dynapipe_ext.plan import RECOMPUTES
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
@@ -46,6 +46,8 @@ class RunResult:
     `exposed_planning_s` (time ranks waited for plans; None where unknown). Over `accounted_steps` (indices; None: all):
     `cpu_s` of all ranks together and `work` (what FLOPs are counted from). Per rank, in rank order:
     `predicted_peak_bytes` and `measured_peak_bytes` (None where unknown). `evaluations`: in the order of their steps.
+    `furthest_off`: the shape that predictions were furthest off on, over the run; `fits`: after how many steps costs
+    were fitted anew.
     """
 
     name: str
@@ -68,6 +70,8 @@ class RunResult:
     accounted_steps: tuple[int, ...] | None = None
     first_step: int = 0
     evaluations: tuple[EvalDone, ...] = ()
+    furthest_off: DriftingShape | None = None
+    fits: tuple[tuple[int, CostsFit], ...] = ()
 
     def __post_init__(self) -> None:
         steps = len(self.losses)
@@ -158,6 +162,8 @@ class RunResult:
             "accounted_steps": None if self.accounted_steps is None else list(self.accounted_steps),
             "first_step": self.first_step,
             "evaluations": [evaluation_json(done) for done in self.evaluations],
+            "furthest_off": self.furthest_off and asdict(self.furthest_off),
+            "fits": [{"after": number, **asdict(fit)} for number, fit in self.fits],
             "peak_bytes": {
                 "predicted": None if self.predicted_peak_bytes is None else list(self.predicted_peak_bytes),
                 "measured": None if self.measured_peak_bytes is None else list(self.measured_peak_bytes),
@@ -301,6 +307,11 @@ def _result(fields: Fields) -> RunResult:
         evaluations=tuple(
             evaluation_from(Fields(done, f"evaluations[{i}]")) for i, done in enumerate(fields.one("evaluations", list))
         ),
+        furthest_off=None if fields.raw("furthest_off") is None else drifting_from(fields.sub("furthest_off")),
+        fits=tuple(
+            ((of := Fields(fit, f"fits[{i}]")).one("after", int), fit_from(of))
+            for i, fit in enumerate(fields.one("fits", list))
+        ),
         predicted_peak_bytes=None if peaks.raw("predicted") is None else peaks.many("predicted", int),
         measured_peak_bytes=None if peaks.raw("measured") is None else peaks.many("measured", int),
     )
@@ -328,6 +339,21 @@ def evaluation_from(fields: Fields) -> EvalDone:
         num_samples=fields.one("num_samples", int),
         seconds=fields.one("seconds", float),
     )
+
+
+def drifting_from(fields: Fields) -> DriftingShape:
+    rows, encoder_len, decoder_len = fields.many("shape", int)
+    return DriftingShape(
+        fields.one("stage", int),
+        fields.one("letter", str),
+        (rows, encoder_len, decoder_len),
+        fields.one("measured_s", float),
+        fields.one("predicted_s", float),
+    )
+
+
+def fit_from(fields: Fields) -> CostsFit:
+    return CostsFit(fields.one("error_before", float), fields.one("error_after", float))
 
 
 def work_from(fields: Fields) -> Work:

@@ -11,21 +11,23 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.executor.events import AllRanks, StepDone
+from dynapipe_ext.executor.events import AllRanks, DriftingShape, StepDone, furthest_off
 from dynapipe_ext.models.flops import Work
 from dynapipe_ext.tools.account.report import (
     RunFacts,
     RunReport,
     RunResult,
+    drifting_from,
     evaluation_from,
     evaluation_json,
     finite,
+    fit_from,
     work_from,
 )
 from dynapipe_ext.tools.json_file import Fields, parse_json, write_atomic
@@ -186,7 +188,24 @@ def _result(label: VariantLabel, steps: Sequence[StepDone]) -> RunResult:
         accounted_steps=None if len(accounted) == len(steps) else tuple(accounted),
         first_step=steps[0].step if steps else 0,
         evaluations=tuple(done.evaluation for done in steps if done.evaluation is not None),
+        furthest_off=_furthest_off_in_sum([ranks.furthest_off for ranks in told]),
+        fits=tuple((done.number, done.fit) for done in steps if done.fit is not None),
     )
+
+
+def _furthest_off_in_sum(shapes: Sequence[DriftingShape | None]) -> DriftingShape | None:
+    """Of the shapes that steps were furthest off on, the one that was so by most over all steps; its sums."""
+    sums: dict[tuple[int, str, tuple[int, int, int]], DriftingShape] = {}
+    for one in shapes:
+        if one is not None:
+            key = one.stage, one.letter, one.shape
+            so_far = sums.get(key, replace(one, measured_s=0.0, predicted_s=0.0))
+            sums[key] = replace(
+                one,
+                measured_s=so_far.measured_s + one.measured_s,
+                predicted_s=so_far.predicted_s + one.predicted_s,
+            )
+    return furthest_off(sums.values())
 
 
 def step_json(done: StepDone) -> dict[str, Any]:
@@ -210,8 +229,9 @@ def step_json(done: StepDone) -> dict[str, Any]:
         "predicted_bubble_ratio": done.predicted_bubble_ratio,
         "predicted_peak_bytes": done.predicted_peak_bytes,
         "refused": done.refused,
-        "all_ranks": None if ranks is None else asdict(ranks) | {"work": ranks.work.to_json()},
+        "all_ranks": None if ranks is None else asdict(ranks) | {"work": ranks.work.to_json(), "drift": ranks.drift},
         "evaluation": None if done.evaluation is None else evaluation_json(done.evaluation),
+        "fit": None if done.fit is None else asdict(done.fit),
     }
 
 
@@ -232,6 +252,7 @@ def _step(fields: Fields) -> StepDone:
         num_micro_batches=fields.many("num_micro_batches", int),
         all_ranks=None if fields.raw("all_ranks") is None else _all_ranks(fields.sub("all_ranks")),
         evaluation=None if fields.raw("evaluation") is None else evaluation_from(fields.sub("evaluation")),
+        fit=None if fields.raw("fit") is None else fit_from(fields.sub("fit")),
         **figures,
     )
 
@@ -244,5 +265,6 @@ def _all_ranks(fields: Fields) -> AllRanks:
         work=work_from(fields.sub("work")),
         predicted_peak_bytes=fields.many("predicted_peak_bytes", int),
         peak_bytes=fields.many("peak_bytes", int),
+        furthest_off=None if fields.raw("furthest_off") is None else drifting_from(fields.sub("furthest_off")),
         **{name: fields.one(name, float) for name in floats},
     )

@@ -37,6 +37,10 @@ def _microseconds(duration_s: float | None) -> str:
     return "-" if duration_s is None else f"{1e6 * duration_s:,.1f} µs"
 
 
+def _drift(measured_s: float | None, predicted_s: float | None) -> str:
+    return f"{100 * (measured_s / predicted_s - 1):+.1f} %" if measured_s and predicted_s else "-"
+
+
 def summary_table(report: RunReport) -> Table:
     """The end-of-run table: what was measured beside what was predicted."""
     result, facts, t = report.result, report.facts, report.facts.topology
@@ -70,6 +74,7 @@ def summary_table(report: RunReport) -> Table:
         ("padding efficiency", percent(result.padding_efficiency), ""),
         ("micro-batches a replica and step", spread, ""),
         ("makespan, mean", *(seconds(result.mean(of)) for of in makespans)),
+        ("  longer than predicted", _drift(*(result.mean(of) for of in makespans)), ""),
         ("bubble, mean", *(percent(result.mean(of)) for of in bubbles)),
         ("  both means are of", step_range(numbers), ""),
         ("exposed planning", f"{seconds(exposed_s)} ({percent(share)} of the time)", ""),
@@ -80,6 +85,11 @@ def summary_table(report: RunReport) -> Table:
     )
     for row in rows:
         table.add_row(*row)
+    if (off := result.furthest_off) is not None:
+        table.add_row(f"furthest off: {off}", seconds(off.measured_s), seconds(off.predicted_s))
+    for number, fit in result.fits:
+        errors = (percent(fit.error_before), percent(fit.error_after))
+        table.add_row(f"costs fitted after step {number}", f"{errors[0]} off before", f"{errors[1]} after")
     if result.evaluations:
         least = min(result.evaluations, key=lambda done: (not math.isfinite(done.loss), done.loss))
         last = result.evaluations[-1]

@@ -19,7 +19,7 @@ from dynapipe_ext.errors import DataError
 Template = Literal["chat", "prompt", "text"]
 MESSAGES, TOOLS, TASK = "messages", "tools", "task"
 # The fields of a prompt and its response, by the names that people give them.
-PAIRS = (("input", "target"), ("prompt", "response"), ("prompt", "completion"))
+PAIRS = (("input", "target"), ("prompt", "response"), ("prompt", "completion"), ("inputs", "targets"))
 _ROLES_KEPT = ("system", "user")  # whose words a template must not drop; of an assistant's it may leave out reasoning
 
 
