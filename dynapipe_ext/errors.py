@@ -7,6 +7,7 @@
     ├── VerificationError  a plan that would deadlock, leak a buffer or lose a message
     ├── StoreError         the Redis-compatible store is absent, refuses, or holds something forged
     └── ExecutionError     a rank that cannot go on: a peer is late, dead or out of step
+        └── NotFiniteError a step whose loss or gradients are not finite: started again it would be the same
 
 Messages name the value, the bound and the next move. A command line turns these into one line and exit status 2.
 """
@@ -78,3 +79,7 @@ class StoreError(DynaPipeError):
 
 class ExecutionError(DynaPipeError):
     """A rank that cannot go on: a peer is late, dead or out of step."""
+
+
+class NotFiniteError(ExecutionError):
+    """A step whose loss or gradients are not finite, where the settings let none pass."""

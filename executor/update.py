@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.errors import NotFiniteError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 
 NanPolicy = Literal["stop", "skip"]
@@ -30,7 +30,7 @@ class Refused:
 
 
 class SkipPolicy:
-    """What becomes of steps that are not finite. "stop": an ExecutionError; "skip": up to `max_skips` of them in a row
+    """What becomes of steps that are not finite. "stop": a NotFiniteError; "skip": up to `max_skips` of them in a row
     are left out, then the error."""
 
     def __init__(self, policy: NanPolicy = "stop", max_skips: int = 0) -> None:
@@ -42,10 +42,10 @@ class SkipPolicy:
         self._skips = 0
 
     def refused(self, reason: str) -> Refused:
-        """The step is left out. Errors: ExecutionError where it may not be."""
+        """The step is left out. Errors: NotFiniteError where it may not be."""
         if self._skips == self._max_skips:
             before = f", after {self._skips} steps that were skipped in a row" if self._skips else ""
-            raise ExecutionError(
+            raise NotFiniteError(
                 f"{reason}{before}; no weight was changed: lower lr or look at these samples, or let single steps pass"
                 ' with [optimizer] nan_policy = "skip"'
             )

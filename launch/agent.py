@@ -128,7 +128,7 @@ def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         cause = cause or _killed_first(ranks)
-        if any(rank.end and rank.end.is_first and rank.end.is_mistake for rank in ranks):
+        if any(rank.end and rank.end.is_first and rank.end.is_final for rank in ranks):
             return NodeEnd(USER_ERROR_STATUS)
         if not ranks or any(rank.runs or (rank.end and rank.end.status == 0) for rank in ranks):
             empty_since_s = time.monotonic()
@@ -142,7 +142,7 @@ def _verdict(agent: Supervised, ranks: Sequence[RankRecord], cause: str) -> Node
     first = next((end for end in ends if end.is_first), None)
     if agent.poll() == 0:
         return NodeEnd(0)
-    if first and first.is_mistake:
+    if first and first.is_final:
         return NodeEnd(USER_ERROR_STATUS)
     if cause := cause or _killed_first(ranks):
         return NodeEnd(LOST_STATUS, cause)

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterable
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, short
 
 # Of the blocks kept for documentation (RFC 5737, RFC 3849): asks for the default route, and is never sent anything.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+_KNOWN_S = 10.0  # names of machines that start together may come a little late
+_LOOK_S = 0.5
+
+
+def refuse_unknown_host(host: str) -> None:
+    """Errors: ConfigError for a name that has no address here, soon: torchrun would wait for it for many minutes."""
+    deadline_s = time.monotonic() + _KNOWN_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline_s:
+                raise ConfigError(
+                    f"nodes would meet at {short(host)}, which this machine has not found for {_KNOWN_S:g} s"
+                    f" ({error.strerror}): give --rdzv-endpoint HOST:PORT by a name that all nodes know, or by address"
+                ) from error
+            time.sleep(_LOOK_S)
 
 
 def interface_towards(hosts: Iterable[str], named: str = "") -> tuple[str, str]:

@@ -137,21 +137,21 @@ def write_unfinished(run_dir: Path, reason: str) -> None:
 
 def is_unfinished(run_dir: Path) -> bool:
     """Whether a directory holds a run that has not done all its steps, or not said so."""
-    report = run_dir / "report.json"
     if not (run_dir / EVENTS_FILE).exists():
         return False
-    return not report.exists() or RunReport.read(report).unfinished is not None
+    return _is_unreported(run_dir) or RunReport.read(run_dir / "report.json").unfinished is not None
+
+
+def _is_unreported(run_dir: Path) -> bool:
+    """Whether more has happened than the report of a run knows."""
+    report = run_dir / "report.json"
+    return not report.exists() or report.stat().st_mtime_ns < (run_dir / EVENTS_FILE).stat().st_mtime_ns
 
 
 def report_what_ran(run_dir: Path, reason: str) -> None:
     """Report a run whose own rank 0 could not, because it was killed: its events are newer than its report. Where it
     still runs, under another launcher, nothing is changed."""
-    events, report = run_dir / EVENTS_FILE, run_dir / "report.json"
-    if (
-        events.exists()
-        and not is_in_use(run_dir)
-        and not (report.exists() and report.stat().st_mtime_ns >= events.stat().st_mtime_ns)
-    ):
+    if (run_dir / EVENTS_FILE).exists() and not is_in_use(run_dir) and _is_unreported(run_dir):
         _report_early_end(run_dir, reason)
 
 

@@ -10,28 +10,30 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
+from dynapipe_ext.errors import ConfigError, DataError, NotFiniteError, PlanError, VerificationError
 from dynapipe_ext.launch.cluster import BUG_STATUS, JobError
 from dynapipe_ext.launch.file_lock import FileLock, is_held
 
 _END = ".end"
+_END_BYTES, _MOST_CAUSE = 16384, 2000  # a character may take six bytes
 _LOOKED_AT_S = 1.0  # a launcher that looks whether a lock is held holds it for an instant
-_MISTAKES = (ConfigError, DataError, PlanError, VerificationError)
+# Of settings or data, or a stop that they ask for.
+_FINAL = (ConfigError, DataError, PlanError, VerificationError, NotFiniteError)
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
     """How a rank ended by itself, at `at_s` (seconds of the epoch). `cause` is the whole job's, and `is_first` where no
-    other rank failed before; after a mistake (of settings, of data) another start would end alike."""
+    other rank failed before; `is_final` where another start would end alike."""
 
     status: int
     at_s: float
     cause: str = ""
     is_first: bool = False
-    is_mistake: bool = False
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +54,29 @@ def recorded(folder: Path, start: int, rank: int) -> Iterator[None]:
     place = folder / str(start) / str(rank)
     # The lock goes with the process, not with this block: what runs until then must be ended, too.
     FileLock(place.with_name(f".{rank}"), f"the record of rank {rank}", wait_s=_LOOKED_AT_S)
-    end = RankEnd(BUG_STATUS, time.time())
+    end, part = RankEnd(BUG_STATUS, time.time()), place.with_name(f".{rank}{_END}")
     try:
+        part.write_bytes(bytes(_END_BYTES))  # room for its end, which may be that of a full disk
         place.with_name(f".{rank}").rename(place)  # whoever finds it finds it locked
         yield
         end = RankEnd(0, time.time())
     except JobError as error:
-        is_mistake = isinstance(error.__cause__, _MISTAKES)
-        end = RankEnd(error.exit_status, time.time(), error.cause, error.cause == str(error), is_mistake)
+        is_final = isinstance(error.__cause__, _FINAL)
+        end = RankEnd(error.exit_status, time.time(), error.cause, error.cause == str(error), is_final)
         raise
     except SystemExit as error:
         end = RankEnd(error.code if isinstance(error.code, int) else BUG_STATUS, time.time())
         raise
     finally:
-        with suppress(OSError):  # of a full disk, say: it then counts as killed
-            part = place.with_name(f".{rank}{_END}")
-            part.write_text(json.dumps(asdict(end)))
+        with suppress(OSError):  # it then counts as killed
+            _overwrite(part, json.dumps(asdict(replace(end, cause=end.cause[:_MOST_CAUSE]))))
             part.rename(place.with_name(f"{rank}{_END}"))
+
+
+def _overwrite(path: Path, text: str) -> None:
+    """Write into a file's own bytes, which takes no room; spaces fill the rest."""
+    with path.open("r+b") as file:
+        file.write(text.encode().ljust(_END_BYTES))
 
 
 def read_rank_records(folder: Path) -> tuple[RankRecord, ...]:

@@ -32,6 +32,7 @@ from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.executor.checkpoints.periodic import EndRequest
 from dynapipe_ext.executor.events import Listener
 from dynapipe_ext.executor.plans.channel import store_patience_s
+from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.store.opening import open_store
 from dynapipe_ext.launch.env import RankEnv, keep_cublas_deterministic, limit_threads, num_cores
@@ -45,7 +46,7 @@ from dynapipe_ext.launch.job import (
     variants,
 )
 from dynapipe_ext.launch.listeners import shown, written
-from dynapipe_ext.launch.outcome import begin_run, resume_run, run_facts, write_outcome
+from dynapipe_ext.launch.outcome import begin_run, is_unfinished, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.placement import followed_placement, settled_placement, trials_table
 from dynapipe_ext.launch.rank_log import RankLog, rank_log
 from dynapipe_ext.launch.run_costs import RunCosts, resumed_costs, settle_costs
@@ -141,17 +142,19 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
         job = replace(job, config=config)
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
-    dist.init_process_group(
-        process_group_backend(device),
-        init_method=env.init_method,
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=timedelta(seconds=max(config.job.timeout_s, PREPARE_LIMIT_S)),
-    )
+    with named_collectives("meeting of all ranks"):
+        dist.init_process_group(
+            process_group_backend(device),
+            init_method=env.init_method,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timedelta(seconds=max(config.job.timeout_s, PREPARE_LIMIT_S)),
+        )
     # A rank that fails keeps its process groups until it has said why: others fail once they are closed.
     with ExitStack() as stack:
         context, spans = _run(env, job, costs, device, log, stack)
-        dist.barrier()
+        with named_collectives("end of the job"):
+            dist.barrier()
     dist.destroy_process_group()
     if env.rank == 0:  # alone, so that what goes wrong here is said once
         write_outcome(job.run_dir, context.config, context.costs, context.data, spans)
@@ -216,11 +219,12 @@ def _run(
     store = open_store(address, namespace=shared["namespace"], connect_s=patience_s, reconnect_s=patience_s)
     stack.callback(store.close)
     architecture = architecture_of(config, data.whole.vocab_size)
-    initialize_parallel(topology, config.run.seed, timeout_s=config.job.timeout_s, architecture=architecture)
     chosen, traced = variants(config, compare=job.compare), TracedSpans()
     groups: Groups = {}
-    for placed in dict.fromkeys(placed_stages(variant.config) for variant in chosen):
-        groups |= make_pipeline_groups(placed, env.rank, timeout_s=config.job.timeout_s)
+    with named_collectives("making of process groups"):
+        initialize_parallel(topology, config.run.seed, timeout_s=config.job.timeout_s, architecture=architecture)
+        for placed in dict.fromkeys(placed_stages(variant.config) for variant in chosen):
+            groups |= make_pipeline_groups(placed, env.rank, timeout_s=config.job.timeout_s)
     context = RankContext(
         rank=env.rank,
         config=config,
@@ -271,7 +275,8 @@ def _run(
                 running.append(listening.enter_context(closing(steps)))
             for _ in zip_longest(*running):  # a step of each in turn
                 pass
-        dist.barrier()
+        with named_collectives("end of the steps"):
+            dist.barrier()
     return context, [spans_from_bytes(data) for data in gather_bytes(spans_to_bytes(traced.spans), device)]
 
 
@@ -312,10 +317,12 @@ def _data(env: RankEnv, config: TrainConfig) -> RunData:
     folder = data_folder(config)
     if env.rank == 0:
         run_data(config, prepare_data(config))
-    dist.barrier()
+    with named_collectives("preparation of the data"):
+        dist.barrier()
     if env.local_rank == 0 and env.rank != 0:
         run_data(config, prepare_data(config))
-    dist.barrier()
+    with named_collectives("preparation of the data"):
+        dist.barrier()
     return run_data(config, TokenDataset.open(folder))
 
 
@@ -344,9 +351,10 @@ def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrit
 
 
 def refuse_done(newest: Path, config: TrainConfig) -> None:
-    """Errors: ConfigError where a checkpoint has done all the steps of the settings."""
-    done = read_manifest(newest).run.step
-    if done >= config.run.steps:
+    """Errors: ConfigError where a checkpoint has done all the steps of the settings, and what follows them is done."""
+    done, output = read_manifest(newest).run.step, config.checkpoint.output
+    only_ends = is_unfinished(newest.parents[1]) or (output and not Path(output).exists())
+    if done > config.run.steps or (done == config.run.steps and not only_ends):
         raise ConfigError(
             f"{newest} has done {counted(done, 'step')} and steps is {config.run.steps}: raise --steps to go on"
         )

@@ -197,6 +197,7 @@ def run_variant(
         )
 
 
+@named_collectives("making of the model")
 def _built(context: RankContext, config: TrainConfig, architecture: Architecture) -> BuiltModel:
     """This rank's part of the model, of the framework that a variant's settings name."""
     device = context.device
@@ -263,6 +264,7 @@ def _gather(mine: RankFigures, name: str, device: torch.device) -> list[RankFigu
     return [RankFigures.from_numbers(rank.tolist()) for rank in everyone]
 
 
+@named_collectives("places of ranks on nodes")
 def node_of(rank: int, *, starts: bool, device: torch.device) -> NodeOfRank:
     """A rank's node, where ranks of a node follow one another and the first of each `starts` its planners."""
     first = torch.tensor([starts], dtype=torch.int64, device=device)
@@ -272,6 +274,7 @@ def node_of(rank: int, *, starts: bool, device: torch.device) -> NodeOfRank:
     return NodeOfRank(sum(firsts[: rank + 1]) - 1, sum(firsts), starts)
 
 
+@named_collectives("comparison of clocks")
 def clock_offset_s(one_machine: bool, device: torch.device) -> float:
     """What to take from this rank's clock to read rank 0's: nothing on one machine, else as of a common barrier."""
     if one_machine:
@@ -310,6 +313,7 @@ def _transport(context: RankContext, variant: Variant) -> Transport:
     return WatchedTransport(inner, drain=lambda: torch.cuda.current_stream(device).synchronize())
 
 
+@named_collectives("what rank 0 has settled")
 def broadcast_bytes(data: bytes, device: torch.device) -> bytes:
     """Rank 0's bytes on every rank, over the job's own process group: what the store must not hold."""
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
@@ -322,6 +326,7 @@ def broadcast_bytes(data: bytes, device: torch.device) -> bytes:
     return struct.pack(f"{length}B", *payload.tolist())
 
 
+@named_collectives("figures of all ranks")
 def gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
     """Every rank's bytes on rank 0, in rank order, over the job's own process group; nothing on the others."""
     sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 
 _T = TypeVar("_T")
 
 
 class SavingRanks:
     """This rank among all that save below `root`. `faults` are the errors of writing: where work fails by one of them
-    on one rank, all ranks raise ExecutionError, and none waits for one that is gone."""
+    on one rank, all ranks raise ExecutionError with its words, and none waits for one that is gone."""
 
     def __init__(
         self, root: Path, device: torch.device, *, faults: tuple[type[Exception], ...] = (OSError, RuntimeError)
@@ -32,13 +33,13 @@ class SavingRanks:
         try:
             result = work()
         except self._faults as error:
-            fault = f"below {self._root}: {error}"
+            fault = f"rank {dist.get_rank()} could not write below {self._root}: {error}"
         if self.most(bool(fault)):
-            raise ExecutionError(
-                f"the checkpoint was not saved ({fault or 'another rank says why'}): make room, resume"
-            )
+            first = next(found for found in gather_json(fault, self._device) if found)
+            raise ExecutionError(f"the checkpoint was not saved: {first}: make room there, then resume")
         return cast(_T, result)
 
+    @named_collectives("agreement of all ranks on a checkpoint")
     def most(self, number: int) -> int:
         """The largest of every rank's number: what one of them asks for, all do."""
         numbers = torch.tensor([number], dtype=torch.int64, device=self._device)

@@ -89,9 +89,7 @@ class CheckpointSaver:
             elif self.most(pending.thread.is_alive()):
                 return
             self._pending = None
-            tensors = pending.writer.finish(pending.part, self._device)
-            for finalize in pending.request.finalize_fns:  # megatron-core's: metadata.json
-                finalize()
+            tensors = pending.writer.finish(self._device)
             self._ranks.on_first(lambda: self._publish(pending, tensors))
 
     def _started(self, run: RunState) -> _Pending:
@@ -118,9 +116,10 @@ class CheckpointSaver:
         )
         thread = threading.Thread(target=request.async_fn, args=request.async_fn_args, name="dynapipe-checkpoint")
         thread.start()
-        return _Pending(run, place, part, writer, request, thread)
+        return _Pending(run, place, part, writer, thread)
 
     def _publish(self, pending: _Pending, tensors: Mapping[str, SavedTensor]) -> None:
+        pending.writer.write_metadata(pending.part)
         manifest = Manifest(
             run=pending.run,
             optimizer=pending.place,
@@ -155,7 +154,6 @@ class _Pending:
     place: OptimizerPlace
     part: Path
     writer: TensorWriter
-    request: Any  # megatron-core's AsyncRequest
     thread: threading.Thread
 
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
@@ -54,6 +55,7 @@ class TensorWriter(AsyncSaveShardedStrategy):  # type: ignore[misc]
         self._file = f"__{dist.get_rank()}_0.distcp"
         self._rows: _Rows = []
         self._fault = ""
+        self._metadata = b""
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -82,8 +84,8 @@ class TensorWriter(AsyncSaveShardedStrategy):  # type: ignore[misc]
         except (OSError, RuntimeError) as error:
             self._fault = f"rank {dist.get_rank()} could not write {folder / self._file} ({error})"
 
-    def finish(self, folder: Path, device: torch.device) -> Mapping[str, SavedTensor]:
-        """On all ranks: what lies where; rank 0 writes it for Megatron, too. Errors: ExecutionError on all ranks."""
+    def finish(self, device: torch.device) -> Mapping[str, SavedTensor]:
+        """On all ranks: what lies where. Errors: ExecutionError on all ranks."""
         everyone = gather_json([self._file, self._fault, self._rows], device)
         if faults := [fault for _, fault, _ in everyone if fault]:
             raise ExecutionError(f"the checkpoint was not saved: {faults[0]}: make room there, then resume")
@@ -101,8 +103,13 @@ class TensorWriter(AsyncSaveShardedStrategy):  # type: ignore[misc]
                     found[2].append(StoredChunk(tuple(begin), tuple(shape), file, offset, num_bytes))
         index = {key: SavedTensor(dtype, whole, tuple(chunks)) for key, (dtype, whole, chunks) in tensors.items()}
         if dist.get_rank() == 0:
-            (folder / METADATA).write_bytes(pickle.dumps(_metadata(index, objects)))
+            self._metadata = pickle.dumps(_metadata(index, objects))
         return index
+
+    def write_metadata(self, folder: Path) -> None:
+        """On rank 0, after `finish`: for Megatron, what lies where, and by which strategy it was written."""
+        (folder / METADATA).write_bytes(self._metadata)
+        save_config(CheckpointingConfig(self.backend, self.version), str(folder))
 
 
 def _write_shards(file: BinaryIO, state: Any) -> Iterator[list[Any]]:

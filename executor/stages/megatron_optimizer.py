@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.config import LrSchedule, OptimizerSettings
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.errors import ExecutionError, NotFiniteError
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
 from dynapipe_ext.executor.stages.megatron import Chunks
 from dynapipe_ext.executor.stages.megatron_exact import ExactNorm
@@ -71,7 +71,7 @@ class MegatronOptimizer:
     def step(self, executed: ExecutedStep) -> float | Refused:
         """Update, if the step may be taken; the gradient norm before clipping, or why nothing was changed.
 
-        Errors: ExecutionError, on all ranks alike and before anything is changed, for a loss or gradient that is not
+        Errors: NotFiniteError, on all ranks alike and before anything is changed, for a loss or gradient that is not
         finite, where the policy does not skip the step.
         """
         return self._guard.check(executed) or self.update()
@@ -81,7 +81,7 @@ class MegatronOptimizer:
         exact_norm = self._exact_norm.clip(self._clip_grad) if self._exact_norm else None
         updated, grad_norm, _ = self._optimizer.step()
         if not updated:
-            raise ExecutionError("Megatron's optimizer refused the step: a gradient is not finite; lower lr")
+            raise NotFiniteError("Megatron's optimizer refused the step: a gradient is not finite; lower lr")
         self._scheduler.step(1)
         self._num_updates += 1
         return exact_norm if exact_norm is not None else float(grad_norm or 0.0)

@@ -23,7 +23,7 @@ from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.launch.commands import train
 from dynapipe_ext.launch.env import debug_settings, kv_store_url, limit_threads, named_interface, store_password
 from dynapipe_ext.launch.job import topology_of, variants
-from dynapipe_ext.launch.network import interface_towards
+from dynapipe_ext.launch.network import interface_towards, refuse_unknown_host
 from dynapipe_ext.launch.nodes import (
     FOLLOW_FLAG,
     Host,
@@ -125,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             password = read_secret(Path(args.secret_file), store_password()) if args.secret_file else None
             asked_store(args.store, password, insecure=args.insecure_store)  # refused here, once, not by every rank
+            if job.place.num_nodes > 1:
+                refuse_unknown_host(_host_of(job.place.rdzv_endpoint))
             place = replace(job.place, local_addr=_local_address(job.place))
             command = torchrun_command(place, args.max_restarts if by_hand else 0, job.words)
             end = _attempts(
@@ -252,8 +254,12 @@ def _local_address(place: NodePlace) -> str:
     if place.num_nodes == 1:
         return ""
     with suppress(ConfigError):
-        return interface_towards([place.rdzv_endpoint.rpartition(":")[0].strip("[]")], named_interface())[1]
+        return interface_towards([_host_of(place.rdzv_endpoint)], named_interface())[1]
     return ""
+
+
+def _host_of(endpoint: str) -> str:
+    return endpoint.rpartition(":")[0].strip("[]")
 
 
 def _run_from_here(args: argparse.Namespace, job: LaunchedJob, attempt: int) -> NodeEnd:

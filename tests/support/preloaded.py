@@ -16,17 +16,18 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 _MODULES = (
     "dynapipe_ext.launch.cli",
     "dynapipe_ext.launch.commands.train",
     "dynapipe_ext.launch.variant_run",
+    "dynapipe_ext.launch.megatron_run",
     "dynapipe_ext.executor.store.redis",
     "megatron.core.models.gpt.gpt_model",
     "matplotlib.backends.backend_agg",
@@ -78,19 +79,22 @@ class Preloaded:
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
         new_session: bool = False,
+        faults: Mapping[str, Any] | None = None,
     ) -> Iterator[Command]:
-        """`dynapipe ARGUMENTS` with variables on top of this process's environment."""
+        """`dynapipe ARGUMENTS` with variables on top of this process's environment; `faults` are what `faults.install`
+        is given before the command begins."""
         request = {
             "arguments": list(arguments),
             "cwd": str(cwd or Path.cwd()),
             "environment": {**os.environ, **(environment or {})},
             "new_session": new_session,
+            "faults": faults,
         }
         stderr_read, stderr_write = os.pipe()
         status_read, status_write = os.pipe()
         with (
             open(os.devnull, "rb") as stdin,
-            TemporaryFile() as stdout,
+            tempfile.TemporaryFile() as stdout,
             open(stderr_read, encoding="utf-8") as stderr,
             open(status_read, encoding="utf-8") as status,
         ):
@@ -161,6 +165,7 @@ def _become(
     cwd: str,
     environment: dict[str, str],
     new_session: bool,
+    faults: dict[str, Any] | None,
 ) -> NoReturn:
     """What `dynapipe ARGUMENTS` does once it has been executed."""
     from dynapipe_ext.launch import cli
@@ -176,7 +181,11 @@ def _become(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # as TMPDIR says now
     sys.argv = ["dynapipe", *arguments]
+    if faults is not None:
+        sys.path.append(str(Path(__file__).parent))
+        importlib.import_module("faults").install(**faults)
     sys.exit(cli.main())
 
 

@@ -19,7 +19,7 @@ from dynapipe_ext.launch.rank_records import RankRecord, read_rank_records
 # As torchrun: starts ranks, and ends with 1 as soon as one has failed, once it has ended the others.
 AGENT = """
 import os, signal, sys, time
-from dynapipe_ext.errors import ConfigError, ExecutionError
+from dynapipe_ext.errors import ConfigError, ExecutionError, NotFiniteError
 from dynapipe_ext.executor.parent_death import end_with_parent, supervising_pid
 from dynapipe_ext.launch.cluster import JobError
 from dynapipe_ext.launch.env import launcher
@@ -76,6 +76,7 @@ def ended(body: str, *, timeout_s: float = 60.0, order: Callable[[], str] = lamb
         ("watch(lambda: None, lambda: None)", 0, "", False),
         ("watch(wait, killed)", LOST_STATUS, r"rank 1 \(process \d+\) was killed: if nobody did that, memory", True),
         ("watch(wait, lambda: fail(ConfigError('no'), 'no'))", 2, "", False),
+        ("watch(wait, lambda: fail(NotFiniteError('nan'), 'nan'))", 2, "", False),  # it would be so again
         ("watch(wait, lambda: fail(ExecutionError('late'), 'late'))", LOST_STATUS, "", True),
         ("watch(wait, lambda: fail(ExecutionError('late'), 'another is why'))", LOST_STATUS, "", True),
         ("watch(wait, lambda: fail(ValueError('bug'), 'bug'))", 1, "", True),

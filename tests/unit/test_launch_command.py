@@ -97,6 +97,7 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
         ([*STORE, "--secret-file", "nothere"], "the secret file nothere cannot be read"),
         (STORE, "has no password: set DYNAPIPE_STORE_PASSWORD"),
         (["--store", "nothere"], "--store is neither a URL"),
+        (["--nnodes", "2", "--rdzv-endpoint", "node.invalid", "--run-dir", "r"], "would meet at 'node.invalid', which"),
         (
             ["--nnodes", "2", "--rdzv-endpoint", "a", "--run-dir", "r", "--overwrite"],
             "do not know who loses r: remove it first",
@@ -104,8 +105,9 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
-    flags: list[str], says: str, here: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], says: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dynapipe_ext.launch.network._KNOWN_S", 0.0)
     try:
         status = cli.main(["launch", *SIZES, *flags])
     except SystemExit as error:

@@ -1,0 +1,372 @@
+"""Jobs that meet faults, and what must hold of them afterwards: the end of a run that nobody disturbed, and no trace.
+
+clean job ─► sites its ranks reach ─► cells (site, deed, actor) ─► faults of a job ─► its starts ─► what is wrong
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.executor.checkpoints.folder import checkpoints, latest
+from dynapipe_ext.launch.cluster import BUG_STATUS
+from dynapipe_ext.launch.job import analytic_costs, architecture_of
+from dynapipe_ext.launch.run_directory import is_in_use
+from dynapipe_ext.tools.account.report import RunReport
+from tests.support.faults import Fault
+from tests.support.preloaded import Preloaded
+
+SAVE_EVERY, STEPS = 3, 12
+JOB = f"""
+[run]
+steps = {STEPS}
+[topology]
+tp = 1
+pp = 2
+dp = 2
+[model]
+num_layers = 2
+hidden_size = 32
+num_heads = 2
+num_query_groups = 2
+ffn_hidden_size = 64
+max_seq_len = 128
+dropout = 0.1
+[data]
+num_samples = 200
+tokenizer = "bytes"
+truncate = true
+tokens_per_batch = 1024
+num_workers = 1
+[checkpoint]
+save_every = {SAVE_EVERY}
+[job]
+timeout_s = 10
+"""
+LIMIT_S = 100.0  # of a start: what has not ended by then hangs
+GONE_S = 5.0  # for the processes of a start, once its launcher has ended
+PAUSE_S = 3.0  # for which a launcher is stopped: nobody else could go on for it
+_ROOT = f"{Path(__file__).resolve().parents[2]}/"
+_DISK = "64m"
+_MOST_STARTS = 6
+_BYTES_VOCABULARY = 258
+_WAIT_DEEDS = [(deed, actor) for deed in ("kill", "stop") for actor in ("rank", "planner", "store", "launcher")]
+_AGENT_DEEDS = [("kill", "agent"), ("stop", "agent")]
+_STORE_DEEDS = [
+    *((deed, kind) for deed in ("drop", "delay", "duplicate", "corrupt") for kind in ("plan", "taken", "heartbeat")),
+    *(("corrupt", kind) for kind in ("wanted", "failure")),  # those that nobody has put are forged
+]
+_FULL = [("fill", what) for what in ("memory", "memory for a while", "disk", "files")]
+_SOMETIMES = ("planner", "store")  # there is none in some waits
+_ANYWHERE, _PLAN_WAIT, _FILE = "anywhere", "source._wait: store get", "file: "
+
+Command = Literal["train", "launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is covered once it was done in some run; `site` is a site of `faults.py`, or a name of several."""
+
+    site: str
+    deed: str
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a rank of the clean run waited, how often, and which other processes there were then."""
+
+    name: str
+    rank: int
+    count: int
+    actors: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One start of a job: its exit status, how long it took, the last that it said, and the steps that it ran."""
+
+    status: int
+    wall_s: float
+    said: str
+    steps: tuple[int, ...]
+
+    @property
+    def reason(self) -> str:
+        lines = [
+            line for line in self.said.splitlines() if not re.match(r"step \d|tokenizing|data:|ranks:|store: ", line)
+        ]
+        return " | ".join(lines)[-600:]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job went. `done` are its faults that came to pass, `wrong` is what should not be (empty: nothing)."""
+
+    command: Command
+    faults: tuple[Fault, ...]
+    done: tuple[bool, ...]
+    starts: tuple[Start, ...]
+    wrong: tuple[str, ...]
+
+    @property
+    def repeated_steps(self) -> int:
+        return sum(max(0, last - step + 1) for last, step in _pairs(self.starts))
+
+    def to_json(self) -> dict[str, Any]:
+        starts = [{"status": s.status, "wall_s": round(s.wall_s, 1), "reason": s.reason} for s in self.starts]
+        faults = [asdict(fault) | {"done": done} for fault, done in zip(self.faults, self.done, strict=True)]
+        return {
+            "command": self.command,
+            "faults": faults,
+            "starts": starts,
+            "repeated_steps": self.repeated_steps,
+            "wrong": list(self.wrong),
+        }
+
+
+class ChaosJobs:
+    """A clean job in `folder` (a short path), made at once, and jobs with faults beside it."""
+
+    def __init__(self, preloaded: Preloaded, folder: Path) -> None:
+        self._preloaded, self._folder = preloaded, folder.resolve()
+        (self._folder / "tokenized").mkdir(parents=True)
+        (self._folder / "job.toml").write_text(JOB)
+        config = TrainConfig.read(self._folder / "job.toml")
+        shape = architecture_of(config, _BYTES_VOCABULARY)
+        costs = analytic_costs(config, shape, flops_per_s=50e9, overhead_ns=1_000_000)
+        (self._folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+        clean = self._prepared("clean")
+        start = self._start(clean, "train", self._words("train", clean), {"records": True})
+        assert start.status == 0, start.said
+        self.sites = _read_sites(clean / "faults" / "sites")
+        self._clean = _end_of(clean / "run")
+
+    def close(self) -> None:
+        """End what a run that was given up has left running."""
+        for pid in _processes(self._folder):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def cells(self, command: Command) -> list[Cell]:
+        """All that there are: of waits and file operations those that the clean run came to."""
+        found = []
+        for name in sorted({site.name for site in self.sites}):
+            there = frozenset[str]().union(*(site.actors for site in self.sites if site.name == name))
+            deeds = [("kill", "rank")] if name.startswith(_FILE) else _WAIT_DEEDS
+            found += [Cell(name, deed, actor) for deed, actor in deeds if actor == "rank" or actor in there]
+        anywhere = [*_STORE_DEEDS, *_FULL, *(_AGENT_DEEDS if command == "launch" else ())]
+        return found + [Cell(_ANYWHERE, deed, actor) for deed, actor in anywhere]
+
+    def fault(self, cell: Cell, chance: random.Random) -> Fault:
+        """One of the ways to hit a cell, early in a start: another start may begin late."""
+        actor, prefix = cell.actor, cell.site
+        if cell.site == _ANYWHERE:
+            prefix = _FILE if actor in ("disk", "files") else "" if actor == "agent" else _PLAN_WAIT
+        named = [site for site in self.sites if site.name.startswith(prefix)]
+        name = chance.choice(sorted({site.name for site in named}))
+        site = chance.choice([s for s in named if s.name == name and (actor in s.actors or actor not in _SOMETIMES)])
+        if actor == "rank":
+            alone = name.startswith(_FILE) or "peer" not in site.actors
+            actor = "itself" if alone else chance.choice(["itself", "peer"])
+        count = chance.randint(1, max(1, site.count // 3))
+        return Fault(site=site.name, rank=site.rank, count=count, deed=cell.deed, actor=actor)
+
+    def place(self, fault: Fault) -> int:
+        """Of the fault's site among all, in the order in which a job comes to them."""
+        return [site.name for site in self.sites].index(fault.site)
+
+    def run(self, name: str, command: Command, faults: Sequence[Fault]) -> Outcome:
+        """Start a job, and again as its user would, until it has ended well; then look at what it left."""
+        folder = self._prepared(name)
+        starts: list[Start] = []
+        wrong: list[str] = []
+        with _small_disk(folder) if any(f.actor == "disk" for f in faults) else _own_disk(folder):
+            while not starts or (starts[-1].status and len(starts) < _MOST_STARTS):
+                (folder / "filler").unlink(missing_ok=True)
+                start = self._start(
+                    folder, command, self._words(command, folder), {"faults": [asdict(fault) for fault in faults]}
+                )
+                starts.append(start)
+                wrong += _wrong_with(folder, start)
+            if starts[-1].status:
+                wrong.append(f"it has not ended well in {len(starts)} starts")
+            else:
+                wrong += _differences(_end_of(folder / "run"), self._clean)
+            wrong += _lost_steps(starts)
+            wrong += _left_behind(folder)
+            done = tuple((folder / "faults" / f"hit-{i}").exists() for i in range(len(faults)))
+        return Outcome(command, tuple(faults), done, tuple(starts), tuple(wrong))
+
+    def _prepared(self, name: str) -> Path:
+        folder = self._folder / name
+        folder.mkdir()
+        return folder
+
+    def _words(self, command: Command, folder: Path) -> list[str]:
+        if command == "train" and checkpoints(folder / "run" / "checkpoints"):
+            return ["train", "--resume", "run"]
+        words = ["--config", "../job.toml", "--costs", "../costs.json", "--run-dir", "run"]
+        if command == "launch":
+            return ["launch", *words, "--max-restarts", "3"]
+        return ["train", *words, "--overwrite"]
+
+    def _start(self, folder: Path, command: Command, words: Sequence[str], faults: Mapping[str, Any]) -> Start:
+        for made in ("faults", "t"):
+            (folder / made).mkdir(exist_ok=True)
+        if not (folder / "tokenized").exists():
+            (folder / "tokenized").symlink_to("../tokenized")
+        variables = {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(folder / "t")}
+        given = dict(faults) | {"folder": str(folder / "faults")}
+        begun_s, said = time.monotonic(), [""]
+        with self._preloaded.started(words, cwd=folder, environment=variables, faults=given) as started:
+
+            def listen() -> None:
+                said[0] = started.communicate(LIMIT_S)[1]
+
+            listener = threading.Thread(target=listen)
+            listener.start()
+            while listener.is_alive() and time.monotonic() - begun_s < LIMIT_S:
+                listener.join(0.2)
+                _let_go_on(folder, started.pid)
+            if listener.is_alive():
+                said[0] = "HANGS"
+                for pid in _processes(folder):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                listener.join()
+        status = started.returncode
+        assert status is not None
+        said[0] = said[0].replace(str(self._folder), "JOBS").replace(_ROOT, "")
+        steps = tuple(int(number) for number in re.findall(r"^step (\d+) ", said[0], re.MULTILINE))
+        return Start(status, time.monotonic() - begun_s, said[0], steps)
+
+
+def _read_sites(path: Path) -> list[Site]:
+    count: dict[tuple[str, int], int] = {}
+    actors: dict[tuple[str, int], set[str]] = {}
+    for line in path.read_text().splitlines():
+        rank, name, there = line.split("\t")
+        key = (name, int(rank))
+        count[key] = count.get(key, 0) + 1
+        actors.setdefault(key, set()).update(there.split())
+    return [Site(name, rank, number, frozenset(actors[name, rank])) for (name, rank), number in count.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """What a run has come to: its last checkpoint's tensors, its losses, the names of its files."""
+
+    tensors: Mapping[str, bytes]
+    losses: tuple[float, ...]
+    files: frozenset[str]
+
+
+def _end_of(run_dir: Path) -> _End:
+    newest = latest(run_dir / "checkpoints")
+    tensors = {file.name: file.read_bytes() for file in newest.glob("*.distcp")}
+    losses = tuple(RunReport.read(run_dir / "report.json").result.losses)
+    return _End(tensors, losses, frozenset(str(p.relative_to(run_dir)) for p in run_dir.rglob("*")))
+
+
+def _differences(found: _End, clean: _End) -> Iterator[str]:
+    if found.tensors != clean.tensors or not clean.tensors:
+        yield "the weights are not those of a clean run"
+    if found.losses != clean.losses:
+        yield "the losses are not those of a clean run"
+    if more := sorted(found.files - clean.files):
+        yield f"files that a clean run has not: {', '.join(more)}"
+    if fewer := sorted(clean.files - found.files):
+        yield f"files that a clean run has: {', '.join(fewer)}"
+
+
+def _wrong_with(folder: Path, start: Start) -> Iterator[str]:
+    """After a start has ended, however it has: no process, no lock, and a reason where it did not end well."""
+    if start.said == "HANGS":
+        yield f"it hangs: not ended after {LIMIT_S:g} s"
+        return
+    deadline_s = time.monotonic() + GONE_S
+    while (left := _processes(folder)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    if left:
+        yield f"processes are left: {', '.join(map(_command_of, left))}"
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    if (folder / "run").is_dir() and is_in_use(folder / "run"):
+        yield "the run directory is still locked"
+    if start.status > 0 and not start.reason:
+        yield f"it ended with exit status {start.status} and no reason"
+    if start.status == BUG_STATUS:
+        yield "it ended as by a defect"
+
+
+def _pairs(starts: Sequence[Start]) -> Iterator[tuple[int, int]]:
+    """Each step of a job's starts with the one that was run before it."""
+    return pairwise([0, *(step for start in starts for step in start.steps)])
+
+
+def _lost_steps(starts: Sequence[Start]) -> Iterator[str]:
+    """A step is run again only if it had not been saved."""
+    for last, step in _pairs(starts):
+        saved = (last - 1) // SAVE_EVERY * SAVE_EVERY  # that of `last` may have been under way
+        if step != last + 1 and not (saved < step <= last and (step - 1) % SAVE_EVERY == 0):
+            yield f"step {step} followed step {last}, though step {max(0, saved)} was saved"
+
+
+def _left_behind(folder: Path) -> Iterator[str]:
+    if left := sorted(path.name for path in (folder / "t").iterdir()):
+        yield f"temporary files are left: {', '.join(left)}"
+
+
+def _processes(folder: Path) -> list[int]:
+    """Those that work in a job's folder or below, but for zombies."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (entry / "cwd").readlink().is_relative_to(folder):
+                found.append(int(entry.name))
+    return found
+
+
+def _command_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:100]
+    return str(pid)
+
+
+def _let_go_on(folder: Path, launcher: int) -> None:
+    """A launcher that has been stopped for long enough goes on."""
+    for hit in (folder / "faults").glob("hit-*"):
+        with suppress(OSError):
+            if hit.read_text() == f"stop {launcher}" and time.time() - hit.stat().st_mtime > PAUSE_S:
+                os.kill(launcher, signal.SIGCONT)
+
+
+@contextmanager
+def _small_disk(folder: Path) -> Iterator[None]:
+    """A file system of its own, which has room for the job and not for much more. Needs root."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextmanager
+def _own_disk(folder: Path) -> Iterator[None]:
+    yield

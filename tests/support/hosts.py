@@ -1,0 +1,103 @@
+"""Two hosts on one machine: network namespaces joined by a virtual cable, and what their jobs need.
+
+Each host has a name of its own, which resolves to loopback there (Debian's 127.0.1.1) and to its address elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dynapipe_ext.errors import StoreError
+from dynapipe_ext.launch.redis_server import RedisServer, find_server_binary
+
+Host = tuple[str, str, str]  # namespace, address, device
+
+# What takes the place of ssh: HOST, then a command that is run on it.
+SHELL = """#!/bin/sh
+name=$1; shift
+exec ip netns exec "$name" unshare --uts sh -c 'hostname "$0" && exec "$@"' "$name" "$@"
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+class NoHostsError(Exception):
+    """This machine cannot have network namespaces, or this user cannot make them."""
+
+
+@contextmanager
+def two_hosts() -> Iterator[list[Host]]:
+    """Two that see each other and nothing else. Errors: NoHostsError."""
+    tag = secrets.token_hex(3)
+    names = [f"dynapipe-{tag}-{i}" for i in range(2)]
+    devices, addresses = [f"dp{tag}{i}" for i in range(2)], ["10.213.7.1", "10.213.7.2"]
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        raise NoHostsError("network namespaces need ip and root")
+    made = []
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                made.append(name)
+            ip("link", "add", devices[0], "netns", names[0], "type", "veth", "peer", devices[1], "netns", names[1])
+        except subprocess.CalledProcessError as error:
+            raise NoHostsError(f"no network namespaces here: {error.stderr.decode().strip()}") from error
+        for name, device, address in zip(names, devices, addresses, strict=True):
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+            ip("-n", name, "link", "set", device, "up")
+            others = [f"{other} {named}" for other, named in zip(addresses, names, strict=True) if named != name]
+            files = Path("/etc/netns", name)  # `ip netns exec` lays them over those of /etc
+            files.mkdir(parents=True)
+            (files / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 {name}", *others]) + "\n")
+        yield list(zip(names, addresses, devices, strict=True))
+    finally:
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], check=False, timeout=20)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+
+
+@contextmanager
+def store_of(host: Host, folder: Path) -> Iterator[list[str]]:
+    """Flags of a store that both hosts reach: the job's own over TLS where a server here has that, else the user's, in
+    the clear as is then to be said, its password in a file alone."""
+    name, address, _ = host
+    try:
+        RedisServer(tls_host="127.0.0.1").close()
+    except StoreError:
+        pass
+    else:
+        yield []
+        return
+    password, secret = secrets.token_hex(16), folder / "secret"
+    secret.touch(0o600)
+    secret.write_text(password)
+    settings = f'bind {address}\nport 6399\nsave ""\nrequirepass {password}\ndir "{folder}"\n'
+    server = subprocess.Popen(
+        ["ip", "netns", "exec", name, find_server_binary(), "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    assert server.stdin is not None
+    server.stdin.write(settings.encode())
+    server.stdin.close()
+    try:
+        yield ["--store", f"redis://{address}:6399/0", "--insecure-store", "--secret-file", str(secret)]
+    finally:
+        server.kill()
+        server.wait(10)
+
+
+def host_files(hosts: list[Host], folder: Path, *, slots: int) -> list[str]:
+    """Flags of `dynapipe launch` that start a job on the hosts, with the files that they name."""
+    shell, host_file = folder / "into", folder / "hosts.txt"
+    shell.write_text(SHELL)
+    shell.chmod(0o700)
+    host_file.write_text("".join(f"{name} slots={slots}\n" for name, _, _ in hosts))
+    return ["--hosts", str(host_file), "--ssh", str(shell)]
