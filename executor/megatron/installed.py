@@ -6,7 +6,7 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from dynapipe_ext.executor.megatron.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.megatron.datasets import planned_iterators, real_flops
 from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
 from dynapipe_ext.executor.megatron.megatron_lm import has_training_loop, parsed_arguments
+from dynapipe_ext.executor.megatron.pipeline import MegatronPlacement
+from dynapipe_ext.executor.megatron.placement import as_interleaved, check_placement, placed
 from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
 from dynapipe_ext.executor.megatron.refusals import check_arguments
 from dynapipe_ext.executor.store.address import StoreAddress
@@ -30,6 +32,7 @@ def installed(
     split_backward: bool | None = None,
     data: str | Path | None = None,
     layout: Layout | None = None,
+    placement: MegatronPlacement | None = None,
     pieces: Pieces | None = None,
     store: str | StoreAddress | None = None,
 ) -> Iterator[None]:
@@ -46,6 +49,7 @@ def installed(
         split_backward=split_backward,
         data=data,
         layout=layout,
+        placement=placement,
         pieces=pieces,
         store=store,
     )
@@ -55,6 +59,7 @@ def installed(
         install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments())))
         if has_training_loop():
             _install_arguments(patches, wishes)
+            _install_placement(patches, wishes)
             _install_data(patches, wishes)
         yield
 
@@ -63,12 +68,16 @@ def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -
     """`get_forward_backward_func` returns what `make` makes when it is first asked."""
     made: list[ForwardBackward] = []
 
-    def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
-        if pp_size is not None or vp_size is not None:
-            raise ConfigError(
-                f"get_forward_backward_func was asked for pp_size {pp_size} and vp_size {vp_size}, but planned"
-                " schedules run on the ranks of megatron.core.parallel_state: leave both out"
-            )
+    def get_forward_backward_func(
+        pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
+    ) -> ForwardBackward:
+        given = {"pp_size": pp_size, "vp_size": vp_size, "schedule_pg_collection": schedule_pg_collection}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"get_forward_backward_func was asked for {name} {value}, but planned schedules run on the ranks"
+                    " of megatron.core.parallel_state: leave it out"
+                )
         if not made:
             made.append(make())
         return made[0]
@@ -120,6 +129,20 @@ def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
     _replace_everywhere(patches, original, parse_args)
 
 
+def _install_placement(patches: ExitStack, wishes: Wishes) -> None:
+    training: Any = importlib.import_module("megatron.training.training")
+    build = training.get_model
+
+    def get_model(provider: Callable[..., Any], *others: Any, **keywords: Any) -> Any:
+        args = parsed_arguments()
+        if wishes.wish(args, "placement") == "v":
+            check_placement(args)
+            provider = placed(provider)
+        return build(provider, *others, **keywords)
+
+    _replace(patches, training, "get_model", get_model)
+
+
 def _install_data(patches: ExitStack, wishes: Wishes) -> None:
     training: Any = importlib.import_module("megatron.training.training")
     build, count = training.build_train_valid_test_data_iterators, training.num_floating_point_operations
@@ -130,7 +153,9 @@ def _install_data(patches: ExitStack, wishes: Wishes) -> None:
         path = wishes.wish(args, "data")
         found = planned_iterators(provider, args, None if path is None else str(path), training)
         if found is None:
-            return build(provider)
+            chunk = getattr(provider, "keywords", {}).get("vp_stage")
+            with as_interleaved(chunk) if wishes.wish(args, "placement") == "v" else nullcontext():
+                return build(provider)
         if not trained and found[0] is not None:  # with virtual stages the first chunk's iterator is the one that moves
             trained.append(found[0])
             patches.callback(found[0].close)

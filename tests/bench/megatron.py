@@ -3,7 +3,8 @@
     python tests/bench/megatron.py [--only NAME ...] [--output results/megatron.json]
 
 Needs Megatron-LM (`../shared`, or DYNAPIPE_MEGATRON_LM=DIR). Weights depend on their names, so that one stock run of
-few ranks is the measure of all of its kind. Losses, gradient norms and final weights are compared unrounded.
+few ranks is the measure of all of its kind. Losses, gradient norms and final weights are compared unrounded. A run
+named "by 1f1b" has the micro-batches of the one before it under Megatron's own schedule, and is compared with it.
 Seconds are means of the steps after the first two, on whatever cores there are; CPU seconds are those of all ranks.
 """
 
@@ -51,6 +52,7 @@ FP16 = ["--fp16", "--initial-loss-scale", "4194304", *PP2]  # some first steps a
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """Runs that are compared with one stock run: all with `arguments`, those of `cases` (ranks, arguments) besides.
+    Those `beside_1f1b` run a second time, their micro-batches by Megatron's own 1F1B with variable_seq_lengths.
 
     `data`: of uneven length; Megatron's own random samples, of one; or documents for pretrain_t5.py.
     """
@@ -59,6 +61,7 @@ class Kind:
     stock: tuple[int, list[str]]
     arguments: list[str] = field(default_factory=list)
     cases: dict[str, tuple[int, list[str]]]
+    beside_1f1b: tuple[str, ...] = ()
 
 
 KINDS = {
@@ -98,6 +101,7 @@ KINDS = {
             "pp2 recompute packed": (2, [*PP2, *RECOMPUTE, *PACKED]),
             "pp2 little memory": (2, [*PP2, "--dynapipe-memory-limit-gb", "0.004"]),
         },
+        beside_1f1b=("pp2", "tp2 pp2", "pp2 dp2"),
     ),
     "experts": Kind(data="mock", stock=(2, []), arguments=BALANCED, cases={"pp2": (2, [])}),
     "experts ep2": Kind(
@@ -161,6 +165,9 @@ def main() -> None:
             for case, (num_ranks, own) in wanted.items():
                 runs.append(Run(case, num_ranks, [*arguments, *one.arguments, *own], True, script))
                 stock_of[case] = stock.name
+                if case.removeprefix(f"{kind}: ") in one.beside_1f1b:
+                    runs.append(Run(f"{case} by 1f1b", num_ranks, runs[-1].arguments, True, script, by_1f1b=True))
+                    stock_of[runs[-1].name] = case
         ran = megatron_lm_runs(runs, folder, timeout_s=3600)
     found: dict[str, Any] = {}
     for case, one_run in ran.items():

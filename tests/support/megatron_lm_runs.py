@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from dynapipe_ext.executor.stages import megatron_cpu
 from tests.support.megatron_lm_record import Record, Recorder
 
 _BESIDE = [folder / "shared" for folder in Path(__file__).resolve().parents[3:5]]
@@ -52,13 +53,15 @@ def without(arguments: Sequence[str], *options: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of a script of Megatron-LM: as it is, or by `python -m dynapipe_ext.megatron` with `planned`."""
+    """A run of a script of Megatron-LM: as it is, or by `python -m dynapipe_ext.megatron` with `planned`, whose planned
+    micro-batches run by Megatron's own 1F1B with `by_1f1b`."""
 
     name: str
     num_ranks: int
     arguments: Sequence[str] = field(default_factory=list)
     planned: bool = True
     script: str = "pretrain_gpt.py"
+    by_1f1b: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +157,16 @@ def main() -> None:
     if importlib.util.find_spec("six") is None:  # of which tokenizers ask only this
         sys.modules["six"] = types.ModuleType("six")
         sys.modules["six"].PY3 = True  # type: ignore[attr-defined]
-    on_cpu.prepare(megatron_lm)
     runs = [Run(**run) for run in json.loads((folder / "runs.json").read_text())]
-    for script in {run.script for run in runs}:
-        runpy.run_path(_place(megatron_lm, script), run_name="imported")  # once, for all ranks
+    with megatron_cpu.triton_named():
+        on_cpu.prepare(megatron_lm)
+        for script in {run.script for run in runs}:
+            runpy.run_path(_place(megatron_lm, script), run_name="imported")  # once, for all ranks
+    from dynapipe_ext.executor.megatron import drop_in
     from dynapipe_ext.executor.megatron import script as planned
     from dynapipe_ext.launch.cluster import run_local
     from dynapipe_ext.launch.env import RankEnv
+    from tests.support.megatron_lm_1f1b import run_by_1f1b
 
     routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     vars(routers).setdefault("te_general_gemm", None)  # which stock routers ask for without Transformer Engine, too
@@ -176,6 +182,8 @@ def main() -> None:
                 os.dup2(file.fileno(), 2)
                 try:
                     path = _place(megatron_lm, run.script)
+                    if run.by_1f1b:
+                        drop_in.ForwardBackward._run_planned = run_by_1f1b  # type: ignore[method-assign]
                     if run.planned:
                         status = planned.main([path, *run.arguments])
                     else:
