@@ -81,6 +81,7 @@ ENTRY_POINTS = (
         _named("build_train_valid_test_datasets_provider"),
         replaced=True,
     ),
+    EntryPoint(_TRAINING, "get_model", _named("model_provider_func")),
     EntryPoint(_TRAINING, "num_floating_point_operations", _named("args", "batch_size")),
     EntryPoint(_TRAINING, "get_train_valid_test_num_samples"),
 )

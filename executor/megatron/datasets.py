@@ -97,7 +97,7 @@ def _steps(
 ) -> PlannedSteps:
     assert source is not None
     check_longest(source, args.seq_length, what=f"{use} data")
-    own_size = getattr(args, "eval_global_batch_size", None) if forward_only else None  # from 0.17 on
+    own_size = getattr(args, "eval_global_batch_size", None) if forward_only else None  # from 0.18 on
     try:
         return PlannedSteps(
             source,

@@ -15,7 +15,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.megatron.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.megatron.datasets import planned_iterators, real_flops
 from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
-from dynapipe_ext.executor.megatron.megatron_lm import has_training_loop, parsed_arguments
+from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments, training_loop
 from dynapipe_ext.executor.megatron.pipeline import MegatronPlacement
 from dynapipe_ext.executor.megatron.placement import as_interleaved, check_placement, placed
 from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
@@ -53,14 +53,15 @@ def installed(
         pieces=pieces,
         store=store,
     )
+    training = training_loop()  # before all names of what is replaced are looked for
     with ExitStack() as patches:
         _install_norm(patches)
         _install_router(patches)
         install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments())))
-        if has_training_loop():
+        if training is not None:
             _install_arguments(patches, wishes)
-            _install_placement(patches, wishes)
-            _install_data(patches, wishes)
+            _install_placement(patches, wishes, training)
+            _install_data(patches, wishes, training)
         yield
 
 
@@ -82,8 +83,6 @@ def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -
             made.append(make())
         return made[0]
 
-    if has_training_loop():
-        importlib.import_module("megatron.training.training")
     schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     _replace_everywhere(patches, schedules.get_forward_backward_func, get_forward_backward_func)
 
@@ -129,22 +128,23 @@ def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
     _replace_everywhere(patches, original, parse_args)
 
 
-def _install_placement(patches: ExitStack, wishes: Wishes) -> None:
-    training: Any = importlib.import_module("megatron.training.training")
-    build = training.get_model
-
-    def get_model(provider: Callable[..., Any], *others: Any, **keywords: Any) -> Any:
+def _install_placement(patches: ExitStack, wishes: Wishes, training: Any) -> None:
+    def as_wished(provider: Callable[..., Any]) -> Callable[..., Any]:
         args = parsed_arguments()
-        if wishes.wish(args, "placement") == "v":
-            check_placement(args)
-            provider = placed(provider)
-        return build(provider, *others, **keywords)
+        if wishes.wish(args, "placement") != "v":
+            return provider
+        check_placement(args)
+        return placed(provider)
 
-    _replace(patches, training, "get_model", get_model)
+    build = training.get_model
+    _replace(patches, training, "get_model", lambda provider, *others, **kw: build(as_wished(provider), *others, **kw))
+    models: Any = sys.modules.get("megatron.training.models.gpt")
+    if models is not None:  # from 0.19 on, where configurations say how models are built
+        build_model = models.GPTModelBuilder.build_model
+        _replace(patches, models.GPTModelBuilder, "build_model", lambda *own, **kw: as_wished(build_model)(*own, **kw))
 
 
-def _install_data(patches: ExitStack, wishes: Wishes) -> None:
-    training: Any = importlib.import_module("megatron.training.training")
+def _install_data(patches: ExitStack, wishes: Wishes, training: Any) -> None:
     build, count = training.build_train_valid_test_data_iterators, training.num_floating_point_operations
     trained: list[PlannedSteps] = []
 

@@ -26,9 +26,10 @@ def check_placement(args: Any) -> None:
             "placement is v but pipeline_model_parallel_layout is not given, which says the layers of the stages that"
             ' are laid on ranks down and back up: give two stages a rank, such as "Et|t|t|tL" on two'
         )
-    if num_chunks is not None and num_chunks != 2:
+    if num_chunks != 2:
         raise ConfigError(
-            f"placement is v but pipeline_model_parallel_layout {str(layout)!r} has {num_chunks} stages a rank: give 2"
+            f"placement is v but pipeline_model_parallel_layout {str(layout)!r} has {num_chunks or 1} stages a rank:"
+            " give 2"
         )
     if not getattr(args, "untie_embeddings_and_output_weights", False):
         raise ConfigError(

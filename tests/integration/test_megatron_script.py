@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynapipe_ext.data.dataset import prepare
+from dynapipe_ext.data.dataset import TokenDataset, prepare
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.executor.megatron.refusals import UNSUPPORTED_ARGUMENTS, UNSUPPORTED_DATA
 from tests.support.megatron_lm_record import apart
@@ -24,6 +25,7 @@ PP = ["--pipeline-model-parallel-size", "2"]
 _TP = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"  # times TP
 TP_PP = [*PP, *_TP.split()]
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+OTHERWISE = [*[word for word in MOCK if word != "--calculate-per-token-loss"], "--dataloader-type", "external"]
 SPLIT = ["--dynapipe-split-backward", "--dynapipe-memory-limit-gb", "1"]
 VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
 V = ["--pipeline-model-parallel-layout", "Et|t|t|tL", "--dynapipe-placement", "v"]
@@ -40,21 +42,29 @@ def runs(data: str, saved: str) -> tuple[Run, ...]:
     v = [*UNEVEN, *planned, *PP, *V, *OVERLAP, *SPLIT]
     return (
         Run("mock, stock", 2, [*MOCK, *PP], planned=False),
-        Run("mock", 4, [*MOCK, *TP_PP]),
+        Run("mock", 4, [*MOCK, *TP_PP, "--rerun-mode", "disabled"]),
         Run("uneven, stock", 2, [*UNEVEN, *PP, "--padded-data", data], planned=False, script="pretrain_padded.py"),
         Run("packed", 4, [*IN_SAMPLES, *planned, *TP_PP, *VIRTUAL, "--dynapipe-layout", "packed"]),
         Run("v", 4, [*v, "--save", saved, "--save-interval", "19"]),
-        Run("resumed", 2, [*UNEVEN, *planned, *PP, "--load", saved, *_RESUME.split()]),
+        Run("resumed", 2, [*UNEVEN, *planned, *PP, "--load", saved, *_RESUME.split(), "--rerun-mode", "report_stats"]),
+        Run("otherwise, stock", 2, OTHERWISE, planned=False, script="pretrain_otherwise.py"),
+        Run("otherwise", 4, [*OTHERWISE, *PP], script="pretrain_otherwise.py"),
+        Run("core alone", 2, ["0.1"], script="core_alone.py"),
         Run("cp2", 1, [*MOCK, "--context-parallel-size", "2"]),
         Run("help", 1, ["--help"]),
     )
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: Any) -> dict[str, Ran]:
-    folder: Path = tmp_path_factory.mktemp("megatron-lm")
-    data = folder / "data"
+def data(tmp_path_factory: Any) -> Path:
+    data: Path = tmp_path_factory.mktemp("uneven") / "data"
     prepare(lambda: generate_examples(num_samples=240, seed=0), data, tokenizer="bytes", max_seq_len=96, truncate=True)
+    return data
+
+
+@pytest.fixture(scope="module")
+def ran(data: Path, tmp_path_factory: Any) -> dict[str, Ran]:
+    folder: Path = tmp_path_factory.mktemp("megatron-lm")
     return megatron_lm_runs(runs(str(data), str(folder / "saved")), folder, timeout_s=560)
 
 
@@ -78,6 +88,30 @@ def test_losses_gradient_norms_and_final_weights_agree_with_megatrons_own_schedu
 ) -> None:
     found = apart(ran[name].records, ran[STOCK[name]].records)
     assert max(found.loss, found.grad_norm, found.weights) < 1e-5, found
+
+
+def test_throughput_counts_each_sample_at_its_own_length(ran: dict[str, Ran], data: Path) -> None:
+    assert "throughput per GPU" in ran["packed"].log
+    assert ran["mock"].tflops == pytest.approx(ran["mock, stock"].tflops, rel=2e-3)  # times have one decimal
+    shares = TokenDataset.open(data).lengths[:, 0] / 96  # of all samples; most are in one epoch of training
+    for name in ("packed", "v"):
+        share = sum(ran[name].tflops) / sum(ran["uneven, stock"].tflops)
+        assert (shares**2).mean() < share < 1.05 * shares.mean()
+
+
+def test_scripts_of_another_kind_train_as_they_do_without(ran: dict[str, Ran]) -> None:
+    """A loss of the older kind with metrics of its own, by iterators that are no DataLoaders."""
+    stock, ours = ran["otherwise, stock"], ran["otherwise"]
+    assert stock.status == ours.status == 0, stock.log[-3000:] + ours.log[-3000:]
+    found = apart(ours.records, stock.records)
+    assert max(found.loss, found.grad_norm, found.weights) < 1e-5, found
+    for metric in ("largest", "loss of even tokens"):
+        assert ours.column(metric) == pytest.approx(stock.column(metric), rel=1e-5)
+
+
+def test_a_script_on_megatron_core_alone_runs_its_virtual_stages_by_a_plan(ran: dict[str, Ran]) -> None:
+    assert ran["core alone"].status == 0, ran["core alone"].log[-3000:]
+    assert len(re.findall(r"ForwardBackward step \d: \d\.\d+", ran["core alone"].log)) == 4
 
 
 def test_a_run_goes_on_at_the_sample_after_those_of_its_checkpoint(ran: dict[str, Ran]) -> None:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import traceback
 import types
+import typing
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -41,7 +42,7 @@ _ARGUMENTS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-le
 --no-bias-dropout-fusion --no-persist-layer-norm --use-cpu-initialization --log-interval 1 --eval-iters 1
 --eval-interval 1000 --attention-dropout 0 --hidden-dropout 0 --use-mcore-models --attention-backend unfused
 --no-rope-fusion --position-embedding-type rope --calculate-per-token-loss --ckpt-format torch_dist
---disable-jit-fuser"""
+--disable-jit-fuser --log-throughput"""
 ARGUMENTS = _ARGUMENTS.split()
 
 
@@ -81,6 +82,12 @@ class Ran:
         """A column of the iterations' log lines."""
         lines = [line for line in self.log.splitlines() if " iteration " in line and "elapsed" in line]
         return [float(re.search(rf"{re.escape(name)}: +(\S+)", line)[1]) for line in lines]  # type: ignore[index]
+
+    @property
+    def tflops(self) -> list[float]:
+        """What Megatron-LM counts of each iteration, on all ranks, as its throughput says."""
+        tflops_per_s, times_ms = self.records[-1]["tflops_per_s"], self.column("elapsed time per iteration (ms)")
+        return [len(self.records) * one * time_ms / 1e3 for one, time_ms in zip(tflops_per_s, times_ms, strict=True)]
 
     @property
     def losses(self) -> list[float]:
@@ -157,6 +164,8 @@ def main() -> None:
     if importlib.util.find_spec("six") is None:  # of which tokenizers ask only this
         sys.modules["six"] = types.ModuleType("six")
         sys.modules["six"].PY3 = True  # type: ignore[attr-defined]
+    if not hasattr(typing, "override"):  # Megatron-LM from 0.18 on is for Python 3.12
+        typing.override = lambda function: function  # type: ignore[attr-defined]
     runs = [Run(**run) for run in json.loads((folder / "runs.json").read_text())]
     with megatron_cpu.triton_named():
         on_cpu.prepare(megatron_lm)

@@ -43,7 +43,12 @@ def loss_func(labels: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor,
     loss = losses.float().mean()
     is_even = (labels % 2 == 0).float()
     even = torch.stack([(losses.float() * is_even).sum(), is_even.sum()]).detach()
-    return loss, {"lm loss": loss.detach(), "largest": losses.detach().max().reshape(1), "loss of even tokens": even}
+    report = {
+        "lm loss": loss.detach().clone(),
+        "largest": losses.detach().max().reshape(1),
+        "loss of even tokens": even,
+    }
+    return loss, report
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
