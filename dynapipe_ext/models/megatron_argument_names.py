@@ -1,4 +1,4 @@
-"""Every argument of Megatron-LM (core_v0.16.1 to 0.19.2) and of megatron-core's TransformerConfig, by what it does to a model.
+"""Every argument of Megatron-LM and megatron-core's TransformerConfig (0.16.1 to 0.19), by what it does to a model.
 
     FOLLOWED         `read_arguments` makes something of it
     LEFT_AS_IT_IS    the model is one of the families here under these values only
@@ -95,7 +95,8 @@ _HARMLESS = """
     *distributed* nccl_* ddp_* *fsdp* *sharp* *_sharding_strategy *_symmetric_* symmetric_ar_type
     create_all_gather_group lazy_mpu_init suggested_communication_unit_size keep_fp8_transpose_cache *_hsdp
     use_tp_pp_dp_mapping fake_process_group enable_gloo_process_groups high_priority_stream_groups
-    data_parallel_random_init async_* use_gloo_process_groups gradient_reduce_div_fusion *grad*_func no_sync_func param_sync_func
+    data_parallel_random_init async_* use_gloo_process_groups gradient_reduce_div_fusion *grad*_func no_sync_func
+    param_sync_func
     timers reuse_grad_buf_*
 
     init_* perform_initialization *use_cpu_initialization embedding_init_* output_layer_init_method seed *rng_tracker
@@ -103,14 +104,15 @@ _HARMLESS = """
     *_fp8_* *_fp8 first_last_layers_bf16 num_layers_at_*_in_bf16 *_dtype *_in_fp32 *autocast* *_bf16 grad_reduce_*
     accumulate_allreduce_* *loss_scale* hysteresis apply_query_key_layer_scaling *softmax_fusion *_fusion
     *_fusion_impl bias_*_fusion *_persist_layer_norm persist_layer_norm memory_efficient_layer_norm disable_jit_fuser
-    onnx_safe fused_single_qkv_rope fused_residual_rmsnorm use_fused_weighted_squared_relu attention_backend use_flash_attn transformer_impl
+    fused_residual_rmsnorm onnx_safe fused_single_qkv_rope use_fused_weighted_squared_relu attention_backend use_flash_attn transformer_impl
     use_legacy_* *use_mcore_models use_inference_optimized_layers *cuda_graph* clone_scatter_output_in_embedding
     flash_decode cache_mla_latents mlp_chunks_for_prefill *chunked_prefill *_for_prefill inference_* *offload*
     recompute_* *_recompute *checkpoint_activations* num_microbatches_* disable_parameter_transpose_cache
     variable_seq_lengths config_logger_dir hetereogenous_dist_checkpoint nccl_ub empty_unused_memory_level
 
     *dropout mtp_* mup_* qk_clip* calculate_per_token_loss *weight_decay* apply_wd_* clip_grad adam_*
-    sgd_* muon_* lion_* optimizer optimizer_* *optimizer lr lr_* *_lr warmup *_lr_mult *batch_size* rampup_* train_* *_iters
+    lion_*
+    sgd_* muon_* optimizer optimizer_* *optimizer lr lr_* *_lr warmup *_lr_mult *batch_size* rampup_* train_* *_iters
     iteration iterations_to_skip *_samples phase_transition_iterations skip_train test_mode eval_* *_validation
     multiple_validation_sets check_* *_interval exit_* *nan_in_loss* manual_gc* rerun_* error_injection_* result_*
     num_floating_point_* finetune override_* *opt_param_scheduler barrier_* pin_cpu_* dump_param_* consumed_train_bins
@@ -121,7 +123,7 @@ _HARMLESS = """
     original_max_position_embeddings beta_fast beta_slow dsa_* linear_*_dim linear_num_* mamba_* use_mamba_*
 
     save save_* no_save_* load load_* no_load_* *ckpt* non_persistent_* pretrained_checkpoint use_checkpoint_args
-    use_mp_args_from_* use_tokenizer_model_* replication* async_save use_persistent_* dist_* *data_path data_* *_data
+    use_mp_args_from_* use_tokenizer_model_* replication* use_persistent_* dist_* *data_path data_* *_data
     *split* per_dataset_* dataloader_* *dataset* mmap_bin_files *_cache_path encoder_seq_length decoder_seq_length
     sample_rate mask_* short_seq_prob num_workers reset_* eod_mask_loss create_attention_mask_* allow_ambiguous_*
     fim_* vocab_file merge_file vocab_extra_ids make_vocab_size_divisible_by *tokenizer* tiktoken_* trust_remote_code

@@ -30,6 +30,8 @@ SCRIPT = "integration/test_megatron_script.py"
 TESTS = (
     SCRIPT,
     "integration/test_megatron_drop_in.py",
+    "unit/test_models.py",
+    "unit/test_megatron_cpu.py",
     "unit/test_megatron_model.py",
     "unit/test_megatron_placement.py",
     "integration/test_oracle.py",

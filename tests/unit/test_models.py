@@ -320,8 +320,9 @@ def test_every_argument_of_megatron_has_one_meaning_here() -> None:
     unknown = {name for name in names if name not in FOLLOWED | set(LEFT_AS_IT_IS) and not is_harmless(name)}
     assert not unknown
     assert not FOLLOWED & set(LEFT_AS_IT_IS)
-    older = {"norm_epsilon", "disable_bias_linear", "apply_layernorm_1p"}
-    assert not (FOLLOWED | set(LEFT_AS_IT_IS)) - names - older or not MEGATRON_LM.is_file()
+    others = {"norm_epsilon", "disable_bias_linear", "apply_layernorm_1p"}  # of earlier releases, and of later ones
+    others |= {"use_mup", "hybrid_layer_pattern", "moe_router_force_biased"}
+    assert not (FOLLOWED | set(LEFT_AS_IT_IS)) - names - others or not MEGATRON_LM.is_file()
 
 
 def _options_of_megatron_lm() -> set[str]:
