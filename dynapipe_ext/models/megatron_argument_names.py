@@ -104,7 +104,8 @@ _HARMLESS = """
     *_fp8_* *_fp8 first_last_layers_bf16 num_layers_at_*_in_bf16 *_dtype *_in_fp32 *autocast* *_bf16 grad_reduce_*
     accumulate_allreduce_* *loss_scale* hysteresis apply_query_key_layer_scaling *softmax_fusion *_fusion
     *_fusion_impl bias_*_fusion *_persist_layer_norm persist_layer_norm memory_efficient_layer_norm disable_jit_fuser
-    fused_residual_rmsnorm onnx_safe fused_single_qkv_rope use_fused_weighted_squared_relu attention_backend use_flash_attn transformer_impl
+    fused_residual_rmsnorm onnx_safe fused_single_qkv_rope
+    use_fused_weighted_squared_relu attention_backend use_flash_attn transformer_impl
     use_legacy_* *use_mcore_models use_inference_optimized_layers *cuda_graph* clone_scatter_output_in_embedding
     flash_decode cache_mla_latents mlp_chunks_for_prefill *chunked_prefill *_for_prefill inference_* *offload*
     recompute_* *_recompute *checkpoint_activations* num_microbatches_* disable_parameter_transpose_cache
