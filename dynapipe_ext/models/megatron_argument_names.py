@@ -81,10 +81,21 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "moe_apply_probs_on_input": _OFF,
     "export_moe_apply_probs_on_input": _OFF,
     "moe_expert_capacity_factor": (),
+    "moe_expert_rank_capacity_factor": (),
+    "moe_router_quantile_balancing_ema": (0, 0.0),
+    "moe_mlp_glu_interleave_size": (),
+    "moe_shared_expert_glu_interleave_size": (),
+    "moe_single_grouped_weight": _OFF,
+    "moe_single_grouped_bias": _OFF,
+    "use_grouped_gemm_for_dense_mlp": _OFF,
+    "use_grouped_gemm_for_shared_expert": _OFF,
 }
 
 # Patterns of names, by trade.
 _HARMLESS = """
+    *_weight_shards *gtp_weight_remat_size use_layer_wise_param_layout pad_vocab_size yarn_* freeze_all_layers
+    flash_attention_version use_transformer_engine_op_fuser high_priority_a2a_comm_stream start_eval_at_iter
+    validation_set_names
     *_parallel_size *_parallel_sizes *_parallel_comm_backend *_pipeline_num_layers *_parallel_layout
     num_layers_in_*_pipeline_stage num_*stage*_per_* num_layers_per_virtual_* *_in_pipeline_split sequence_parallel
     hybrid_context_parallel max_seqlen_per_dp_cp_rank pipeline_dtype params_dtype microbatch_group_size_per_vp_stage
@@ -107,7 +118,7 @@ _HARMLESS = """
     fused_residual_rmsnorm onnx_safe fused_single_qkv_rope
     use_fused_weighted_squared_relu attention_backend use_flash_attn transformer_impl
     use_legacy_* *use_mcore_models use_inference_optimized_layers *cuda_graph* clone_scatter_output_in_embedding
-    flash_decode cache_mla_latents mlp_chunks_for_prefill *chunked_prefill *_for_prefill inference_* *offload*
+    flash_decode cache_mla_latents mlp_chunks_for_* *chunked_prefill *_for_prefill inference_* *offload*
     recompute_* *_recompute *checkpoint_activations* num_microbatches_* disable_parameter_transpose_cache
     variable_seq_lengths config_logger_dir hetereogenous_dist_checkpoint nccl_ub empty_unused_memory_level
 
@@ -120,6 +131,7 @@ _HARMLESS = """
 
     moe_*loss* moe_*_logging moe_input_jitter_eps moe_router_dtype moe_router_bias_update_rate moe_router_padding_*
     moe_enable_* moe_*grouped_gemm moe_token_* moe_*dispatcher* moe_pad_* moe_*upcycling* moe_deepep_* *hybridep*
+    moe_ncclep_* moe_paged_stash*
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim
     original_max_position_embeddings beta_fast beta_slow dsa_* linear_*_dim linear_num_* mamba_* use_mamba_*
 
@@ -132,7 +144,9 @@ _HARMLESS = """
 
     log_* timing_* tensorboard_* wandb_* logging_level *profile* use_pytorch_profiler record_memory_*
     memory_snapshot_* *straggler* *workload_inspector* *one_logger* app_tag_* *ft_* inprocess_* adlr_* enable_msc
-    flight_recorder_* verify_integrity num_speculative_tokens
+    flight_recorder_* verify_integrity num_speculative_tokens fault_injector_* nvtx_ranges record_shapes
+    moe_routing_trace_* logits_save_* logits_load_* chat_template special_tokens offset_sampling_seed_by_dp_rank
+    disable_msc_deprecated
     enable_experimental model_type export_model_type export_legacy_megatron export_te_* export_*quant* export_kd_*
     teacher_* export_force_* export_offline_* export_default_* modelopt_* do_train do_valid do_test curr_iteration
     perform_rl_step rl_* grpo_* langrl_* refit_method max_tokens_to_oom *bert* ict_* biencoder_* titles_* query_in_*

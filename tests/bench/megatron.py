@@ -26,6 +26,8 @@ PP4 = ["--pipeline-model-parallel-size", "4"]
 TP2_PP2 = [*PP2, *TP2, "--make-vocab-size-divisible-by", "64"]  # times TP 2
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 VIRTUAL = [*OVERLAP, "--num-layers-per-virtual-pipeline-stage", "1"]
+UNTIED = ["--untie-embeddings-and-output-weights"]
+IN_V = [*UNTIED, "--pipeline-model-parallel-layout", "Et|t|t|tL", "--dynapipe-placement", "v"]
 SPLIT = ["--dynapipe-split-backward", "--dynapipe-memory-limit-gb", "1"]
 PACKED = ["--dynapipe-layout", "packed"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
@@ -46,7 +48,7 @@ EXPERTS = [
 BALANCED = [*EXPERTS, "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"]
 UNBALANCED = [*EXPERTS, "--moe-router-load-balancing-type", "none"]  # an auxiliary loss depends on how batches are cut
 EP2 = ["--expert-model-parallel-size", "2"]
-FP16 = ["--fp16", "--initial-loss-scale", "4194304", *PP2]  # some first steps are skipped
+FP16 = ["--fp16", "--initial-loss-scale", "65536", "--hysteresis", "1", *PP2]  # some first steps are skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,16 @@ KINDS = {
             "pp2 little memory": (2, [*PP2, "--dynapipe-memory-limit-gb", "0.004"]),
         },
         beside_1f1b=("pp2", "tp2 pp2", "pp2 dp2"),
+    ),
+    "mock untied": Kind(
+        data="mock",
+        stock=(2, [*PP2, *UNTIED]),
+        cases={"pp2 v": (2, [*PP2, *IN_V]), "tp2 pp2 v split": (4, [*TP2_PP2, *IN_V, *SPLIT])},
+    ),
+    "uneven untied": Kind(
+        data="uneven",
+        stock=(2, [*PP2, *UNTIED]),
+        cases={"pp2 dp2 v": (4, [*PP2, *IN_V, *OVERLAP]), "pp2 v packed split": (2, [*PP2, *IN_V, *PACKED, *SPLIT])},
     ),
     "experts": Kind(data="mock", stock=(2, []), arguments=BALANCED, cases={"pp2": (2, [])}),
     "experts ep2": Kind(

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 MOCK = [*ARGUMENTS, "--mock-data", "--train-iters", "5"]
 _UNEVEN = "--seq-length 96 --max-position-embeddings 96 --vocab-size 257 --split 80,10,10"
-UNEVEN = [*ARGUMENTS, *_UNEVEN.split(), "--train-iters", "20", "--untie-embeddings-and-output-weights"]
+UNTIED = ["--untie-embeddings-and-output-weights"]  # as stages in a V must be
+UNEVEN = [*ARGUMENTS, *UNTIED, *_UNEVEN.split(), "--train-iters", "20"]
 _IN_SAMPLES = "--train-samples 320 --lr-warmup-samples 16 --lr-decay-samples 96"  # UNEVEN's, by batches of 16
 IN_SAMPLES = [*without(UNEVEN, "train-iters", "lr-warmup-iters", "lr-decay-iters"), *_IN_SAMPLES.split()]
 PP = ["--pipeline-model-parallel-size", "2"]
@@ -41,12 +42,12 @@ def runs(data: str, saved: str) -> tuple[Run, ...]:
     planned = ["--dynapipe-data", data]
     v = [*UNEVEN, *planned, *PP, *V, *OVERLAP, *SPLIT]
     return (
-        Run("mock, stock", 2, [*MOCK, *PP], planned=False),
-        Run("mock", 4, [*MOCK, *TP_PP, "--rerun-mode", "disabled"]),
+        Run("mock, stock", 2, [*MOCK, *UNTIED, *PP], planned=False),
+        Run("mock", 4, [*MOCK, *UNTIED, *TP_PP, *V, "--rerun-mode", "disabled"]),
         Run("uneven, stock", 2, [*UNEVEN, *PP, "--padded-data", data], planned=False, script="pretrain_padded.py"),
         Run("packed", 4, [*IN_SAMPLES, *planned, *TP_PP, *VIRTUAL, "--dynapipe-layout", "packed"]),
         Run("v", 4, [*v, "--save", saved, "--save-interval", "19"]),
-        Run("resumed", 2, [*UNEVEN, *planned, *PP, "--load", saved, *_RESUME.split(), "--rerun-mode", "report_stats"]),
+        Run("resumed", 2, [*UNEVEN, *planned, *PP, "--load", saved, *_RESUME.split()]),
         Run("otherwise, stock", 2, OTHERWISE, planned=False, script="pretrain_otherwise.py"),
         Run("otherwise", 4, [*OTHERWISE, *PP], script="pretrain_otherwise.py"),
         Run("core alone", 2, ["0.1"], script="core_alone.py"),
