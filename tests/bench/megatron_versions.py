@@ -92,9 +92,11 @@ def main() -> None:
         python = environment(release)
         clone = args.clones / release if args.clones is not None else None
         tests = [test for test in args.only if clone is not None or test != SCRIPT]
-        found[release] = {test: ran(python, test, clone, args.timeout) for test in tests}
-        print(json.dumps({release: found[release]}), flush=True)
-    args.output.write_text(json.dumps({**provenance(args.machine), "releases": found}, indent=1) + "\n")
+        found[release] = {}
+        for test in tests:
+            found[release][test] = ran(python, test, clone, args.timeout)
+            print(release, test, found[release][test], flush=True)
+        args.output.write_text(json.dumps({**provenance(args.machine), "releases": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
