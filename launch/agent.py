@@ -23,6 +23,7 @@ from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervise
 from dynapipe_ext.launch.env import Launcher, agent_variables
 from dynapipe_ext.launch.rank_records import RankRecord, read_rank_records
 from dynapipe_ext.launch.scratch import ScratchDirectory
+from dynapipe_ext.launch.signals import raise_if_lost
 
 RendezvousBackend = Literal["c10d", "static"]
 LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same again may well succeed
@@ -114,6 +115,7 @@ def run_agent(
 def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable[[], str]) -> NodeEnd:
     still, cause, empty_since_s = _StandingStill(timeout_s), "", time.monotonic()
     while agent.poll() is None:
+        raise_if_lost()
         select.select([agent.pidfd], [], [], _POLL_S)
         match order():
             case "save":

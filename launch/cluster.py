@@ -31,7 +31,13 @@ from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_o
 from dynapipe_ext.executor.parent_death import before_exec, end_with_parent, supervising_pid
 from dynapipe_ext.launch.env import RankEnv, child_environment, use_interface
 from dynapipe_ext.launch.scratch import ScratchDirectory
-from dynapipe_ext.launch.signals import ENDING, ending_signals_blocked, ending_signals_raise, stacks_asked_for
+from dynapipe_ext.launch.signals import (
+    ENDING,
+    ending_signals_blocked,
+    ending_signals_raise,
+    raise_if_lost,
+    stacks_asked_for,
+)
 
 BUG_STATUS, USER_ERROR_STATUS = 1, 2
 _SAVED_STATUS = 128 + signal.SIGUSR1
@@ -271,6 +277,7 @@ def _watch(
         for process in (*ranks, *companions):
             selector.register(process.pidfd, selectors.EVENT_READ, process)
         while running := [rank for rank in ranks if rank.poll() is None]:
+            raise_if_lost()
             remaining_s = _POLL_S if deadline_s is None else deadline_s - time.monotonic()
             if remaining_s <= 0:
                 _print_stacks(running)

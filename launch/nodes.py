@@ -20,6 +20,7 @@ from typing import Protocol
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.agent import LOST_STATUS, SAVED_STATUSES, NodeEnd
 from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervised, end_all
+from dynapipe_ext.launch.signals import raise_if_lost
 
 SAVE_ORDER, FOLLOW_FLAG = b"save\n", "--follow-stdin"
 _POLL_S = 0.2
@@ -140,6 +141,7 @@ def run_on_nodes(nodes: Nodes, lines: Sequence[str], grace_s: float) -> NodeEnd:
         nodes.start(lines)
         ended: Mapping[str, int] = {}
         while len(ended) < len(lines) and not any(ended.values()):
+            raise_if_lost()
             ended = nodes.ended(_POLL_S)
         deadline_s = time.monotonic() + _TELL_S
         while len(ended) < len(lines) and time.monotonic() < deadline_s:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_num_blocks = 0  # of `ending_signals_blocked` that the main thread is in
+_waiting = 0  # the signal that came there: another thread, which has not blocked it, took it for the process
+_raised = 0  # the signal that has raised since handlers were installed
 
 
 @contextlib.contextmanager
@@ -24,25 +28,41 @@ def ending_signals_raise() -> Iterator[None]:
     ):
         yield
         return
+    global _raised
     before = {number: signal.signal(number, _raise) for number in ENDING}
     try:
         yield
     finally:
+        _raised = 0
         for number, handler in before.items():
             # None: a handler that was not installed from Python, which cannot be put back from here.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+def raise_if_lost() -> None:
+    """Raise again what a signal has raised where nothing could pass it on (a destructor, a callback from C), so that
+    who waits for the job to end need not wait for ever."""
+    if _raised:
+        raise _ending(_raised)
+
+
 @contextlib.contextmanager
 def ending_signals_blocked() -> Iterator[None]:
-    """Inside, ending signals wait: for a fork, whose child must not run the parent's handlers."""
+    """Inside, ending signals wait: for a fork, whose child must not run the parent's handlers, and around which Python
+    runs hooks that swallow what these raise."""
+    global _num_blocks, _waiting
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    block = int(threading.current_thread() is threading.main_thread())
+    _num_blocks += block
     try:
-        # It blocks, and only then runs the handler of a signal that came before: that may raise, with all blocked.
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         yield
     finally:
+        _num_blocks -= block
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if block and not _num_blocks and _waiting:
+            number, _waiting = _waiting, 0
+            _raise(number, None)
 
 
 @contextlib.contextmanager
@@ -60,12 +80,27 @@ def stacks_asked_for() -> Iterator[threading.Event]:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
+    global _raised, _waiting
+    if _num_blocks:
+        _waiting = _waiting or number
+        return
     for ending in ENDING:
         signal.signal(ending, _ignore)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + number)
+    _raised = number
+    raise _ending(number)
+
+
+def _ending(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """Swallows a signal. A handler, not SIG_IGN: processes started during the clean-up must not inherit deafness."""
+
+
+def _forget() -> None:
+    global _num_blocks, _waiting, _raised
+    _num_blocks = _waiting = _raised = 0
+
+
+os.register_at_fork(after_in_child=_forget)  # what was asked of the parent

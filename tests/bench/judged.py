@@ -123,15 +123,13 @@ def samples_of(case: Case, batch: Mapping[str, Any]) -> list[SampleLength]:
     return sample_lengths(np.stack([encoder, decoder], axis=1))
 
 
-def closed_share(m: Measured, reference_s: float) -> float:
-    """Of the room between the reference and the judge's bound of the batch, the share that the plan closes.
+def closed_share(m: Measured, reference_s: float, bounds: Mapping[tuple[str, str, int], float]) -> float:
+    """Of the room between the reference and the bound of its case, column and batch, the share that the plan closes.
 
-    Not a number for packed plans, to which that bound does not apply.
+    Not a number where there is no bound.
     """
-    verdict = m.verdict
-    if "batch_bound_s" not in verdict:
-        return math.nan
-    return float((reference_s - verdict["makespan_s"]) / (reference_s - verdict["batch_bound_s"]))
+    bound_s = bounds.get((m.case, m.column, m.index), math.nan)
+    return float((reference_s - m.verdict["makespan_s"]) / (reference_s - bound_s))
 
 
 def write_many(bench: Bench) -> None:

@@ -5,7 +5,8 @@
 DIR (default ../shared beside the repository) holds judge_plan.py, data/a100_layer_costs, data/reference_plans and
 data/multitask_lengths.npy; without it only the grid and the balance are measured. Every plan is written as a file and
 judged by judge_plan.py in a process of its own. Share of the room closed = (reference - judged) / (reference - bound):
-the reference is its planner's own makespan, the bound is the judge's for the whole batch. Planning times are CPU
+the reference is its planner's own makespan, the bound is the judge's for the whole batch with one stage a rank in even
+layers, for placed plans too. Planning times are CPU
 seconds, medians of warm runs. Writes results/plans.json. Exit status 1 where a plan is not valid.
 """
 
@@ -161,7 +162,13 @@ def _to_judge(
     return judged
 
 
-def case_rows(case: Case, column: str, found: Sequence[Measured], batches: Sequence[Mapping[str, Any]]) -> list[Row]:
+def case_rows(
+    case: Case,
+    column: str,
+    found: Sequence[Measured],
+    batches: Sequence[Mapping[str, Any]],
+    bounds: Mapping[tuple[str, str, int], float],
+) -> list[Row]:
     """The bars of one setting of ours on one file: means over its batches."""
     split, is_placed = column.endswith("split"), "placed" in column
     name = f"{case.name}, {'placed, ' * is_placed}{'split' if split else 'whole'} backward"
@@ -172,7 +179,7 @@ def case_rows(case: Case, column: str, found: Sequence[Measured], batches: Seque
         judged = [m.verdict["makespan_s"] for m in found]
         note = f"judged {_mean(judged):.3f} s, reference {_mean(reference):.3f} s"
         if closed_bars:
-            closed = [closed_share(m, r) for m, r in zip(found, reference, strict=True)]
+            closed = [closed_share(m, r, bounds) for m, r in zip(found, reference, strict=True)]
             note += f", each {' '.join(f'{100 * c:.0f} %' for c in closed)}"
             rows.append(Row(what=f"{name}: room closed", value=_mean(closed), bar=closed_bars[split], best="high",
                             note=note))  # fmt: skip
@@ -200,7 +207,22 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
 
 
-def peer_table(found: Sequence[Measured], batches: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def batch_bounds(found: Sequence[Measured]) -> dict[tuple[str, str, int], float]:
+    """By case, column and batch, what the judge says of the batch where each rank holds one stage in even layers.
+
+    Packed plans have none: that bound does not apply to them.
+    """
+    of_plans = {(m.case, m.column, m.index): m.verdict["batch_bound_s"] for m in found if "batch_bound_s" in m.verdict}
+    return {
+        key: of_plans.get((key[0], key[1].replace(", placed", ""), key[2]), bound) for key, bound in of_plans.items()
+    }
+
+
+def peer_table(
+    found: Sequence[Measured],
+    batches: Mapping[str, Sequence[Mapping[str, Any]]],
+    bounds: Mapping[tuple[str, str, int], float],
+) -> list[dict[str, Any]]:
     """Makespans of every column, judged where the judge can, and relative to the reference; means over the batches."""
     table = []
     for case in CASES:
@@ -209,7 +231,7 @@ def peer_table(found: Sequence[Measured], batches: Mapping[str, Sequence[Mapping
             if not mine:
                 continue
             reference = [max(batches[case.name][m.index]["makespan_ms"]) / 1e3 for m in mine]
-            closed = _mean([closed_share(m, r) for m, r in zip(mine, reference, strict=True)])
+            closed = _mean([closed_share(m, r, bounds) for m, r in zip(mine, reference, strict=True)])
             over = [r / m.verdict["makespan_s"] for m, r in zip(mine, reference, strict=True)]
             table.append(
                 {
@@ -291,19 +313,20 @@ def run_cases(bench: Bench, *, with_peers: bool) -> tuple[list[Row], list[Measur
         found = list(pool.map(lambda judged: judged(), pending))
     batches = {case.name: bench.batches(case) for case in cases}
     valid = [m for m in found if m.verdict["valid"]]
+    bounds = batch_bounds(valid)
     rows = []
     for case in cases:
         for column in OURS:
             mine = [m for m in valid if m.case == case.name and m.column == column]
             if not mine:
                 continue
-            rows += case_rows(case, column, mine, batches[case.name])
+            rows += case_rows(case, column, mine, batches[case.name], bounds)
     ours = [m for m in found if m.column.startswith("ours")]
     rows.append(Row(what="plans of ours that are not valid", value=sum(not m.verdict["valid"] for m in ours), bar=0))
     changed = sum(m.repeatable is False for m in ours)
     rows.append(Row(what="plans of ours that changed when made again", value=changed, bar=0,
                     note="for other machines: results/plans.json has the digest of every plan"))  # fmt: skip
-    return rows, found, peer_table(valid, batches)
+    return rows, found, peer_table(valid, batches, bounds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -70,11 +70,12 @@ def test_planners_outlive_the_signal_that_asks_ranks_to_save_however_early_it_co
         assert loading._channel is not None
         pool = loading._channel.planners
         assert pool is not None
+        pids = [process.pid for process in pool.processes]
         for _ in range(4):
             for process in pool.processes:
                 process.send_signal(signal.SIGUSR1)
             next(running)
-    assert pool.poll() == {0: 0, 1: 0}
+        assert (pool.poll(), [process.pid for process in pool.processes]) == ({}, pids)
 
 
 def test_two_planner_processes_give_every_rank_the_plans_of_planning_in_line(
