@@ -35,7 +35,7 @@ def sent_to_last_rank(reports: list[Any], topology: Topology, here: Coordinates,
     sent = send_json(told, source, parallel_state.get_pipeline_model_parallel_group(), device)
     if here.pp_rank != topology.pp - 1:
         return []
-    return [{name: _read(*written, device) for name, written in report.items()} for report in sent]
+    return [{name: _read(dtype, values, device) for name, (dtype, values) in report.items()} for report in sent]
 
 
 def _written(name: str, value: Any) -> tuple[str, Any]:
