@@ -1,4 +1,4 @@
-"""Every argument of Megatron-LM (core_v0.16.1) and of megatron-core's TransformerConfig, by what it does to a model.
+"""Every argument of Megatron-LM and megatron-core's TransformerConfig (0.16.1 to 0.19), by what it does to a model.
 
     FOLLOWED         `read_arguments` makes something of it
     LEFT_AS_IT_IS    the model is one of the families here under these values only
@@ -55,8 +55,10 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "layernorm_zero_centered_gamma": _OFF,
     "apply_residual_connection_post_layernorm": _OFF,
     "mtp_num_layers": (0,),
+    "use_mup": _OFF,
     "is_hybrid_model": _OFF,
     "hybrid_override_pattern": ("",),
+    "hybrid_layer_pattern": ("",),
     "hybrid_attention_ratio": (0, 0.0),
     "hybrid_mlp_ratio": (0, 0.0),
     "heterogeneous_layers_config_path": ("",),
@@ -74,14 +76,26 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "moe_router_topk_limited_devices": (),
     "moe_router_topk_scaling_factor": (1, 1.0),
     "moe_router_force_load_balancing": _OFF,
+    "moe_router_force_biased": (),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),  # not sinkhorn
     "moe_apply_probs_on_input": _OFF,
     "export_moe_apply_probs_on_input": _OFF,
     "moe_expert_capacity_factor": (),
+    "moe_expert_rank_capacity_factor": (),
+    "moe_router_quantile_balancing_ema": (0, 0.0),
+    "moe_mlp_glu_interleave_size": (),
+    "moe_shared_expert_glu_interleave_size": (),
+    "moe_single_grouped_weight": _OFF,
+    "moe_single_grouped_bias": _OFF,
+    "use_grouped_gemm_for_dense_mlp": _OFF,
+    "use_grouped_gemm_for_shared_expert": _OFF,
 }
 
 # Patterns of names, by trade.
 _HARMLESS = """
+    *_weight_shards *gtp_weight_remat_size use_layer_wise_param_layout pad_vocab_size yarn_* freeze_all_layers
+    flash_attention_version use_transformer_engine_op_fuser high_priority_a2a_comm_stream start_eval_at_iter
+    validation_set_names
     *_parallel_size *_parallel_sizes *_parallel_comm_backend *_pipeline_num_layers *_parallel_layout
     num_layers_in_*_pipeline_stage num_*stage*_per_* num_layers_per_virtual_* *_in_pipeline_split sequence_parallel
     hybrid_context_parallel max_seqlen_per_dp_cp_rank pipeline_dtype params_dtype microbatch_group_size_per_vp_stage
@@ -92,7 +106,8 @@ _HARMLESS = """
     *distributed* nccl_* ddp_* *fsdp* *sharp* *_sharding_strategy *_symmetric_* symmetric_ar_type
     create_all_gather_group lazy_mpu_init suggested_communication_unit_size keep_fp8_transpose_cache *_hsdp
     use_tp_pp_dp_mapping fake_process_group enable_gloo_process_groups high_priority_stream_groups
-    data_parallel_random_init async_tensor_model_* gradient_reduce_div_fusion *grad*_func no_sync_func param_sync_func
+    data_parallel_random_init async_* use_gloo_process_groups gradient_reduce_div_fusion *grad*_func no_sync_func
+    param_sync_func
     timers reuse_grad_buf_*
 
     init_* perform_initialization *use_cpu_initialization embedding_init_* output_layer_init_method seed *rng_tracker
@@ -100,25 +115,28 @@ _HARMLESS = """
     *_fp8_* *_fp8 first_last_layers_bf16 num_layers_at_*_in_bf16 *_dtype *_in_fp32 *autocast* *_bf16 grad_reduce_*
     accumulate_allreduce_* *loss_scale* hysteresis apply_query_key_layer_scaling *softmax_fusion *_fusion
     *_fusion_impl bias_*_fusion *_persist_layer_norm persist_layer_norm memory_efficient_layer_norm disable_jit_fuser
-    onnx_safe fused_single_qkv_rope use_fused_weighted_squared_relu attention_backend use_flash_attn transformer_impl
+    fused_residual_rmsnorm onnx_safe fused_single_qkv_rope
+    use_fused_weighted_squared_relu attention_backend use_flash_attn transformer_impl
     use_legacy_* *use_mcore_models use_inference_optimized_layers *cuda_graph* clone_scatter_output_in_embedding
-    flash_decode cache_mla_latents mlp_chunks_for_prefill *chunked_prefill *_for_prefill inference_* *offload*
+    flash_decode cache_mla_latents mlp_chunks_for_* *chunked_prefill *_for_prefill inference_* *offload*
     recompute_* *_recompute *checkpoint_activations* num_microbatches_* disable_parameter_transpose_cache
     variable_seq_lengths config_logger_dir hetereogenous_dist_checkpoint nccl_ub empty_unused_memory_level
 
-    *dropout mtp_loss_* mtp_standalone qk_clip* calculate_per_token_loss *weight_decay* apply_wd_* clip_grad adam_*
+    *dropout mtp_* mup_* qk_clip* calculate_per_token_loss *weight_decay* apply_wd_* clip_grad adam_*
+    lion_*
     sgd_* muon_* optimizer optimizer_* *optimizer lr lr_* *_lr warmup *_lr_mult *batch_size* rampup_* train_* *_iters
     iteration iterations_to_skip *_samples phase_transition_iterations skip_train test_mode eval_* *_validation
     multiple_validation_sets check_* *_interval exit_* *nan_in_loss* manual_gc* rerun_* error_injection_* result_*
     num_floating_point_* finetune override_* *opt_param_scheduler barrier_* pin_cpu_* dump_param_* consumed_train_bins
 
     moe_*loss* moe_*_logging moe_input_jitter_eps moe_router_dtype moe_router_bias_update_rate moe_router_padding_*
-    moe_enable_* moe_*grouped_gemm moe_token_* moe_*dispatcher* moe_pad_* moe_*upcycling* moe_deepep_* moe_hybridep_*
+    moe_enable_* moe_*grouped_gemm moe_token_* moe_*dispatcher* moe_pad_* moe_*upcycling* moe_deepep_* *hybridep*
+    moe_ncclep_* moe_paged_stash*
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim
     original_max_position_embeddings beta_fast beta_slow dsa_* linear_*_dim linear_num_* mamba_* use_mamba_*
 
     save save_* no_save_* load load_* no_load_* *ckpt* non_persistent_* pretrained_checkpoint use_checkpoint_args
-    use_mp_args_from_* use_tokenizer_model_* replication* async_save use_persistent_* dist_* *data_path data_* *_data
+    use_mp_args_from_* use_tokenizer_model_* replication* use_persistent_* dist_* *data_path data_* *_data
     *split* per_dataset_* dataloader_* *dataset* mmap_bin_files *_cache_path encoder_seq_length decoder_seq_length
     sample_rate mask_* short_seq_prob num_workers reset_* eod_mask_loss create_attention_mask_* allow_ambiguous_*
     fim_* vocab_file merge_file vocab_extra_ids make_vocab_size_divisible_by *tokenizer* tiktoken_* trust_remote_code
@@ -126,6 +144,9 @@ _HARMLESS = """
 
     log_* timing_* tensorboard_* wandb_* logging_level *profile* use_pytorch_profiler record_memory_*
     memory_snapshot_* *straggler* *workload_inspector* *one_logger* app_tag_* *ft_* inprocess_* adlr_* enable_msc
+    flight_recorder_* verify_integrity num_speculative_tokens fault_injector_* nvtx_ranges record_shapes
+    moe_routing_trace_* logits_save_* logits_load_* chat_template special_tokens offset_sampling_seed_by_dp_rank
+    disable_msc_deprecated
     enable_experimental model_type export_model_type export_legacy_megatron export_te_* export_*quant* export_kd_*
     teacher_* export_force_* export_offline_* export_default_* modelopt_* do_train do_valid do_test curr_iteration
     perform_rl_step rl_* grpo_* langrl_* refit_method max_tokens_to_oom *bert* ict_* biencoder_* titles_* query_in_*

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.executor.megatron.drop_in import DropInSettings
+from dynapipe_ext.executor.megatron.pipeline import MegatronPlacement
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.pieces import pieces_of
 from dynapipe_ext.plan import Layout, Pieces
@@ -24,6 +25,7 @@ class Wishes:
     memory_limit_gb: float | None = None
     split_backward: bool | None = None
     layout: Layout | None = None
+    placement: MegatronPlacement | None = None
     pieces: Pieces | None = None
     data: str | Path | None = None
     store: str | StoreAddress | None = None  # no argument has it: its password would be seen by all
@@ -43,6 +45,7 @@ class Wishes:
             memory_limit_gb=wish("memory_limit_gb"),
             split_backward=bool(wish("split_backward")),
             layout=wish("layout") or "padded",
+            placement=wish("placement") or "interleaved",
             pieces=wish("pieces") or "off",
             store=StoreAddress.parse(self.store) if isinstance(self.store, str) else self.store,
         )
@@ -81,6 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--dynapipe-layout",
         choices=get_args(Layout),
         help="of the rows of planned data: padded to the longest of a micro-batch (default), or packed end to end",
+    )
+    group.add_argument(
+        "--dynapipe-placement",
+        choices=get_args(MegatronPlacement),
+        help="of the stages where ranks hold several: interleaved as in Megatron-LM (default), or v, down the ranks and"
+        " back up, for two a rank whose layers --pipeline-model-parallel-layout says",
     )
     group.add_argument(
         "--dynapipe-pieces",

@@ -60,7 +60,9 @@ def _named(*names: str) -> frozenset[str]:
 
 
 ENTRY_POINTS = (
-    EntryPoint(_SCHEDULES, "get_forward_backward_func", _named("pp_size", "vp_size"), replaced=True),
+    EntryPoint(
+        _SCHEDULES, "get_forward_backward_func", _named("pp_size", "vp_size", "schedule_pg_collection"), replaced=True
+    ),
     EntryPoint(_SCHEDULES, "forward_backward_no_pipelining", STEP_KEYWORDS, replaced=True),
     EntryPoint(_SCHEDULES, "forward_backward_pipelining_without_interleaving", STEP_KEYWORDS, replaced=True),
     EntryPoint(_SCHEDULES, "forward_backward_pipelining_with_interleaving", STEP_KEYWORDS, replaced=True),
@@ -79,6 +81,7 @@ ENTRY_POINTS = (
         _named("build_train_valid_test_datasets_provider"),
         replaced=True,
     ),
+    EntryPoint(_TRAINING, "get_model", _named("model_provider_func")),
     EntryPoint(_TRAINING, "num_floating_point_operations", _named("args", "batch_size")),
     EntryPoint(_TRAINING, "get_train_valid_test_num_samples"),
 )

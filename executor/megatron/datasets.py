@@ -97,10 +97,11 @@ def _steps(
 ) -> PlannedSteps:
     assert source is not None
     check_longest(source, args.seq_length, what=f"{use} data")
+    own_size = getattr(args, "eval_global_batch_size", None) if forward_only else None  # from 0.18 on
     try:
         return PlannedSteps(
             source,
-            batch_size=args.global_batch_size,
+            batch_size=own_size or args.global_batch_size,
             seed=args.seed,
             consumed_samples=consumed_samples,
             forward_only=forward_only,

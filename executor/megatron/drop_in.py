@@ -18,9 +18,10 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.megatron.forward_step import Around, BatchIterator, ForwardStepStage, LoopStep
 from dynapipe_ext.executor.megatron.gradient_sync import StepGradients, check_sync
 from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments, rescale_router_losses
-from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline, megatron_pipeline
+from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline, MegatronPlacement, megatron_pipeline
 from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, planned_steps_in
 from dynapipe_ext.executor.megatron.refusals import check_call, check_config, check_planned_experts, check_shapes
+from dynapipe_ext.executor.megatron.reports import check_collects, sent_to_last_rank
 from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
 from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, check_same_on_all_ranks, uniform_plan
 from dynapipe_ext.executor.protocols import Batch
@@ -38,14 +39,16 @@ class DropInSettings:
     """How steps are planned: `costs` (counted from the model without), the limit of a rank's memory, split backwards.
 
     Without `memory_limit_gb` (1e9 bytes) steps of equal micro-batches hold no more than under Megatron's schedules, and
-    planned data fill the device. `layout` and `pieces` (of long samples) are those of planned data; their plans come
-    from a planner process through `store`, or without one from each rank itself.
+    planned data fill the device, as all steps do in a V. `placement` is that of the chunks of ranks with several.
+    `layout` and `pieces` (of long samples) are those of planned data; their plans come from a planner process through
+    `store`, or without one from each rank itself.
     """
 
     costs: CostModel | None = None
     memory_limit_gb: float | None = None
     split_backward: bool = False
     layout: Layout = "padded"
+    placement: MegatronPlacement = "interleaved"
     pieces: Pieces = "off"
     store: StoreAddress | None = None
     timeout_s: float = _TIMEOUT_S
@@ -55,8 +58,9 @@ class DropInSettings:
         if limit is not None and not 0 < limit < math.inf:
             raise ConfigError(f"memory_limit_gb is {limit} but must be above 0: give the gigabytes of a rank's device")
 
-        if self.layout not in get_args(Layout):
-            raise ConfigError(f"layout is {self.layout!r}: choose from {', '.join(get_args(Layout))}")
+        for name, kinds in {"layout": get_args(Layout), "placement": get_args(MegatronPlacement)}.items():
+            if (value := getattr(self, name)) not in kinds:
+                raise ConfigError(f"{name} is {value!r}: choose from {', '.join(kinds)}")
 
     @property
     def choices(self) -> PlanChoices:
@@ -128,6 +132,7 @@ class ForwardBackward:
             pg_collection=pg_collection,
         )
         found = self._planned(chunks, config)
+        check_collects(found.pipeline.topology, collect_non_loss_data)
         if not forward_only:
             check_sync(chunks, config)
         step = LoopStep(
@@ -140,6 +145,7 @@ class ForwardBackward:
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             force_all_reduce=bool(force_all_reduce),
+            in_v=found.pipeline.in_v,
         )
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -184,7 +190,10 @@ class ForwardBackward:
             check_config(config, chunks)
             if self.settings.split_backward:
                 split_megatron_linears()
-            pipeline = megatron_pipeline(chunks, config, costs=self.settings.costs, timeout_s=self.settings.timeout_s)
+            settings = self.settings
+            pipeline = megatron_pipeline(
+                chunks, config, costs=settings.costs, placement=settings.placement, timeout_s=settings.timeout_s
+            )
             found = self._models[chunks[0]] = _PlannedModel(pipeline)
         return found
 
@@ -256,10 +265,15 @@ def _run(
     *,
     around: Around = lambda *_: nullcontext(),
 ) -> list[Any]:
-    with StepGradients(step.chunks, step.config, force_all_reduce=step.force_all_reduce) as gradients:
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_pipeline_model_parallel_group() if pipeline.in_v else None
+    with StepGradients(
+        step.chunks, step.config, force_all_reduce=step.force_all_reduce, pipeline_group=group
+    ) as gradients:
         stage = ForwardStepStage(step, gradients, data, around)
         PipelineExecutor(stage, pipeline.transport).execute(plan, micro_batches)
-    return stage.reports
+    return sent_to_last_rank(stage.reports, pipeline.topology, pipeline.coordinates, pipeline.device)
 
 
 # What it keeps is keyed by model, weakly: two models, or two trainings in one process, do not meet.

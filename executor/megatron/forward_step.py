@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.megatron.gradient_sync import StepGradients
+from dynapipe_ext.executor.megatron.placement import as_interleaved
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages.carried_keys import CarriedPiece
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
@@ -37,6 +38,7 @@ class LoopStep:
     collect_non_loss_data: bool = False
     first_val_step: bool | None = None
     force_all_reduce: bool = False
+    in_v: bool = False  # two chunks a rank, the second on the way back up
 
     def is_first(self, number: int) -> bool:
         """Whether the chunk's forward of that number counts as a step's first (`check_first_val_step`)."""
@@ -121,7 +123,8 @@ class ForwardStepStage:
         is_last = stage == self._plan.num_stages - 1
         reports: list[Any] = []
         own = {name: value for name, value in batch.items() if name != "carried"}
-        with self._around(self._plan.micro_batches[micro_batch], batch.get("carried")):
+        as_built = as_interleaved(number) if step.in_v else nullcontext()
+        with self._around(self._plan.micro_batches[micro_batch], batch.get("carried")), as_built:
             output, num_tokens = forward_step(
                 step.forward_step_func,
                 self._data(number, own),

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import ExecutionPlan
@@ -26,8 +27,13 @@ class StepGradients(GradientAccumulator):
     A context manager around the step: gradients are not synchronised within until `reduce`.
     """
 
-    def __init__(self, chunks: Sequence[Any], config: Any, *, force_all_reduce: bool = False) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], config: Any, *, force_all_reduce: bool = False, pipeline_group: Any = None
+    ) -> None:
+        """With `pipeline_group` the last stage's count of tokens is told to all of its ranks; without one it is where
+        Megatron looks for it, on the last."""
         self._chunks, self._config, self._force_all_reduce = chunks, config, force_all_reduce
+        self._pipeline_group = pipeline_group
         self._unsynchronised = ExitStack()
         self._num_tokens = torch.zeros((), dtype=torch.int, device=_device(chunks))
 
@@ -74,6 +80,8 @@ class StepGradients(GradientAccumulator):
         for chunk, start in zip(self._chunks, starts, strict=False):
             start(chunk.parameters())
         if self._config.finalize_model_grads_func is not None:
+            if self._pipeline_group is not None:
+                dist.all_reduce(self._num_tokens, group=self._pipeline_group)
             num_tokens = self._num_tokens if self._config.calculate_per_token_loss else None
             others = {"force_all_reduce": True} if self._force_all_reduce else {}
             self._config.finalize_model_grads_func(list(self._chunks), num_tokens, **others)

@@ -6,7 +6,7 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.megatron.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.megatron.datasets import planned_iterators, real_flops
 from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
-from dynapipe_ext.executor.megatron.megatron_lm import has_training_loop, parsed_arguments
+from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments, training_loop
+from dynapipe_ext.executor.megatron.pipeline import MegatronPlacement
+from dynapipe_ext.executor.megatron.placement import as_interleaved, check_placement, placed
 from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
 from dynapipe_ext.executor.megatron.refusals import check_arguments
 from dynapipe_ext.executor.store.address import StoreAddress
@@ -30,6 +32,7 @@ def installed(
     split_backward: bool | None = None,
     data: str | Path | None = None,
     layout: Layout | None = None,
+    placement: MegatronPlacement | None = None,
     pieces: Pieces | None = None,
     store: str | StoreAddress | None = None,
 ) -> Iterator[None]:
@@ -46,16 +49,19 @@ def installed(
         split_backward=split_backward,
         data=data,
         layout=layout,
+        placement=placement,
         pieces=pieces,
         store=store,
     )
+    training = training_loop()  # before all names of what is replaced are looked for
     with ExitStack() as patches:
         _install_norm(patches)
         _install_router(patches)
         install_schedules(patches, lambda: ForwardBackward(wishes.settings(parsed_arguments())))
-        if has_training_loop():
+        if training is not None:
             _install_arguments(patches, wishes)
-            _install_data(patches, wishes)
+            _install_placement(patches, wishes, training)
+            _install_data(patches, wishes, training)
         yield
 
 
@@ -63,18 +69,20 @@ def install_schedules(patches: ExitStack, make: Callable[[], ForwardBackward]) -
     """`get_forward_backward_func` returns what `make` makes when it is first asked."""
     made: list[ForwardBackward] = []
 
-    def get_forward_backward_func(pp_size: int | None = None, vp_size: int | None = None) -> ForwardBackward:
-        if pp_size is not None or vp_size is not None:
-            raise ConfigError(
-                f"get_forward_backward_func was asked for pp_size {pp_size} and vp_size {vp_size}, but planned"
-                " schedules run on the ranks of megatron.core.parallel_state: leave both out"
-            )
+    def get_forward_backward_func(
+        pp_size: int | None = None, vp_size: int | None = None, schedule_pg_collection: Any = None
+    ) -> ForwardBackward:
+        given = {"pp_size": pp_size, "vp_size": vp_size, "schedule_pg_collection": schedule_pg_collection}
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(
+                    f"get_forward_backward_func was asked for {name} {value}, but planned schedules run on the ranks"
+                    " of megatron.core.parallel_state: leave it out"
+                )
         if not made:
             made.append(make())
         return made[0]
 
-    if has_training_loop():
-        importlib.import_module("megatron.training.training")
     schedules: Any = importlib.import_module("megatron.core.pipeline_parallel.schedules")
     _replace_everywhere(patches, schedules.get_forward_backward_func, get_forward_backward_func)
 
@@ -120,8 +128,23 @@ def _install_arguments(patches: ExitStack, wishes: Wishes) -> None:
     _replace_everywhere(patches, original, parse_args)
 
 
-def _install_data(patches: ExitStack, wishes: Wishes) -> None:
-    training: Any = importlib.import_module("megatron.training.training")
+def _install_placement(patches: ExitStack, wishes: Wishes, training: Any) -> None:
+    def as_wished(provider: Callable[..., Any]) -> Callable[..., Any]:
+        args = parsed_arguments()
+        if wishes.wish(args, "placement") != "v":
+            return provider
+        check_placement(args)
+        return placed(provider)
+
+    build = training.get_model
+    _replace(patches, training, "get_model", lambda provider, *others, **kw: build(as_wished(provider), *others, **kw))
+    models: Any = sys.modules.get("megatron.training.models.gpt")
+    if models is not None:  # from 0.19 on, where configurations say how models are built
+        build_model = models.GPTModelBuilder.build_model
+        _replace(patches, models.GPTModelBuilder, "build_model", lambda *own, **kw: as_wished(build_model)(*own, **kw))
+
+
+def _install_data(patches: ExitStack, wishes: Wishes, training: Any) -> None:
     build, count = training.build_train_valid_test_data_iterators, training.num_floating_point_operations
     trained: list[PlannedSteps] = []
 
@@ -130,7 +153,9 @@ def _install_data(patches: ExitStack, wishes: Wishes) -> None:
         path = wishes.wish(args, "data")
         found = planned_iterators(provider, args, None if path is None else str(path), training)
         if found is None:
-            return build(provider)
+            chunk = getattr(provider, "keywords", {}).get("vp_stage")
+            with as_interleaved(chunk) if wishes.wish(args, "placement") == "v" else nullcontext():
+                return build(provider)
         if not trained and found[0] is not None:  # with virtual stages the first chunk's iterator is the one that moves
             trained.append(found[0])
             patches.callback(found[0].close)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import Any
 
 
-def has_training_loop() -> bool:
-    """Whether Megatron-LM is here, not megatron-core alone."""
-    return importlib.util.find_spec("megatron.training") is not None
+def training_loop() -> Any:
+    """Megatron-LM's module of that name, imported; None where megatron-core is alone.
+
+    Wheels of megatron-core have its loop from 0.17 on, but not all that it imports: where that is missing a script on
+    megatron-core alone runs all the same, and one that uses the loop is told by its own import.
+    """
+    if importlib.util.find_spec("megatron.training") is None:
+        return None
+    try:
+        return importlib.import_module("megatron.training.training")
+    except ImportError:
+        return None
 
 
 def parsed_arguments() -> Any:
     """Those of Megatron-LM once it has parsed them; None before, and for a script without."""
-    if not has_training_loop():
-        return None
-    variables: Any = importlib.import_module("megatron.training.global_vars")
-    return variables._GLOBAL_ARGS
+    variables: Any = sys.modules.get("megatron.training.global_vars")
+    return None if variables is None else variables._GLOBAL_ARGS
 
 
 def rescale_router_losses(factor: float) -> None:

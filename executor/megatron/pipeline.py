@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import Recompute
 from dynapipe_ext.topology import Coordinates, Topology, placement_of
 
+MegatronPlacement = Literal["interleaved", "v"]  # of the stages of ranks that hold several
 _SPECULATIVE_NS = 1_000  # a parameter, where nothing better is known: only ratios between stages matter
 
 
@@ -52,17 +53,28 @@ class MegatronPipeline:
     device: torch.device
     device_bytes: int
 
+    @property
+    def in_v(self) -> bool:
+        """Whether the last stage is on the first rank."""
+        return self.topology.placement_name.startswith("v,")
+
 
 def megatron_pipeline(
-    chunks: Sequence[Any], config: Any, *, costs: CostModel | None, timeout_s: float
+    chunks: Sequence[Any],
+    config: Any,
+    *,
+    costs: CostModel | None,
+    placement: MegatronPlacement,
+    timeout_s: float,
 ) -> MegatronPipeline:
     """From Megatron's process groups and the model's configuration; `costs` stand in for counted ones.
 
-    A collective call. Errors: ConfigError for ranks in another order than tp-dp-pp.
+    A collective call. Errors: ConfigError for ranks in another order than tp-dp-pp, and for chunks that another
+    placement has elsewhere.
     """
     from megatron.core import parallel_state
 
-    topology, coordinates = rank_topology(len(chunks))
+    topology, coordinates = rank_topology(len(chunks), placement)
     ep = parallel_state.get_expert_model_parallel_world_size() if config.num_moe_experts else 1
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     shards = topology.tp if config.sequence_parallel else 1
@@ -89,7 +101,7 @@ def megatron_pipeline(
     )
 
 
-def rank_topology(num_chunks: int) -> tuple[Topology, Coordinates]:
+def rank_topology(num_chunks: int, kind: MegatronPlacement = "interleaved") -> tuple[Topology, Coordinates]:
     """Degrees of parallelism from Megatron's state, and where this rank is. Errors: ConfigError for another rank order
     than tp-dp-pp, and for context parallelism."""
     from megatron.core import parallel_state as state
@@ -107,7 +119,12 @@ def rank_topology(num_chunks: int) -> tuple[Topology, Coordinates]:
             f"{num_chunks} model chunks were given where Megatron's state says {stages_a_rank} a rank: give the list"
             " that get_model returned, with virtual_pipeline_model_parallel_size chunks"
         )
-    placement = placement_of("interleaved", pp, stages_a_rank) if pp > 1 and stages_a_rank > 1 else ()
+    placement = placement_of(kind, pp, stages_a_rank) if pp > 1 and stages_a_rank > 1 else ()
+    if kind == "v" and stages_a_rank != 2:
+        raise ConfigError(
+            f"placement is v but each rank holds {stages_a_rank} of the model's stages: give two, by"
+            " --pipeline-model-parallel-layout, on two ranks or more"
+        )
     topology = Topology(tp=tp, pp=pp, dp=dp, placement=placement)
     here = Coordinates(
         tp_rank=state.get_tensor_model_parallel_rank(),
@@ -144,6 +161,7 @@ def _with_found_layers(
         (
             sum(isinstance(module, BaseTransformerLayer) for module in chunk.modules()),
             sum(parameter.numel() for parameter in chunk.parameters()),
+            [getattr(unwrapped(chunk), end, None) for end in ("pre_process", "post_process")],
         )
         for chunk in chunks
     ]
@@ -151,7 +169,14 @@ def _with_found_layers(
     ranks = [topology.rank(tp_rank=0, pp_rank=pp_rank, dp_rank=0) for pp_rank in topology.stage_ranks]
     places = [topology.stages_of(pp_rank).index(stage) for stage, pp_rank in enumerate(topology.stage_ranks)]
     by_stage = [found[rank][place] for rank, place in zip(ranks, places, strict=True)]
-    layers, num_parameters = (tuple(column) for column in zip(*by_stage, strict=True))
+    layers, num_parameters, ends = (tuple(column) for column in zip(*by_stage, strict=True))
+    for stage, (is_first, is_last) in enumerate(ends):
+        if (is_first, is_last) not in ((None, None), (stage == 0, stage == topology.num_stages - 1)):
+            raise ConfigError(
+                f"stage {stage} of {topology.num_stages}, by placement {topology.placement_name} on pipeline rank"
+                f" {topology.stage_ranks[stage]}, was built with pre_process {is_first} and post_process {is_last}: the"
+                " model lies otherwise; give the placement that it was built for"
+            )
     if sum(layers) == config.num_layers:
         topology = replace(topology, layers_per_stage=layers)
     return topology, num_parameters

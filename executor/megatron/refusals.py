@@ -27,6 +27,12 @@ UNSUPPORTED_CONFIG: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "fine_grained_activation_offloading": ((False,), "leave it out: it follows the order of Megatron's own schedule"),
     "cpu_offloading": ((False,), "leave it out: it follows the order of Megatron's own schedule"),
+    # From megatron-core 0.18 and 0.19 on:
+    "moe_paged_stash": ((False,), "leave it out: it follows the order of Megatron's own schedule"),
+    "moe_expert_rank_capacity_factor": ((), "leave it out: it runs a step again by Megatron's own schedule"),
+    "overlap_dispatch_backward_with_experts_wgrad": ((False,), "leave it out, and split backwards by split_backward"),
+    "gtp_weight_remat_size": ((1,), "give 1: ranks are taken in the order tp-cp-ep-dp-pp"),
+    "expert_gtp_weight_remat_size": ((1,), "give 1: ranks are taken in the order tp-cp-ep-dp-pp"),
 }
 
 
@@ -51,6 +57,7 @@ UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
     "mtp_num_layers": ((0,), "leave it out: its labels roll over the ends of samples"),
     "reset_position_ids": ((False,), "leave it out: positions begin anew with every sample"),
     "reset_attention_mask": ((False,), "leave it out: attention begins anew with every sample"),
+    "dataloader_inter_document_masking": ((False,), "leave it out, and give --dynapipe-layout packed"),
 }
 
 

@@ -49,6 +49,7 @@ class MicroBatchShapes:
             "micro_batch_size": micro_batch.rows,
             "seq_length": micro_batch.encoder_len,
             "create_attention_mask_in_dataloader": False,
+            "sft": False,  # which from 0.17 on says that data come with borders of documents
         }
         before = {name: getattr(self._args, name) for name in own if hasattr(self._args, name)}
         try:

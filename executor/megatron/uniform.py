@@ -107,6 +107,8 @@ class UniformPlanner:
         limit = _NO_LIMIT
         if self.limit_bytes is not None:
             limit = self.limit_bytes - reserve_bytes
+        elif self.pipeline.in_v:  # which is no schedule of Megatron's
+            limit = self.pipeline.device_bytes
         elif self.pipeline.counts_memory:
             limit = max(peak_bytes(self._of_megatron(), costs))
         else:

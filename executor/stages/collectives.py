@@ -28,6 +28,21 @@ def named_collectives(what: str) -> Iterator[None]:
         ) from error
 
 
+def send_json(value: Any, source: int, group: Any, device: Any) -> Any:
+    """What rank `source` gives, anything that JSON holds, on every rank of the group. Nothing is pickled."""
+    import torch
+    import torch.distributed as dist
+
+    text = json.dumps(value).encode() if dist.get_rank() == source else b""
+    size = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    dist.broadcast(size, source, group=group)
+    row = torch.zeros(int(size), dtype=torch.uint8, device=device)
+    if text:
+        row.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    dist.broadcast(row, source, group=group)
+    return json.loads(row.cpu().numpy().tobytes())
+
+
 def gather_json(value: Any, device: Any) -> list[Any]:
     """Every rank's `value`, anything that JSON holds, on every rank in their order. Nothing is pickled."""
     import torch

@@ -8,9 +8,14 @@ nothing), which is why nothing here happens at import.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -130,13 +135,50 @@ def _import_megatron_uncompiled() -> None:
     compile_function = torch.compile
     torch.compile = lambda function, *_, **__: function  # type: ignore[assignment]
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), triton_named():
             warnings.simplefilter("ignore")  # on what Transformer Engine and Apex would do, which need CUDA
             from megatron.core import jit
 
             jit.disable_jit_fuser()
     finally:
         torch.compile = compile_function
+
+
+@contextmanager
+def triton_named() -> Iterator[None]:
+    """megatron-core from 0.18 on imports triton, which torch for CPUs does not bring. Here is its name alone, whose
+    decorators do nothing: no kernel can run without CUDA."""
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    importlib.import_module("torch._inductor.runtime.hints")  # looks for triton, once
+
+    names = ("triton", "triton.language")
+    for name in names:
+        sys.modules[name] = _Named(name)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+class _Named(ModuleType):
+    __version__ = "0"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return sys.modules.get(f"{self.__name__}.{name}", _decorator)
+
+
+def _decorator(*arguments: Any, **_: Any) -> Any:
+    """Used with arguments or without."""
+    return arguments[0] if arguments and callable(arguments[0]) else lambda function: function
 
 
 def _take_split_sizes_as_tensors() -> None:

@@ -34,6 +34,7 @@ def split_megatron_linears() -> None:
             # Under saved-tensor hooks the weight that comes back from the saved tensors is another object, without the
             # attribute that says where its gradient goes.
             ctx.weight = arguments[1]
+            ctx.num_others = len(arguments) - 3  # 6, and one more from megatron-core 0.19 on
             return original.forward(ctx, *arguments)
 
         @staticmethod
@@ -54,7 +55,7 @@ def split_megatron_linears() -> None:
                 x_grad = shard
             queue.take(weight, flat_x, flat_grad)
             bias_grad = flat_grad.sum(dim=0) if ctx.use_bias else None
-            return x_grad, None, bias_grad, None, None, None, None, None, None
+            return x_grad, None, bias_grad, *[None] * ctx.num_others
 
     setattr(layers, _NAME, SplittableLinear)
 

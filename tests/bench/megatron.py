@@ -3,8 +3,10 @@
     python tests/bench/megatron.py [--only NAME ...] [--output results/megatron.json]
 
 Needs Megatron-LM (`../shared`, or DYNAPIPE_MEGATRON_LM=DIR). Weights depend on their names, so that one stock run of
-few ranks is the measure of all of its kind. Losses, gradient norms and final weights are compared unrounded.
+few ranks is the measure of all of its kind. Losses, gradient norms and final weights are compared unrounded. A run
+named "by 1f1b" has the micro-batches of the one before it under Megatron's own schedule, and is compared with it.
 Seconds are means of the steps after the first two, on whatever cores there are; CPU seconds are those of all ranks.
+results/megatron_1f1b.json has the runs beside 1F1B, those in a V and those in fp16; results/megatron.json the others.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ PP4 = ["--pipeline-model-parallel-size", "4"]
 TP2_PP2 = [*PP2, *TP2, "--make-vocab-size-divisible-by", "64"]  # times TP 2
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 VIRTUAL = [*OVERLAP, "--num-layers-per-virtual-pipeline-stage", "1"]
+UNTIED = ["--untie-embeddings-and-output-weights"]
+IN_V = [*UNTIED, "--pipeline-model-parallel-layout", "Et|t|t|tL", "--dynapipe-placement", "v"]
 SPLIT = ["--dynapipe-split-backward", "--dynapipe-memory-limit-gb", "1"]
 PACKED = ["--dynapipe-layout", "packed"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
@@ -45,12 +49,13 @@ EXPERTS = [
 BALANCED = [*EXPERTS, "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"]
 UNBALANCED = [*EXPERTS, "--moe-router-load-balancing-type", "none"]  # an auxiliary loss depends on how batches are cut
 EP2 = ["--expert-model-parallel-size", "2"]
-FP16 = ["--fp16", "--initial-loss-scale", "4194304", *PP2]  # some first steps are skipped
+FP16 = ["--fp16", "--initial-loss-scale", "65536", "--hysteresis", "1", *PP2]  # some first steps are skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """Runs that are compared with one stock run: all with `arguments`, those of `cases` (ranks, arguments) besides.
+    Those `beside_1f1b` run a second time, their micro-batches by Megatron's own 1F1B with variable_seq_lengths.
 
     `data`: of uneven length; Megatron's own random samples, of one; or documents for pretrain_t5.py.
     """
@@ -59,6 +64,7 @@ class Kind:
     stock: tuple[int, list[str]]
     arguments: list[str] = field(default_factory=list)
     cases: dict[str, tuple[int, list[str]]]
+    beside_1f1b: tuple[str, ...] = ()
 
 
 KINDS = {
@@ -98,6 +104,17 @@ KINDS = {
             "pp2 recompute packed": (2, [*PP2, *RECOMPUTE, *PACKED]),
             "pp2 little memory": (2, [*PP2, "--dynapipe-memory-limit-gb", "0.004"]),
         },
+        beside_1f1b=("pp2", "tp2 pp2", "pp2 dp2"),
+    ),
+    "mock untied": Kind(
+        data="mock",
+        stock=(2, [*PP2, *UNTIED]),
+        cases={"pp2 v": (2, [*PP2, *IN_V]), "tp2 pp2 v split": (4, [*TP2_PP2, *IN_V, *SPLIT])},
+    ),
+    "uneven untied": Kind(
+        data="uneven",
+        stock=(2, [*PP2, *UNTIED]),
+        cases={"pp2 dp2 v": (4, [*PP2, *IN_V, *OVERLAP]), "pp2 v packed split": (2, [*PP2, *IN_V, *PACKED, *SPLIT])},
     ),
     "experts": Kind(data="mock", stock=(2, []), arguments=BALANCED, cases={"pp2": (2, [])}),
     "experts ep2": Kind(
@@ -161,6 +178,9 @@ def main() -> None:
             for case, (num_ranks, own) in wanted.items():
                 runs.append(Run(case, num_ranks, [*arguments, *one.arguments, *own], True, script))
                 stock_of[case] = stock.name
+                if case.removeprefix(f"{kind}: ") in one.beside_1f1b:
+                    runs.append(Run(f"{case} by 1f1b", num_ranks, runs[-1].arguments, True, script, by_1f1b=True))
+                    stock_of[runs[-1].name] = case
         ran = megatron_lm_runs(runs, folder, timeout_s=3600)
     found: dict[str, Any] = {}
     for case, one_run in ran.items():

@@ -231,6 +231,8 @@ def test_what_is_installed_stands_wherever_the_name_was_imported_and_is_undone()
         assert get_forward_backward_func() is made
         with pytest.raises(ConfigError, match="pp_size 2"):
             get_forward_backward_func(pp_size=2)
+        with pytest.raises(ConfigError, match="schedule_pg_collection groups"):
+            get_forward_backward_func(schedule_pg_collection="groups")
     assert get_forward_backward_func is schedules.get_forward_backward_func is before
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,17 @@ class Recorder:
         self._chunks: list[Any] = []
         self._tp_rank = self._ep_rank = 0
         self._steps: list[dict[str, Any]] = []
+        self._tflops_per_s: list[float] = []
         get_model, train_step = training.get_model, training.train_step
+        track = training.one_logger_utils.track_e2e_metrics
 
-        def recorded_model(*arguments: Any, **keywords: Any) -> Any:
+        def recorded_model(build: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
             from megatron.core import parallel_state
 
             from dynapipe_ext.executor.stages.megatron import unwrapped
             from dynapipe_ext.executor.stages.megatron_weights import initialize_weights
 
-            chunks = get_model(*arguments, **keywords)
+            chunks = build(*arguments, **keywords)
             for model in map(unwrapped, chunks):
                 initialize_weights(model, model.config, seed=1)
             self._chunks, self._tp_rank = chunks, parallel_state.get_tensor_model_parallel_rank()
@@ -59,7 +63,18 @@ class Recorder:
             )
             return found
 
-        training.get_model, training.train_step = recorded_model, recorded_step
+        def recorded_throughput(*log_and_throughput: Any) -> Any:
+            self._tflops_per_s.extend(log_and_throughput[1:])  # of a rank; the log has one decimal
+            return track(*log_and_throughput)
+
+        training.one_logger_utils.track_e2e_metrics = recorded_throughput
+        training.get_model, training.train_step = partial(recorded_model, get_model), recorded_step
+        models: Any = sys.modules.get("megatron.training.models.gpt")
+        if models is not None:  # from 0.19 on
+            build = models.GPTModelBuilder.build_distributed_models
+            models.GPTModelBuilder.build_distributed_models = lambda *own, **keywords: recorded_model(
+                build, *own, **keywords
+            )
 
     def save(self, place: Path) -> None:
         import torch
@@ -73,7 +88,8 @@ class Recorder:
             if "local_experts" in name:
                 name += f" of expert parallel rank {self._ep_rank}"
             weights[name] = (parameter.detach().clone(), cut)
-        torch.save({"steps": self._steps, "tp_rank": self._tp_rank, "weights": weights}, place)
+        steps = {"steps": self._steps, "tflops_per_s": self._tflops_per_s}
+        torch.save({**steps, "tp_rank": self._tp_rank, "weights": weights}, place)
 
 
 def apart(ours: Iterable[Record], theirs: Iterable[Record]) -> Apart:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import traceback
 import types
+import typing
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from dynapipe_ext.executor.stages import megatron_cpu
 from tests.support.megatron_lm_record import Record, Recorder
 
 _BESIDE = [folder / "shared" for folder in Path(__file__).resolve().parents[3:5]]
@@ -40,7 +42,7 @@ _ARGUMENTS = """--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-le
 --no-bias-dropout-fusion --no-persist-layer-norm --use-cpu-initialization --log-interval 1 --eval-iters 1
 --eval-interval 1000 --attention-dropout 0 --hidden-dropout 0 --use-mcore-models --attention-backend unfused
 --no-rope-fusion --position-embedding-type rope --calculate-per-token-loss --ckpt-format torch_dist
---disable-jit-fuser"""
+--disable-jit-fuser --log-throughput"""
 ARGUMENTS = _ARGUMENTS.split()
 
 
@@ -52,13 +54,15 @@ def without(arguments: Sequence[str], *options: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run of a script of Megatron-LM: as it is, or by `python -m dynapipe_ext.megatron` with `planned`."""
+    """A run of a script of Megatron-LM: as it is, or by `python -m dynapipe_ext.megatron` with `planned`, whose planned
+    micro-batches run by Megatron's own 1F1B with `by_1f1b`."""
 
     name: str
     num_ranks: int
     arguments: Sequence[str] = field(default_factory=list)
     planned: bool = True
     script: str = "pretrain_gpt.py"
+    by_1f1b: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,12 @@ class Ran:
         """A column of the iterations' log lines."""
         lines = [line for line in self.log.splitlines() if " iteration " in line and "elapsed" in line]
         return [float(re.search(rf"{re.escape(name)}: +(\S+)", line)[1]) for line in lines]  # type: ignore[index]
+
+    @property
+    def tflops(self) -> list[float]:
+        """What Megatron-LM counts of each iteration, on all ranks, as its throughput says."""
+        tflops_per_s, times_ms = self.records[-1]["tflops_per_s"], self.column("elapsed time per iteration (ms)")
+        return [len(self.records) * one * time_ms / 1e3 for one, time_ms in zip(tflops_per_s, times_ms, strict=True)]
 
     @property
     def losses(self) -> list[float]:
@@ -154,13 +164,18 @@ def main() -> None:
     if importlib.util.find_spec("six") is None:  # of which tokenizers ask only this
         sys.modules["six"] = types.ModuleType("six")
         sys.modules["six"].PY3 = True  # type: ignore[attr-defined]
-    on_cpu.prepare(megatron_lm)
+    if not hasattr(typing, "override"):  # Megatron-LM from 0.18 on is for Python 3.12
+        typing.override = lambda function: function  # type: ignore[attr-defined]
     runs = [Run(**run) for run in json.loads((folder / "runs.json").read_text())]
-    for script in {run.script for run in runs}:
-        runpy.run_path(_place(megatron_lm, script), run_name="imported")  # once, for all ranks
+    with megatron_cpu.triton_named():
+        on_cpu.prepare(megatron_lm)
+        for script in {run.script for run in runs}:
+            runpy.run_path(_place(megatron_lm, script), run_name="imported")  # once, for all ranks
+    from dynapipe_ext.executor.megatron import drop_in
     from dynapipe_ext.executor.megatron import script as planned
     from dynapipe_ext.launch.cluster import run_local
     from dynapipe_ext.launch.env import RankEnv
+    from tests.support.megatron_lm_1f1b import run_by_1f1b
 
     routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     vars(routers).setdefault("te_general_gemm", None)  # which stock routers ask for without Transformer Engine, too
@@ -176,6 +191,8 @@ def main() -> None:
                 os.dup2(file.fileno(), 2)
                 try:
                     path = _place(megatron_lm, run.script)
+                    if run.by_1f1b:
+                        drop_in.ForwardBackward._run_planned = run_by_1f1b  # type: ignore[method-assign]
                     if run.planned:
                         status = planned.main([path, *run.arguments])
                     else:

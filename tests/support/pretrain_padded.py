@@ -62,14 +62,26 @@ def provide(_num_samples: Any, vp_stage: int | None = None) -> list[Padded | Non
     return [part and Padded(part, args.global_batch_size, args.seq_length, args.seed) for part in parts]
 
 
+def pretrain_with(provider: Any, forward_step: Any = stock.forward_step) -> None:
+    """By whichever `pretrain` this Megatron-LM has: from 0.18 on the script parses, from 0.19 on it names a model."""
+    model: Any = {"get_embedding_ranks": stock.get_embedding_ranks}
+    arguments: dict[str, Any] = {
+        "args_defaults": {"tokenizer_type": "GPT2BPETokenizer"},
+        "extra_args_provider": add_data,
+    }
+    if hasattr(stock, "gpt_config_from_args"):
+        args = stock.parse_and_validate_args(**arguments)
+        settings = stock.pretrain_cfg_container_from_args(args, stock.gpt_config_from_args(args))
+        pretrain(settings, provider, ModelType.encoder_or_decoder, forward_step, **model)
+        return
+    build = partial(stock.model_provider, stock.gpt_builder)
+    if hasattr(stock, "parse_and_validate_args"):
+        settings = stock.pretrain_cfg_container_from_args(stock.parse_and_validate_args(**arguments))
+        pretrain(settings, provider, build, ModelType.encoder_or_decoder, forward_step, **model)
+    else:
+        pretrain(provider, build, ModelType.encoder_or_decoder, forward_step, **arguments, **model)
+
+
 if __name__ == "__main__":
     provide.is_distributed = True  # type: ignore[attr-defined]
-    pretrain(
-        provide,
-        partial(stock.model_provider, stock.gpt_builder),
-        ModelType.encoder_or_decoder,
-        stock.forward_step,
-        args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
-        extra_args_provider=add_data,
-        get_embedding_ranks=stock.get_embedding_ranks,
-    )
+    pretrain_with(provide)

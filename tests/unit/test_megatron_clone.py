@@ -43,6 +43,7 @@ def test_the_keywords_are_those_of_the_function_that_takes_the_place_of_megatron
     [
         ("training/training.py", "def get_train_valid", "def get_other", "samples of megatron/training/training.py is"),
         ("core/pipeline_parallel/schedules.py", "(pp_size,", "(groups, pp_size,", "schedules.py takes groups"),
+        ("core/pipeline_parallel/schedules.py", ", schedule_pg_collection", "", ""),
         ("core/pipeline_parallel/schedules.py", "vp_stage", "chunk", "takes chunk, does not take vp_stage"),
         ("core/pipeline_parallel/schedules.py", "pg_collection", "groups", "takes groups"),
         ("training/arguments.py", "(extra", "(parser, extra", "takes parser"),

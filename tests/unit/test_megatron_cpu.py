@@ -12,9 +12,16 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
 _PROGRAM = """
+import importlib.util
 import tempfile
 import torch
 from dynapipe_ext.executor.stages import megatron_cpu
+has_triton = importlib.util.find_spec("triton") is not None
+with megatron_cpu.triton_named():
+    import triton
+    import triton.language as tl
+    assert has_triton or (triton.jit(len), triton.autotune([triton.Config({})])(len)) == (len, len)
+    assert tl is triton.language and tl.constexpr
 installed = megatron_cpu.install()
 import transformers
 with torch.device("meta"):
@@ -25,6 +32,7 @@ with tempfile.TemporaryDirectory() as folder:
     model.save_pretrained(folder)
     again = transformers.LlamaForCausalLM.from_pretrained(folder)
 ids = torch.arange(7)[None]
+assert has_triton or importlib.util.find_spec("triton") is None, "what stands for triton is left behind"
 assert torch.equal(model(ids).logits, again(ids).logits), "a model is not what was saved"
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2, 2]
 if installed:

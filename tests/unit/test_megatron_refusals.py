@@ -9,12 +9,14 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.megatron.drop_in import DropInSettings
 from dynapipe_ext.executor.megatron.gradient_sync import check_sync
 from dynapipe_ext.executor.megatron.pipeline import rank_topology
+from dynapipe_ext.executor.megatron.placement import check_placement
 from dynapipe_ext.executor.megatron.refusals import (
     UNSUPPORTED_ARGUMENTS,
     UNSUPPORTED_CONFIG,
@@ -25,7 +27,9 @@ from dynapipe_ext.executor.megatron.refusals import (
     check_planned_arguments,
     check_shapes,
 )
+from dynapipe_ext.executor.megatron.reports import check_collects, sent_to_last_rank
 from dynapipe_ext.executor.stages import megatron_cpu
+from dynapipe_ext.topology import Coordinates, Topology
 
 CONFIG: dict[str, Any] = {
     "context_parallel_size": 2,
@@ -39,6 +43,13 @@ CONFIG: dict[str, Any] = {
     "num_microbatches_with_partial_activation_checkpoints": 1,
     "fine_grained_activation_offloading": True,
     "cpu_offloading": True,
+}
+LATER_CONFIG: dict[str, Any] = {  # of megatron-core 0.18 and 0.19
+    "moe_paged_stash": True,
+    "moe_expert_rank_capacity_factor": 1.5,
+    "overlap_dispatch_backward_with_experts_wgrad": True,
+    "gtp_weight_remat_size": 2,
+    "expert_gtp_weight_remat_size": 2,
 }
 ARGUMENTS: dict[str, Any] = {
     "use_megatron_fsdp": True,
@@ -57,6 +68,7 @@ DATA: dict[str, Any] = {
     "mtp_num_layers": 1,
     "reset_position_ids": True,
     "reset_attention_mask": True,
+    "dataloader_inter_document_masking": True,
     "moe_token_dispatcher_type": "flex",
     "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
 }
@@ -64,7 +76,7 @@ EXPERTS = ("moe_token_dispatcher_type", "moe_router_load_balancing_type")
 
 
 def test_every_refusal_has_a_case_here() -> None:
-    assert CONFIG.keys() == UNSUPPORTED_CONFIG.keys()
+    assert {*CONFIG, *LATER_CONFIG} == UNSUPPORTED_CONFIG.keys()
     assert ARGUMENTS.keys() == UNSUPPORTED_ARGUMENTS.keys()
     assert DATA.keys() == {*UNSUPPORTED_DATA, *EXPERTS}
 
@@ -72,8 +84,8 @@ def test_every_refusal_has_a_case_here() -> None:
 @pytest.mark.parametrize(
     ("check", "name", "value"),
     [
-        *((lambda config: check_config(config, []), *item) for item in CONFIG.items()),
-        *((check_arguments, *item) for item in (CONFIG | ARGUMENTS).items()),
+        *((lambda config: check_config(config, []), *item) for item in (CONFIG | LATER_CONFIG).items()),
+        *((check_arguments, *item) for item in (CONFIG | LATER_CONFIG | ARGUMENTS).items()),
         *((check_planned_arguments, *item) for item in DATA.items()),
     ],
 )
@@ -99,6 +111,39 @@ def test_an_encoder_decoder_over_pipeline_ranks_is_refused_with_what_trains_it()
         ConfigError, match=r"pipeline_model_parallel_size is 2 with decoder_seq_length 8.*dynapipe train"
     ):
         check_arguments(Namespace(decoder_seq_length=8, pipeline_model_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"pipeline_model_parallel_layout": None}, "pipeline_model_parallel_layout is not given"),
+        ({"virtual_pipeline_model_parallel_size": 4}, "has 4 stages a rank: give 2"),
+        ({"untie_embeddings_and_output_weights": False}, "give --untie-embeddings-and-output-weights"),
+        ({"save": "there", "ckpt_format": "torch"}, "ckpt_format is 'torch' with placement v"),
+    ],
+)
+def test_what_cannot_lie_in_a_v_is_refused(changes: dict[str, Any], told: str) -> None:
+    fine = {
+        "pipeline_model_parallel_layout": "Et|t|t|tL",
+        "virtual_pipeline_model_parallel_size": 2,
+        "untie_embeddings_and_output_weights": True,
+        "save": "there",
+        "ckpt_format": "torch_dist",
+    }
+    check_placement(Namespace(**fine))
+    with pytest.raises(ConfigError, match=told):
+        check_placement(Namespace(**fine | changes))
+
+
+def test_what_does_not_reach_the_last_rank_in_a_v_is_refused() -> None:
+    v, linear = Topology(pp=2, placement=(0, 1, 1, 0)), Topology(pp=2)
+    check_collects(v, False)
+    check_collects(linear, True)
+    with pytest.raises(ConfigError, match="collect_non_loss_data is True"):
+        check_collects(v, True)
+    here = Coordinates(tp_rank=0, pp_rank=0, dp_rank=0)
+    with pytest.raises(ConfigError, match="reports 'lm loss' as a tuple"):
+        sent_to_last_rank([{"lm loss": (1, 2)}], v, here, torch.device("cpu"))
 
 
 class FullyShardedFSDP:
@@ -135,8 +180,9 @@ def test_arguments_of_a_call_that_would_have_no_effect_are_refused(changes: dict
 def test_a_limit_is_a_number_of_gigabytes(limit: float) -> None:
     with pytest.raises(ConfigError, match="memory_limit_gb is"):
         DropInSettings(memory_limit_gb=limit)
-    with pytest.raises(ConfigError, match="layout is 'rows': choose from"):
-        DropInSettings(layout="rows")  # type: ignore[arg-type]
+    for name in ("layout", "placement"):
+        with pytest.raises(ConfigError, match=f"{name} is 'rows': choose from"):
+            DropInSettings(**{name: "rows"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +220,8 @@ def test_ranks_that_lie_otherwise_are_refused(
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     stand(found)
     assert rank_topology(1)[0].dp == 2
+    with pytest.raises(ConfigError, match="placement is v but each rank holds 1 of the model's stages: give two"):
+        rank_topology(1, "v")
     stand(state)
     with pytest.raises(ConfigError, match=told):
         rank_topology(num_chunks)

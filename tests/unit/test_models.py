@@ -320,8 +320,12 @@ def test_every_argument_of_megatron_has_one_meaning_here() -> None:
     unknown = {name for name in names if name not in FOLLOWED | set(LEFT_AS_IT_IS) and not is_harmless(name)}
     assert not unknown
     assert not FOLLOWED & set(LEFT_AS_IT_IS)
-    older = {"norm_epsilon", "disable_bias_linear", "apply_layernorm_1p"}
-    assert not (FOLLOWED | set(LEFT_AS_IT_IS)) - names - older or not MEGATRON_LM.is_file()
+    others = {"norm_epsilon", "disable_bias_linear", "apply_layernorm_1p"}  # of earlier releases, and of later ones
+    others |= {"use_mup", "hybrid_layer_pattern", "moe_router_force_biased", "moe_expert_rank_capacity_factor"}
+    others |= {"moe_router_quantile_balancing_ema", "moe_mlp_glu_interleave_size", "moe_single_grouped_weight"}
+    others |= {"moe_shared_expert_glu_interleave_size", "moe_single_grouped_bias", "use_grouped_gemm_for_dense_mlp"}
+    others |= {"use_grouped_gemm_for_shared_expert"}
+    assert not (FOLLOWED | set(LEFT_AS_IT_IS)) - names - others or not MEGATRON_LM.is_file()
 
 
 def _options_of_megatron_lm() -> set[str]:
