@@ -14,7 +14,7 @@ from dataclasses import astuple
 from dynapipe_ext.costs.adapted import AdaptedCosts, MeasuredAction, adapted, prediction_error
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.costs.tokens import sum_of_squares
+from dynapipe_ext.costs.tokens import count_positions
 from dynapipe_ext.executor.events import CostsFit
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.timeline import Span
@@ -43,11 +43,9 @@ def measured_actions(
         stage, letter, m = int(label[1]), label[2], plan.micro_batches[int(label[3])]
         base_ns, predicted_ns = (int(table[letter][stage, int(label[3])]) for table in tables)
         measured_ns = round(1e9 * (span.cpu_s if in_cpu_s else span.duration_s))
-        shape, squares = (m.rows, m.encoder_len, m.decoder_len), sum_of_squares(m)
+        shape, (tokens, squares) = (m.rows, m.encoder_len, m.decoder_len), count_positions(m)
         found.append(
-            MeasuredAction(
-                stage, letter, m.recompute, shape, m.padded_tokens, squares, base_ns, predicted_ns, measured_ns
-            )
+            MeasuredAction(stage, letter, m.recompute, shape, tokens, squares, base_ns, predicted_ns, measured_ns)
         )
     return tuple(found)
 

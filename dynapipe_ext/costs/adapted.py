@@ -15,7 +15,7 @@ from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs import abilities
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, IntArray, MicroBatchCosts
-from dynapipe_ext.costs.tokens import fingerprint, sum_of_squares
+from dynapipe_ext.costs.tokens import count_positions, fingerprint
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, product
@@ -47,7 +47,7 @@ class TimeCorrection:
 @dataclass(frozen=True, slots=True)
 class MeasuredAction:
     """One action of `letter` that has run: `base_ns` is what the costs before any correction say, `predicted_ns` what
-    those say that its plan was made with. `squares` as `sum_of_squares`; `shape` is (rows, encoder_len, decoder_len).
+    those say that its plan was made with. `tokens` and `squares` as `count_positions`; `shape` is (rows, encoder_len, decoder_len).
     """
 
     stage: int
@@ -111,8 +111,7 @@ class AdaptedCosts:
         return replace(self, base=abilities.recounted(self.base, change))
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        tokens = np.array([m.padded_tokens for m in micro_batches], np.int64)
-        squares = np.array([sum_of_squares(m) for m in micro_batches], np.int64)
+        tokens, squares = np.array([count_positions(m) for m in micro_batches], np.int64).reshape(-1, 2).T
         kinds = np.array([m.recompute for m in micro_batches], dtype=np.str_)
         return self._corrected(self.base.evaluate(micro_batches), tokens, squares, kinds)
 

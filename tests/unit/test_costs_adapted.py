@@ -15,7 +15,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.costs.tokens import TokenCosts, sum_of_squares
+from dynapipe_ext.costs.tokens import TokenCosts, count_positions
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.drift import fitted_costs
 from dynapipe_ext.lengths import SampleLength
@@ -58,8 +58,7 @@ def measured(
             letter,
             m.recompute,
             (m.rows, m.encoder_len, m.decoder_len),
-            m.padded_tokens,
-            sum_of_squares(m),
+            *count_positions(m),
             int(tables[0][letter][s, i]),
             int(tables[1][letter][s, i]),
             round(int(tables[2][letter][s, i]) * float(draw.uniform(1 - noise, 1 + noise))),
