@@ -42,10 +42,20 @@ def test_models_of_transformers_learn_what_they_learn_on_the_cpu(
     (plan,) = plans_of(Topology(), layout, split=split, recompute=recompute)
     stage = TransformersStage(parts_of_model(model))
     found = PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, batches_of(plan))
-    tolerance = 1e-3 if dtype == torch.float32 else 0.3  # weights are large, and a wrong mask errs by much more
-    assert found == pytest.approx(loss, rel=tolerance)
+    if dtype == torch.bfloat16:  # weights are large and scores sharp: rounding shows, a wrong mask by much more
+        assert found == pytest.approx(loss, rel=0.1)
+        own, wanted = (
+            torch.cat([g.flatten().cpu().float() for g in one])
+            for one in (
+                [weight.grad for _, weight in model.named_parameters()],
+                [gradients[n] for n, _ in model.named_parameters()],
+            )
+        )
+        assert float(torch.cosine_similarity(own, wanted, dim=0)) > 0.95
+        return
+    assert found == pytest.approx(loss, rel=1e-3)
     for name, weight in model.named_parameters():
-        assert_near(weight.grad, gradients[name], tolerance, name)
+        assert_near(weight.grad, gradients[name], 1e-3, name)
 
 
 def test_torch_modules_are_given_batches_on_their_device() -> None:
