@@ -3,7 +3,7 @@
     dynapipe profile --config tests/bench/gpu.toml --max-tokens 32768 --out costs.json
     PYTHONPATH=. python -P tests/bench/gpu.py --costs costs.json --lengths LENGTHS.npy [--output FILE]
 
-A GPT of 1.17B parameters in bfloat16 takes the same global batches, whole training steps with the optimizer's, in
+A GPT of 1.16B parameters in bfloat16 takes the same global batches, whole training steps with the optimizer's, in
 turns: by our plans; padded rows grouped by length; rows of the longest sample's length that documents are packed into
 and attend across. All by one executor under one memory limit; the last two in the best of several sizes of
 micro-batches. A second part runs single micro-batches: bytes and seconds beside those that the cost table says.
