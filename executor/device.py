@@ -30,6 +30,12 @@ def compute_deterministically() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # an aid for debugging
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, which is not waited for: from pageable memory a copy would wait for all work
+    that is queued."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 def process_group_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 

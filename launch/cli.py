@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dynapipe_ext.errors import ConfigError, DynaPipeError, in_one_line
 from dynapipe_ext.launch.cluster import USER_ERROR_STATUS, JobError
 from dynapipe_ext.launch.command_parser import CommandParser, ending
+from dynapipe_ext.launch.env import keep_cuda_forkable
 from dynapipe_ext.launch.signals import ending_signals_raise
 
 _INTERRUPTED_STATUS = 130  # 128 + SIGINT, as shells report it
@@ -95,6 +96,7 @@ _EPILOG = """examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    keep_cuda_forkable()  # some commands fork ranks once they have asked for devices
     try:
         with ending_signals_raise():
             status = _run(arguments)

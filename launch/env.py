@@ -142,7 +142,8 @@ def limit_threads(num_threads: int = 1) -> int:
 def keep_cuda_forkable() -> None:
     """Have torch ask the driver's library, not the CUDA runtime, whether there is CUDA. Call before importing torch.
 
-    A process that has touched the runtime cannot fork ranks that use it (pytorch/pytorch#83973).
+    A process that has touched the runtime cannot fork ranks that use it (pytorch/pytorch#83973): said once, for every
+    command.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 

@@ -128,7 +128,7 @@ def _model(args: argparse.Namespace, dataset: TokenDataset, device: torch.device
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
-    ).to(device)
+    ).to(device, dtype)  # torch's norms, which Megatron takes without Apex, are made in float32
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     wrapped = DistributedDataParallel(config, ddp_config, model)
     wrapped.broadcast_params()

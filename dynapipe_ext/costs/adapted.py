@@ -47,7 +47,8 @@ class TimeCorrection:
 @dataclass(frozen=True, slots=True)
 class MeasuredAction:
     """One action of `letter` that has run: `base_ns` is what the costs before any correction say, `predicted_ns` what
-    those say that its plan was made with. `tokens` and `squares` as `count_positions`; `shape` is (rows, encoder_len, decoder_len).
+    those say that its plan was made with. `tokens` and `squares` as `count_positions`; `shape` is (rows, encoder_len,
+    decoder_len).
     """
 
     stage: int

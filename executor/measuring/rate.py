@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -37,6 +38,8 @@ from dynapipe_ext.topology import Topology
 
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _SHAPES = ((1, 32), (2, 64), (4, 128), (2, 512), (8, 128))  # rows, positions
+# An accelerator does those within the time it takes to be asked: of its rate they say nothing.
+_LARGE_SHAPES = ((1, 256), (1, 2048), (4, 1024), (8, 1024), (16, 512))
 _REPEATS = 3
 _NUM_LAYERS = 2
 
@@ -63,8 +66,8 @@ def measure_rate(
     torch.distributed must not be initialised; it is not afterwards either.
     """
     small = _of_layers(architecture, _NUM_LAYERS)
-    longest = min(architecture.max_seq_len, max(length for _, length in _SHAPES))
-    shapes = sorted({(rows, min(length, longest)) for rows, length in _SHAPES})
+    shapes = _within(architecture, _SHAPES)
+    timed_shapes = shapes if device.type == "cpu" else _within(architecture, _LARGE_SHAPES)
     with tempfile.TemporaryDirectory() as scratch:
         dist.init_process_group(
             process_group_backend(device), init_method=f"file://{Path(scratch) / 'alone'}", rank=0, world_size=1
@@ -72,14 +75,14 @@ def measure_rate(
         try:
             initialize_parallel(Topology(), seed=0)
             timed = _model(small, dtype, device)
-            seconds = np.array([_forward_backward_s(timed, *one, layout, device) for one in shapes])
+            seconds = np.array([_forward_backward_s(timed, *one, layout, device) for one in timed_shapes])
             models = [_model(one, dtype, device) for one in _one_more(small)]
             cases = [(*one, layout) for one in shapes for layout in LAYOUTS]
             stored = np.array([[_stored_bytes(model, *case, device) for case in cases] for model in models])
         finally:
             destroy_parallel()
             dist.destroy_process_group()
-    overhead_s, slope, error = _fit(_counted(small, dtype, shapes, layout), seconds)
+    overhead_s, slope, error = _fit(_counted(small, dtype, timed_shapes, layout), seconds)
     layer_factor, head_factor = _byte_factors(small, dtype, shapes, stored)
     return MeasuredRate(
         flops_per_s=float(1.0 / slope),
@@ -88,6 +91,11 @@ def measure_rate(
         head_bytes_factor=head_factor,
         error=error,
     )
+
+
+def _within(architecture: Architecture, shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Shapes, none longer than the model's rows."""
+    return sorted({(rows, min(length, architecture.max_seq_len)) for rows, length in shapes})
 
 
 def _of_layers(architecture: Architecture, count: int) -> Architecture:

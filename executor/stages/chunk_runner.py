@@ -80,7 +80,11 @@ class ChunkRunner:
             self._gradients.begin(plan)
 
     def load(self, micro_batch: int, batch: Batch) -> None:
-        self._batches[micro_batch] = batch
+        """Take a micro-batch's tensors, moved to the device; pinned ones are not waited for."""
+        self._batches[micro_batch] = {
+            name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in batch.items()
+        }
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors, call: Callable[..., Any]) -> Tensors:
         """Outputs of `call(batch, *inputs)`: a tensor or a tuple of them; on the last stage it returns the loss sum.
@@ -181,7 +185,9 @@ class ChunkRunner:
 
     def losses(self) -> dict[int, float]:
         """Micro-batch -> its share of the step's loss; empty where the last stage does not run."""
-        return {micro_batch: float(loss) for micro_batch, loss in self._losses.items()}
+        if not self._losses:
+            return {}
+        return dict(zip(self._losses, torch.stack(list(self._losses.values())).tolist(), strict=True))
 
     def held_bytes(self) -> int:
         put_off = sum(deferred_bytes(work) for work in self._put_off.values())

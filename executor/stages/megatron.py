@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.device import on_device
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Tensors
 from dynapipe_ext.executor.stages import megatron_split
@@ -21,6 +22,7 @@ from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
 from dynapipe_ext.executor.stages.keyed_random import random_key, seed_of
 from dynapipe_ext.executor.stages.megatron_pieces import take_pieces
 from dynapipe_ext.executor.stages.megatron_recompute import RecomputeSwitch, replay_megatron
+from dynapipe_ext.executor.stages.megatron_rotary import rotate_without_waiting, with_lengths
 
 Chunks = Sequence[Any]  # a rank's model chunks, one a stage and in their order, each in megatron-core's DDP
 
@@ -103,6 +105,7 @@ class MegatronStage:
 
         self._chunks, self._call = _checked(chunks), call
         megatron_split.split_megatron_linears()
+        rotate_without_waiting()
         parameters = [parameter for chunk in self._chunks for parameter in chunk.parameters()]
         self._device = parameters[0].device
         self._runner = ChunkRunner(
@@ -136,13 +139,9 @@ class MegatronStage:
         self._plan = plan
 
     def load(self, micro_batch: int, batch: Batch) -> None:
-        loaded = {
-            name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-        }
         if "cu_seqlens" in batch:
-            loaded["packed"] = packed_parameters(batch["cu_seqlens"].diff().tolist(), self._device)
-        self._runner.load(micro_batch, loaded)
+            batch = {**batch, "packed": packed_parameters(batch["cu_seqlens"].diff().tolist(), self._device)}
+        self._runner.load(micro_batch, batch)
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
         number = self._plan.stages.index(stage)
@@ -255,7 +254,8 @@ def _borders(queries: Sequence[int], keys: Sequence[int], device: torch.device) 
     from megatron.core.packed_seq_params import PackedSeqParams
 
     q_borders, k_borders = (
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, keys)
+        with_lengths(on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device), lengths)
+        for lengths in (queries, keys)
     )
     return PackedSeqParams(
         qkv_format="thd",

@@ -21,7 +21,7 @@ class StoredBytes:
         if not any(pointer in counted for counted in (self._seen, *self._known)):
             self._seen.add(pointer)
             self.num_bytes += storage.nbytes()
-        return tensor
+        return tensor.detach()  # an operation's own output would keep the operation, and thereby itself, for ever
 
     def counting(self) -> AbstractContextManager[Any]:
         """Within: everything that autograd saves is counted."""

@@ -32,8 +32,6 @@ from dynapipe_ext.executor.stages.transformers_layers import (
 from dynapipe_ext.models.layer_patterns import LayerPattern, pattern_of
 from dynapipe_ext.topology import Topology
 
-_checkpoint = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-
 
 class TransformersPart(torch.nn.Module):
     """One stage of a causal model: (ids or hidden states, batch) -> hidden states or logits, (rows, length, width).
@@ -85,13 +83,26 @@ class TransformersPart(torch.nn.Module):
         if enabled and not self.model.training:
             raise ConfigError("transformers recomputes layers in training mode alone: call train(), or plan without")
         places = self.model.get_submodule(self.pattern.layers)
-        for layer in (places[number] for number in self.place.layers):
+        for number in self.place.layers:
+            layer = places[number]
             if not hasattr(layer, "gradient_checkpointing"):
                 if enabled:
                     raise ConfigError(f'{type(layer).__name__} cannot be recomputed: plan with recompute="none"')
                 return
             layer.gradient_checkpointing = enabled
-            layer._gradient_checkpointing_func = _checkpoint
+            layer._gradient_checkpointing_func = partial(self._checkpoint, f"layer {number}")
+
+    def _checkpoint(self, layer: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Recomputation seeds as the forward did: the layer's hooks are outside of `call` or, in older versions,
+        within, where they find no key by then."""
+        key = self._key
+
+        def run(*given: Any) -> Any:
+            if key:
+                torch.manual_seed(seed_of(key, layer))
+            return call(*given)
+
+        return torch.utils.checkpoint.checkpoint(run, *arguments, use_reentrant=False)
 
     def _seed(self, layer: str) -> None:
         if self._key:

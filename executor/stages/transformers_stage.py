@@ -11,6 +11,7 @@ import torch
 
 from dynapipe_ext.data.collate import document_lengths, document_positions
 from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.executor.device import on_device
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions
 from dynapipe_ext.executor.stages.accumulator import PlainAccumulator
@@ -81,7 +82,7 @@ class TransformersStage(TorchStage):
     def load(self, micro_batch: int, batch: Batch) -> None:
         """Errors: DataError for tensors of another shape than planned, or padded on the left."""
         planned = self._plan.micro_batches[micro_batch]
-        inputs = model_inputs(planned, self._attention, self._device)
+        inputs = model_inputs(planned, self._attention)
         shape = inputs["position_ids"].shape
         for name in ("tokens", "labels", "loss_weights", "position_ids"):
             if name in batch and batch[name].shape != shape:
@@ -89,15 +90,13 @@ class TransformersStage(TorchStage):
                     f"{name} of micro-batch {micro_batch} has shape {tuple(batch[name].shape)}, not {tuple(shape)} as"
                     " planned: give collate functions that keep to the plan"
                 )
-        if "position_ids" in batch and not torch.equal(batch["position_ids"].to(self._device), inputs["position_ids"]):
+        if "position_ids" in batch and not torch.equal(batch["position_ids"].cpu(), inputs["position_ids"]):
             raise DataError(
                 f"position_ids of micro-batch {micro_batch} are not those of its plan: pad rows on the right, and count"
                 " from 0 in each document"
             )
-        moved = {
-            k: v.to(self._device, non_blocking=True) if isinstance(v, torch.Tensor) else v for k, v in batch.items()
-        }
-        super().load(micro_batch, {**moved, "model_inputs": inputs, "random_key": random_key(self._plan, micro_batch)})
+        moved = {k: on_device(v, self._device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        super().load(micro_batch, {**batch, "model_inputs": moved, "random_key": random_key(self._plan, micro_batch)})
 
     def _call(self, stage: int, micro_batch: int, batch: Batch, *inputs: torch.Tensor) -> Any:
         recompute = "none" if self._plan.forward_only else self._plan.micro_batches[micro_batch].recompute
@@ -153,16 +152,16 @@ def _too_long(config: Any, name: str, longest: int) -> str:
     return ""
 
 
-def model_inputs(micro_batch: MicroBatch, attention: str, device: torch.device) -> dict[str, Any]:
+def model_inputs(micro_batch: MicroBatch, attention: str) -> dict[str, Any]:
     """What a model's forward needs beside ids or hidden states; it follows from the plan alone, on every stage.
 
     position_ids restart in each document (a piece's go on from the one before), by which transformers' masks keep
     documents apart; kernels without masks take the borders.
     """
     documents = document_lengths(micro_batch)
-    inputs: dict[str, Any] = {"position_ids": torch.from_numpy(document_positions(micro_batch)).to(device)}
+    inputs: dict[str, Any] = {"position_ids": torch.from_numpy(document_positions(micro_batch))}
     if attention == DOCUMENT_ATTENTION or (attention in _FLASH and micro_batch.layout == "packed"):
-        borders = torch.tensor([0, *accumulate(documents)], dtype=torch.int32, device=device)
+        borders = torch.tensor([0, *accumulate(documents)], dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders}
         inputs |= {"max_length_q": max(documents), "max_length_k": max(documents)}
     return inputs

@@ -32,7 +32,11 @@ def check_tensors(instruction: Send, tensors: Tensors) -> None:
 
 
 class TorchP2PTransport:
-    """isend and irecv on a group a direction. `rank` is the global rank; waits raise after `timeout_s`."""
+    """isend and irecv on a group a direction. `rank` is the global rank; waits raise after `timeout_s`.
+
+    On CUDA a wait is one of the stream alone, which the host runs ahead of, and the time limit is that of the group,
+    whose watchdog ends the process: asked to wait with a limit, NCCL would hold up the host until the transfer is done.
+    """
 
     def __init__(
         self, topology: Topology, rank: int, groups: Groups, *, device: torch.device, timeout_s: float = 120.0
@@ -42,7 +46,7 @@ class TorchP2PTransport:
         self._me = topology.coordinates(rank)
         self._groups = groups
         self._device = device
-        self._timeout_s = timeout_s
+        self._limit_s = None if device.type == "cuda" else timeout_s
 
     def send(self, instruction: Send, tensors: Tensors) -> Pending:
         check_tensors(instruction, tensors)
@@ -50,14 +54,14 @@ class TorchP2PTransport:
         group, peer = self._route(instruction)
         works = [dist.isend(tensor, dst=peer, group=group) for tensor in kept]
         who = self._who("to take", instruction.buffer, instruction.peer)
-        return _TorchPending(works, kept, (), who, self._timeout_s)
+        return _TorchPending(works, kept, (), who, self._limit_s)
 
     def recv(self, instruction: Recv) -> Pending:
         tensors = empty_tensors(instruction.specs, self._device)
         group, peer = self._route(instruction)
         works = [dist.irecv(tensor, src=peer, group=group) for tensor in tensors]
         who = self._who("to send", instruction.buffer, instruction.peer)
-        return _TorchPending(works, (), tensors, who, self._timeout_s)
+        return _TorchPending(works, (), tensors, who, self._limit_s)
 
     def close(self) -> None: ...
 
@@ -78,8 +82,8 @@ class TorchP2PTransport:
 
 
 class _TorchPending:
-    def __init__(self, works: list[Any], kept: Tensors, tensors: Tensors, who: str, timeout_s: float) -> None:
-        self._works, self._kept, self._tensors, self._who, self._timeout_s = works, kept, tensors, who, timeout_s
+    def __init__(self, works: list[Any], kept: Tensors, tensors: Tensors, who: str, limit_s: float | None) -> None:
+        self._works, self._kept, self._tensors, self._who, self._limit_s = works, kept, tensors, who, limit_s
 
     def is_completed(self) -> bool:
         """Whether every part has ended, without waiting; gloo's do not know it before somebody waits."""
@@ -88,9 +92,10 @@ class _TorchPending:
     def wait(self) -> Tensors:
         try:
             for work in self._works:
-                work.wait(timedelta(seconds=self._timeout_s))
+                work.wait() if self._limit_s is None else work.wait(timedelta(seconds=self._limit_s))
         except RuntimeError as error:  # gloo and NCCL raise it for time limits and for peers that are gone
             reason = str(error).splitlines()[0]
-            raise ExecutionError(f"{self._who}, limit {self._timeout_s:g} s: {reason}") from error
+            limit = "" if self._limit_s is None else f", limit {self._limit_s:g} s"
+            raise ExecutionError(f"{self._who}{limit}: {reason}") from error
         self._kept = ()
         return self._tensors

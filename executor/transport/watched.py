@@ -3,7 +3,7 @@
 gloo's operations do not know that they have ended until somebody waits for them, so a thread a queue does. NCCL's know
 it, and their wait does not block the host but puts the wait into the caller's stream: they are asked, by no other
 thread. There the host runs ahead of the device, so a transfer counts as late only if it has not ended once the
-work that is queued before the question is done. (The NCCL way was tested over stand-ins, not run on accelerators.)
+work that is queued before the question is done. (The NCCL way was tested over stand-ins, not run between accelerators.)
 """
 
 from __future__ import annotations

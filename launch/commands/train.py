@@ -28,7 +28,7 @@ from dynapipe_ext.launch.command_parser import (
     numbers,
     pieces_flag,
 )
-from dynapipe_ext.launch.env import RankEnv, debug_settings, keep_cuda_forkable, limit_threads, num_cores
+from dynapipe_ext.launch.env import RankEnv, debug_settings, limit_threads, num_cores
 from dynapipe_ext.launch.job import check_batches, check_fits, settled_steps, topology_of, variants
 from dynapipe_ext.launch.listeners import require_loggers
 from dynapipe_ext.launch.model_folder import settings_of_model, usual_settings
@@ -300,7 +300,6 @@ def _warmup(text: str) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     config = config_from(args)
     limit_threads()
-    keep_cuda_forkable()
     console = Console(stderr=True, highlight=False)
     refuse_unsupported(config)
     topology = topology_of(config)  # refuses what does not divide before anything is prepared

@@ -121,7 +121,10 @@ class Proposals:
             dp = min(self.topology.dp, len(samples))
             price = _remembering(self.costs.evaluate)  # what is held changes what fits, not the rows that are tried
             rows = cache(partial(self._packed_rows, samples, price))
-            micro_batches = _possible(partial(self._packed, rows, price, in_flight, dp) for in_flight in held)
+            smallest, *larger = self._rooms(samples)
+            tried = [partial(self._packed, rows, price, in_flight, dp, [smallest]) for in_flight in held]
+            tried += [partial(self._packed, rows, price, 1, dp, larger)] if larger else []
+            micro_batches = _possible(tried)
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
     def pieces(self, samples: list[SampleLength], step: int, sizes: Sequence[int]) -> list[Replicas]:
@@ -242,27 +245,61 @@ class Proposals:
     def _shapes(self, priced: PricesShapes, min_in_flight: int) -> dict[Recompute, ShapeEvaluate]:
         return {kind: shape_evaluate(priced, recompute=kind, min_in_flight=min_in_flight) for kind in self.kinds}
 
-    def _packed_rows(self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute) -> RowPackings:
+    def _rooms(self, samples: list[SampleLength]) -> Iterator[int]:
+        """Positions that packed rows may have.
+
+        Without a cap longer ones, up to all of the batch in one row, are a start of the search beside those of short
+        rows: they pay on devices whose actions have large overheads.
+        """
         longest = max(max(s.encoder, s.decoder) for s in samples)
         room = self.max_tokens or max(4096, round_up(longest, self.pad_multiple))
+        yield room
+        while not (self.max_tokens or self.cores_are_shared) and room < sum(s.encoder + s.decoder for s in samples):
+            room *= 2
+            yield room
+
+    def _packed_rows(
+        self, samples: list[SampleLength], price: MicroBatchPrice, kind: Recompute, room: int
+    ) -> RowPackings:
         rule = RowRule(max_tokens=room, pad_multiple=self.pad_multiple, recompute=kind)
         return RowPackings.of(samples, lambda rows: self._bottleneck(price(rows)), rule)
 
     def _packed(
-        self, rows: Callable[[Recompute], RowPackings], price: MicroBatchPrice, min_in_flight: int, dp: int
+        self,
+        rows: Callable[[Recompute, int], RowPackings],
+        price: MicroBatchPrice,
+        min_in_flight: int,
+        dp: int,
+        rooms: Sequence[int],
     ) -> list[MicroBatch]:
+        """In the first room, or in a later one as long as each is faster than the one before."""
+
+        def evaluate(micro_batches: Sequence[MicroBatch]) -> tuple[IntArray, IntArray]:
+            return self._bottleneck(price(micro_batches), min_in_flight)
+
+        def fitted(kind: Recompute, room: int) -> tuple[int, list[MicroBatch]]:
+            parts = rows(kind, room).best(
+                evaluate, pp=self._depth, dp=dp, max_bytes=self.limit_bytes, equal_counts=self.equal_counts
+            )
+            time_ns, _ = evaluate(parts)
+            return int(time_ns.sum()) + dp * (self._depth - 1) * int(time_ns.max()), parts
+
         refusal: PlanError | None = None
         for kind in self.kinds:
             try:
-                return rows(kind).best(
-                    lambda micro_batches: self._bottleneck(price(micro_batches), min_in_flight),
-                    pp=self._depth,
-                    dp=dp,
-                    max_bytes=self.limit_bytes,
-                    equal_counts=self.equal_counts,
-                )
+                best = fitted(kind, rooms[0])
             except PlanError as error:
                 refusal = refusal or error
+                continue
+            for room in rooms[1:]:
+                try:
+                    larger = fitted(kind, room)
+                except PlanError:
+                    break
+                if larger[0] >= best[0]:
+                    break
+                best = larger
+            return best[1]
         assert refusal is not None
         raise refusal
 

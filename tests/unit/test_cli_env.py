@@ -3,6 +3,7 @@
 import pytest
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.env import RankEnv, child_environment, limit_threads, rank_env, store_password, under_torchrun
 
 TORCHRUN = {
@@ -55,3 +56,11 @@ def test_the_users_number_of_threads_stands(monkeypatch: pytest.MonkeyPatch) -> 
     assert limit_threads(1) == 3
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert limit_threads(2) == 2
+
+
+def test_every_command_asks_for_devices_in_a_way_that_lets_it_fork_ranks(monkeypatch) -> None:
+    """Else ranks that are forked afterwards cannot use CUDA."""
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    with pytest.raises(SystemExit):
+        main(["profile", "--help"])
+    assert child_environment()["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
