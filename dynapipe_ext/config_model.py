@@ -38,7 +38,8 @@ def with_described(model: ModelSettings, said: Mapping[str, Any], where: str) ->
         "norm": a.norm,
         "bias": a.mlp_bias,
     }
-    if "max_seq_len" in said and (model.max_seq_len <= a.max_seq_len or a.position == "relative"):
+    again = model.described is not None and "architecture" not in said  # then it may be shorter already
+    if (again or "max_seq_len" in said) and (model.max_seq_len <= a.max_seq_len or a.position == "relative"):
         own["max_seq_len"] = model.max_seq_len
     _refuse_contradiction(model, own, said, place)
     return replace(model, described=a, **own)
