@@ -43,6 +43,7 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
     asked = _asked_of_megatron(config) | {
         "pp": config.topology.pp > 1,
         "keep_best": config.checkpoint.keep_best,
+        f"pieces {plan.pieces}": plan.pieces != "off",
         "nan_policy skip with an offloaded optimizer": config.optimizer.nan_policy == "skip" and offloads,
     }
     if zero_stage >= _MEETS_INSIDE:
