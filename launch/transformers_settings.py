@@ -38,10 +38,20 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
         raise ConfigError(
             f"--deepspeed {path} trains models that transformers computes: name one by --model, and leave out --backend"
         )
+    if config.topology.pp > 1:
+        divides = "stages alone divide the weights then: leave --deepspeed out"
+        if zero_stage == 1:
+            divides = (
+                "ZeRO 1 under a pipeline is Megatron's distributed optimizer: leave --deepspeed out and set [optimizer]"
+                " distributed = true, for models with a twin in megatron-core"
+            )
+        raise ConfigError(
+            f"a DeepSpeed engine of ZeRO stage {zero_stage} ({path}) trains without pp, which is"
+            f" {config.topology.pp}: leave --pp out, and replicas (--dp) divide what the stage says; or {divides}"
+        )
     described = config.deepspeed.described or {}
     offloads = bool(described.get("zero_optimization", {}).get("offload_optimizer"))
     asked = _asked_of_megatron(config) | {
-        "pp": config.topology.pp > 1,
         "keep_best": config.checkpoint.keep_best,
         f"pieces {plan.pieces}": plan.pieces != "off",
         "nan_policy skip with an offloaded optimizer": config.optimizer.nan_policy == "skip" and offloads,
