@@ -22,7 +22,7 @@ def with_described(model: ModelSettings, said: Mapping[str, Any], where: str, *,
             own = {"position": "relative", "norm": "rmsnorm", "bias": False, "num_query_groups": model.num_heads}
         _refuse_contradiction(model, own, said, f"{where}: [model] num_decoder_layers makes a T5, which")
         return replace(model, described=None, **own)
-    a = read_trainable(model.architecture, model.backend)
+    a = read_trainable(model.architecture, "transformers" if adapts and model.backend == "auto" else model.backend)
     place = f"{where}: [model] architecture {model.architecture}"
     own = {
         "num_layers": a.num_layers,
