@@ -323,7 +323,7 @@ def test_a_directory_belongs_to_the_run_in_it_and_afterwards_to_the_one_that_ove
 @pytest.mark.parametrize("moment", ["data: ", "store: ", "ranks: "])
 def test_ctrl_c_while_the_job_starts_ends_it_too(preloaded: Preloaded, tiny: Path, moment: str) -> None:
     executed = moment == "data: "  # it then imports
-    with started(None if executed else preloaded, train(tiny)) as job:
+    with started(None if executed else preloaded, train(tiny, "--steps", "1000000")) as job:
         read_until(job, moment)
         job.send_signal(signal.SIGINT)
         text = last_words(job)
