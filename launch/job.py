@@ -282,10 +282,14 @@ def _bytes_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) ->
 
 
 def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength) -> str:
-    """The fewest ranks of a replica that a sample fits on, as advice; of as many, those of the least tp."""
+    """The fewest ranks of a replica that a sample fits on, as advice; of as many, those of the least tp, which models
+    that transformers computes do not have."""
+    if config.deepspeed.config:
+        return "take more replicas or a higher ZeRO stage, or offload"
+    degrees = (1,) if config.model.uses_transformers else (1, 2, 4, 8)
     linear = replace(config.topology, placement="linear", stages_per_rank=0, layers_per_stage=())
     for num_ranks in (2, 4, 8, 16, 32, 64, 128, 256):
-        for tp in (1, 2, 4, 8):
+        for tp in degrees:
             try:
                 at = replace(config, topology=replace(linear, tp=tp, pp=num_ranks // tp))
                 placed = over_topology(costs, topology_of(at))[0]
@@ -294,7 +298,7 @@ def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength) -> s
                 continue
             if num_bytes <= config.plan.memory_limit_bytes:
                 return f"take tp {tp} x pp {num_ranks // tp}, where it needs {num_bytes / 1e9:.3g} GB a rank"
-    return "raise tp or pp"
+    return "raise pp" if config.model.uses_transformers else "raise tp or pp"
 
 
 def _check_max_tokens(config: TrainConfig, lengths: LengthArray) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,14 +13,15 @@ import transformers
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.stages.transformers_parts import parts_of_config
-from dynapipe_ext.launch.job import make_planner, topology_of, trained_costs
+from dynapipe_ext.launch.job import check_fits, make_planner, topology_of, trained_costs
 from dynapipe_ext.launch.transformers_settings import refuse_unsupported
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.flops import step_flops, work_of
 from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, pattern_of
 from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.topology import Topology
 from tests.support.tiny_models import CONFIGS
 
 peft: Any = pytest.importorskip("peft")
@@ -104,6 +106,19 @@ def test_flops_of_a_run_leave_out_the_gradients_of_frozen_weights(tmp_path: Path
     products = 2 * 24 * weights  # of one forward
     assert whole.model - adapted.model == pytest.approx((1 - share) * products, abs=2)
     assert (whole.attention, whole.recompute) == (adapted.attention, adapted.recompute)
+
+
+def test_what_does_not_fit_is_told_of_ranks_that_transformers_has(tmp_path: Path) -> None:
+    """Without tensor parallelism, with which it would have fitted on as many ranks."""
+    config = settings("llama", tmp_path).with_values(plan={"memory_limit_gb": 6e-5})
+    assert config.model.described is not None
+    costs = AnalyticCosts(
+        config.model.described.padded(), Topology(), param_bytes=4, activation_bytes_per_value=4, flops_per_s=1e9
+    )
+    with pytest.raises(
+        PlanError, match=r"needs .* take tp 1 x pp 4, where it needs 5\.\d+e-05 GB a rank"
+    ):
+        check_fits(config, costs, np.array([[24, 0, 5]]))
 
 
 @pytest.mark.parametrize(
