@@ -106,9 +106,11 @@ def load_adapters(folder: Path, parts: Sequence[TransformersPart]) -> None:
         names = set(saved.keys())
         for part in parts:
             for name, weight in trained_weights(part):
-                key = _ADAPTED + name.replace(f".{ADAPTER_NAME}.", ".")
-                if key not in names:
-                    raise DataError(f"{folder / ADAPTER_FILE} lacks {key}: give the adapters of this very model")
+                key, shape = _ADAPTED + name.replace(f".{ADAPTER_NAME}.", "."), list(weight.shape)
+                if key not in names or saved.get_slice(key).get_shape() != shape:
+                    raise DataError(
+                        f"{folder / ADAPTER_FILE} has no {key} of shape {shape}: give adapters of this rank and model"
+                    )
                 weight.copy_(saved.get_tensor(key))
 
 

@@ -195,8 +195,7 @@ def test_long_samples_run_in_pieces_with_the_losses_of_a_plain_loop(
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--weight-decay", str(DECAY), "--betas", "0.9,0.95"]
     given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
     preloaded.train(*given, "--eval-fraction", "0.2", "--eval-every", str(STEPS))
-    plans = [json.loads(file.read_text()) for file in sorted((tmp_path / "plans").glob("*.json"))]
-    assert "carried" in json.dumps(plans[0])
+    assert any('"carried"' in file.read_text() for file in (tmp_path / "plans").glob("step-*.json"))
     train, _ = samples_of(tmp_path / "run")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     losses = plain_losses(model, train, global_batches(len(train)), "cosine")

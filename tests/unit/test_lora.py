@@ -110,14 +110,12 @@ def test_flops_of_a_run_leave_out_the_gradients_of_frozen_weights(tmp_path: Path
 
 def test_what_does_not_fit_is_told_of_ranks_that_transformers_has(tmp_path: Path) -> None:
     """Without tensor parallelism, with which it would have fitted on as many ranks."""
-    config = settings("llama", tmp_path).with_values(plan={"memory_limit_gb": 6e-5})
+    config = settings("llama", tmp_path, r=2).with_values(plan={"memory_limit_gb": 6e-5})
     assert config.model.described is not None
     costs = AnalyticCosts(
         config.model.described.padded(), Topology(), param_bytes=4, activation_bytes_per_value=4, flops_per_s=1e9
     )
-    with pytest.raises(
-        PlanError, match=r"needs .* take tp 1 x pp 4, where it needs 5\.\d+e-05 GB a rank"
-    ):
+    with pytest.raises(PlanError, match=r"needs .* take tp 1 x pp 4, where it needs 5\.\d+e-05 GB a rank"):
         check_fits(config, costs, np.array([[24, 0, 5]]))
 
 
