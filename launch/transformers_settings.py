@@ -26,7 +26,7 @@ def refuse_unsupported(config: TrainConfig) -> None:
     if found := [name for name, is_asked in _asked_of_megatron(config).items() if is_asked]:
         raise ConfigError(
             f"{config.model.architecture} is computed by transformers, whose runs have no {', '.join(found)}: leave it"
-            " out (dropout is that of its config.json), or train a model with a twin in megatron-core"
+            " out (dropout is that of its config.json), or, where megatron-core has a twin, --lora and --backend"
         )
 
 

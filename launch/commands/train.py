@@ -279,7 +279,7 @@ def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
     tables = settings_of_model(args.model, tokenizer=args.tokenizer)
     if not args.config:
         num_ranks = (args.tp or 1) * (args.pp or 1) * (args.dp or 1)
-        tables = usual_settings(tables, num_ranks=num_ranks) | tables
+        tables = usual_settings(tables, num_ranks=num_ranks, adapts=bool(args.lora)) | tables
     return config.with_values(**tables)
 
 
