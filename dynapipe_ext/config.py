@@ -13,6 +13,7 @@ from dynapipe_ext.config_values import checked_value, refuse_out_of_bounds, refu
 from dynapipe_ext.data.mixture import weighted_files
 from dynapipe_ext.deepspeed_config import DeepSpeedSettings, with_decided, with_read
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.lora import LoraSettings, with_adapted
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.transformers_sizes import Backend
 from dynapipe_ext.plan import Layout, LossNorm, Pieces
@@ -20,7 +21,7 @@ from dynapipe_ext.schedule_names import ScheduleName, check_fill_waits, check_pl
 from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 PlacementChoice = Literal[PlacementName, "auto"]
-_READ = "described"  # of [model] and [deepspeed]: no setting, but what one of them names
+_READ = "described"  # of [model], [lora] and [deepspeed]: no setting, but what one of them names
 SaveFormat = Literal["hf", "megatron", "deepspeed"]
 LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
 SplitRule = Literal["dynapipe-ext", "batch-max", "fixed-rows", "packed-balanced", "dynapipe"]
@@ -62,7 +63,8 @@ class ModelSettings:
     """`architecture` names a published model (a config.json or its folder, Megatron's arguments as JSON, a preset) and
     gives all sizes; then `max_seq_len` alone may be said, to keep rows shorter. `init_from` is the folder of a
     checkpoint whose weights the run starts with. `backend`: what computes the model ("auto": megatron-core where it
-    can, else transformers). `described` is read, not given: the model that `architecture` names.
+    can, which with adapters it cannot, else transformers). `described` is read, not given: the model that
+    `architecture` names.
 
     With `num_decoder_layers` the model is T5 in sizes of one's own, `num_layers` those of its encoder; `max_seq_len`
     bounds input and target together, and may be above what a published T5 was trained on: its positions are relative.
@@ -232,6 +234,7 @@ class TrainConfig:
     run: RunSettings = field(default_factory=RunSettings)
     topology: TopologySettings = field(default_factory=TopologySettings)
     model: ModelSettings = field(default_factory=ModelSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
     data: DataSettings = field(default_factory=DataSettings)
     plan: PlanSettings = field(default_factory=PlanSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
@@ -265,7 +268,9 @@ class TrainConfig:
             refuse_unknown(values, hints, f"{where}: [{name}]", names)
             checked = {key: checked_value(v, hints[key], f"{where}: [{name}] {key}") for key, v in values.items()}
             built[name] = table(**checked)
-        built["model"] = with_described(built["model"], raw.get("model", {}), where)
+        adapts = built["lora"].enabled
+        built["model"] = with_described(built["model"], raw.get("model", {}), where, adapts=adapts)
+        built["lora"] = with_adapted(built["lora"], built["model"], where)
         built["deepspeed"] = with_read(built["deepspeed"])
         config = cls(**built)
         config.check(where)
@@ -278,8 +283,10 @@ class TrainConfig:
         """The same settings with some replaced, for command-line flags: with_values(run={"steps": 5})."""
         decided = with_decided(tables)
         changed = {name: replace(getattr(self, name), **values) for name, values in decided.items() if values}
-        if "model" in changed:
-            changed["model"] = with_described(changed["model"], decided["model"], "command line")
+        if {"model", "lora"} & changed.keys():
+            model, lora = changed.get("model", self.model), changed.get("lora", self.lora)
+            model = with_described(model, decided.get("model", {}), "command line", adapts=lora.enabled)
+            changed |= {"model": model, "lora": with_adapted(lora, model, "command line")}
         if "deepspeed" in changed:
             changed["deepspeed"] = with_read(changed["deepspeed"])
         config = replace(self, **changed)

@@ -7,22 +7,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.transformers_sizes import read_trainable
+from dynapipe_ext.models.transformers_sizes import carried_fault, read_trainable
 
 if TYPE_CHECKING:
     from dynapipe_ext.config import ModelSettings, TrainConfig
 
 
-def with_described(model: ModelSettings, said: Mapping[str, Any], where: str) -> ModelSettings:
-    """The settings with the sizes of the model that `architecture` names. Errors: ConfigError for a size in `said` that
-    contradicts them."""
+def with_described(model: ModelSettings, said: Mapping[str, Any], where: str, *, adapts: bool = False) -> ModelSettings:
+    """The settings with the sizes of the model that `architecture` names; one that is adapted is of transformers unless
+    `backend` says else. Errors: ConfigError for a size in `said` that contradicts them."""
     if not model.architecture:
         own: dict[str, Any] = {}
         if model.num_decoder_layers:
             own = {"position": "relative", "norm": "rmsnorm", "bias": False, "num_query_groups": model.num_heads}
         _refuse_contradiction(model, own, said, f"{where}: [model] num_decoder_layers makes a T5, which")
         return replace(model, described=None, **own)
-    a = read_trainable(model.architecture, model.backend)
+    a = read_trainable(model.architecture, "transformers" if adapts and model.backend == "auto" else model.backend)
     place = f"{where}: [model] architecture {model.architecture}"
     own = {
         "num_layers": a.num_layers,
@@ -38,7 +38,8 @@ def with_described(model: ModelSettings, said: Mapping[str, Any], where: str) ->
         "norm": a.norm,
         "bias": a.mlp_bias,
     }
-    if "max_seq_len" in said and (model.max_seq_len <= a.max_seq_len or a.position == "relative"):
+    again = model.described is not None and "architecture" not in said  # then it may be shorter already
+    if (again or "max_seq_len" in said) and (model.max_seq_len <= a.max_seq_len or a.position == "relative"):
         own["max_seq_len"] = model.max_seq_len
     _refuse_contradiction(model, own, said, place)
     return replace(model, described=a, **own)
@@ -81,15 +82,16 @@ def check_heads(config: TrainConfig, where: str) -> None:
 def check_pieces_of_model(config: TrainConfig, where: str) -> None:
     """Refuse pieces of long samples where attention does not go on from piece to piece. Errors: ConfigError."""
     model = config.model
-    if model.described is not None and model.described.pieces_fault:
-        fault = model.described.pieces_fault
-    elif model.num_decoder_layers:
-        fault = "inputs of an encoder-decoder attend to what comes later: plan whole samples"
-    elif model.uses_transformers:
-        fault = "[model] backend is transformers, whose attention knows no pieces here: take megatron, or whole samples"
-    else:
+    if config.plan.pieces == "off":
         return
-    if config.plan.pieces != "off":
+    if model.uses_transformers:
+        fault = carried_fault(model.architecture)
+    elif model.described is not None:
+        fault = model.described.pieces_fault
+    else:
+        later = "inputs of an encoder-decoder attend to what comes later: plan whole samples"
+        fault = later if model.num_decoder_layers else ""
+    if fault:
         raise ConfigError(f'{where}: [plan] pieces is {config.plan.pieces!r} but {fault} (pieces = "off")')
 
 

@@ -12,6 +12,7 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.abilities import over_topology
+from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.interchange import read_cost_file
@@ -175,6 +176,15 @@ def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
     return replace(costs, **settled)
 
 
+def trained_costs(config: TrainConfig, costs: CostModel, topology: Topology) -> CostModel:
+    """`costs`, over `topology` and of a model that trains whole, of what the settings train."""
+    model = config.model
+    if not config.lora.enabled or model.described is None:
+        return costs
+    value_bytes: Literal[2, 4] = 4 if model.dtype == "float32" else 2
+    return adapter_costs(costs, config.lora, model.described.padded(), topology, value_bytes=value_bytes)
+
+
 def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, Topology]:
     """The cost model in a JSON file of any kind, over `topology`, or with None over the one it was made for.
 
@@ -252,6 +262,7 @@ def _bytes_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) ->
     Errors: PlanError for a kind of recomputation that was not measured, or a shape outside of the table.
     """
     plan, topology = config.plan, topology_of(config)
+    costs = trained_costs(config, costs, topology)
     needs: list[tuple[int, int]] = []
     refusal: PlanError | None = None
     for kind in LAYER_RECOMPUTES if plan.recompute == "auto" else (plan.recompute,):
@@ -271,10 +282,14 @@ def _bytes_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) ->
 
 
 def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength) -> str:
-    """The fewest ranks of a replica that a sample fits on, as advice; of as many, those of the least tp."""
+    """The fewest ranks of a replica that a sample fits on, as advice; of as many, those of the least tp, which models
+    that transformers computes do not have."""
+    if config.deepspeed.config:
+        return "take more replicas or a higher ZeRO stage, or offload"
+    degrees = (1,) if config.model.uses_transformers else (1, 2, 4, 8)
     linear = replace(config.topology, placement="linear", stages_per_rank=0, layers_per_stage=())
     for num_ranks in (2, 4, 8, 16, 32, 64, 128, 256):
-        for tp in (1, 2, 4, 8):
+        for tp in degrees:
             try:
                 at = replace(config, topology=replace(linear, tp=tp, pp=num_ranks // tp))
                 placed = over_topology(costs, topology_of(at))[0]
@@ -283,7 +298,7 @@ def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength) -> s
                 continue
             if num_bytes <= config.plan.memory_limit_bytes:
                 return f"take tp {tp} x pp {num_ranks // tp}, where it needs {num_bytes / 1e9:.3g} GB a rank"
-    return "raise tp or pp"
+    return "raise pp" if config.model.uses_transformers else "raise tp or pp"
 
 
 def _check_max_tokens(config: TrainConfig, lengths: LengthArray) -> None:
@@ -310,10 +325,10 @@ def _check_max_tokens(config: TrainConfig, lengths: LengthArray) -> None:
 
 def make_planner(config: TrainConfig, costs: CostModel, num_cores: int | None = None) -> Planner:
     """The configured planner; `num_cores` are those that all ranks have together, None on accelerators."""
-    plan = config.plan
+    plan, topology = config.plan, topology_of(config)
     return Planner(
-        topology_of(config),
-        costs,
+        topology,
+        trained_costs(config, costs, topology),
         plan.memory_limit_bytes,
         config.run.seed,
         layout=plan.layout,

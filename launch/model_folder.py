@@ -14,6 +14,7 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _USABLE = 0.9  # of a device's or machine's free memory
 # Of a run that goes on with published weights; one from the first step on has the defaults of the settings.
 _FINE_TUNING: Tables = {"optimizer": {"lr": 2e-5, "min_lr": 2e-6, "warmup_fraction": 0.03}}
+_ADAPTING: Tables = {"optimizer": {"lr": 2e-4, "min_lr": 2e-5, "warmup_fraction": 0.03}}  # adapters start at zero
 
 
 def settings_of_model(path: str, *, tokenizer: str | None) -> Tables:
@@ -35,15 +36,15 @@ def settings_of_model(path: str, *, tokenizer: str | None) -> Tables:
     return tables
 
 
-def usual_settings(tables: Tables, *, num_ranks: int) -> Tables:
+def usual_settings(tables: Tables, *, num_ranks: int, adapts: bool = False) -> Tables:
     """What people expect of `--model` where no file of settings says else: one pass over the data, one rank, the
-    memory that this machine has, and where weights are given, learning rates of fine-tuning."""
+    memory that this machine has, and where weights are given, learning rates of fine-tuning, higher for adapters."""
     usual: Tables = {
         "run": {"epochs": 1.0},
         "topology": {"tp": 1, "pp": 1, "dp": 1},
         "plan": {"memory_limit_gb": memory_of_a_rank_gb(num_ranks)},
     }
-    return usual | (_FINE_TUNING if tables["model"]["init_from"] else {})
+    return usual | ((_ADAPTING if adapts else _FINE_TUNING) if tables["model"]["init_from"] else {})
 
 
 def memory_of_a_rank_gb(num_ranks: int) -> float:

@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dynapipe_ext.config import PlanSettings, TrainConfig
+from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.data.batches import GlobalBatches
@@ -66,6 +67,9 @@ def run_facts(
 ) -> RunFacts:
     """What is known of a run before its first step; `device` is "cpu" or an accelerator's name."""
     topology = topology_of(config)
+    model = asdict(config.model) | {"vocab_size": dataset.vocab_size}
+    if config.lora.enabled and config.model.described is not None:
+        model["trained_share"] = share_of_adapters(config.lora, config.model.described)
     return RunFacts(
         topology=topology,
         device=device if device != "cpu" else f"cpu ({platform.machine()}, {counted(num_cores, 'core')})",
@@ -77,7 +81,7 @@ def run_facts(
         oversubscribed=device == "cpu" and topology.world_size > num_cores,
         store=store,
         versions=versions(),
-        model=asdict(config.model) | {"vocab_size": dataset.vocab_size},
+        model=model,
     )
 
 

@@ -12,7 +12,7 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.abilities import layers_to_place, over_topology
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.launch.job import make_planner, placed_stages, topology_of
+from dynapipe_ext.launch.job import make_planner, placed_stages, topology_of, trained_costs
 from dynapipe_ext.lengths import LengthArray, sample_lengths
 from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sampled_batches
 from dynapipe_ext.schedules.planner import Planner
@@ -47,8 +47,13 @@ def settled_placement(
         drop_last=data.drop_last,
     )
     sampled = [sample_lengths(lengths, batches[step]) for step in sampled_batches(len(batches))]
-    planner = make_planner(config, costs, num_cores)
-    trials = placement_trials(planner, sampled, stages_per_rank=t.stages_per_rank)
+    search = PlacementSearch(
+        make_planner(config, costs, num_cores),
+        lambda topology: trained_costs(config, over_topology(costs, topology)[0], topology),
+        layers_to_place(costs),
+        sampled,
+    )
+    trials = search.trials(get_args(PlacementName), t.stages_per_rank or None)
     best = trials[0].topology
     name = cast(PlacementName, best.placement_name.partition(",")[0])
     chosen = replace(

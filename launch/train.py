@@ -63,7 +63,7 @@ from dynapipe_ext.launch.run_data import (
 from dynapipe_ext.launch.run_directory import CHECKPOINTS
 from dynapipe_ext.launch.traced_spans import Spans, TracedSpans, spans_from_bytes, spans_to_bytes
 from dynapipe_ext.launch.trained_model import keep_model_files, write_trained_model
-from dynapipe_ext.launch.transformers_settings import refuse_unsupported
+from dynapipe_ext.launch.transformers_settings import adapters_line, refuse_unsupported
 from dynapipe_ext.tools.account.report import StoreInfo
 from dynapipe_ext.tools.console import say_loading, show
 from dynapipe_ext.tools.progress import WorkProgress
@@ -130,7 +130,8 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
             raise ConfigError("[job] strict moves CPU tensors over gloo: leave it out on accelerators")
     costs = job.costs
     if costs is None and env.rank == 0:
-        print("\n".join(line for line in (ranks_line(topology), followed_placement(config)) if line), file=sys.stderr)
+        said = (ranks_line(topology), followed_placement(config), adapters_line(config))
+        print("\n".join(line for line in said if line), file=sys.stderr)
         progress, advance = data_progress(config)
         with progress:
             dataset = prepare_data(config, advance)

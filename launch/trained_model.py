@@ -114,10 +114,11 @@ def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
 
 
 def _lay_out(config: TrainConfig, saved: Path, written: Path) -> None:
-    """A folder for `from_pretrained`, without what else a run has saved beside the model."""
+    """A folder for `from_pretrained`, transformers' or peft's, without what else a run has saved beside the model."""
     shutil.copytree(saved, written, ignore=shutil.ignore_patterns(MANIFEST, OPTIMIZER_FILES))
     for file in _carried(config):
-        if not (written / file.name).exists():
+        of_the_base = config.lora.enabled and file.name in _OF_THE_MODEL
+        if not of_the_base and not (written / file.name).exists():
             shutil.copy(file, written)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,6 +19,8 @@ from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.built_model import BuiltModel
 from dynapipe_ext.launch.job import topology_of
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.transformers_sizes import document_attention_fault
+from dynapipe_ext.packing.attention import register_document_attention
 
 
 def build_transformers(config: TrainConfig, architecture: Architecture, device: torch.device) -> BuiltModel:
@@ -34,6 +37,8 @@ def build_transformers(config: TrainConfig, architecture: Architecture, device: 
     num_grad_bytes = 12 if config.optimizer.deterministic else 4  # with the exact sum
     num_weight_bytes = sum(p.numel() * (p.element_size() + num_grad_bytes * p.requires_grad) for p in weights)
     description = asdict(architecture) | {"dtype": config.model.dtype}
+    if config.lora.enabled:
+        description["lora"] = config.to_json()["lora"] | {"target_modules": list(config.lora.target_modules)}
     return BuiltModel(
         stage=stage,
         optimizer=optimizer,
@@ -46,10 +51,17 @@ def build_transformers(config: TrainConfig, architecture: Architecture, device: 
 
 
 def rank_parts(config: TrainConfig, parallel: ParallelContext, device: torch.device) -> list[TransformersPart]:
-    """This rank's parts of the run's model."""
-    model, pp_rank, dtype = config.model, parallel.coordinates.pp_rank, getattr(torch, config.model.dtype)
+    """This rank's parts of the run's model, with adapters where these are to train."""
+    model, topology, pp_rank = config.model, parallel.topology, parallel.coordinates.pp_rank
+    options: dict[str, Any] = {"dtype": getattr(torch, model.dtype)}
+    if config.plan.layout == "packed" and not document_attention_fault(model.architecture):
+        options["attn_implementation"] = register_document_attention()  # masks would cost the squares of whole rows
     if model.init_from:
-        parts = parts_of_folder(model.init_from, parallel.topology, pp_rank, dtype=dtype)
+        parts = parts_of_folder(model.init_from, topology, pp_rank, **options)
     else:
-        parts = parts_of_config(model.architecture, parallel.topology, pp_rank, seed=config.run.seed, dtype=dtype)
+        parts = parts_of_config(model.architecture, topology, pp_rank, seed=config.run.seed, **options)
+    if config.lora.enabled:
+        from dynapipe_ext.executor.stages.transformers_adapters import add_adapters  # peft need not be there otherwise
+
+        add_adapters(parts, config.lora, seed=config.run.seed)
     return [part.to(device) for part in parts]

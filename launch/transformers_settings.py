@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.tools.wording import percent
+from dynapipe_ext.topology import Topology
 
 _MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
 
 
 def refuse_unsupported(config: TrainConfig) -> None:
-    """Errors: ConfigError for settings that only models of megatron-core have, or that a DeepSpeed engine has not."""
+    """Errors: ConfigError for settings that only models of megatron-core have, or that a DeepSpeed engine has not, and
+    for adapters of what peft does not adapt."""
+    if config.lora.enabled:
+        _refuse_adapters(config)
     if config.deepspeed.config:
         _refuse_beside_engine(config)
         return
@@ -18,8 +26,42 @@ def refuse_unsupported(config: TrainConfig) -> None:
     if found := [name for name, is_asked in _asked_of_megatron(config).items() if is_asked]:
         raise ConfigError(
             f"{config.model.architecture} is computed by transformers, whose runs have no {', '.join(found)}: leave it"
-            " out (dropout is that of its config.json), or train a model with a twin in megatron-core"
+            " out (dropout is that of its config.json), or, where megatron-core has a twin, --lora and --backend"
         )
+
+
+def adapters_line(config: TrainConfig) -> str:
+    """What of a run's model trains, where that are adapters; else nothing."""
+    lora, described = config.lora, config.model.described
+    if not lora.enabled or described is None:
+        return ""
+    (frozen,) = parameters_per_stage(described, Topology())
+    trained = described.num_layers * lora.num_weights_a_block
+    beside = ", ".join(layer.name.rpartition(".")[2] for layer in lora.described or ())
+    share = percent(trained / (trained + frozen))
+    return f"lora: {trained:,} weights of adapters train ({share} of all), rank {lora.r} beside {beside}"
+
+
+def _refuse_adapters(config: TrainConfig) -> None:
+    model = config.model
+    if config.deepspeed.config:
+        raise ConfigError(
+            f"--lora and --deepspeed {config.deepspeed.config}: an engine trains all weights here. Leave --deepspeed"
+            " out: adapters have few optimizer states to divide, and --pp divides the weights; or leave out --lora"
+        )
+    if not model.uses_transformers:
+        named = model.architecture or "a model in sizes of its own"
+        raise ConfigError(
+            f"--lora adapts models that transformers computes, by peft, but {named} is computed by megatron-core: name"
+            " a decoder's folder by --model, with backend transformers or none"
+        )
+    if not model.init_from:
+        raise ConfigError(
+            f"--lora trains beside weights that stay as they are, but {model.architecture} gives none to start from:"
+            " name a folder with weights by --model, or train all of them without --lora"
+        )
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("--lora trains adapters of peft, which is not installed: pip install 'dynapipe-ext[lora]'")
 
 
 def _asked_of_megatron(config: TrainConfig) -> dict[str, bool]:
@@ -38,11 +80,22 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
         raise ConfigError(
             f"--deepspeed {path} trains models that transformers computes: name one by --model, and leave out --backend"
         )
+    if config.topology.pp > 1:
+        divides = "stages alone divide the weights then: leave --deepspeed out"
+        if zero_stage == 1:
+            divides = (
+                "ZeRO 1 under a pipeline is Megatron's distributed optimizer: leave --deepspeed out and set [optimizer]"
+                " distributed = true, for models with a twin in megatron-core"
+            )
+        raise ConfigError(
+            f"a DeepSpeed engine of ZeRO stage {zero_stage} ({path}) trains without pp, which is"
+            f" {config.topology.pp}: leave --pp out, and replicas (--dp) divide what the stage says; or {divides}"
+        )
     described = config.deepspeed.described or {}
     offloads = bool(described.get("zero_optimization", {}).get("offload_optimizer"))
     asked = _asked_of_megatron(config) | {
-        "pp": config.topology.pp > 1,
         "keep_best": config.checkpoint.keep_best,
+        f"pieces {plan.pieces}": plan.pieces != "off",
         "nan_policy skip with an offloaded optimizer": config.optimizer.nan_policy == "skip" and offloads,
     }
     if zero_stage >= _MEETS_INSIDE:

@@ -9,7 +9,7 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 # shellcheck source=launch/setup.sh
 source "$root/launch/setup.sh"
 
-dynapipe_setup "$root" train,test,transformers,inference,data,ray,deepspeed
+dynapipe_setup "$root" train,test,transformers,lora,inference,data,ray,deepspeed
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 cd "$root"
 

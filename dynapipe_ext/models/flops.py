@@ -162,14 +162,26 @@ class StepFlops:
         return self.model + self.padding + self.recompute
 
 
-def step_flops(architecture: Architecture, work: Work, *, causal: bool = False) -> StepFlops:
-    """A backward is two forwards. Recomputation does the forward again: of stages, of layers ("full"), of attention."""
-    real = forward_flops(architecture, work.real, causal=causal)
-    model = 3 * real.total
-    executed = 3 * forward_flops(architecture, work.all_executed, causal=causal).total
+def step_flops(
+    architecture: Architecture, work: Work, *, causal: bool = False, trained_share: float = 1.0
+) -> StepFlops:
+    """A backward is two forwards, of which one is for weight gradients: of `trained_share` of the weights.
+    Recomputation does the forward again: of stages, of layers ("full"), of attention.
+    """
+
+    def of_step(positions: Positions) -> tuple[int, int, int]:
+        forward = forward_flops(architecture, positions, causal=causal)
+        whole = trained_share == 1  # whose integers no float need hold
+        layers, head = (
+            3 * part if whole else 2 * part + round(trained_share * part) for part in (forward.layers, forward.head)
+        )
+        return layers + 3 * forward.attention + head, 3 * forward.attention, head
+
+    model, attention, head = of_step(work.real)
+    executed, *_ = of_step(work.all_executed)
     again = 0
     for kind, positions in work.executed.items():
         forward = forward_flops(architecture, positions, causal=causal)
-        layers = forward.layers + forward.attention
-        again += {"none": 0, "selective": forward.attention, "full": layers, "stage": forward.total}[kind]
-    return StepFlops(model, executed - model, again, 3 * real.attention, 3 * real.head)
+        of_layers = forward.layers + forward.attention
+        again += {"none": 0, "selective": forward.attention, "full": of_layers, "stage": forward.total}[kind]
+    return StepFlops(model, executed - model, again, attention, head)

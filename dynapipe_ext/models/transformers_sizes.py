@@ -30,19 +30,22 @@ def read_trainable(model: str, backend: Backend) -> Architecture:
     "auto" takes transformers for a config.json that has no twin in megatron-core, if its family can be cut. Errors:
     ConfigError, DataError.
     """
-    folder = Path(model)
-    path = folder / "config.json" if folder.is_dir() else folder
+    path = _config_of(model)
     if backend != "transformers":
         try:
             return read_model(model)[0]
         except ConfigError:
-            if backend == "megatron" or not path.is_file() or _raw(path).get("model_type") not in LAYER_PATTERNS:
+            if backend == "megatron" or not path.is_file() or model_type(model) not in LAYER_PATTERNS:
                 raise
     if not path.is_file():
         raise ConfigError(f"{model} has no config.json, of which transformers could build a model: give its folder")
-    raw = _raw(path)
-    pattern_of(raw.get("model_type"))
-    return read_sizes(raw, str(path))
+    pattern_of(model_type(model))
+    return read_sizes(_raw(path), str(path))
+
+
+def model_type(model: str) -> str:
+    """Transformers' name of the family, in a model's config.json; empty where it says none."""
+    return str(_raw(_config_of(model)).get("model_type") or "")
 
 
 def _raw(path: Path) -> Mapping[str, Any]:
@@ -51,6 +54,28 @@ def _raw(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as a model's configuration ({error})") from error
     return raw if isinstance(raw, dict) else {}
+
+
+def document_attention_fault(model: str) -> str:
+    """Why attention document by document does not compute what a config.json says; nothing if it does."""
+    raw = _raw(_config_of(model))
+    if cap := raw.get("attn_logit_softcapping"):
+        return f"{raw.get('model_type')} caps its scores (attn_logit_softcapping {cap})"
+    return ""
+
+
+def carried_fault(model: str) -> str:
+    """Why a model of transformers cannot attend from piece to piece of a cut sample; nothing if it can."""
+    raw = _raw(_config_of(model))
+    kind, window = raw.get("model_type"), raw.get("sliding_window")
+    fault = document_attention_fault(model)
+    if window and raw.get("use_sliding_window", True):
+        fault = f"{kind} has windows of attention (sliding_window {window}), which do not go on from piece to piece"
+    return f"{fault}: plan whole samples" if fault else ""
+
+
+def _config_of(model: str) -> Path:
+    return Path(model) / "config.json" if Path(model).is_dir() else Path(model)
 
 
 def read_sizes(raw: Mapping[str, Any], where: str = "config.json") -> Architecture:

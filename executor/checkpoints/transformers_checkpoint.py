@@ -1,4 +1,5 @@
-"""Checkpoints of models that transformers computes: each a folder that `from_pretrained` reads, and beside the model
+"""Checkpoints of models that transformers computes: each a folder that `from_pretrained` reads (peft's where adapters
+train: it holds these alone), and beside the model
 
 optimizer-PP.safetensors     exp_avg.NAME, exp_avg_sq.NAME and, of 16-bit weights, master.NAME of a pipeline rank
 dynapipe.json                where the run stands
@@ -33,7 +34,7 @@ from dynapipe_ext.executor.checkpoints.manifest import (
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, parts_of_folder
-from dynapipe_ext.executor.stages.transformers_saving import join_stages, write_stages
+from dynapipe_ext.executor.stages.transformers_saving import ADAPTER_FILE, join_stages, load_adapters, write_stages
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 
 _PACKAGES = ("dynapipe-ext", "torch", "transformers")
@@ -109,9 +110,12 @@ def load_parts(
     refuse_other_model(manifest.run.model, model, folder)
     pp_rank, dtype = parallel.coordinates.pp_rank, getattr(torch, model["dtype"])
     with _reading(folder) as stored:
-        saved = parts_of_folder(folder, parallel.topology, pp_rank, dtype=dtype, use_safetensors=True)
-        for own, part in zip(parts, saved, strict=True):
-            own.load_state_dict(part.state_dict())
+        if (folder / ADAPTER_FILE).exists():
+            load_adapters(folder, parts)
+        else:
+            saved = parts_of_folder(folder, parallel.topology, pp_rank, dtype=dtype, use_safetensors=True)
+            for own, part in zip(parts, saved, strict=True):
+                own.load_state_dict(part.state_dict())
 
         def read(key: str, like: torch.Tensor) -> torch.Tensor:
             if key not in stored:

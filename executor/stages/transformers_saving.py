@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.transformers_layers import has_tied_ends
 from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, quietly
 
-_ADAPTER = "adapter_model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_NAME = "default"  # in the names of peft's parameters, and not in its files,
+_ADAPTED = "base_model.model."  # which have this before them
 _INDEX = "model.safetensors.index.json"
 
 
@@ -72,13 +74,13 @@ def _save_part(part: TransformersPart, folder: Path) -> None:
 def join_stages(folder: Path, num_stages: int) -> None:
     """The folders of all stages become one: shards with an index, or one file of adapters."""
     stages = [folder / f"stage-{stage}" for stage in range(num_stages)]
-    if (stages[0] / _ADAPTER).exists():
+    if (stages[0] / ADAPTER_FILE).exists():
         save_file(
-            {name: tensor for stage in stages for name, tensor in load_file(stage / _ADAPTER).items()},
-            folder / _ADAPTER,
+            {name: tensor for stage in stages for name, tensor in load_file(stage / ADAPTER_FILE).items()},
+            folder / ADAPTER_FILE,
             metadata={"format": "pt"},
         )
-        (stages[0] / _ADAPTER).unlink()
+        (stages[0] / ADAPTER_FILE).unlink()
     files = [file for stage in stages for file in sorted(stage.glob("model*.safetensors"))]
     weight_map: dict[str, str] = {}
     total_bytes = 0
@@ -96,6 +98,27 @@ def join_stages(folder: Path, num_stages: int) -> None:
             os.replace(file, folder / file.name)
     for stage in stages:
         shutil.rmtree(stage)
+
+
+def load_adapters(folder: Path, parts: Sequence[TransformersPart]) -> None:
+    """Fill the parts' adapters from a folder that was saved of any topology. Errors: DataError for what it lacks."""
+    with safe_open(folder / ADAPTER_FILE, framework="pt") as saved, torch.no_grad():
+        names = set(saved.keys())
+        for part in parts:
+            for name, weight in trained_weights(part):
+                key, shape = _ADAPTED + name.replace(f".{ADAPTER_NAME}.", "."), list(weight.shape)
+                if key not in names or saved.get_slice(key).get_shape() != shape:
+                    raise DataError(
+                        f"{folder / ADAPTER_FILE} has no {key} of shape {shape}: give adapters of this rank and model"
+                    )
+                weight.copy_(saved.get_tensor(key))
+
+
+def trained_weights(part: TransformersPart) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """By their names in the whole model."""
+    for name, weight in part.model.named_parameters():
+        if weight.requires_grad:
+            yield name, weight
 
 
 def _sum(number: int, parts: Sequence[TransformersPart], parallel: Reductions | None) -> int:

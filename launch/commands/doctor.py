@@ -96,6 +96,7 @@ def all_checks(redis_server: str | None = None, megatron_lm: Path | None = None)
         ("tokenizers", lambda: _distribution("tokenizers", "train", required=True)),
         ("deepspeed", lambda: _distribution("deepspeed", "deepspeed")),
         ("transformers", lambda: _distribution("transformers", "transformers")),
+        ("peft", lambda: _distribution("peft", "lora")),
         ("flash-attn", lambda: _distribution("flash-attn", "flash")),
         ("attention", _attention),
         ("redis-py", lambda: _distribution("redis", "", required=True)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import tempfile
 from contextlib import ExitStack
@@ -50,7 +51,7 @@ from dynapipe_ext.launch.train import (
     train_rank,
 )
 from dynapipe_ext.launch.trained_model import refuse_output
-from dynapipe_ext.launch.transformers_settings import refuse_unsupported
+from dynapipe_ext.launch.transformers_settings import adapters_line, refuse_unsupported
 from dynapipe_ext.launch.user_store import asked_store, greet_store
 from dynapipe_ext.models.transformers_sizes import Backend
 from dynapipe_ext.plan import Layout, LossNorm
@@ -137,6 +138,15 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"metavar": "MODEL", "help": "config.json or its folder, or a preset: a published model instead of own sizes"},
     ),
     "--backend": ("model", "backend", {"choices": get_args(Backend), "help": "what computes the model"}),
+    "--lora": ("lora", "enabled", {"action": "store_true", "help": "train adapters of peft, not the model's weights"}),
+    "--lora-r": ("lora", "r", {"type": int, "metavar": "R", "help": "rank of the adapters"}),
+    "--lora-alpha": ("lora", "lora_alpha", {"type": float, "metavar": "A", "help": "over the rank: their scale"}),
+    "--lora-dropout": ("lora", "lora_dropout", {"type": float, "metavar": "P", "help": "before the adapters"}),
+    "--lora-target-modules": (
+        "lora",
+        "target_modules",
+        {"nargs": "+", "metavar": "NAME", "help": "adapted layers, or all-linear (default: peft's of the family)"},
+    ),
     "--init-from": ("model", "init_from", {"metavar": "DIR", "help": "start from the weights of a checkpoint"}),
     "--tokenizer": ("data", "tokenizer", {"metavar": "NAME", "help": "bpe, bytes, or as dynapipe preprocess takes it"}),
     "--max-seq-len": ("model", "max_seq_len", {"type": int, "metavar": "N", "help": "longest sample in tokens"}),
@@ -233,7 +243,7 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
     for flag, (table, name, _) in _FLAGS.items():
         value = getattr(args, flag.lstrip("-").replace("-", "_"))
         if value is not None:
-            tables.setdefault(table, {})[name] = value
+            tables.setdefault(table, {})[name] = tuple(value) if isinstance(value, list) else value
     optimizer = tables.setdefault("optimizer", {})
     if "lr" in optimizer and "min_lr" not in optimizer:
         optimizer["min_lr"] = config.optimizer.min_lr * optimizer["lr"] / config.optimizer.lr
@@ -277,7 +287,7 @@ def _with_model(config: TrainConfig, args: argparse.Namespace) -> TrainConfig:
     tables = settings_of_model(args.model, tokenizer=args.tokenizer)
     if not args.config:
         num_ranks = (args.tp or 1) * (args.pp or 1) * (args.dp or 1)
-        tables = usual_settings(tables, num_ranks=num_ranks) | tables
+        tables = usual_settings(tables, num_ranks=num_ranks, adapts=bool(args.lora)) | tables
     return config.with_values(**tables)
 
 
@@ -331,7 +341,7 @@ def run(args: argparse.Namespace) -> int:
         given = None
         if config.plan.costs or resumed is not None:
             given = settle_costs(config, dataset.vocab_size, resumed_costs(resumed))
-        _import_once()
+        _import_once(config)
         # Its report is written once everything has ended.
         with keeping_what_ran(directory), ExitStack() as stack:
             if address is None:
@@ -339,8 +349,8 @@ def run(args: argparse.Namespace) -> int:
                 address = server.address
                 console.print(f"store: embedded {server.name} {server.version} on a unix socket")
             costs = given or _measure(config, dataset.vocab_size)
-            if followed := followed_placement(config):
-                console.print(followed, highlight=False)
+            if said := "\n".join(line for line in (followed_placement(config), adapters_line(config)) if line):
+                console.print(said, markup=False, soft_wrap=True)
             config, costs, trials = settled_placement(config, costs, data.train.lengths, _num_cores())
             if trials:
                 console.print(trials_table(trials))
@@ -356,13 +366,17 @@ def _rank(job: TrainingJob, env: RankEnv) -> int:
     return train_rank(env, job)
 
 
-def _import_once() -> None:
+def _import_once(config: TrainConfig) -> None:
     """What the ranks need, imported before they are forked: once instead of once a rank."""
     say_loading("torch", "megatron-core")
     from dynapipe_ext.executor.stages import megatron_cpu
     from dynapipe_ext.launch import variant_run  # noqa: F401  (the ranks find it loaded)
 
     megatron_cpu.install()
+    if config.model.uses_transformers:
+        importlib.import_module("dynapipe_ext.launch.transformers_run")
+    if config.lora.enabled:
+        importlib.import_module("dynapipe_ext.executor.stages.transformers_adapters")
 
 
 def _num_cores() -> int | None:

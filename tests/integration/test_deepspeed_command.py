@@ -127,7 +127,8 @@ def test_every_field_that_is_not_the_files_is_named(ran: tuple[Path, str]) -> No
     [
         ({"fp16": {"enabled": True}}, [], "fp16 is enabled, which runs here cannot follow: take bf16 or fp32"),
         ({"zero_optimization": {"stage": 4}}, [], "zero_optimization.stage is 4 but must be 0, 1, 2 or 3"),
-        ({"zero_optimization": {"stage": 2}}, ["--pp", "2"], "ZeRO stage 2 (ds.json) trains without pp"),
+        ({"zero_optimization": {"stage": 2}}, ["--pp", "2"], "ZeRO stage 2 (ds.json) trains without pp, which is 2"),
+        ({"zero_optimization": {"stage": 1}}, ["--pp", "2"], "is Megatron's distributed optimizer: leave --deepspeed"),
         ({"zero_optimization": {"stage": 3}}, ["--schedule", "gpipe"], "trains without schedule gpipe"),
         ({}, ["--compare"], "of which DeepSpeed knows one"),
         ({}, ["--backend", "megatron"], "trains models that transformers computes"),

@@ -182,3 +182,36 @@ def test_a_family_that_nobody_can_cut_is_refused_with_those_that_are_known(tmp_p
         read_trainable(str(tmp_path), "auto")
     with pytest.raises(ConfigError, match=r"no layer pattern is known for model_type 'gpt_neox' \(known: gemma"):
         read_trainable(str(tmp_path), "transformers")
+
+
+def test_long_samples_run_in_pieces_with_the_losses_of_a_plain_loop(
+    preloaded: Preloaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model_folder("llama", tmp_path / "model")
+    write_pairs(tmp_path / "data.jsonl", SAMPLES)
+    given = ["--model", "model", "--data", "data.jsonl", "--backend", "transformers", "--run-dir", "run", "--strict"]
+    given += ["--pp", "2", "--pieces", "16", "--plan-dir", "plans", "--memory-limit-gb", "1", "--num-workers", "0"]
+    given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--weight-decay", str(DECAY), "--betas", "0.9,0.95"]
+    given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
+    preloaded.train(*given, "--eval-fraction", "0.2", "--eval-every", str(STEPS))
+    assert any('"carried"' in file.read_text() for file in (tmp_path / "plans").glob("step-*.json"))
+    train, _ = samples_of(tmp_path / "run")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    losses = plain_losses(model, train, global_batches(len(train)), "cosine")
+    assert report_of(tmp_path / "run")["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("mistral", r"mistral has windows of attention \(sliding_window 5\), which do not go on from piece to piece"),
+        ("gemma2", "gemma2 has windows"),
+    ],
+)
+def test_models_that_do_not_attend_from_piece_to_piece_are_refused(family: str, says: str, tmp_path: Path) -> None:
+    CONFIGS[family]().save_pretrained(tmp_path)
+    named = {"architecture": str(tmp_path), "backend": "transformers"}
+    config = TrainConfig().with_values(model=named)
+    with pytest.raises(ConfigError, match=says):
+        config.with_values(plan={"pieces": 16})

@@ -77,6 +77,7 @@ RIM = {
         "dynapipe_ext/packing/check.py",  # builds a small twin of the user's model
         "executor/stages/transformers*.py",
     ),
+    "peft": ("executor/stages/transformers_adapters.py",),
     "flash_attn": ("dynapipe_ext/packing/kernels.py",),
 }
 ENVIRONMENT = "launch/env.py"

@@ -272,6 +272,8 @@ def test_a_named_model_gives_every_size_and_rows_may_be_shorter(tmp_path: Path) 
     )
     assert (model.max_seq_len, model.described) == (128, described)
     assert from_toml(tmp_path, text.replace("max_seq_len = 128\n", "")).model.max_seq_len == 512
+    changed = from_toml(tmp_path, text).with_values(model={"dtype": "bfloat16"})
+    assert changed.model.max_seq_len == 128  # what the file says stays, whatever else a flag changes
     assert TrainConfig.from_json(config.to_json()) == config
     assert architecture_of(config, 300) == described
     with pytest.raises(DataError, match=r"the data has ids up to 300 but .* has a vocabulary of 300: prepare the data"):

@@ -104,8 +104,9 @@ def account(
     steps: int = 1,
     peak_flops_per_s: float = 0.0,
     causal: bool = False,
+    trained_share: float = 1.0,
 ) -> Account:
-    """Errors: ConfigError for a time or a number of devices that cannot be."""
+    """`trained_share`: of the weights. Errors: ConfigError for a time or a number of devices that cannot be."""
     if seconds is not None and not 0 < seconds < float("inf"):
         raise ConfigError(f"{name}: took {seconds} s, but FLOPs a second need a time above 0")
     if gpus < 1:
@@ -117,7 +118,7 @@ def account(
         )
     return Account(
         name=name,
-        flops=step_flops(architecture, work, causal=causal),
+        flops=step_flops(architecture, work, causal=causal, trained_share=trained_share),
         seconds=seconds,
         gpus=gpus,
         steps=steps,
@@ -143,6 +144,7 @@ def accounts_of_report(path: Path, *, peak_flops_per_s: float = 0.0, causal: boo
                 steps=len(result.accounted(result.step_s)),
                 peak_flops_per_s=peak_flops_per_s,
                 causal=causal,
+                trained_share=float(report.facts.model.get("trained_share", 1.0)),
             )
         )
     return found

@@ -1,0 +1,57 @@
+"""What training costs where adapters of low rank train and the model's own weights do not: counted beside any costs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from dynapipe_ext.costs.frozen import FrozenCosts
+from dynapipe_ext.costs.model import CostModel, IntArray
+from dynapipe_ext.costs.parameters import parameters_per_stage
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER
+from dynapipe_ext.lora import LoraSettings
+from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.topology import Topology
+
+
+def share_of_adapters(lora: LoraSettings, architecture: Architecture) -> float:
+    """What of the products for weight gradients of the whole model its adapters need."""
+    (share,) = _trained_shares(lora, architecture, Topology(layers_per_stage=(architecture.num_layers,)))
+    return share
+
+
+def adapter_costs(
+    base: CostModel, lora: LoraSettings, architecture: Architecture, topology: Topology, *, value_bytes: Literal[2, 4]
+) -> FrozenCosts:
+    """`base`, which are over `topology` and train all weights of the model, where `lora` trains beside them.
+
+    Weights and activations are of `value_bytes`; 16-bit adapters have fp32 masters and sums of gradients. An adapted
+    layer keeps the adapter's inner values of each token, and under dropout what was left of its input, with the factors
+    of that. The adapters' own forward, r (inputs + outputs) products a token, is not counted: about a hundredth.
+    """
+    layers = _layers(architecture, topology)
+    trained = layers * lora.num_weights_a_block
+    static = np.array(parameters_per_stage(architecture, topology), np.int64) * value_bytes
+    states = sum(BYTES_PER_PARAMETER["fp32" if value_bytes == 4 else "megatron"])
+    inputs = sum(layer.num_inputs for layer in lora.described or ())
+    kept = value_bytes * (lora.r * len(lora.described or ()) + (2 * inputs if lora.lora_dropout else 0))
+    return FrozenCosts(
+        base,
+        _trained_shares(lora, architecture, topology),
+        static_bytes=tuple((static + states * trained).tolist()),
+        token_bytes=tuple((layers * kept).tolist()),
+    )
+
+
+def _trained_shares(lora: LoraSettings, architecture: Architecture, topology: Topology) -> tuple[float, ...]:
+    """Of each stage; on the last one the head is frozen, too."""
+    layers = _layers(architecture, topology)
+    work = layers * (architecture.attention_parameters + architecture.mlp_parameters)
+    work[-1] += architecture.vocab_size * architecture.hidden_size
+    trained = layers * lora.num_weights_a_block
+    return tuple((trained / np.maximum(work, trained).clip(1)).tolist())
+
+
+def _layers(architecture: Architecture, topology: Topology) -> IntArray:
+    return np.array(topology.with_layers(architecture.num_layers).layers_per_stage, np.int64)

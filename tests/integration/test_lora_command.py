@@ -1,0 +1,140 @@
+"""`dynapipe train --model DIR --lora` beside a plain loop of peft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.errors import DataError
+from dynapipe_ext.executor.checkpoints.manifest import read_manifest, refuse_other_model
+from dynapipe_ext.executor.stages.transformers_parts import parts_of_folder
+from dynapipe_ext.executor.stages.transformers_saving import load_adapters, save_parts
+from dynapipe_ext.launch.job import analytic_costs, architecture_of
+from tests.integration.test_fine_tuning import (
+    BATCH,
+    DECAY,
+    LEAST,
+    LR,
+    SAMPLES,
+    STEPS,
+    global_batches,
+    plain_losses,
+    samples_of,
+)
+from tests.integration.test_train_command import report_of
+from tests.integration.test_transformers_command import interrupted, last_tensors, model_folder
+from tests.support.model_folders import VOCABULARY, write_chats
+from tests.support.preloaded import Preloaded
+
+peft: Any = pytest.importorskip("peft")
+from dynapipe_ext.executor.stages.transformers_adapters import add_adapters  # noqa: E402
+
+RANKS = {
+    "alone": (),
+    "stages": ("--pp", "2", "--placement", "v", "--split-backward"),
+    "replicas": ("--dp", "2"),
+}
+
+
+@pytest.fixture(scope="module")
+def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of 20 steps for each of RANKS, and what each has left in NAME-adapter; of a run in 16 bits
+    with dropout, `wide`, and what went on from its step 4, `again`."""
+    folder = tmp_path_factory.mktemp("lora")
+    model_folder("llama", folder / "model")
+    write_chats(folder / "data.jsonl", SAMPLES)
+    config = TrainConfig().with_values(model={"architecture": str(folder / "model"), "backend": "transformers"})
+    config = config.with_values(topology={"tp": 1, "pp": 1, "dp": 1})
+    costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+    (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    given = ["--model", "model", "--data", "data.jsonl", "--costs", "costs.json", "--memory-limit-gb", "1", "--strict"]
+    given += ["--batch-size", str(BATCH), "--num-workers", "0", "--lr", str(LR), "--min-lr", str(LEAST), "--lora"]
+    long = ["--steps", str(STEPS), "--weight-decay", str(DECAY), "--warmup", "0.2", "--betas", "0.9,0.95"]
+    long += ["--lora-r", "4", "--lora-alpha", "16", "--eval-fraction", "0.2", "--eval-every", str(STEPS)]
+    for name, ranks in RANKS.items():
+        said = preloaded.train(*given, *long, *ranks, "--run-dir", name, "--output", f"{name}-adapter", cwd=folder)
+        assert "lora: 896 weights of adapters train (" in said
+        assert "rank 4 beside q_proj, v_proj" in said
+    wide = ["--lora-target-modules", "all-linear", "--lora-dropout", "0.2", "--dtype", "bf16"]
+    wide += ["--steps", "6", "--save-every", "4"]
+    preloaded.train(*given, *wide, "--run-dir", "wide", cwd=folder)
+    interrupted(folder / "wide", folder / "again")
+    preloaded.train("--resume", "again", cwd=folder)
+    return folder
+
+
+def started(folder: Path, model: Any, place: Path) -> Any:
+    """The model with the adapters that a run starts from, as peft loads them to train."""
+    parts = parts_of_folder(folder / "model")
+    add_adapters(parts, TrainConfig.read(folder / "alone" / "config.toml").lora, seed=0)
+    save_parts(parts, place)
+    return peft.PeftModel.from_pretrained(model, place, is_trainable=True)
+
+
+def test_losses_and_the_saved_adapters_are_those_of_a_plain_loop_of_peft_on_any_ranks(
+    ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ran)
+    train, held_out = samples_of(ran / "alone")
+    base = transformers.AutoModelForCausalLM.from_pretrained(ran / "model")
+    plain = started(ran, base, tmp_path / "start")
+    losses = plain_losses(plain, train, global_batches(len(train)), "cosine")
+    assert losses[-1] < losses[0]
+    tokens = held_out[0].tokens[None]
+    for name in RANKS:
+        assert report_of(ran / name)["losses"] == pytest.approx(losses, rel=1e-5)
+        model = transformers.AutoModelForCausalLM.from_pretrained(ran / "model")
+        loaded = peft.PeftModel.from_pretrained(model, ran / f"{name}-adapter")
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(tokens).logits, plain(tokens).logits, rtol=1e-3, atol=1e-4)
+        files = {file.name for file in (ran / f"{name}-adapter").iterdir()}
+        assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files
+        assert not {"config.json", "dynapipe.json", "optimizer-0.safetensors"} & files
+    told = json.loads((ran / "alone-adapter" / "adapter_config.json").read_text())
+    assert (told["base_model_name_or_path"], told["r"], told["lora_alpha"]) == (str(ran / "model"), 4, 16)
+    assert sorted(told["target_modules"]) == ["q_proj", "v_proj"]
+    assert transformers.AutoModelForCausalLM.from_pretrained(ran / "alone-adapter").active_adapters() == ["default"]
+
+
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(ran: Path) -> None:
+    """In 16 bits, whose masters are in float32, and with dropout, whose random numbers go by step, sample and layer."""
+    assert report_of(ran / "again")["losses"] == report_of(ran / "wide")["losses"]
+    whole, resumed = last_tensors(ran / "wide"), last_tensors(ran / "again")
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    kinds = {name.partition(".")[0] for name in whole}
+    assert kinds == {"base_model", "exp_avg", "exp_avg_sq", "master"}
+    assert all(".lora_" in name for name in whole)  # the model's own weights are in no checkpoint
+
+
+def test_adapters_start_from_seed_and_name_without_effect_and_read_those_of_another(
+    ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ran)
+    lora, alone = (TrainConfig.read(ran / name / "config.toml").lora for name in ("wide", "alone"))
+    (whole,), (other,) = parts_of_folder(ran / "model"), parts_of_folder(ran / "model")
+    add_adapters([whole], lora, seed=3)
+    add_adapters([other], lora, seed=4)
+    trained = {name: weight for name, weight in whole.model.named_parameters() if weight.requires_grad}
+    assert all(".lora_" in name for name in trained)
+    assert {bool(weight.any()) for name, weight in trained.items() if ".lora_B." in name} == {False}
+    drawn = {name: weight for name, weight in other.model.named_parameters() if ".lora_A." in name}
+    assert not any(torch.equal(weight, trained[name]) for name, weight in drawn.items())
+    save_parts([whole], tmp_path / "whole")
+    load_adapters(tmp_path / "whole", [other])
+    assert all(torch.equal(weight, trained[name]) for name, weight in other.model.named_parameters() if name in trained)
+    with pytest.raises(DataError, match=r"has no base_model\.model\.model\..*\.lora_A\.weight of shape \[8, "):
+        load_adapters(ran / "alone-adapter", [other])
+    held = read_manifest(max((ran / "alone" / "checkpoints").glob("iter_*"))).run.model
+    with pytest.raises(DataError, match="holds another model: lora "):
+        refuse_other_model(held, {**held, "lora": held["lora"] | {"r": 3}}, ran)
+    saved = load_file(ran / "alone-adapter" / "adapter_model.safetensors")
+    assert 4 * alone.num_weights_a_block == sum(weight.numel() for weight in saved.values())

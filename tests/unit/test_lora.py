@@ -1,0 +1,144 @@
+"""What adapters adapt, and what training them costs, known before torch is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.adapters import share_of_adapters
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.executor.stages.transformers_parts import parts_of_config
+from dynapipe_ext.launch.job import check_fits, make_planner, topology_of, trained_costs
+from dynapipe_ext.launch.transformers_settings import refuse_unsupported
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.flops import step_flops, work_of
+from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, pattern_of
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.topology import Topology
+from tests.support.tiny_models import CONFIGS
+
+peft: Any = pytest.importorskip("peft")
+from dynapipe_ext.executor.stages.transformers_adapters import add_adapters  # noqa: E402
+
+ALL = ("all-linear",)
+
+
+def settings(family: str, folder: Path, *, topology: dict[str, Any] | None = None, **lora: Any) -> TrainConfig:
+    """Of a run with adapters of a tiny model, whose folder is given for its weights, too."""
+    config: Any = CONFIGS[family]()
+    config.save_pretrained(folder)
+    named = {"architecture": str(folder), "init_from": str(folder)}
+    ranks = {"tp": 1, "pp": 1, "dp": 1} | (topology or {})
+    return TrainConfig().with_values(model=named, lora={"enabled": True} | lora, topology=ranks)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_layers_of_a_block_are_those_of_its_module(family: str, tmp_path: Path) -> None:
+    (part,) = parts_of_config(CONFIGS[family](), seed=0)
+    block = part.model.get_submodule(f"{pattern_of(part.model.config.model_type).layers}.0")
+    found = {}
+    for name, layer in block.named_modules():
+        if isinstance(layer, torch.nn.Linear):
+            found[name] = (layer.in_features, layer.out_features)
+        elif isinstance(layer, transformers.pytorch_utils.Conv1D):
+            found[name] = tuple(layer.weight.shape)
+    described = settings(family, tmp_path, target_modules=ALL).lora.described
+    assert {layer.name: (layer.num_inputs, layer.num_outputs) for layer in described} == found
+
+
+def test_peft_adapts_what_the_settings_say_in_every_family(tmp_path: Path) -> None:
+    known = peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    families = {CONFIGS[family]().model_type: family for family in CONFIGS}
+    assert set(families) == set(LAYER_PATTERNS)
+    for kind, family in families.items():
+        if kind not in known:
+            with pytest.raises(ConfigError, match=f"peft has no usual target_modules of {kind}: choose from down_proj"):
+                settings(family, tmp_path / family)
+        for targets in ((), ALL, ("mlp.c_proj",) if family == "gpt2" else ("self_attn.v_proj",)):
+            if kind not in known and targets != ALL:
+                continue
+            config = settings(family, tmp_path / family, target_modules=targets, r=3)
+            (part,) = parts_of_config(CONFIGS[family](), seed=0)
+            add_adapters([part], config.lora, seed=0)
+            trained = sum(weight.numel() for weight in part.parameters() if weight.requires_grad)
+            assert trained == config.model.num_layers * config.lora.num_weights_a_block
+
+
+def test_plans_know_what_adapters_do_not_compute_and_hold(tmp_path: Path) -> None:
+    """On each of two stages: of W the adapters' share, and states of their weights alone."""
+    config = settings("llama", tmp_path, topology={"pp": 2}, r=2)
+    topology, described = topology_of(config), config.model.described
+    assert described is not None
+    base = AnalyticCosts(described.padded(), topology, param_bytes=4, activation_bytes_per_value=4, flops_per_s=1e9)
+    samples = MicroBatch((SampleLength(0, 24),)), MicroBatch((SampleLength(1, 24),), recompute="full")
+    whole, adapted = base.evaluate(samples), trained_costs(config, base, topology).evaluate(samples)
+    assert (adapted.forward_ns == whole.forward_ns).all()
+    saved = whole.weight_ns[:, 0] - adapted.weight_ns[:, 0]
+    of_adapters = 2 * 24 * 2 * 2 * (32 + 24)  # rank 2 beside q (16 -> 16) and v (16 -> 8), two layers a stage
+    assert adapted.weight_ns[:, 0].tolist() == pytest.approx([of_adapters] * 2, abs=2)
+    assert (whole.backward_ns - adapted.backward_ns == saved[:, None]).all()
+    parts = [parts_of_config(CONFIGS["llama"](), topology, pp_rank, seed=0)[0] for pp_rank in range(2)]
+    frozen = [sum(weight.numel() for weight in part.parameters()) for part in parts]
+    padding = described.padded().vocab_size - described.vocab_size
+    held = [4 * (number + 16 * padding) + 16 * 2 * 2 * (32 + 24) for number in frozen]
+    assert adapted.static_bytes.tolist() == held
+    kept = adapted.stored_bytes - whole.stored_bytes
+    assert kept.tolist() == [[24 * 2 * 4 * 2 * 2, 0]] * 2  # inner values of two adapters in each of two layers
+    assert make_planner(config, base).costs.fingerprint() != base.fingerprint()
+
+
+def test_flops_of_a_run_leave_out_the_gradients_of_frozen_weights(tmp_path: Path) -> None:
+    config = settings("llama", tmp_path, r=2)
+    described = config.model.described
+    assert described is not None
+    share = share_of_adapters(config.lora, described)
+    weights = 4 * (described.attention_parameters + described.mlp_parameters) + 61 * 16
+    assert share == pytest.approx(4 * config.lora.num_weights_a_block / weights)
+    work = work_of([MicroBatch((SampleLength(0, 24),), recompute="full")])
+    whole, adapted = step_flops(described, work), step_flops(described, work, trained_share=share)
+    products = 2 * 24 * weights  # of one forward
+    assert whole.model - adapted.model == pytest.approx((1 - share) * products, abs=2)
+    assert (whole.attention, whole.recompute) == (adapted.attention, adapted.recompute)
+
+
+def test_what_does_not_fit_is_told_of_ranks_that_transformers_has(tmp_path: Path) -> None:
+    """Without tensor parallelism, with which it would have fitted on as many ranks."""
+    config = settings("llama", tmp_path, r=2).with_values(plan={"memory_limit_gb": 6e-5})
+    assert config.model.described is not None
+    costs = AnalyticCosts(
+        config.model.described.padded(), Topology(), param_bytes=4, activation_bytes_per_value=4, flops_per_s=1e9
+    )
+    with pytest.raises(PlanError, match=r"needs .* take tp 1 x pp 4, where it needs 5\.\d+e-05 GB a rank"):
+        check_fits(config, costs, np.array([[24, 0, 5]]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lora": {"target_modules": ("q_prj",)}}, "'q_prj', which no block of .* has: choose from .* mean 'q_proj'"),
+        ({"lora": {"target_modules": ("lm_head",)}}, "'lm_head', which no block of"),
+        ({"lora": {"r": 0}}, "r is 0, lora_alpha 8 and lora_dropout 0: r must be at least 1"),
+        ({"lora": {"lora_dropout": 1.0}}, "lora_dropout in 0..1"),
+        ({"lora": {"enabled": False, "r": 4}}, "describes adapters but enabled is false"),
+        ({"model": {"backend": "megatron"}}, "is computed by megatron-core: name a decoder's folder by --model, with"),
+        ({"model": {"architecture": ""}}, "a model in sizes of its own is computed by megatron-core"),
+        ({"model": {"init_from": ""}}, "gives none to start from: name a folder with weights"),
+        ({"deepspeed": {"config": "zero.json"}}, "an engine trains all weights here"),
+        ({"topology": {"tp": 2}}, "whose runs have no tp"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused_with_what_to_do(
+    changes: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("zero.json").write_text('{"zero_optimization": {"stage": 1}}')
+    config = settings("llama", tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        refuse_unsupported(config.with_values(**changes))
