@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 MOCK = [*ARGUMENTS, "--mock-data", "--train-iters", "5"]
 _UNEVEN = "--seq-length 96 --max-position-embeddings 96 --vocab-size 257 --split 80,10,10"
-UNEVEN = [*ARGUMENTS, *_UNEVEN.split(), "--train-iters", "20"]
-_IN_SAMPLES = "--train-samples 320 --lr-warmup-samples 16 --lr-decay-samples 96"  # UNEVEN's, by batches of 16
+UNEVEN = [*ARGUMENTS, *_UNEVEN.split(), "--train-iters", "10"]
+_IN_SAMPLES = "--train-samples 160 --lr-warmup-samples 16 --lr-decay-samples 96"  # UNEVEN's, by batches of 16
 IN_SAMPLES = [*without(UNEVEN, "train-iters", "lr-warmup-iters", "lr-decay-iters"), *_IN_SAMPLES.split()]
 PP = ["--pipeline-model-parallel-size", "2"]
 _TP = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"  # times TP
@@ -26,10 +26,10 @@ TP_PP = [*PP, *_TP.split()]
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 SPLIT = ["--dynapipe-split-backward", "--dynapipe-memory-limit-gb", "1"]
 VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
-_RESUME = "--train-iters 30 --exit-interval 20 --ckpt-step 19 --eval-iters 0 --no-load-optim --no-load-rng"
+_RESUME = "--train-iters 20 --exit-interval 10 --ckpt-step 9 --eval-iters 0 --no-load-optim --no-load-rng"
 STOCK = {"mock": "mock, stock", "packed": "uneven, stock", "virtual stages": "uneven, stock"}
 
-NUM_STEPS = {"mock": 5, "packed": 20, "virtual stages": 20}
+NUM_STEPS = {"mock": 5, "packed": 10, "virtual stages": 10}  # the epoch of 8 steps ends within
 WIDTHS = {"lm loss": 1e-5, "grad norm": 2e-3, "learning rate": 0, "consumed samples": 0}
 
 
@@ -41,7 +41,7 @@ def runs(data: str, saved: str) -> tuple[Run, ...]:
         Run("mock", 4, [*MOCK, *TP_PP]),
         Run("uneven, stock", 2, [*UNEVEN, *PP, "--padded-data", data], planned=False, script="pretrain_padded.py"),
         Run("packed", 4, [*IN_SAMPLES, *planned, *TP_PP, "--dynapipe-layout", "packed"]),
-        Run("virtual stages", 4, [*virtual, "--save", saved, "--save-interval", "19"]),
+        Run("virtual stages", 4, [*virtual, "--save", saved, "--save-interval", "9"]),
         Run("resumed", 2, [*UNEVEN, *planned, *PP, "--load", saved, *_RESUME.split()]),
         Run("cp2", 1, [*MOCK, "--context-parallel-size", "2"]),
         Run("help", 1, ["--help"]),
@@ -52,7 +52,7 @@ def runs(data: str, saved: str) -> tuple[Run, ...]:
 def ran(tmp_path_factory: Any) -> dict[str, Ran]:
     folder: Path = tmp_path_factory.mktemp("megatron-lm")
     data = folder / "data"
-    prepare(lambda: generate_examples(num_samples=240, seed=0), data, tokenizer="bytes", max_seq_len=96, truncate=True)
+    prepare(lambda: generate_examples(num_samples=160, seed=0), data, tokenizer="bytes", max_seq_len=96, truncate=True)
     return megatron_lm_runs(runs(str(data), str(folder / "saved")), folder, timeout_s=560)
 
 
