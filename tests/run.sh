@@ -11,6 +11,7 @@ source "$root/launch/setup.sh"
 
 dynapipe_setup "$root" train,test,transformers,lora,inference,data,ray,deepspeed
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters start: none need compile again what one has compiled
 cd "$root"
 
 # Type checkers see the packages under the names they are installed as through a tree of links.
@@ -37,7 +38,8 @@ check "ruff check" "$venv_python" -m ruff check .
 check "ruff format" "$venv_python" -m ruff format --check .
 "$venv_python" -m mypy >build/mypy.log 2>&1 & # a minute of one core: the tests begin beside it
 trap 'kill %1 2>/dev/null || true' EXIT
-check "pytest" "$venv_python" -m pytest -n 3 --dist loadfile --durations=25 "$@" # of 2 cores, since some wait; a file stays together
+# Three workers on 2 cores, since some wait; a file stays together, and tests/conftest.py says which ones come first.
+check "pytest" "$venv_python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25 "$@"
 check "mypy" ended %1 build/mypy.log
 
 if [ ${#failed[@]} -gt 0 ]; then

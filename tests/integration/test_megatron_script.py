@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 MOCK = [*ARGUMENTS, "--mock-data", "--train-iters", "5"]
 _UNEVEN = "--seq-length 96 --max-position-embeddings 96 --vocab-size 257 --split 80,10,10"
 UNTIED = ["--untie-embeddings-and-output-weights"]  # as stages in a V must be
-UNEVEN = [*ARGUMENTS, *UNTIED, *_UNEVEN.split(), "--train-iters", "20"]
-_IN_SAMPLES = "--train-samples 320 --lr-warmup-samples 16 --lr-decay-samples 96"  # UNEVEN's, by batches of 16
+UNEVEN = [*ARGUMENTS, *UNTIED, *_UNEVEN.split(), "--train-iters", "10"]
+_IN_SAMPLES = "--train-samples 160 --lr-warmup-samples 16 --lr-decay-samples 96"  # UNEVEN's, by batches of 16
 IN_SAMPLES = [*without(UNEVEN, "train-iters", "lr-warmup-iters", "lr-decay-iters"), *_IN_SAMPLES.split()]
 PP = ["--pipeline-model-parallel-size", "2"]
 _TP = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"  # times TP
@@ -30,11 +30,11 @@ OTHERWISE = [*[word for word in MOCK if word != "--calculate-per-token-loss"], "
 SPLIT = ["--dynapipe-split-backward", "--dynapipe-memory-limit-gb", "1"]
 VIRTUAL = ["--num-layers-per-virtual-pipeline-stage", "1"]
 V = ["--pipeline-model-parallel-layout", "Et|t|t|tL", "--dynapipe-placement", "v"]
-_RESUME = "--train-iters 30 --exit-interval 20 --ckpt-step 19 --eval-iters 0 --no-load-optim --no-load-rng"
+_RESUME = "--train-iters 20 --exit-interval 10 --ckpt-step 9 --eval-iters 0 --no-load-optim --no-load-rng"
 STOCK = {"mock": "mock, stock", "packed": "uneven, stock", "v": "uneven, stock"}
 
 LATER = {"dataloader_save", "dataloader_inter_document_masking"}  # of multimodal scripts alone, and of 0.19
-NUM_STEPS = {"mock": 5, "packed": 20, "v": 20}
+NUM_STEPS = {"mock": 5, "packed": 10, "v": 10}  # the epoch of 8 steps ends within
 WIDTHS = {"lm loss": 1e-5, "grad norm": 2e-3, "learning rate": 0, "consumed samples": 0}
 
 
@@ -46,7 +46,7 @@ def runs(data: str, saved: str) -> tuple[Run, ...]:
         Run("mock", 4, [*MOCK, *UNTIED, *TP_PP, *V, "--rerun-mode", "disabled"]),
         Run("uneven, stock", 2, [*UNEVEN, *PP, "--padded-data", data], planned=False, script="pretrain_padded.py"),
         Run("packed", 4, [*IN_SAMPLES, *planned, *TP_PP, *VIRTUAL, "--dynapipe-layout", "packed"]),
-        Run("v", 4, [*v, "--save", saved, "--save-interval", "19"]),
+        Run("v", 4, [*v, "--save", saved, "--save-interval", "9"]),
         Run("resumed", 2, [*UNEVEN, *planned, *PP, "--load", saved, *_RESUME.split()]),
         Run("otherwise, stock", 1, OTHERWISE, planned=False, script="pretrain_otherwise.py"),
         Run("otherwise", 2, [*OTHERWISE, *PP], script="pretrain_otherwise.py"),
@@ -59,7 +59,7 @@ def runs(data: str, saved: str) -> tuple[Run, ...]:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: Any) -> Path:
     data: Path = tmp_path_factory.mktemp("uneven") / "data"
-    prepare(lambda: generate_examples(num_samples=240, seed=0), data, tokenizer="bytes", max_seq_len=96, truncate=True)
+    prepare(lambda: generate_examples(num_samples=160, seed=0), data, tokenizer="bytes", max_seq_len=96, truncate=True)
     return data
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,30 @@ NO_INDEX = (
 )
 
 
+def lend_torch(environment: Path) -> None:
+    """Make an environment that has the torch of this one, and nothing else of it.
+
+    Installing torch takes longer than all that follows; tests/repo/test_setup_script.py shows that it is asked for, and
+    `bash tests/run.sh` installs it so itself.
+    """
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=120)
+    (packages,) = environment.glob("lib/python3*/site-packages")
+    names, lent = ["torch"], set()
+    while names:
+        name = names.pop()
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform or an extra
+        if distribution.name in lent:
+            continue
+        lent.add(distribution.name)
+        names += [re.split(r"[^\w.-]", needed)[0] for needed in distribution.requires or () if "extra" not in needed]
+        for part in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            if not (packages / part).exists():
+                (packages / part).symlink_to(Path(str(distribution.locate_file(part))).resolve())
+
+
 @pytest.fixture(scope="module")
 def checkout(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What a clone would hold after a commit of everything here, in a folder with spaces in its path."""
@@ -42,6 +69,7 @@ def checkout(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     for name in sorted({name for name in listed.split("\0") if (root / name).is_file()}):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / name, target / name)
+    lend_torch(target / ".venv")
     yield target
     shutil.rmtree(target)  # its environment is large
 

@@ -10,7 +10,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ REPORT_FIELDS = {
 Train = Callable[..., dict[str, Any]]
 
 
-def run(command: list[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """A command that is executed and must succeed; all it said is shown where it does not."""
     done = subprocess.run(
         command,
@@ -84,7 +84,7 @@ def run(command: list[str], environment: Mapping[str, str] | None = None) -> sub
         text=True,
         timeout=LIMIT_S,
         check=False,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(environment or {})},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
@@ -314,42 +314,34 @@ def test_a_v_learns_what_a_line_learns_and_goes_on_as_one(
     assert report_of(tmp_path / "v")["losses"] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_all_ranks_of_torchrun_take_the_placement_that_the_first_has_settled(
-    train: Train, four_layers: str, tmp_path: Path
+def test_torchrun_trains_as_the_launcher_does(
+    train: Train, four_layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the user's own server over TCP; the losses are bit for bit those of `dynapipe train`."""
-    text = four_layers.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / "own"}"')
+    """All ranks take the placement that the first has settled. With the embedded server; the losses are bit for bit
+    those of `dynapipe train` through the user's own server over TCP."""
+    text = four_layers.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / "embedded"}"')
     (tmp_path / "auto.toml").write_text(text.replace("[topology]", '[topology]\nplacement = "auto"'))
-    port = _free_port()
-    with RedisServer(port=port) as server:
-        password = {"DYNAPIPE_STORE_PASSWORD": server.address.password or ""}
-        done = torchrun(2, tmp_path / "auto.toml", "--store", f"redis://127.0.0.1:{port}", environment=password)
+    done = torchrun(2, tmp_path / "auto.toml")
+    said = f"ranks: 2 (TP1 x PP2 x DP1), plans by the {active_core()} core"
+    assert [line for line in done.stderr.splitlines() if "core" in line and "ranks" in line] == [said]  # rank 0's alone
     tried = [line.split()[0] for line in done.stderr.splitlines() if re.match(r"\W*(v|linear|interleaved)\b", line)]
-    taken = TrainConfig.read(tmp_path / "own" / "config.toml").topology
+    taken = TrainConfig.read(tmp_path / "embedded" / "config.toml").topology
     assert sorted(word.rstrip(",") for word in tried) == ["interleaved", "linear", "v"]
     assert tried[0].rstrip(",") == taken.placement
     assert sum(taken.layers_per_stage) == 4
-    assert report_of(tmp_path / "own")["layers_per_stage"] == list(taken.layers_per_stage)
-    launched = train(config=tmp_path / "auto.toml")
+    report = report_of(tmp_path / "embedded")
+    assert report["layers_per_stage"] == list(taken.layers_per_stage)
+    port = _free_port()
+    with RedisServer(port=port) as server:
+        monkeypatch.setenv("DYNAPIPE_STORE_PASSWORD", server.address.password or "")
+        launched = train("--store", f"redis://127.0.0.1:{port}", config=tmp_path / "auto.toml")
     assert TrainConfig.read(tmp_path / "run" / "config.toml").topology == taken
-    assert report_of(tmp_path / "own")["losses"] == launched["losses"]
+    assert report["losses"] == launched["losses"]
 
 
-def test_torchrun_trains_as_the_launcher_does(train: Train, tiny: Path, tmp_path: Path) -> None:
-    """With the embedded server; the losses are bit for bit those of `dynapipe train`."""
-    text = tiny.read_text().replace("pp = 2\ndp = 1", "pp = 1\ndp = 2").replace("[plan]", "strict = true\n[plan]")
-    (tmp_path / "two.toml").write_text(text.replace("steps = 2", f'steps = 2\nrun_dir = "{tmp_path / "embedded"}"'))
-    done = torchrun(2, tmp_path / "two.toml")
-    said = f"ranks: 2 (TP1 x PP1 x DP2), plans by the {active_core()} core"
-    assert [line for line in done.stderr.splitlines() if "core" in line and "ranks" in line] == [said]  # rank 0's alone
-    assert report_of(tmp_path / "embedded")["losses"] == train("--pp", "1", "--dp", "2")["losses"]
-
-
-def torchrun(
-    num_ranks: int, config: Path, *arguments: str, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def torchrun(num_ranks: int, config: Path) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return run([*words, "-m", "dynapipe_ext.launch.train", "--config", str(config), *arguments], environment)
+    return run([*words, "-m", "dynapipe_ext.launch.train", "--config", str(config)])
 
 
 def _free_port() -> int:

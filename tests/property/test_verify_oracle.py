@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -51,13 +51,15 @@ def explore(programs: Programs, stage_ranks: Sequence[int], num_micro_batches: i
     """Number of states that some interleaving reaches; raises HarmError if one of them fails or is stuck."""
     start = (0,) * len(programs)
     seen, todo = {(start, frozenset())}, [(start, frozenset())]
+    # What does not depend on what has ended is found once for each place.
+    queues_at, awaited_at = cache(partial(_queues, programs)), cache(partial(_awaited, programs))
+    check_local = cache(partial(_check_local, programs, stage_ranks))
     while todo:
         pcs, ended = todo.pop()
-        queues = _queues(programs, pcs)
-        moves = [(pcs, ended | {t}) for t in _startable(programs, queues, ended, freely)]
+        moves = [(pcs, ended | {t}) for t in _startable(programs, queues_at(pcs), ended, freely)]
         for rank, pc in enumerate(pcs):
-            if pc < len(programs[rank]) and _may_run(programs, rank, pc, ended):
-                _check_local(programs[rank], pc, rank, stage_ranks)
+            if pc < len(programs[rank]) and (awaited_at(rank, pc) is None or awaited_at(rank, pc) in ended):
+                check_local(rank, pc)
                 moves.append(((*pcs[:rank], pc + 1, *pcs[rank + 1 :]), ended))
         if not moves and any(pc < len(program) for pc, program in zip(pcs, programs, strict=True)):
             raise StuckError(f"stuck at {pcs}")
@@ -106,11 +108,11 @@ def _startable(programs: Programs, queues, ended: frozenset, freely: bool) -> li
     return found
 
 
-def _may_run(programs: Programs, rank: int, pc: int, ended: frozenset) -> bool:
-    """A wait needs its transfer, the last posted of that name, to have ended. One for nothing fails later."""
+def _awaited(programs: Programs, rank: int, pc: int) -> tuple[int, int, int, int] | None:
+    """What a wait needs to have ended: its transfer, the last posted of that name. A wait for nothing fails."""
     instruction = programs[rank][pc]
     if not isinstance(instruction, WaitSend | WaitRecv):
-        return True
+        return None
     kind = Send if isinstance(instruction, WaitSend) else Recv
     before = programs[rank][:pc]
     posts = [i for i, x in enumerate(before) if isinstance(x, kind) and x.buffer == instruction.buffer]
@@ -120,7 +122,7 @@ def _may_run(programs: Programs, rank: int, pc: int, ended: frozenset) -> bool:
     lane = (post.peer, post.channel)
     k = sum(isinstance(x, Send | Recv) and (x.peer, x.channel) == lane for x in before[: posts[-1]])
     low, high = sorted((rank, post.peer))
-    return (low, high, post.channel, k) in ended
+    return (low, high, post.channel, k)
 
 
 def _history(program: Sequence[Instruction], pc: int, num_stages: int) -> Counter:
@@ -158,9 +160,9 @@ def _effects(instruction: Instruction, num_stages: int) -> list[tuple[tuple, int
             return [(("receiving", buffer), -1), (("has", buffer), 1)]
 
 
-def _check_local(program: Sequence[Instruction], pc: int, rank: int, stage_ranks: Sequence[int]) -> None:
-    instruction = program[pc]
-    held = _history(program, pc, len(stage_ranks))
+def _check_local(programs: Programs, stage_ranks: Sequence[int], rank: int, pc: int) -> None:
+    instruction = programs[rank][pc]
+    held = _history(programs[rank], pc, len(stage_ranks))
     for name, change in _effects(instruction, len(stage_ranks)):
         if held[name] + change not in (0, 1):
             raise HarmError(f"rank {rank}, {instruction}: {name}")
