@@ -76,6 +76,8 @@ CASES = [
     Case(pieces=True),
     Case(recompute="selective", pieces=True),
     Case(recompute="full", pieces=True),
+    Case("padded", "stage"),
+    Case(recompute="stage", split=True, pieces=True),
 ]
 
 

@@ -19,7 +19,7 @@ from tests.support.tiny_steps import SAMPLES, batches_of, plans_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="runs on a GPU alone")
 
-KINDS = [("padded", False, "none"), ("packed", True, "none"), ("packed", False, "full")]
+KINDS = [("padded", False, "none"), ("packed", True, "none"), ("packed", False, "full"), ("packed", True, "stage")]
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float, name: str) -> None:
