@@ -49,10 +49,8 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help says more)\n")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        is_command = isinstance(action, argparse._SubParsersAction)  # with all words behind it
-        if (
-            not arg_string.strip() and not is_command
-        ):  # a variable of a shell that is not set, most often: nothing that is meant
+        # Most often a variable of a shell that is not set. A subcommand's value is all the words behind it.
+        if not arg_string.strip() and not isinstance(action, argparse._SubParsersAction):
             raise argparse.ArgumentError(action, "is empty: give a value, or leave it out")
         return super()._get_value(action, arg_string)
 

@@ -24,7 +24,7 @@ def add_adapters(parts: Sequence[TransformersPart], settings: LoraSettings, *, s
     They have the dtype of the weights beside them. Errors: ConfigError where peft adapts none of the layers.
     """
     targets: Any = list(settings.target_modules) or None
-    alpha = settings.lora_alpha
+    alpha: Any = settings.lora_alpha
     for part in parts:
         config = peft.LoraConfig(
             task_type="CAUSAL_LM",

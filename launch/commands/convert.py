@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", type=Path, help="folder of the checkpoint")
     parser.add_argument("destination", metavar="DST", type=Path, help="folder to make")
     parser.add_argument("--to", required=True, choices=TARGETS, help="the format to write")
-    parser.add_argument(
-        "--from", dest="source_format", default="", choices=SOURCES, help="that of SRC, where it could be several"
-    )
+    parser.add_argument("--from", dest="source_format", choices=SOURCES, help="that of SRC, where it could be several")
     parser.add_argument("--tp", type=int, metavar="N", help="tensor parallel ranks (default: 1)")
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default: 1)")
     parser.add_argument("--layers-per-stage", type=numbers, metavar="N,N,…", help="of each stage (default: even)")
@@ -78,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             args.destination,
             args.to,
             _options(args),
-            source_format=args.source_format,
+            source_format=args.source_format or "",
             verify=args.verify,
             **_own(args),
         )
