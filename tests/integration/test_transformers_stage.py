@@ -131,7 +131,7 @@ def test_adapters_learn_what_they_learn_in_the_whole_model_and_frozen_weights_no
     place = TOPOLOGIES[topology]
     losses, found = learned(model, place, plans_of(place, "packed", split=split))
     assert losses == pytest.approx([loss] * place.pp, rel=1e-5)
-    assert_same(found, gradients)
+    assert_same(found, gradients, width=1e-4)  # of the adapters' few weights, sums of many that cancel
     (part,) = parts_of_model(model)
     assert 0 < trained_share(part) < 0.3
 
