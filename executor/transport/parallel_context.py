@@ -19,7 +19,7 @@ class ParallelContext:
 
     `coordinates` say where this rank is, `stages` which stages it holds, `transport` moves their buffers, and the sums
     are what `TorchStage(parallel=…)` asks for. What waits longer than `timeout_s` ends its rank.
-    Errors: ConfigError where torch.distributed has another number of ranks.
+    Errors: ConfigError where torch.distributed has another number of ranks, or cannot move what a GPU holds.
     """
 
     def __init__(self, topology: Topology, *, device: torch.device | None = None, timeout_s: float = 120.0) -> None:
@@ -36,6 +36,12 @@ class ParallelContext:
         self.coordinates: Coordinates = topology.coordinates(rank)
         self.stages = topology.stages_of(self.coordinates.pp_rank)
         self.device = device or rank_device(dist.get_node_local_rank(fallback_rank=rank))
+        if self.device.type == "cuda" and dist.get_backend() == "gloo":
+            raise ConfigError(
+                f"torch.distributed is on gloo but this rank computes on {self.device}, whose memory ends a process"
+                " that gives it to gloo: call init_process_group with nccl and a device for each rank, or give"
+                " device=torch.device('cpu')"
+            )
         groups = make_pipeline_groups(topology, rank, timeout_s=timeout_s)
         self.transport = TorchP2PTransport(topology, rank, groups, device=self.device, timeout_s=timeout_s)
         for pp_rank in range(topology.pp):

@@ -51,6 +51,8 @@ def test_ranks_sum_over_the_job_and_over_the_replicas_of_their_stages(run_ranks)
         dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size)
         with pytest.raises(ConfigError, match="4 ranks were started but tp 1 x pp 2 x dp 1 needs 2"):
             ParallelContext(Topology(pp=2))
+        with pytest.raises(ConfigError, match="on gloo but this rank computes on cuda:1"):
+            ParallelContext(topology, device=torch.device("cuda", 1))
         parallel = ParallelContext(topology, timeout_s=30)
         found = parallel.stages, sums(parallel, env.rank)
         dist.barrier()
