@@ -117,9 +117,11 @@ class Adapter(torch.nn.Module):
 def adapted(family: str) -> Any:
     """A tiny model that is frozen but for adapters of two layers in each block."""
     model = tiny_model(family).requires_grad_(False)
-    for block in model.model.layers:
-        block.self_attn.q_proj = Adapter(block.self_attn.q_proj)
-        block.mlp.down_proj = Adapter(block.mlp.down_proj)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(4)
+        for block in model.model.layers:
+            block.self_attn.q_proj = Adapter(block.self_attn.q_proj)
+            block.mlp.down_proj = Adapter(block.mlp.down_proj)
     return model
 
 
@@ -131,7 +133,7 @@ def test_adapters_learn_what_they_learn_in_the_whole_model_and_frozen_weights_no
     place = TOPOLOGIES[topology]
     losses, found = learned(model, place, plans_of(place, "packed", split=split))
     assert losses == pytest.approx([loss] * place.pp, rel=1e-5)
-    assert_same(found, gradients, width=1e-4)  # of the adapters' few weights, sums of many that cancel
+    assert_same(found, gradients)
     (part,) = parts_of_model(model)
     assert 0 < trained_share(part) < 0.3
 

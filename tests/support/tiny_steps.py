@@ -70,8 +70,7 @@ def learned(
     return [losses[number] for number in range(topology.pp)], gradients
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, width: float = 2e-5) -> None:
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert set(found) == set(expected)
     for name, gradient in expected.items():
-        error = float((found[name] - gradient).abs().max() / gradient.abs().max())
-        assert error < width, f"{name}: {error:.1e} of the largest"
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()), msg=name)
