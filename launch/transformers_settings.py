@@ -49,6 +49,11 @@ def _refuse_adapters(config: TrainConfig) -> None:
             f"--lora and --deepspeed {config.deepspeed.config}: an engine trains all weights here. Leave --deepspeed"
             " out: adapters have few optimizer states to divide, and --pp divides the weights; or leave out --lora"
         )
+    if config.plan.adapt_costs:
+        raise ConfigError(
+            "--lora and --adapt-costs: times are fitted to costs of models that train whole. Leave one of them out, or"
+            " give --costs that dynapipe profile has measured"
+        )
     if not model.uses_transformers:
         named = model.architecture or "a model in sizes of its own"
         raise ConfigError(

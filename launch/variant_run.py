@@ -168,7 +168,7 @@ def run_variant(
             loader.plan_with(of_training(replace(planner, costs=adapted)))
 
         watch = CostWatch(
-            costs,
+            planner.costs,
             in_cpu_s=planner.shared_cores is not None,
             adapts=config.plan.adapt_costs and checkpoints is not None,
             gather=partial(gather_bytes, device=device),

@@ -131,6 +131,7 @@ def test_what_does_not_fit_is_told_of_ranks_that_transformers_has(tmp_path: Path
         ({"model": {"architecture": ""}}, "a model in sizes of its own is computed by megatron-core"),
         ({"model": {"init_from": ""}}, "gives none to start from: name a folder with weights"),
         ({"deepspeed": {"config": "zero.json"}}, "an engine trains all weights here"),
+        ({"plan": {"adapt_costs": True}}, "costs of models that train whole"),
         ({"topology": {"tp": 2}}, "whose runs have no tp"),
     ],
 )
