@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
-from dynapipe_ext.costs.adapted import AdaptedCosts, MeasuredAction, adapted, prediction_error
+from dynapipe_ext.costs.adapted import AdaptedCosts, MeasuredAction, adapted, prediction_error, times_by_letter
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import count_positions
@@ -31,17 +31,14 @@ def measured_actions(
     """The spans of a step of one rank beside what `costs`, with which it was planned, say of them."""
     if not spans:
         return ()
-    base = costs.base if isinstance(costs, AdaptedCosts) else costs
-    tables = []
-    for model in (base, costs):
-        of = model.evaluate(plan.micro_batches)
-        tables.append({"F": of.forward_ns, "B": of.backward_ns, "I": of.input_ns, "W": of.weight_ns})
+    predicted = times_by_letter(costs.evaluate(plan.micro_batches))
+    before = times_by_letter(costs.base.evaluate(plan.micro_batches)) if isinstance(costs, AdaptedCosts) else predicted
     found = []
     for span in spans:
         label = _LABEL.fullmatch(span.label)
         assert label is not None, span.label
         stage, letter, m = int(label[1]), label[2], plan.micro_batches[int(label[3])]
-        base_ns, predicted_ns = (int(table[letter][stage, int(label[3])]) for table in tables)
+        base_ns, predicted_ns = (int(table[letter][stage, int(label[3])]) for table in (before, predicted))
         measured_ns = round(1e9 * (span.cpu_s if in_cpu_s else span.duration_s))
         shape, (tokens, squares) = (m.rows, m.encoder_len, m.decoder_len), count_positions(m)
         found.append(

@@ -62,6 +62,11 @@ class MeasuredAction:
     measured_ns: int
 
 
+def times_by_letter(costs: MicroBatchCosts) -> dict[str, IntArray]:
+    """Of each letter of actions, shape (S, M)."""
+    return {"F": costs.forward_ns, "B": costs.backward_ns, "I": costs.input_ns, "W": costs.weight_ns}
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptedCosts:
     """The costs of `base` with other times: `corrections[s]` has those of stage s, by the letters of actions, and where
@@ -134,7 +139,7 @@ class AdaptedCosts:
     def _corrected(
         self, costs: MicroBatchCosts, tokens: IntArray, squares: IntArray, kinds: npt.NDArray[np.str_]
     ) -> MicroBatchCosts:
-        times = {"F": costs.forward_ns, "B": costs.backward_ns, "I": costs.input_ns, "W": costs.weight_ns}
+        times = times_by_letter(costs)
         forward, backward, weight = (np.array(times[letter]) for letter in "FBW")
         for s, stage in enumerate(self.corrections):
             terms = {letter: _terms(times[letter][s], tokens, squares) for letter in LETTERS}

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from dynapipe_ext.costs.abilities import over_topology
-from dynapipe_ext.costs.adapted import AdaptedCosts, MeasuredAction, TimeCorrection, adapted, prediction_error
+from dynapipe_ext.costs.adapted import (
+    AdaptedCosts,
+    MeasuredAction,
+    TimeCorrection,
+    adapted,
+    prediction_error,
+    times_by_letter,
+)
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
@@ -47,10 +54,7 @@ def measured(
 ) -> list[MeasuredAction]:
     """What a step of `micro_batches`, planned with `costs`, has taken where `right` is the truth."""
     base = costs.base if isinstance(costs, AdaptedCosts) else costs
-    tables = []
-    for model in (base, costs, right):
-        of = model.evaluate(micro_batches)
-        tables.append({"F": of.forward_ns, "B": of.backward_ns, "I": of.input_ns, "W": of.weight_ns})
+    tables = [times_by_letter(model.evaluate(micro_batches)) for model in (base, costs, right)]
     draw = np.random.default_rng(1)
     return [
         MeasuredAction(
