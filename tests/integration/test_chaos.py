@@ -39,15 +39,15 @@ def jobs(preloaded: Preloaded) -> Iterator[ChaosJobs]:
         pytest.param(
             "train",
             [
-                Cell("anywhere", "corrupt", "plan"),
                 Cell("anywhere", "fill", "memory for a while"),
+                Cell("anywhere", "corrupt", "plan"),
                 Cell("variant_run.gather_bytes: gather", "kill", "launcher"),  # all steps are done and saved
             ],
             id="plans, the store's memory, the launcher",
         ),
         pytest.param(
             "launch",
-            [Cell("anywhere", "drop", "plan"), Cell("megatron_guard.check: all_reduce", "kill", "rank")],
+            [Cell("megatron_guard.check: all_reduce", "kill", "rank"), Cell("anywhere", "drop", "plan")],
             id="plans, a rank that a launched job replaces",
         ),
     ],
@@ -59,4 +59,4 @@ def test_a_job_that_meets_faults_ends_as_one_that_does_not(
     name = "-".join(cell.deed for cell in cells)
     outcome = jobs.run(name, command, [jobs.fault(cell, chance) for cell in cells])
     assert outcome.wrong == ()
-    assert any(outcome.done)  # which of them the others leave time for, the machine decides
+    assert outcome.done[0]  # the others need more than time: plans that lie in the store, a planner that has work
