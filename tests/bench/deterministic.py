@@ -34,17 +34,14 @@ from dynapipe_ext.executor.checkpoints.manifest import SavedTensor, read_manifes
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.preloaded import Preloaded
+from tests.support.tiny_sizes import TINY_SIZES
 
 RESULTS = Path(__file__).parent / "results"
 TOPOLOGIES = {"one rank": (1, 1, 1), "pp2": (1, 2, 1), "pp2 dp2": (1, 2, 2)}
-TINY = """
+TINY = f"""
 [model]
 num_layers = 4
-hidden_size = 32
-num_heads = 2
-num_query_groups = 2
-ffn_hidden_size = 64
-max_seq_len = 128
+{TINY_SIZES}max_seq_len = 128
 dropout = 0.1
 tied_embeddings = true
 [data]

@@ -24,6 +24,7 @@ from contenders import provenance
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.hosts import host_files, ip, store_of, two_hosts
 from tests.support.preloaded import Preloaded
+from tests.support.tiny_sizes import TINY_SIZES
 
 RESULTS = Path(__file__).parent / "results"
 TIMEOUT_S, LIMIT_S = 20.0, 300.0
@@ -36,11 +37,7 @@ pp = 2
 dp = 1
 [model]
 num_layers = 2
-hidden_size = 32
-num_heads = 2
-num_query_groups = 2
-ffn_hidden_size = 64
-[data]
+{TINY_SIZES}[data]
 num_samples = 300
 tokenizer = "bytes"
 truncate = true

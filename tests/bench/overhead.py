@@ -46,6 +46,7 @@ from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
 from tests.support.preloaded import Preloaded
+from tests.support.tiny_sizes import TINY_SIZES
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS, KEY = 65_000, bytes(32)
@@ -60,11 +61,7 @@ pp = 2
 dp = 2
 [model]
 num_layers = 2
-hidden_size = 32
-num_heads = 2
-num_query_groups = 2
-ffn_hidden_size = 64
-max_seq_len = 256
+{sizes}max_seq_len = 256
 [data]
 num_samples = 4000
 tokenizer = "bytes"
@@ -165,7 +162,7 @@ def store_path(num_steps: int = 40) -> dict[str, float]:
 
 def growth(num_steps: int) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp(prefix="overhead-", dir="/tmp"))
-    (folder / "job.toml").write_text(JOB.format(steps=num_steps))
+    (folder / "job.toml").write_text(JOB.format(steps=num_steps, sizes=TINY_SIZES))
     found: dict[int, dict[str, float]] = {}
     with RedisServer() as server, Preloaded() as preloaded:
         password = server.address.password

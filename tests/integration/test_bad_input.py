@@ -22,8 +22,9 @@ from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.preloaded import Command, Preloaded
+from tests.support.tiny_sizes import TINY_SIZES
 
-TINY = """
+TINY = f"""
 [run]
 steps = 2
 [topology]
@@ -32,11 +33,7 @@ pp = 2
 dp = 1
 [model]
 num_layers = 2
-hidden_size = 32
-num_heads = 2
-num_query_groups = 2
-ffn_hidden_size = 64
-max_seq_len = 128
+{TINY_SIZES}max_seq_len = 128
 [data]
 num_samples = 60
 tokenizer = "bytes"

@@ -17,8 +17,9 @@ from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.preloaded import Preloaded
+from tests.support.tiny_sizes import TINY_SIZES
 
-SETTINGS = """
+SETTINGS = f"""
 [run]
 steps = 5
 run_dir = "run"
@@ -28,11 +29,7 @@ pp = 2
 dp = 1
 [model]
 num_layers = 2
-hidden_size = 32
-num_heads = 2
-num_query_groups = 2
-ffn_hidden_size = 64
-max_seq_len = 256
+{TINY_SIZES}max_seq_len = 256
 [data]
 num_samples = 60
 tokenizer = "bytes"

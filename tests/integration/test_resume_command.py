@@ -12,8 +12,9 @@ from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.preloaded import Command, Preloaded
+from tests.support.tiny_sizes import TINY_SIZES
 
-SETTINGS = """
+SETTINGS = f"""
 [run]
 steps = 40
 [topology]
@@ -22,11 +23,7 @@ pp = 2
 dp = 1
 [model]
 num_layers = 2
-hidden_size = 32
-num_heads = 2
-num_query_groups = 2
-ffn_hidden_size = 64
-max_seq_len = 256
+{TINY_SIZES}max_seq_len = 256
 dropout = 0.1
 [data]
 num_samples = 100

@@ -38,6 +38,7 @@ from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import Case, Model, build_trained, join, samples_of, step_plan_of, tensors_of
 from tests.support.preloaded import Preloaded
+from tests.support.tiny_sizes import TINY_SIZES
 
 NUM_STEPS, SAVED = 5, 2
 GPT2, MODERN = Model(modern=False, position="learned"), Model()
@@ -179,7 +180,7 @@ def test_every_step_was_taken_and_its_gradients_clipped(trained):
         assert all(isinstance(norm, float) and norm > 0.5 for norm in trained[run][0].norms)
 
 
-SETTINGS = """
+SETTINGS = f"""
 [run]
 steps = 4
 [topology]
@@ -188,11 +189,7 @@ pp = 1
 dp = 1
 [model]
 num_layers = 4
-hidden_size = 32
-num_heads = 2
-num_query_groups = 2
-ffn_hidden_size = 64
-max_seq_len = 128
+{TINY_SIZES}max_seq_len = 128
 dropout = 0.1
 [data]
 num_samples = 60

@@ -26,8 +26,9 @@ from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import read_events
 from dynapipe_ext.tools.show.timeline import read_trace_file
 from tests.support.preloaded import Preloaded
+from tests.support.tiny_sizes import TINY_SIZES
 
-TINY = """
+TINY = f"""
 [run]
 steps = 2
 [topology]
@@ -36,11 +37,7 @@ pp = 2
 dp = 1
 [model]
 num_layers = 3
-hidden_size = 32
-num_heads = 2
-num_query_groups = 2
-ffn_hidden_size = 64
-max_seq_len = 256
+{TINY_SIZES}max_seq_len = 256
 [data]
 num_samples = 60
 tokenizer = "bytes"

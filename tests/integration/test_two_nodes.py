@@ -16,8 +16,9 @@ from dynapipe_ext.tools.account.report import RunReport
 from tests.support.hosts import Host, NoHostsError, host_files, store_of, two_hosts
 from tests.support.preloaded import Preloaded
 from tests.support.rank_processes import rank_process
+from tests.support.tiny_sizes import TINY_SIZES
 
-CONFIG = """
+CONFIG = f"""
 [run]
 steps = 12
 [topology]
@@ -26,11 +27,7 @@ pp = 2
 dp = 1
 [model]
 num_layers = 2
-hidden_size = 32
-num_heads = 2
-num_query_groups = 2
-ffn_hidden_size = 64
-dropout = 0.1
+{TINY_SIZES}dropout = 0.1
 [data]
 num_samples = 300
 tokenizer = "bytes"

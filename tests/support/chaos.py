@@ -29,6 +29,7 @@ from dynapipe_ext.launch.run_directory import is_in_use
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.faults import Fault
 from tests.support.preloaded import Preloaded
+from tests.support.tiny_sizes import TINY_SIZES
 
 SAVE_EVERY, STEPS = 3, 12
 JOB = f"""
@@ -40,11 +41,7 @@ pp = 2
 dp = 2
 [model]
 num_layers = 2
-hidden_size = 32
-num_heads = 2
-num_query_groups = 2
-ffn_hidden_size = 64
-max_seq_len = 128
+{TINY_SIZES}max_seq_len = 128
 dropout = 0.1
 [data]
 num_samples = 200
