@@ -58,6 +58,7 @@ Schedules = tuple[PipelineSchedule, ...]
 ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica
 
 _LESS = 4  # of the effort, one part in so many for cuts and replicas of forwards alone, which leave less to choose
+_AGAIN = 16  # of the effort, one part in so many to make a plan fit in less memory
 _PLACES = 8  # moves of effort for which one micro-batch of theirs tries all places in the order
 
 
@@ -181,11 +182,14 @@ class Planner:
         *,
         step: int = 0,
         reserve_bytes: int = 0,
+        unreserved: StepPlan | None = None,
     ) -> StepPlan:
         """The best plan found for one global batch that leaves `reserve_bytes` of every rank free.
 
-        Its bounds are those under the whole limit. Raises PlanError, naming the sample or micro-batch, where nothing
-        fits the limits; DataError for what are no lengths of samples.
+        A reserve is some room for buffers, so the plan without one is made to fit: its micro-batches, recomputed,
+        ordered and dealt out anew with a small part of the effort. `unreserved` is that plan, where it is known
+        already: it changes nothing but saves making it again. Bounds are those under the whole limit. Raises PlanError,
+        naming the sample or micro-batch, where nothing fits the limits; DataError for what are no lengths of samples.
         """
         samples = _as_samples(lengths)
         for name, value in (("step", step), ("reserve_bytes", reserve_bytes)):
@@ -195,19 +199,28 @@ class Planner:
             raise PlanError(f"step {step} has no samples to plan")
         if self.equal_counts:
             check_enough(len(samples), self.topology.dp)
-        plan = self._leaving(reserve_bytes)._found(samples, step)
+        plan = self._leaving(reserve_bytes, samples, step, unreserved) if reserve_bytes else self._found(samples, step)
         check_cover(plan.batch, samples)
         certificate = certify(plan, self.costs, samples, memory_limit_bytes=int(self.memory_limit_bytes))
         promised = zip(plan.predictions, certificate.replicas, strict=True)
         predictions = tuple(replace(one, lower_bound_ns=bounds.best_ns) for one, bounds in promised)
         return replace(plan, predictions=predictions, certificate=certificate)
 
-    def _leaving(self, reserve_bytes: int) -> Planner:
-        """The same planner with that much less memory."""
+    def _leaving(
+        self, reserve_bytes: int, samples: list[SampleLength], step: int, unreserved: StepPlan | None
+    ) -> StepPlan:
+        """The best plan, without its bounds, of the same planner with that much less memory."""
         room = int(self.memory_limit_bytes) - reserve_bytes
         if room <= 0:
             raise PlanError(f"{room} B are left for a rank: raise memory_limit_bytes")
-        return replace(self, memory_limit_bytes=room) if reserve_bytes else self
+        less = replace(self, memory_limit_bytes=room)
+        if self.schedule == "adaptive" and self.pieces == "off" and not self.forward_only:
+            before = unreserved or self._found(samples, step)
+            splits = [[list(replica.micro_batches) for replica in before.batch.replicas]]
+            with suppress(PlanError):  # these micro-batches do not fit; others may
+                again = replace(less, effort=self.effort // _AGAIN)
+                return again._predicted(*again._searched(again._proposals.fixed(splits)), step=step)
+        return less._found(samples, step)
 
     def _found(self, samples: list[SampleLength], step: int) -> StepPlan:
         """The best plan, without its bounds: of long samples in pieces, where that is asked for or ends earlier."""
