@@ -71,7 +71,16 @@ def certify(
     pieces = any(m.attention == "carried" for m in micro_batches)
     batch_ns = None
     if pieces or sum(len(m.samples) for m in micro_batches) == len(samples):
-        batch_ns = _batch_ns(step_plan, costs, samples, pieces, memory_limit_bytes)
+        batch_ns = batch_floor_ns(
+            costs,
+            samples,
+            step_plan.schedules[0].stage_ranks,
+            dp=len(step_plan.schedules),
+            split=any(schedule.is_split for schedule in step_plan.schedules),
+            packed=any(m.layout == "packed" for m in micro_batches),
+            pieces=pieces,
+            memory_limit_bytes=memory_limit_bytes,
+        )
     certificate = Certificate(
         makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),
         replicas=replicas,
@@ -86,32 +95,31 @@ def certify(
     return certificate
 
 
-def whole_bound_ns(
-    step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength], *, memory_limit_bytes: int
-) -> int | None:
-    """No plan of these samples whole, on the ranks of a plan of theirs, ends earlier; None where that is not known."""
-    return _batch_ns(step_plan, costs, samples, False, memory_limit_bytes)
-
-
-def _batch_ns(
-    step_plan: StepPlan,
+def batch_floor_ns(
     costs: CostModel,
     samples: Sequence[SampleLength],
-    pieces: bool,
-    memory_limit_bytes: int | None,
+    stage_ranks: Sequence[int],
+    *,
+    dp: int,
+    split: bool,
+    packed: bool,
+    pieces: bool = False,
+    memory_limit_bytes: int | None = None,
 ) -> int | None:
-    if not _are_whole(samples):
+    """No plan of these samples on `dp` replicas ends earlier, of whole ones or with `pieces` of either; None where that
+    is not known, as for samples that are cut already."""
+    if any(sample.start for sample in samples):
         return None
     floor = batch_floor(
         costs,
         [(s.encoder, s.decoder) for s in samples],
-        step_plan.schedules[0].stage_ranks,
-        split=any(schedule.is_split for schedule in step_plan.schedules),
-        packed=any(m.layout == "packed" for m in step_plan.batch.micro_batches),
+        stage_ranks,
+        split=split,
+        packed=packed,
         pieces=pieces,
         memory_limit_bytes=memory_limit_bytes,
     )
-    return None if floor is None else floor.bound_ns(len(step_plan.schedules))
+    return None if floor is None else floor.bound_ns(dp)
 
 
 def with_bounds(plan: Mapping[str, Any], certificate: Certificate) -> dict[str, Any]:
@@ -128,10 +136,6 @@ def with_bounds(plan: Mapping[str, Any], certificate: Certificate) -> dict[str, 
         replicas.append({**raw, "predicted": {**raw["predicted"], "bounds": told}})
     whole = {} if certificate.batch_ns is None else {"batch_bound_s": certificate.batch_ns / 1e9}
     return {**plan, "replicas": replicas, **whole}
-
-
-def _are_whole(samples: Sequence[SampleLength]) -> bool:
-    return not any(sample.start for sample in samples)
 
 
 def _gap(makespan_ns: int, bound_ns: int | None) -> float | None:
