@@ -13,6 +13,7 @@ import numpy.typing as npt
 from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.abilities import refuse_carried
+from dynapipe_ext.costs.carried import CarriedPositions
 from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.links import Link, Links
@@ -21,12 +22,9 @@ from dynapipe_ext.costs.parameters import checked_topology, layer_parameters, re
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, ZeroStage, check_states, state_bytes
 from dynapipe_ext.costs.tokens import carried_start, count_positions, fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
-
-_SUM_BYTES = 4  # of a value in sums of gradients of keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,26 +190,16 @@ class AnalyticCosts:
             refuse_carried(micro_batches, "counted costs with windows, or with experts of a capacity,")
         a, values, layers = self.architecture, self.activation_bytes_per_value, self.stage_layers[:, :1]
         a_position = 2 * a.kv_size // self.topology.tp  # values a layer
-        pieces: dict[int, list[SampleLength]] = {}
-        for m in micro_batches:
-            if m.attention == "carried":
-                pieces.setdefault(m.samples[0].index, []).append(m.samples[0])
-        kept, again, joined = np.zeros((3, len(micro_batches)), np.int64)
-        for i, m in enumerate(micro_batches):
-            if m.attention != "carried":
-                continue
-            own = m.samples[0]
-            joined[i] = own.start + own.encoder
-            kept[i] = -values * own.encoder if m.recompute in ("none", "selective") else 0
-            again[i] = -values * own.encoder if m.recompute == "stage" else 0
-            if not own.start:
-                every = pieces[own.index]
-                before_last = max(s.start for s in every)
-                kept[i] += values * sum(s.encoder for s in every) + _SUM_BYTES * before_last
+        positions = CarriedPositions.of(micro_batches)
+        recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
+        kept = (recompute == "none") | (recompute == "selective")
+        stored = positions.kept_bytes(values) - values * kept * positions.own
+        again = values * (recompute == "stage") * positions.own
         return replace(
             costs,
-            stored_bytes=costs.stored_bytes + layers * (a_position * kept),
-            working_bytes=costs.working_bytes + a_position * ((layers > 0) * values * joined + layers * again),
+            stored_bytes=costs.stored_bytes + layers * (a_position * stored),
+            working_bytes=costs.working_bytes
+            + a_position * ((layers > 0) * values * positions.joined - layers * again),
         )
 
     def evaluate_shapes(

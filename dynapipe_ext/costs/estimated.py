@@ -12,6 +12,7 @@ import numpy.typing as npt
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.abilities import prices_pieces, refuse_carried
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.carried import CarriedPositions
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.links import Link, Links
@@ -128,7 +129,10 @@ class EstimatedCosts:
         enc = np.array([m.encoder_len for m in micro_batches], np.int64)
         dec = np.array([m.decoder_len for m in micro_batches], np.int64)
         recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        return self._with_cluster(self.base.evaluate(micro_batches), rows, enc, dec, recompute)
+        carried = None
+        if self.plain is not None and any(m.attention == "carried" for m in micro_batches):
+            carried = CarriedPositions.of(micro_batches)
+        return self._with_cluster(self.base.evaluate(micro_batches), rows, enc, dec, recompute, carried)
 
     def evaluate_shapes(
         self,
@@ -147,7 +151,13 @@ class EstimatedCosts:
         return costs
 
     def _with_cluster(
-        self, costs: MicroBatchCosts, rows: IntArray, enc: IntArray, dec: IntArray, recompute: npt.NDArray[np.str_]
+        self,
+        costs: MicroBatchCosts,
+        rows: IntArray,
+        enc: IntArray,
+        dec: IntArray,
+        recompute: npt.NDArray[np.str_],
+        carried: CarriedPositions | None = None,
     ) -> MicroBatchCosts:
         again = (recompute == "full") | (recompute == "stage")
         gathered_bytes: IntArray = np.zeros_like(rows)
@@ -159,7 +169,13 @@ class EstimatedCosts:
         stored, working = costs.stored_bytes, costs.working_bytes
         if self.plain is not None:
             stored, working = self._plain_bytes(self.plain, rows * enc, enc, recompute)
+            if carried is not None:
+                spared = self.plain.spared_bytes(carried.own, selective=recompute == "selective")
+                stored = stored - self._layers[:, :1] * (recompute != "full") * spared
             stored, working = bytes_keeping_inputs(recompute == "stage", stored, working, costs.transfer_bytes)
+            if carried is not None:
+                kept, joined = self.plain.carried_bytes(carried)
+                stored, working = stored + self._layers[:, :1] * kept, working + (self._layers[:, :1] > 0) * joined
         return replace(
             costs,
             forward_ns=np.maximum(costs.forward_ns + forward_ns, gather_ns),

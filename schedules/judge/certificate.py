@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.schedules.judge.batch_floor import BatchFloor, batch_floor
+from dynapipe_ext.schedules.judge.batch_floor import batch_floor
 from dynapipe_ext.schedules.judge.bounds import ReplicaBounds, replica_bounds
 
 if TYPE_CHECKING:
@@ -75,8 +76,18 @@ def certify(
     pieces = any(m.attention == "carried" for m in micro_batches)
     batch_ns = free_batch_ns = None
     if pieces or sum(len(m.samples) for m in micro_batches) == len(samples):
-        batch_ns = _batch_ns(step_plan, costs, samples, pieces, memory_limit_bytes)
-        free_batch_ns = _free_batch_ns(step_plan, costs, samples, pieces)
+        ranks, dp = step_plan.schedules[0].stage_ranks, len(step_plan.schedules)
+        bound_ns = partial(
+            batch_floor_ns,
+            costs,
+            samples,
+            split=any(schedule.is_split for schedule in step_plan.schedules),
+            packed=any(m.layout == "packed" for m in micro_batches),
+            pieces=pieces,
+        )
+        batch_ns = bound_ns(ranks, dp=dp, memory_limit_bytes=memory_limit_bytes)
+        work_ns = bound_ns((0,) * len(ranks), dp=1)  # all of it on one rank
+        free_batch_ns = None if work_ns is None else work_ns // (len(set(ranks)) * dp)
     certificate = Certificate(
         makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),
         replicas=replicas,
@@ -92,51 +103,31 @@ def certify(
     return certificate
 
 
-def whole_bound_ns(
-    step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength], *, memory_limit_bytes: int
-) -> int | None:
-    """No plan of these samples whole, on the ranks of a plan of theirs, ends earlier; None where that is not known."""
-    return _batch_ns(step_plan, costs, samples, False, memory_limit_bytes)
-
-
-def _batch_ns(
-    step_plan: StepPlan,
+def batch_floor_ns(
     costs: CostModel,
     samples: Sequence[SampleLength],
-    pieces: bool,
-    memory_limit_bytes: int | None,
-) -> int | None:
-    ranks = step_plan.schedules[0].stage_ranks
-    floor = _floor(step_plan, costs, samples, pieces, ranks, memory_limit_bytes)
-    return None if floor is None else floor.bound_ns(len(step_plan.schedules))
-
-
-def _free_batch_ns(step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength], pieces: bool) -> int | None:
-    """All work on one rank, over the number of ranks."""
-    ranks = step_plan.schedules[0].stage_ranks
-    floor = _floor(step_plan, costs, samples, pieces, (0,) * len(ranks), None)
-    return None if floor is None else floor.bound_ns(1) // (len(set(ranks)) * len(step_plan.schedules))
-
-
-def _floor(
-    step_plan: StepPlan,
-    costs: CostModel,
-    samples: Sequence[SampleLength],
-    pieces: bool,
     stage_ranks: Sequence[int],
-    memory_limit_bytes: int | None,
-) -> BatchFloor | None:
-    if not _are_whole(samples):
+    *,
+    dp: int,
+    split: bool,
+    packed: bool,
+    pieces: bool = False,
+    memory_limit_bytes: int | None = None,
+) -> int | None:
+    """No plan of these samples on `dp` replicas ends earlier, of whole ones or with `pieces` of either; None where that
+    is not known, as for samples that are cut already."""
+    if any(sample.start for sample in samples):
         return None
-    return batch_floor(
+    floor = batch_floor(
         costs,
         [(s.encoder, s.decoder) for s in samples],
         stage_ranks,
-        split=any(schedule.is_split for schedule in step_plan.schedules),
-        packed=any(m.layout == "packed" for m in step_plan.batch.micro_batches),
+        split=split,
+        packed=packed,
         pieces=pieces,
         memory_limit_bytes=memory_limit_bytes,
     )
+    return None if floor is None else floor.bound_ns(dp)
 
 
 def with_bounds(plan: Mapping[str, Any], certificate: Certificate) -> dict[str, Any]:
@@ -154,10 +145,6 @@ def with_bounds(plan: Mapping[str, Any], certificate: Certificate) -> dict[str, 
         replicas.append({**raw, "predicted": {**raw["predicted"], "bounds": told}})
     whole = {"batch_bound_s": certificate.batch_ns, "free_batch_bound_s": certificate.free_batch_ns}
     return {**plan, "replicas": replicas, **{name: ns / 1e9 for name, ns in whole.items() if ns is not None}}
-
-
-def _are_whole(samples: Sequence[SampleLength]) -> bool:
-    return not any(sample.start for sample in samples)
 
 
 def _gap(makespan_ns: int, bound_ns: int | None) -> float | None:

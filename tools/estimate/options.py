@@ -21,7 +21,9 @@ from dynapipe_ext.models.cluster import Cluster, Precision
 from dynapipe_ext.models.memory import OFFLOADS, Offload
 from dynapipe_ext.plan import RECOMPUTES, Layout, Pieces, Recompute
 from dynapipe_ext.reproducible import product
+from dynapipe_ext.splits.carried import piece_sizes
 from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
+from dynapipe_ext.tools.estimate.memory import bytes_in_pieces
 from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 RecomputeChoice = Literal["none", "selective", "full", "stage", "auto"]
@@ -259,11 +261,20 @@ class Candidate:
     @property
     def equal_counts(self) -> bool:
         """Of micro-batches on all replicas, which meet inside them."""
-        return self.strategy.zero_stage >= 2 or self.strategy.ep > 1
+        return _has_equal_counts(self.strategy)
 
     def pieces(self, wanted: Pieces) -> Pieces:
-        """What is wanted where samples can be cut: not in padded rows, at equal counts or without a price."""
-        return wanted if self.layout == "packed" and not self.equal_counts and prices_pieces(self.costs) else "off"
+        return _pieces(wanted, self.costs, self.layout)
+
+
+def _has_equal_counts(strategy: Strategy) -> bool:
+    return strategy.zero_stage >= 2 or strategy.ep > 1
+
+
+def _pieces(wanted: Pieces, costs: EstimatedCosts, layout: Layout) -> Pieces:
+    """What is wanted where samples can be cut: not in padded rows, at equal counts or without a price."""
+    can_be = layout == "packed" and not _has_equal_counts(costs.strategy) and prices_pieces(costs)
+    return wanted if can_be else "off"
 
 
 def strategy_name(strategy: Strategy) -> str:
@@ -353,6 +364,10 @@ def _screen(
     stored = costs.of_ranks(np.minimum(priced.stored_bytes, INFEASIBLE // strategy.stages_per_rank))
     working = costs.of_ranks(priced.working_bytes, np.maximum)
     need = int((static[:, None] + stored + working).max())
+    longest = question.data.longest.encoder
+    sizes = piece_sizes(_pieces(question.limits.pieces, costs, layout), longest, 0)
+    if need > limit and sizes:
+        need = min(need, bytes_in_pieces(costs, longest, sizes[0], pad_multiple(strategy), kind))
     if need > limit:
         return need - limit
     busy_ns = costs.of_ranks(product(priced.forward_ns + priced.backward_ns, share))
