@@ -23,7 +23,10 @@ FOLLOWED = frozenset(
     use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor normalization norm_epsilon
     layernorm_epsilon add_bias_linear disable_bias_linear add_qkv_bias qk_layernorm window_size fp16 bf16
     relative_attention_num_buckets relative_attention_max_distance moe_router_pre_softmax
-    moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_shared_expert_intermediate_size moe_shared_expert_gate multi_latent_attention q_lora_rank kv_lora_rank
+    qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor mscale mscale_all_dim
+    original_max_position_embeddings beta_fast beta_slow moe_layer_freq moe_router_score_function
+    moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
     """.split()  # noqa: SIM905 (as below)
 )
 
@@ -31,7 +34,6 @@ _OFF = (False,)
 LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "rotary_percent": (1, 1.0),
     "rotary_interleaved": _OFF,
-    "rope_type": ("rope",),
     "no_rope_freq": (0,),
     "mrope_section": (),
     "squared_relu": _OFF,
@@ -48,7 +50,6 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "export_qk_l2_norm": _OFF,
     "enable_gpt_oss": _OFF,
     "attention_output_gate": _OFF,
-    "multi_latent_attention": _OFF,
     "experimental_attention_variant": ("",),
     "linear_attention_freq": (),
     "apply_layernorm_1p": _OFF,
@@ -67,14 +68,8 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "spec": (),
     "yaml_cfg": (),
     "num_moe_experts": (),
-    "moe_layer_freq": (1,),
     "moe_latent_size": (),
-    "moe_router_score_function": ("softmax",),
-    "moe_router_enable_expert_bias": _OFF,
-    "moe_router_num_groups": (),
-    "moe_router_group_topk": (),
     "moe_router_topk_limited_devices": (),
-    "moe_router_topk_scaling_factor": (1, 1.0),
     "moe_router_force_load_balancing": _OFF,
     "moe_router_force_biased": (),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),  # not sinkhorn
@@ -132,8 +127,7 @@ _HARMLESS = """
     moe_*loss* moe_*_logging moe_input_jitter_eps moe_router_dtype moe_router_bias_update_rate moe_router_padding_*
     moe_enable_* moe_*grouped_gemm moe_token_* moe_*dispatcher* moe_pad_* moe_*upcycling* moe_deepep_* *hybridep*
     moe_ncclep_* moe_paged_stash*
-    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim
-    original_max_position_embeddings beta_fast beta_slow dsa_* linear_*_dim linear_num_* mamba_* use_mamba_*
+    dsa_* linear_*_dim linear_num_* mamba_* use_mamba_*
 
     save save_* no_save_* load load_* no_load_* *ckpt* non_persistent_* pretrained_checkpoint use_checkpoint_args
     use_mp_args_from_* use_tokenizer_model_* replication* use_persistent_* dist_* *data_path data_* *_data
