@@ -17,7 +17,7 @@ from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.costs.parameters import checked_topology, layer_parameters, replica_and_expert_parameters
+from dynapipe_ext.costs.parameters import checked_topology, largest_layers, replica_and_expert_parameters
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, ZeroStage, check_states, state_bytes
 from dynapipe_ext.costs.tokens import carried_start, count_positions, fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -366,10 +366,7 @@ class AnalyticCosts:
         stages = np.zeros(self.num_stages, np.int64)
         dp = self.topology.dp
         if self._zero_stage >= 2 and dp > 1:
-            for kind, counts in kinds_of_stages(self.architecture, self.layers_per_stage):
-                common, experts = layer_parameters(kind, self.topology.tp, self.ep)
-                unit = common + (experts if dp > self.ep else 0)
-                stages = np.maximum(stages, np.where(np.array(counts) > 0, unit, 0))
+            stages = largest_layers(self.architecture, self.topology, self.ep)
             embedding = self.architecture.vocab_size * self.architecture.hidden_size // self.topology.tp
             stages[[0, -1]] = np.maximum(stages[[0, -1]], embedding)
         weights, gradients, _ = BYTES_PER_PARAMETER[self._recipe]

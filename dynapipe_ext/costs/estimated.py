@@ -20,8 +20,8 @@ from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.costs.unfused import PlainLayers
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.layer_kinds import kinds_of_stages
 from dynapipe_ext.models.cluster import Cluster, Precision
+from dynapipe_ext.models.layer_kinds import kinds_of_stages
 from dynapipe_ext.models.memory import Offload, States, states
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology

@@ -41,6 +41,16 @@ def layer_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
     return norms + attention + h * a.num_experts + shared, a.num_experts // ep * mlp
 
 
+def largest_layers(a: Architecture, topology: Topology, ep: int) -> IntArray:
+    """Shape (stages,): parameters of a stage's largest layer on one rank that are divided over replicas."""
+    stages: IntArray = np.zeros(topology.num_stages, np.int64)
+    for kind, counts in kinds_of_stages(a, topology.with_layers(a.num_layers).layers_per_stage):
+        common, experts = layer_parameters(kind, topology.tp, ep)
+        unit = common + (experts if topology.dp > ep else 0)
+        stages = np.maximum(stages, np.where(np.array(counts) > 0, unit, 0))
+    return stages
+
+
 def replica_and_expert_parameters(a: Architecture, topology: Topology, ep: int) -> IntArray:
     """Shape (2, stages): parameters of one rank that every replica has, and those of experts."""
     topology = checked_topology(a, topology, ep)

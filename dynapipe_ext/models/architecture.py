@@ -361,8 +361,8 @@ class Architecture:
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
-        """Weights of a layer's norms of queries and of keys, which tensor parallel ranks divide if `qk_norm_whole`; under
-        latent attention of the latent vectors."""
+        """Weights of a layer's norms of queries and of keys, which tensor parallel ranks divide if `qk_norm_whole`; or
+        of latent vectors."""
         if self.latent:
             return self.latent.q_rank, self.latent.kv_rank
         if not self.qk_norm:

@@ -126,7 +126,7 @@ def router_fault(a: Architecture) -> str:
         return ""
     return (
         f"{a.family} scores a group of experts by its best {best}, megatron-core by its best num_experts_per_tok"
-        f" {a.top_k} // topk_group {a.router_group_topk} = {a.top_k // a.router_group_topk}: it would choose other experts"
+        f" {a.top_k} // topk_group {a.router_group_topk} = {a.top_k // a.router_group_topk}: it chooses others"
     )
 
 

@@ -24,9 +24,8 @@ FOLLOWED = frozenset(
     layernorm_epsilon add_bias_linear disable_bias_linear add_qkv_bias qk_layernorm window_size fp16 bf16
     relative_attention_num_buckets relative_attention_max_distance moe_router_pre_softmax
     moe_shared_expert_intermediate_size moe_shared_expert_gate multi_latent_attention q_lora_rank kv_lora_rank
-    qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor mscale mscale_all_dim
-    original_max_position_embeddings beta_fast beta_slow moe_layer_freq moe_router_score_function
-    moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk moe_router_topk_scaling_factor
+    qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim
+    original_max_position_embeddings beta_fast beta_slow
     """.split()  # noqa: SIM905 (as below)
 )
 
@@ -34,6 +33,7 @@ _OFF = (False,)
 LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "rotary_percent": (1, 1.0),
     "rotary_interleaved": _OFF,
+    "rope_type": ("rope",),
     "no_rope_freq": (0,),
     "mrope_section": (),
     "squared_relu": _OFF,
@@ -68,8 +68,14 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "spec": (),
     "yaml_cfg": (),
     "num_moe_experts": (),
+    "moe_layer_freq": (1,),
     "moe_latent_size": (),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_enable_expert_bias": _OFF,
+    "moe_router_num_groups": (),
+    "moe_router_group_topk": (),
     "moe_router_topk_limited_devices": (),
+    "moe_router_topk_scaling_factor": (1, 1.0),
     "moe_router_force_load_balancing": _OFF,
     "moe_router_force_biased": (),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),  # not sinkhorn

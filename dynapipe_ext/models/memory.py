@@ -45,7 +45,7 @@ class StageParameters:
 
 @lru_cache(maxsize=64)
 def _sizes(architecture: Architecture) -> dict[tuple[str, int, GroupKind, bool], int]:
-    """Parameters by (side or "" of layers and of what lies outside, kind of layer or -1, kind of group, is an expert's).
+    """Parameters by (side or "" of layers and of what lies outside, kind of layer or -1, of group, is an expert's).
 
     Of layers: of the first of its kind alone, as all of a kind, and of a side, are alike; T5's position biases are
     outside of them.
@@ -100,7 +100,7 @@ def stage_parameters(
             per_layer[side, layer_kind, of_expert] += size // (ep if of_expert else 1)
         else:
             outside[side, kind] += size
-    for stage, (num_first, num_decoder) in enumerate(layers):
+    for stage, (_, num_decoder) in enumerate(layers):
         runs = [(sides[0], kind, counts[stage]) for kind, (_, counts) in enumerate(first_side)]
         for side, kind, count in [*runs, (sides[1], 0, num_decoder)] if a.num_decoder_layers else runs:
             common[stage] += count * per_layer[side, kind, False] + (outside[side, "relative_bias"] if count else 0)

@@ -19,34 +19,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from dynapipe_ext.executor.stages.megatron_layers import CoreAttention, MarkedNorm
-from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.deepseek_config import LATENT_NORM_EPS
-from dynapipe_ext.models.latent import LatentAttention, Yarn
-
-
-def latent_arguments(architecture: Architecture, latent: LatentAttention) -> dict[str, Any]:
-    """What MLATransformerConfig says beyond TransformerConfig."""
-    yarn = architecture.rope_scaling
-    arguments: dict[str, Any] = {
-        "q_lora_rank": latent.q_rank or None,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_head_dim": latent.plain_dim,
-        "qk_pos_emb_head_dim": latent.rotary_dim,
-        "v_head_dim": latent.value_dim,
-        "rotary_base": architecture.rope_theta,
-        "rope_type": "rope",
-    }
-    if isinstance(yarn, Yarn):
-        arguments |= {
-            "rope_type": "yarn",
-            "rotary_scaling_factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_max_seq_len,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-            "mscale": yarn.mscale,
-            "mscale_all_dim": yarn.mscale_all_dim,
-        }
-    return arguments
 
 
 def make_latent(layer: Any) -> None:

@@ -20,6 +20,7 @@ from dynapipe_ext.executor.stages.megatron_layers import MarkedNorm, gpt_layers,
 from dynapipe_ext.executor.stages.megatron_weights import initialize_weights
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
 from dynapipe_ext.models.deepseek_config import router_fault
+from dynapipe_ext.models.megatron_latent_arguments import latent_arguments, router_arguments
 from dynapipe_ext.topology import Topology
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -103,19 +104,10 @@ def transformer_config(
             "moe_router_pre_softmax": not a.norm_topk_prob,
             "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size or None,
             "moe_shared_expert_gate": a.shared_expert_gate,
-            "moe_router_score_function": a.router_score,
-            "moe_router_enable_expert_bias": a.router_bias,
-            "moe_router_bias_update_rate": 0.0,  # it stays what it is: which experts are full is not this loss's
-            "moe_router_num_groups": a.router_num_groups or None,
-            "moe_router_group_topk": a.router_group_topk or None,
-            "moe_router_topk_scaling_factor": None if a.router_scale == 1 else a.router_scale,
-        }
-    if a.num_dense_layers:
-        arguments["moe_layer_freq"] = [int(i >= a.num_dense_layers) for i in range(num_layers)]
+            "moe_router_bias_update_rate": 0.0,  # a bias stays what it is: the loss says nothing of it
+        } | router_arguments(a)
     if a.latent:
-        from dynapipe_ext.executor.stages.megatron_latent import latent_arguments
-
-        arguments |= latent_arguments(a, a.latent)
+        arguments |= {"rotary_base": a.rope_theta} | latent_arguments(a, a.latent)
     return (MLATransformerConfig if a.latent else TransformerConfig)(
         **arguments,
         num_layers=num_layers,

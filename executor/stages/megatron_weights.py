@@ -28,7 +28,7 @@ def global_name(name: str, first_layer: int, first_encoder_layer: int = 0) -> st
 
 
 def global_names(model: Any, named: Iterable[tuple[str, Any]] | None = None) -> Iterator[tuple[str, Any]]:
-    """A part's parameters, or what else is `named`, by their names in the whole model, layers as they number themselves."""
+    """A part's parameters, or what else is `named`, by their names in the whole model: layers number themselves."""
     sides = (getattr(getattr(model, side, None), "layers", ()) for side in ("decoder", "encoder"))
     first = [layers[0].layer_number - 1 if layers else 0 for layers in sides]
     return ((global_name(name, *first), parameter) for name, parameter in named or model.named_parameters())

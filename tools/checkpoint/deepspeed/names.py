@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.deepspeed.contents import DeepSpeedContents
@@ -57,7 +57,6 @@ def tied_names(architecture: Architecture) -> tuple[str, ...]:
 
 def module_tensors(architecture: Architecture) -> tuple[ModuleTensor, ...]:
     """Every parameter as transformers 5 names it, in the order of the Hub's groups; tied ones once."""
-    _refuse_buffers(architecture)
     found: dict[str, ModuleTensor] = {}
     for group in tensor_groups(architecture):
         for info in group.tensors:
@@ -65,14 +64,6 @@ def module_tensors(architecture: Architecture) -> tuple[ModuleTensor, ...]:
             parts = found[name].parts if name in found else ()
             found[name] = ModuleTensor(name, whole, (*parts, (group, info.name)))
     return tuple(found.values())
-
-
-def _refuse_buffers(architecture: Architecture) -> None:
-    if architecture.router_bias:
-        raise ConfigError(
-            f"{architecture.family} has biases of routers, which are no parameters: DeepSpeed's checkpoints are not read"
-            " or written for it; use --to hf or --to megatron"
-        )
 
 
 def _in_module(
@@ -117,7 +108,6 @@ class ModulePlaces:
     """Where each tensor of the Hub lies in `contents`. Finding them reads nothing but, to compare, tied copies."""
 
     def __init__(self, architecture: Architecture, contents: DeepSpeedContents) -> None:
-        _refuse_buffers(architecture)
         self.architecture = architecture
         self.contents = contents
         self._found: dict[str, ModulePlace] = {}

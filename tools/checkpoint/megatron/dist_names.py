@@ -68,8 +68,8 @@ def keys_of(architecture: Architecture, tensor: MegatronTensor) -> tuple[tuple[S
 
 
 def written_keys(architecture: Architecture, tensor: MegatronTensor) -> tuple[StoredKey, ...]:
-    """The keys to write a tensor under: stacked layers, or each by itself where they are not alike, and each name that a
-    model of Megatron may ask for."""
+    """The keys to write a tensor under: stacked layers, or each by itself where not all are alike, and each name that
+    a model of Megatron may ask for."""
     ways = [way[0] for way in keys_of(architecture, tensor) if len(way) == 1]
     apart = tensor.layer >= 0 and architecture.num_dense_layers > 0
     keys = [key for key in ways if (_LAYER.fullmatch(key.name) is not None) == apart]

@@ -86,8 +86,8 @@ class MegatronLegacyWriter:
             raise ConfigError(f"--pp {options.pp}: megatron-core's T5 has no pipeline stages: give --pp 1")
         if reader.architecture.latent and transformer_impl == "transformer_engine":
             raise ConfigError(
-                "--transformer-impl transformer_engine: its layers hold the projections to latent vectors whole on every"
-                " tensor parallel rank, which this layout is not written with: use --to megatron, which both kinds read"
+                "--transformer-impl transformer_engine: its layers hold projections to latent vectors whole on every"
+                " tensor parallel rank, and this layout is not written so: use --to megatron, which both kinds read"
             )
         self.directory = directory
         self._reader, self._options, self._implementation = reader, options, transformer_impl
