@@ -108,7 +108,8 @@ class HuggingFaceReader:
         if self._prediction:
             raise DataError(
                 f"{self.path} has {len(self._prediction)} tensors of multi-token prediction"
-                f" ({_some(self._prediction)}), which are neither converted nor trained: dynapipe convert --drop-mtp leaves them out"
+                f" ({_some(self._prediction)}), which are neither converted nor trained: dynapipe convert --drop-mtp"
+                " leaves them out"
             )
         groups = tensor_groups(self.architecture)
         wanted = {info.name: info.shape for group in groups for info in group.tensors}
