@@ -94,9 +94,10 @@ def topology_of(config: TrainConfig) -> Topology:
     """The topology with layers on its stages. Raises ConfigError for what does not divide, naming both numbers."""
     t, m = config.topology, config.model
     topology = placed_stages(config).with_layers(m.total_layers)
-    for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
-        if getattr(m, name) % t.tp:
-            raise ConfigError(f"tp is {t.tp} but does not divide {name} {getattr(m, name)}: choose another tp or size")
+    sizes = {name: getattr(m, name) for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "hidden_size")}
+    for name, size in (sizes | (m.described.divided_sizes if m.described else {})).items():
+        if size % t.tp:
+            raise ConfigError(f"tp is {t.tp} but does not divide {name} {size}: choose another tp or size")
     if VOCAB_MULTIPLE % t.tp:
         raise ConfigError(f"tp is {t.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
     if t.sequence_parallel and config.plan.pad_multiple % t.tp:

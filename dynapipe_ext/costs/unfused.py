@@ -33,8 +33,9 @@ class PlainLayers:
 
     @staticmethod
     def know(architecture: Architecture) -> bool:
-        """Whether its layers are counted: neither those of experts nor capped scores are."""
-        return not (architecture.num_experts or architecture.num_decoder_layers or architecture.attention_softcap)
+        """Whether its layers are counted: neither those of experts nor latent attention nor capped scores are."""
+        a = architecture
+        return not (a.num_experts or a.num_decoder_layers or a.attention_softcap or a.latent)
 
     @classmethod
     def of(cls, costs: AnalyticCosts, *, packed: bool) -> PlainLayers:
