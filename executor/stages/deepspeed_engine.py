@@ -58,7 +58,7 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: Par
 
 
 def leave_to_other_stage(weight: torch.nn.Parameter) -> None:
-    """Mark a copy of a weight, the other of which counts in norms; DeepSpeed has the word for tied layers of pipelines."""
+    """Mark a weight's copy, in DeepSpeed's words for tied layers: in norms another stage's counts."""
     weight.ds_pipe_replicated = True  # type: ignore[attr-defined]
     weight.model_parallel = False  # type: ignore[attr-defined]
 
@@ -67,12 +67,12 @@ def is_other_stages(weight: torch.Tensor) -> bool:
     return getattr(weight, "ds_pipe_replicated", False)
 
 
-def gathered(engine: Any) -> AbstractContextManager[Any]:
-    """In it every rank has all weights whole, which ZeRO 3 divides over them; all ranks enter it."""
+def gathered(engine: Any, *, trained_alone: bool = False) -> AbstractContextManager[Any]:
+    """In it every rank has all weights (that train) whole, which ZeRO 3 divides over them; all ranks enter it."""
     from deepspeed.runtime.zero import GatheredParameters
 
-    is_divided = engine.zero_optimization_stage() == 3
-    return GatheredParameters(list(engine.module.parameters())) if is_divided else nullcontext()
+    weights = [p for p in engine.module.parameters() if p.requires_grad or not trained_alone]
+    return GatheredParameters(weights) if engine.zero_optimization_stage() == 3 else nullcontext()
 
 
 class DeepSpeedOptimizer:

@@ -19,8 +19,8 @@ class ParallelContext:
     """Made from a topology on every rank of the job at the same point, once torch.distributed is initialised.
 
     `coordinates` say where this rank is, `stages` which stages it holds, `transport` moves their buffers, and the sums
-    are what `TorchStage(parallel=…)` asks for. `replicas` is the process group of the ranks that hold the same stages, one
-    of each replica. What waits longer than `timeout_s` ends its rank.
+    are what `TorchStage(parallel=…)` asks for. `replicas` is the process group of the ranks that hold the same stages,
+    one of each replica. What waits longer than `timeout_s` ends its rank.
     Errors: ConfigError where torch.distributed has another number of ranks, or cannot move what a GPU holds.
     """
 
@@ -54,7 +54,7 @@ class ParallelContext:
             self._ends = self.group(lambda c: (c.tp_rank, c.dp_rank) if c.pp_rank in ends else None)
 
     def group(self, in_common: Callable[[Coordinates], Hashable | None]) -> Any:
-        """A process group of the ranks that have as much `in_common` as this one; all ranks of the job make it alike."""
+        """The process group of the ranks that have as much `in_common` as this one; all ranks make theirs at once."""
         return make_group(self.topology, self._rank, in_common, timeout_s=self._timeout_s)
 
     def sum_over_replicas(self, tensor: torch.Tensor) -> None:
