@@ -233,21 +233,22 @@ class ChaosJobs:
         with self._preloaded.started(words, cwd=folder, environment=variables, faults=given) as started:
 
             def listen() -> None:
-                said[0] = started.communicate(LIMIT_S)[1]
+                said[0] = started.communicate(2 * LIMIT_S)[1]
 
             listener = threading.Thread(target=listen)
             listener.start()
             while listener.is_alive() and time.monotonic() - begun_s < LIMIT_S:
                 listener.join(0.2)
                 _let_go_on(folder, started.pid)
-            if listener.is_alive():
-                said[0] = "HANGS"
+            if hangs := listener.is_alive():
                 for pid in _processes(folder):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 listener.join()
         status = started.returncode
         assert status is not None
+        if hangs:
+            said[0] = "HANGS"
         said[0] = said[0].replace(str(self._folder), "JOBS").replace(_ROOT, "")
         steps = tuple(int(number) for number in re.findall(r"^step (\d+) ", said[0], re.MULTILINE))
         return Start(status, time.monotonic() - begun_s, said[0], steps)
