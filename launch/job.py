@@ -11,7 +11,7 @@ import numpy as np
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.abilities import over_topology
+from dynapipe_ext.costs.abilities import over_topology, with_exact_sums
 from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
@@ -177,12 +177,13 @@ def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
 
 
 def trained_costs(config: TrainConfig, costs: CostModel, topology: Topology) -> CostModel:
-    """`costs`, over `topology` and of a model that trains whole, of what the settings train."""
-    model = config.model
-    if not config.lora.enabled or model.described is None:
-        return costs
+    """`costs`, over `topology` and of a model that trains whole, of what the settings train, and how it is summed."""
+    model, exact_sums = config.model, config.optimizer.deterministic
     value_bytes: Literal[2, 4] = 4 if model.dtype == "float32" else 2
-    return adapter_costs(costs, config.lora, model.described.padded(), topology, value_bytes=value_bytes)
+    if not config.lora.enabled or model.described is None:
+        return with_exact_sums(costs, value_bytes) if exact_sums else costs
+    described = model.described.padded()
+    return adapter_costs(costs, config.lora, described, topology, value_bytes=value_bytes, exact_sums=exact_sums)
 
 
 def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, Topology]:

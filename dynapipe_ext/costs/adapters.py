@@ -9,7 +9,7 @@ import numpy as np
 from dynapipe_ext.costs.frozen import FrozenCosts
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.parameters import parameters_per_stage
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, EXACT_SUM_BYTES
 from dynapipe_ext.lora import LoraSettings
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.topology import Topology
@@ -22,18 +22,25 @@ def share_of_adapters(lora: LoraSettings, architecture: Architecture) -> float:
 
 
 def adapter_costs(
-    base: CostModel, lora: LoraSettings, architecture: Architecture, topology: Topology, *, value_bytes: Literal[2, 4]
+    base: CostModel,
+    lora: LoraSettings,
+    architecture: Architecture,
+    topology: Topology,
+    *,
+    value_bytes: Literal[2, 4],
+    exact_sums: bool = False,
 ) -> FrozenCosts:
     """`base`, which are over `topology` and train all weights of the model, where `lora` trains beside them.
 
-    Weights and activations are of `value_bytes`; 16-bit adapters have fp32 masters and sums of gradients. An adapted
+    Weights and activations are of `value_bytes`; 16-bit adapters have fp32 masters and sums of gradients,
+    all have those of deterministic mode where `exact_sums`. An adapted
     layer keeps the adapter's inner values of each token, and under dropout what was left of its input, with the factors
     of that. The adapters' own forward, r (inputs + outputs) products a token, is not counted: about a hundredth.
     """
     layers = _layers(architecture, topology)
     trained = layers * lora.num_weights_a_block
     static = np.array(parameters_per_stage(architecture, topology), np.int64) * value_bytes
-    states = sum(BYTES_PER_PARAMETER["fp32" if value_bytes == 4 else "megatron"])
+    states = sum(BYTES_PER_PARAMETER["fp32" if value_bytes == 4 else "megatron"]) + EXACT_SUM_BYTES * exact_sums
     inputs = sum(layer.num_inputs for layer in lora.described or ())
     kept = value_bytes * (lora.r * len(lora.described or ()) + (2 * inputs if lora.lora_dropout else 0))
     return FrozenCosts(
