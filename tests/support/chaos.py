@@ -311,6 +311,8 @@ def _wrong_with(folder: Path, start: Start) -> Iterator[str]:
         yield f"it ended with exit status {start.status} and no reason"
     if start.status == BUG_STATUS:
         yield "it ended as by a defect"
+    if "distributed_c10d.py" in start.said:
+        yield "a rank failed in a collective that its error does not name"
 
 
 def _pairs(starts: Sequence[Start]) -> Iterator[tuple[int, int]]:
