@@ -162,7 +162,7 @@ class OptimizerSettings:
     A step whose loss or gradients are not finite changes no weight: `nan_policy` "stop" ends the run there, "skip"
     leaves out up to `max_skips` such steps in a row. `deterministic`: sums of gradients, their norm and the loss are
     exact, so that for the same micro-batches they have the same bits under every plan, PP and DP degree; that takes 8
-    bytes a parameter more, which plans do not count."""
+    bytes a parameter more, which plans count."""
 
     lr: float = 2e-3
     min_lr: float = 2e-4

@@ -27,6 +27,7 @@ from dynapipe_ext.topology import Topology
 
 Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [dp_rank][pp_rank]
 
+PROVEN_RULE = "steps end under NCCL's rules, even where a rank runs its transfers and collectives one at a time"
 _MOST_PLANS = 4  # of a step: less room makes fewer micro-batches wait; so a few rounds settle it
 
 

@@ -12,14 +12,14 @@ import numpy as np
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.abilities import over_topology
+from dynapipe_ext.costs.abilities import over_topology, with_exact_sums
 from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.costs.states import StateRecipe
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
@@ -180,13 +180,13 @@ def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
 
 
 def trained_costs(config: TrainConfig, costs: CostModel, topology: Topology) -> CostModel:
-    """`costs`, over `topology` and of a model that trains whole, of what the settings train."""
-    model = config.model
+    """`costs`, over `topology` and of a model that trains whole, of what the settings train, and how it is summed."""
+    model, recipe, exact_sums = config.model, trained_recipe(config), config.optimizer.deterministic
     if not config.lora.enabled or model.described is None:
-        return costs
+        return with_exact_sums(costs, BYTES_PER_PARAMETER[recipe][0]) if exact_sums else costs
     architecture, zero_stage = model.described.padded(), config.deepspeed.zero_stage
     return adapter_costs(
-        costs, config.lora, architecture, topology, recipe=trained_recipe(config), zero_stage=zero_stage
+        costs, config.lora, architecture, topology, recipe=recipe, zero_stage=zero_stage, exact_sums=exact_sums
     )
 
 

@@ -27,18 +27,21 @@ def adapter_costs(
     *,
     recipe: StateRecipe,
     zero_stage: ZeroStage = 0,
+    exact_sums: bool = False,
 ) -> FrozenCosts:
     """`base`, which are over `topology` and train all weights of the model, where `lora` trains beside them.
 
     Activations are as wide as weights; weights and the states of adapters are those of `recipe`, which a ZeRO stage
-    divides over replicas. An adapted layer keeps the adapter's inner values of each token, and under dropout what was
-    left of its input, with the factors of that. The adapters' own forward, r (inputs + outputs) products a token, is
-    not counted: about a hundredth.
+    divides over replicas, with deterministic mode's `exact_sums` on top. An adapted layer keeps the adapter's inner
+    values of each token, and under dropout what was left of its input, with the factors of that. The adapters' own
+    forward, r (inputs + outputs) products a token, is not counted: about a hundredth.
     """
     layers = _layers(architecture, topology)
     trained = layers * lora.num_weights_a_block
     frozen = np.array(parameters_per_stage(architecture, topology), np.int64)
-    static = state_bytes(trained, recipe, zero_stage=zero_stage, dp=topology.dp, frozen_parameters=frozen).total
+    static = state_bytes(
+        trained, recipe, zero_stage=zero_stage, dp=topology.dp, frozen_parameters=frozen, exact_sums=exact_sums
+    ).total
     value_bytes, _, _ = BYTES_PER_PARAMETER[recipe]
     inputs = sum(layer.num_inputs for layer in lora.described or ())
     kept = value_bytes * (lora.r * len(lora.described or ()) + (2 * inputs if lora.lora_dropout else 0))

@@ -58,7 +58,7 @@ class AnalyticCosts:
     Static bytes by `state_bytes`: `state_recipe` for 16-bit weights (not "fp32"), fp32 for 4-byte ones; experts'
     states are divided over the dp / ep replicas that share them. `distributed_optimizer` is another way to say
     `zero_stage` 1. From stage 2 on the largest unreduced unit (a layer, an embedding) adds its gradients to
-    `working_bytes`, at stage 3 its gathered weights too.
+    `working_bytes`, at stage 3 its gathered weights too. `exact_sums` are those of deterministic mode.
 
     Transfers: `links`, or without them `latency_ns` and `bandwidth_bytes_per_s` on every boundary.
     """
@@ -84,6 +84,7 @@ class AnalyticCosts:
     ep: int = 1
     links: Links | None = None
     capacity_factor: float = 0.0
+    exact_sums: bool = False
 
     def __post_init__(self) -> None:
         checked_topology(self.architecture, self.topology, self.ep)
@@ -341,9 +342,9 @@ class AnalyticCosts:
     def static_parts(self) -> StateBytes:
         """Weights, gradients and Adam states of one rank of every stage."""
         common, experts = replica_and_expert_parameters(self.architecture, self.topology, self.ep)
-        zero, dp = self._zero_stage, self.topology.dp
-        parts = state_bytes(common, self._recipe, zero_stage=zero, dp=dp)
-        return parts + state_bytes(experts, self._recipe, zero_stage=zero, dp=dp // self.ep)
+        zero, dp, exact = self._zero_stage, self.topology.dp, self.exact_sums
+        parts = state_bytes(common, self._recipe, zero_stage=zero, dp=dp, exact_sums=exact)
+        return parts + state_bytes(experts, self._recipe, zero_stage=zero, dp=dp // self.ep, exact_sums=exact)
 
     def static_bytes(self) -> IntArray:
         """The sum of `static_parts`."""
@@ -362,7 +363,8 @@ class AnalyticCosts:
 
     def to_json(self) -> dict[str, Any]:
         described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
-        return {"kind": "analytic", **asdict(self), **described}
+        own = {name: value for name, value in asdict(self).items() if name != "exact_sums" or value}
+        return {"kind": "analytic", **own, **described}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> AnalyticCosts:

@@ -13,7 +13,7 @@ from dynapipe_ext.config import PlacementChoice, TrainConfig
 from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
-from dynapipe_ext.executor.proven_step import ProvenStep, prove_step
+from dynapipe_ext.executor.proven_step import PROVEN_RULE, ProvenStep, prove_step
 from dynapipe_ext.launch.command_parser import add_json, add_pieces, degrees, ending
 from dynapipe_ext.launch.commands.plan_inputs import (
     add_cost_arguments,
@@ -157,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(followed)
     if planner.topology.dp > 1:
         console.print(f"over replicas: {planner.replica_collectives}")
+    console.print(f"proven: {PROVEN_RULE}", soft_wrap=True)
     if not planner.forward_only:
         console.print(f"search: {planner.effort:,} moves on the {active_core()} core")
     if num_tried:

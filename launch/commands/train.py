@@ -338,9 +338,8 @@ def run(args: argparse.Namespace) -> int:
         config = settled_steps(config, data.train.lengths)
         if resumed is not None:
             refuse_done(resumed, config)
-        given = None
-        if config.plan.costs or resumed is not None:
-            given = settle_costs(config, dataset.vocab_size, resumed_costs(resumed))
+        has_costs = config.plan.costs or resumed is not None
+        given = settle_costs(config, dataset.vocab_size, resumed_costs(resumed)) if has_costs else None
         _import_once(config)
         # Its report is written once everything has ended.
         with keeping_what_ran(directory), ExitStack() as stack:
@@ -357,7 +356,8 @@ def run(args: argparse.Namespace) -> int:
             check_data(data, lambda lengths: check_fits(config, costs, lengths))
             console.print(ranks_line(topology), soft_wrap=True)
             job = TrainingJob(config, args.compare, directory.path, address, costs, resumed, overwrite=args.overwrite)
-            run_local(partial(_rank, job), topology.world_size, save_s=config.checkpoint.grace_s)
+            limits = {"save_s": config.checkpoint.grace_s, "stopped_s": config.job.timeout_s}
+            run_local(partial(_rank, job), topology.world_size, **limits)
     return 0
 
 

@@ -132,9 +132,25 @@ def test_a_job_starts_again_as_often_as_it_may_and_never_after_a_mistake(
         started.append(attempt)
         return NodeEnd(ends[attempt])
 
-    assert launch._attempts(start, 2, here / "run").status == status
+    assert launch._attempts(start, 2, here / "run", lambda newest: False).status == status
     assert started == list(range(starts))
     assert capfd.readouterr().err.count("from " + str(here / "run" / "checkpoints" / "iter_0000004")) == starts - 1
+
+
+def test_a_job_that_had_done_everything_when_it_lost_ranks_ends_well(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    newest, started = here / "run" / "checkpoints" / "iter_0000004", []
+
+    def start(attempt: int) -> NodeEnd:
+        started.append(attempt)
+        newest.mkdir(parents=True)
+        return NodeEnd(75)
+
+    for max_restarts in (0, 3):  # and the same command again
+        assert launch._attempts(start, max_restarts, here / "run", lambda path: path == newest).status == 0
+    assert started == [0]
+    assert capfd.readouterr().err.count(f"{newest} has done all steps: nothing is left to do") == 2
 
 
 def test_a_launched_run_goes_on_where_it_ended_and_what_is_done_is_refused(here: Path) -> None:

@@ -89,6 +89,8 @@ def test_plans_know_what_adapters_do_not_compute_and_hold(tmp_path: Path) -> Non
     padding = described.padded().vocab_size - described.vocab_size
     held = [4 * (number + 16 * padding) + 16 * 2 * 2 * (32 + 24) for number in frozen]
     assert adapted.static_bytes.tolist() == held
+    exact = trained_costs(config.with_values(optimizer={"deterministic": True}), base, topology).evaluate(samples)
+    assert (exact.static_bytes - adapted.static_bytes).tolist() == [8 * 2 * 2 * (32 + 24)] * 2
     kept = adapted.stored_bytes - whole.stored_bytes
     assert kept.tolist() == [[24 * 2 * 4 * 2 * 2, 0]] * 2  # inner values of two adapters in each of two layers
     assert make_planner(config, base).costs.fingerprint() != base.fingerprint()
