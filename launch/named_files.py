@@ -15,14 +15,14 @@ def named_files(config: TrainConfig) -> dict[str, str]:
     data, model = config.data, config.model
     mixed = {f"[data] mixture {number}": file.path for number, file in enumerate(weighted_files(data.mixture), 1)}
     named = {
+        "[model] architecture": model.architecture,
+        "[model] init_from": model.init_from,
         "[data] path": data.path,
         **mixed,
         "[data] tasks": data.tasks,
         "[data] tokenizer": data.tokenizer,
         "[eval] path": config.eval.path,
         "[plan] costs": config.plan.costs,
-        "[model] architecture": model.architecture,
-        "[model] init_from": model.init_from,
     }
     return {setting: path for setting, path in named.items() if path}
 

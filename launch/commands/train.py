@@ -90,7 +90,10 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
     if args.config:
         config = TrainConfig.read(args.config)
     elif args.resume:
-        config = TrainConfig.read(run_to_resume(args.resume) / "config.toml")
+        settings = run_to_resume(args.resume) / "config.toml"
+        if not settings.is_file():
+            raise ConfigError(f"--resume {args.resume} holds no run, as it has no config.toml: name a run's directory")
+        config = TrainConfig.read(settings)
     if args.model:
         config = _with_model(config, args)
     tables: dict[str, dict[str, Any]] = given_settings(args, {"debug": debug_settings()})

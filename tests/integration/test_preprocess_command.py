@@ -199,6 +199,10 @@ BASE = ("--tokenizer", "bytes", "--output", "out")
         (("--input", "d.jsonl", "--lengths-only"), "--lengths-only needs one"),
         (("--input", "d.idx", "e.idx", "--lengths-only"), "an .idx is taken alone"),
         (("--input", "d.idx", "--lengths-only"), "give the path of a Megatron data set"),
+        (
+            ("--input", "d.idx", *BASE, "--truncate", "9"),
+            "d.idx is tokenized already, and --truncate is for",
+        ),
         (("--input", "d.idx", "--output", "out"), "give --vocab-size, or --tokenizer"),
         (("--input", "d.idx", "--output-prefix", "x", "--tokenizer", "bytes"), "is in Megatron's format already"),
         (
