@@ -196,7 +196,7 @@ def _refuse_no_numbers(file: PlanFile, path: str) -> None:
     """Errors: DataError where a second or a bound is not a number."""
     for replica in file.replicas:
         claimed = {"makespan_s": replica.makespan_s, "lower_bound_s": replica.lower_bound_s, **replica.bounds_s}
-        claimed["batch_bound_s"] = file.batch_bound_s or 0.0
+        claimed |= {"batch_bound_s": file.batch_bound_s or 0.0, "free_batch_bound_s": file.free_batch_bound_s or 0.0}
         for name, value in claimed.items():
             if math.isnan(value):
                 raise DataError(f"{path}: {name} is not a number: write the plan again, or ask check-plan what it is")

@@ -2,6 +2,8 @@
 
 A replica's bounds hold for every order of the micro-batches it was given; they say how good the schedule is. The batch
 bound holds for every plan of the samples: any split, order, recomputation and replica. It says how good the plan is.
+The free bound holds under any placement of stages and layers, too. It says what another shape of the pipeline could
+still gain.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.schedules.judge.batch_floor import batch_floor
+from dynapipe_ext.schedules.judge.batch_floor import BatchFloor, batch_floor
 from dynapipe_ext.schedules.judge.bounds import ReplicaBounds, replica_bounds
 
 if TYPE_CHECKING:
@@ -28,12 +30,14 @@ class Certificate:
     split into padded micro-batches (into padded or packed ones, if the plan packs), order, recomputation and replicas;
     without split backwards, unless the plan has them; and of whole samples, unless the plan has long ones in pieces:
     then of either. None where no such bound is known: a cost model other than the four of this package, or samples cut
-    at the ends of fixed rows.
+    at the ends of fixed rows. `free_batch_ns`: the same wherever layers live on as many ranks, with any memory: the
+    least work of the samples over the ranks.
     """
 
     makespan_ns: int
     replicas: tuple[ReplicaBounds, ...]
     batch_ns: int | None
+    free_batch_ns: int | None = None
 
     @property
     def bound_ns(self) -> int:
@@ -69,13 +73,15 @@ def certify(
     )
     micro_batches = step_plan.batch.micro_batches
     pieces = any(m.attention == "carried" for m in micro_batches)
-    batch_ns = None
+    batch_ns = free_batch_ns = None
     if pieces or sum(len(m.samples) for m in micro_batches) == len(samples):
         batch_ns = _batch_ns(step_plan, costs, samples, pieces, memory_limit_bytes)
+        free_batch_ns = _free_batch_ns(step_plan, costs, samples, pieces)
     certificate = Certificate(
         makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),
         replicas=replicas,
         batch_ns=batch_ns,
+        free_batch_ns=free_batch_ns,
     )
     for name, bound_ns in (("these micro-batches", certificate.bound_ns), ("this batch", certificate.batch_ns or 0)):
         if bound_ns > certificate.makespan_ns:
@@ -100,22 +106,42 @@ def _batch_ns(
     pieces: bool,
     memory_limit_bytes: int | None,
 ) -> int | None:
+    ranks = step_plan.schedules[0].stage_ranks
+    floor = _floor(step_plan, costs, samples, pieces, ranks, memory_limit_bytes)
+    return None if floor is None else floor.bound_ns(len(step_plan.schedules))
+
+
+def _free_batch_ns(step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength], pieces: bool) -> int | None:
+    """All work on one rank, over the number of ranks."""
+    ranks = step_plan.schedules[0].stage_ranks
+    floor = _floor(step_plan, costs, samples, pieces, (0,) * len(ranks), None)
+    return None if floor is None else floor.bound_ns(1) // (len(set(ranks)) * len(step_plan.schedules))
+
+
+def _floor(
+    step_plan: StepPlan,
+    costs: CostModel,
+    samples: Sequence[SampleLength],
+    pieces: bool,
+    stage_ranks: Sequence[int],
+    memory_limit_bytes: int | None,
+) -> BatchFloor | None:
     if not _are_whole(samples):
         return None
-    floor = batch_floor(
+    return batch_floor(
         costs,
         [(s.encoder, s.decoder) for s in samples],
-        step_plan.schedules[0].stage_ranks,
+        stage_ranks,
         split=any(schedule.is_split for schedule in step_plan.schedules),
         packed=any(m.layout == "packed" for m in step_plan.batch.micro_batches),
         pieces=pieces,
         memory_limit_bytes=memory_limit_bytes,
     )
-    return None if floor is None else floor.bound_ns(len(step_plan.schedules))
 
 
 def with_bounds(plan: Mapping[str, Any], certificate: Certificate) -> dict[str, Any]:
-    """A dynapipe-plan/1 object with the certificate in it: "bounds" of each replica's prediction, "batch_bound_s"."""
+    """A dynapipe-plan/1 object with the certificate in it: "bounds" of each replica's prediction, "batch_bound_s" and
+    "free_batch_bound_s"."""
     replicas = []
     for raw, bounds in zip(plan["replicas"], certificate.replicas, strict=True):
         told = {
@@ -126,8 +152,8 @@ def with_bounds(plan: Mapping[str, Any], certificate: Certificate) -> dict[str, 
         if bounds.byte_time_ns is not None:
             told["byte_time_s"] = bounds.byte_time_ns / 1e9
         replicas.append({**raw, "predicted": {**raw["predicted"], "bounds": told}})
-    whole = {} if certificate.batch_ns is None else {"batch_bound_s": certificate.batch_ns / 1e9}
-    return {**plan, "replicas": replicas, **whole}
+    whole = {"batch_bound_s": certificate.batch_ns, "free_batch_bound_s": certificate.free_batch_ns}
+    return {**plan, "replicas": replicas, **{name: ns / 1e9 for name, ns in whole.items() if ns is not None}}
 
 
 def _are_whole(samples: Sequence[SampleLength]) -> bool:
