@@ -249,6 +249,11 @@ def _example(where: str, record: TextRecord, settings: EncodeSettings) -> Exampl
         (key,) = settings.keys
         _refuse_lacking(where, record, settings)
         return Example("unnamed", "", string_field(record, key, where=where))
+    if MESSAGES in record and settings.keys[0] not in record and not all(name in record for name in settings.pair):
+        raise DataError(
+            f"{where}: the record is a chat: give the file to `dynapipe train` as it is, which renders chats by the"
+            " template of --model or --tokenizer FOLDER"
+        )
     return example_of(record, where=where, pair=settings.pair, text=settings.keys[0], may_be_empty=True)
 
 
