@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.data.mixture import weighted_files
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints import folder as checkpoints
 from dynapipe_ext.executor.checkpoints.manifest import MANIFEST, MODEL_FOLDER, OPTIMIZER_FILES, read_manifest
+from dynapipe_ext.launch.named_files import named_files
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, runs_folder
 from dynapipe_ext.tools.writing import writing_in
 
@@ -22,7 +22,7 @@ _OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that c
 def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None:
     """Errors: ConfigError for a place that the model cannot be written to once it is trained, or where the run reads or
     writes (`run_dir` empty: a new directory in runs/), or for a model that has no published form."""
-    output, model, data = config.checkpoint.output, config.model, config.data
+    output, model = config.checkpoint.output, config.model
     if not output:
         return
     if model.described is None:
@@ -31,8 +31,7 @@ def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None
             " --architecture, or convert the run's checkpoints"
         )
     place = Path(os.path.abspath(output))
-    files = [data.path, *(file.path for file in weighted_files(data.mixture)), config.eval.path, config.plan.costs]
-    sources = [Path(source) for source in (model.architecture, model.init_from, data.tokenizer, *files) if source]
+    sources = map(Path, named_files(config).values())
     inside = place.resolve()
     if holders := [source for source in sources if source.exists() and source.resolve().is_relative_to(inside)]:
         raise ConfigError(f"--output {output} holds {holders[0]}, which the run reads: choose another folder")

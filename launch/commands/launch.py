@@ -23,6 +23,7 @@ from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.launch.commands import train
 from dynapipe_ext.launch.env import debug_settings, kv_store_url, limit_threads, named_interface, store_password
 from dynapipe_ext.launch.job import topology_of, variants
+from dynapipe_ext.launch.named_files import missing_file, refuse_missing_file
 from dynapipe_ext.launch.network import interface_towards, refuse_unknown_host
 from dynapipe_ext.launch.nodes import (
     FOLLOW_FLAG,
@@ -116,6 +117,11 @@ def run(args: argparse.Namespace) -> int:
     job = _job(args, config)
     from_here = bool(job.hosts) or args.ray
     by_hand = job.place.num_nodes > 1 and not from_here  # others are started elsewhere: torchrun counts the restarts
+    if args.dry_run or from_here:
+        if said := missing_file(config):
+            say_at_once(f"dynapipe launch: warning: {said}: it must be on every node")
+    else:
+        refuse_missing_file(config)
     if args.dry_run:
         print("\n".join(_commands(args, job, by_hand)))
         return 0

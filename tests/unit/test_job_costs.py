@@ -54,6 +54,12 @@ def test_costs_are_read_over_their_own_topology_or_the_one_asked_for(tmp_path: P
     assert (wider.num_stages, topology.layers_per_stage) == (4, (1, 1, 1, 1))
 
 
+def test_a_file_that_holds_no_costs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"format": "dynapipe-plan/1"}')
+    with pytest.raises(ConfigError, match=r"cost file .*plan\.json: cost model has kind None: expected analytic"):
+        read_costs(tmp_path / "plan.json", None)
+
+
 def test_token_costs_know_their_stages_alone(tmp_path: Path) -> None:
     path = written(tmp_path, TokenCosts(2))
     assert read_costs(path, None)[1] == Topology(pp=2)

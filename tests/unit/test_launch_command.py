@@ -201,3 +201,14 @@ def test_a_secret_is_the_only_line_of_a_file_of_ones_own(here: Path) -> None:
     file.write_text("hidden")
     with pytest.raises(ConfigError, match="differ"):
         read_secret(file, "another")
+
+
+def test_a_file_that_is_not_here_is_refused_before_ranks_start_and_told_where_other_nodes_may_have_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = "[data] path is nowhere.jsonl, which is not on this machine"
+    assert cli.main(["launch", *SIZES, "--data", "nowhere.jsonl"]) == 2
+    assert f"error: {said}: check the path" in " ".join(capsys.readouterr().err.split())
+    assert cli.main(["launch", *SIZES, "--costs", "c.json", "--tokenizer", "cl100k_base"]) == 2
+    assert "error: [plan] costs is c.json" in " ".join(capsys.readouterr().err.split())
+    commands(capsys, "--data", "nowhere.jsonl", "--hosts", "hosts", "--run-dir", "shared")
