@@ -90,6 +90,11 @@ def check_arguments(args: Any) -> None:
     """Refuse, at start-up, what `check_config` and `rank_topology` would refuse later. Errors: ConfigError."""
     _check(args, UNSUPPORTED_CONFIG | UNSUPPORTED_ARGUMENTS)
     pp = getattr(args, "pipeline_model_parallel_size", 1)
+    if (group := getattr(args, "microbatch_group_size_per_vp_stage", None)) not in (None, pp):
+        raise ConfigError(
+            f"microbatch_group_size_per_vp_stage is {group}, which orders Megatron's own interleaved schedule: leave it"
+            " out"
+        )
     if getattr(args, "decoder_seq_length", None) is not None and pp > 1:
         raise ConfigError(
             f"pipeline_model_parallel_size is {pp} with decoder_seq_length {args.decoder_seq_length}, but Megatron-LM"

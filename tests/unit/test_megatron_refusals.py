@@ -113,6 +113,12 @@ def test_an_encoder_decoder_over_pipeline_ranks_is_refused_with_what_trains_it()
         check_arguments(Namespace(decoder_seq_length=8, pipeline_model_parallel_size=2))
 
 
+def test_an_order_of_megatrons_own_interleaved_schedule_is_refused() -> None:
+    check_arguments(Namespace(microbatch_group_size_per_vp_stage=2, pipeline_model_parallel_size=2))
+    with pytest.raises(ConfigError, match="microbatch_group_size_per_vp_stage is 4, which orders"):
+        check_arguments(Namespace(microbatch_group_size_per_vp_stage=4, pipeline_model_parallel_size=2))
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
