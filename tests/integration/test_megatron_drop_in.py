@@ -99,6 +99,22 @@ def mutants_unnoticed(loop: Loop) -> list[str]:
     return unnoticed
 
 
+def told_chunks(function: Any, **keywords: Any) -> list[Any]:
+    """What the chunks of a rank are told before their forwards, in the order of the calls: whether the micro-batch is
+    the first, its number, and that their parameters are to be there."""
+    loop = LOOPS["two chunks a rank, overlap"]
+    chunks, config = start(loop)
+    told: list[Any] = []
+    config.param_sync_func = [lambda _, number=number: told.append(("parameters", number)) for number in range(2)]
+    for number, chunk in enumerate(chunks):
+        chunk.set_is_first_microbatch = lambda number=number: told.append(("first", number))
+        chunk.module.decoder.layers[0].register_forward_pre_hook(
+            lambda layer, _, number=number: told.append((number, layer.current_microbatch))
+        )
+    run_step(function, loop, chunks, **keywords)
+    return sorted(told, key=repr)  # plans have an order of their own
+
+
 def run_loops(env: Any) -> tuple[dict[str, Found], list[str], list[str]]:
     dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
     stock, ours, split = get_forward_backward_func, dynapipe.ForwardBackward(), dynapipe.ForwardBackward(SPLIT)
@@ -114,7 +130,15 @@ def run_loops(env: Any) -> tuple[dict[str, Found], list[str], list[str]]:
         forwards = run_step(ours, loop, chunks, forward_only=True)
         collected = len(run_step(ours, loop, chunks, forward_only=True, collect_non_loss_data=True).reports)
         found[name] = Found(expected, orders[0][0], orders[1][0], forwards, collected)
-    refused, unnoticed = refusals(), mutants_unnoticed(LOOPS["overlap and distributed optimizer"])
+    for keywords in ({}, *({"forward_only": True, "first_val_step": first} for first in (None, True, False))):
+        assert told_chunks(ours, **keywords) == told_chunks(stock(), **keywords), keywords
+    loop = LOOPS["overlap and distributed optimizer"]
+    chunks, _ = start(loop)
+    (theirs, planned) = (run_step(function, loop, chunks, force_all_reduce=True) for function in (stock(), ours))
+    assert all(torch.equal(planned.gradients[weight], gradient) for weight, gradient in theirs.gradients.items())
+    scattered = found["overlap and distributed optimizer"].planned.gradients  # each replica has its shard's alone
+    assert any(not torch.equal(scattered[weight], gradient) for weight, gradient in theirs.gradients.items())
+    refused, unnoticed = refusals(), mutants_unnoticed(loop)
     dist.destroy_process_group()
     return found, refused, unnoticed
 
