@@ -55,6 +55,7 @@ ARGUMENTS: dict[str, Any] = {
     "use_megatron_fsdp": True,
     "use_torch_fsdp2": True,
     "use_tp_pp_dp_mapping": True,
+    "num_distributed_optimizer_instances": 2,
     "perform_rl_step": True,
 }
 DATA: dict[str, Any] = {
@@ -161,6 +162,8 @@ def test_chunks_that_cannot_follow_a_plan_are_refused() -> None:
         check_config(Namespace(), [FullyShardedFSDP()])
     with pytest.raises(ConfigError, match="sharded by FSDP"):
         check_config(Namespace(), [Namespace(ddp_config=Namespace(use_megatron_fsdp=True))])
+    with pytest.raises(ConfigError, match="num_distributed_optimizer_instances is 2"):
+        check_config(Namespace(), [Namespace(ddp_config=Namespace(num_distributed_optimizer_instances=2))])
     with pytest.raises(ConfigError, match="a Namespace starts its reduction in backwards alone"):
         check_sync([Namespace()], Namespace(no_sync_func=lambda: None, grad_sync_func=None))
     check_sync([Namespace()], Namespace(no_sync_func=None, grad_sync_func=None))
