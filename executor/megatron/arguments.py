@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.megatron.drop_in import DropInSettings
 from dynapipe_ext.executor.megatron.pipeline import MegatronPlacement
 from dynapipe_ext.executor.store.address import StoreAddress
@@ -50,6 +51,17 @@ class Wishes:
             store=StoreAddress.parse(self.store) if isinstance(self.store, str) else self.store,
         )
         return settings if minutes is None else replace(settings, timeout_s=60.0 * minutes)
+
+    def check_unplanned(self, args: Any) -> None:
+        """Refuse what data of one length would silently ignore. Errors: ConfigError."""
+        told = {name: self.wish(args, name) for name in ("layout", "pieces")}
+        given = [f"{name} is {value!r}" for name, value in told.items() if value not in (None, "padded", "off")]
+        given += ["store was given"] * (self.store is not None)
+        if given:
+            raise ConfigError(
+                f"{' and '.join(given)}, but no data are planned: give --dynapipe-data or a datasets_provider, or leave"
+                " it out"
+            )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

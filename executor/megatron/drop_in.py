@@ -19,7 +19,7 @@ from dynapipe_ext.executor.megatron.forward_step import Around, BatchIterator, F
 from dynapipe_ext.executor.megatron.gradient_sync import StepGradients, check_sync
 from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments, rescale_router_losses
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline, MegatronPlacement, megatron_pipeline
-from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, planned_steps_in
+from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, batch_once, planned_steps_in
 from dynapipe_ext.executor.megatron.refusals import check_call, check_config, check_planned_experts, check_shapes
 from dynapipe_ext.executor.megatron.reports import check_collects, sent_to_last_rank
 from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
@@ -117,7 +117,6 @@ class ForwardBackward:
         With `PlannedSteps` as data iterator each call runs the next of its steps, and numbers and lengths of
         micro-batches are the plan's; else they are those given, for rows of one length.
 
-
         Errors: ConfigError for what is not supported, PlanError where micro-batches do not fit the memory limit,
         ExecutionError for a neighbour that is late.
         """
@@ -179,7 +178,9 @@ class ForwardBackward:
         if (told := steps.bind(model.pipeline, choices)) is not None:
             check_same_on_all_ranks(told, model.pipeline.device, what="steps of these data")
         micro_batches, plan = next(iterator)
-        reports = _run(step, model.pipeline, plan, micro_batches, lambda _, batch: iter([batch]), around=model.around)
+        reports = _run(
+            step, model.pipeline, plan, micro_batches, lambda _, batch: batch_once(batch), around=model.around
+        )
         if step.config.num_moe_experts and not step.forward_only and micro_batches:
             rescale_router_losses(step.num_micro_batches / len(micro_batches))
         return reports

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -54,7 +55,7 @@ class StepGradients(GradientAccumulator):
         for enter in no_sync if isinstance(no_sync, list) else [no_sync] * (no_sync is not None):
             self._unsynchronised.enter_context(enter())
         for chunk in self._chunks:
-            if getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False):
+            if _overlaps(chunk):
                 self._unsynchronised.enter_context(_as_without_overlap(chunk.ddp_config))
         if len(self._chunks) > 1:  # as Megatron's interleaved schedule, which alone calls it
             for chunk, start in zip(
@@ -74,7 +75,7 @@ class StepGradients(GradientAccumulator):
         self._unsynchronised.close()
         starts = functions_of_chunks(self._config.grad_sync_func, self._chunks)
         if self._force_all_reduce:
-            starts = []  # only `finish_grad_sync`, which then starts them itself, can be told
+            starts = [partial(_start_all_reduces, chunk) for chunk in self._chunks]
         elif not starts and self._config.no_sync_func is not None:
             starts = [chunk.start_grad_sync for chunk in self._chunks]
         for chunk, start in zip(self._chunks, starts, strict=False):
@@ -85,6 +86,16 @@ class StepGradients(GradientAccumulator):
             num_tokens = self._num_tokens if self._config.calculate_per_token_loss else None
             others = {"force_all_reduce": True} if self._force_all_reduce else {}
             self._config.finalize_model_grads_func(list(self._chunks), num_tokens, **others)
+
+
+def _overlaps(chunk: Any) -> bool:
+    return bool(getattr(getattr(chunk, "ddp_config", None), "overlap_grad_reduce", False))
+
+
+def _start_all_reduces(chunk: Any, _: Any) -> None:
+    """As `start_grad_sync`, which cannot be told; without overlap `finish_grad_sync`, which can, starts them itself."""
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups) if _overlaps(chunk) else ():
+        group.start_grad_sync(force_all_reduce=True)
 
 
 @contextmanager
@@ -108,8 +119,7 @@ def functions_of_chunks(given: Any, chunks: Sequence[Any]) -> list[Callable[...,
 def check_sync(chunks: Sequence[Any], config: Any) -> None:
     """Refuse what would reduce gradients in the order of the plan, or never. Errors: ConfigError."""
     for chunk in chunks:
-        ddp_config = getattr(chunk, "ddp_config", None)
-        if getattr(ddp_config, "overlap_grad_reduce", False) and config.no_sync_func is None:
+        if _overlaps(chunk) and config.no_sync_func is None:
             raise ConfigError(
                 "overlap_grad_reduce is on but config.no_sync_func is None: each micro-batch would reduce its gradients"
                 " by itself; set config.no_sync_func = model.no_sync (a list, one a chunk, with virtual stages)"

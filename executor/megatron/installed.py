@@ -153,6 +153,7 @@ def _install_data(patches: ExitStack, wishes: Wishes, training: Any) -> None:
         path = wishes.wish(args, "data")
         found = planned_iterators(provider, args, None if path is None else str(path), training)
         if found is None:
+            wishes.check_unplanned(args)
             chunk = getattr(provider, "keywords", {}).get("vp_stage")
             with as_interleaved(chunk) if wishes.wish(args, "placement") == "v" else nullcontext():
                 return build(provider)

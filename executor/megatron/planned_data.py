@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from dynapipe_ext.executor.loader import DynaPipeDataLoader, LoadedStep
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
 from dynapipe_ext.executor.megatron.samples import SampleSource, megatron_arrays
 from dynapipe_ext.executor.plans.step_positions import array_digest
+from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.lengths import as_length_array
@@ -110,8 +111,7 @@ class PlannedSteps:
     def _loaded(
         self, planner: Planner, pipeline: MegatronPipeline, processes: dict[str, Any]
     ) -> Generator[LoadedStep, None, None]:
-        stages = pipeline.topology.stages_of(pipeline.coordinates.pp_rank)
-        with DynaPipeDataLoader(
+        with DynaPipeDataLoader(  # on every stage: any may ask its iterator
             self._source,
             planner,
             collate_fn=megatron_arrays,
@@ -120,7 +120,6 @@ class PlannedSteps:
             shuffle=True,
             seed=self._seed,
             coordinates=pipeline.coordinates,
-            needs_data=0 in stages or planner.topology.num_stages - 1 in stages,
             **processes,
         ) as loader:
             epoch, step = divmod(self._next_step, self._num_steps)
@@ -174,6 +173,15 @@ def _schedule(pipeline: MegatronPipeline, choices: PlanChoices) -> ScheduleName:
             " give one stage a rank"
         )
     return "interleaved-1f1b"
+
+
+def batch_once(batch: Batch) -> Iterator[Batch]:
+    """What a forward of one micro-batch reads. Errors: ConfigError where it asks for another."""
+    yield batch
+    raise ConfigError(
+        "forward_step called next(data_iterator) twice for one planned micro-batch, which is one batch: call it once,"
+        " or leave planned data out"
+    )
 
 
 def planned_steps_in(data_iterator: Any) -> tuple[PlannedSteps, Any] | None:

@@ -10,6 +10,9 @@ from dynapipe_ext.errors import ConfigError
 _NO_FSDP = (
     "use Megatron's DistributedDataParallel with the distributed optimizer; FSDP gathers in the order of micro-batches"
 )
+_ONE_INSTANCE = (
+    "give 1: with more, buckets whose reductions a plan starts would be reduced again at the end of the step"
+)
 
 # Settings of a TransformerConfig that another schedule than Megatron's own cannot follow, and what to do instead.
 UNSUPPORTED_CONFIG: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -41,6 +44,7 @@ UNSUPPORTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_megatron_fsdp": ((False,), _NO_FSDP),
     "use_torch_fsdp2": ((False,), _NO_FSDP),
     "use_tp_pp_dp_mapping": ((False,), "leave it out: ranks are taken in the order tp-cp-ep-dp-pp"),
+    "num_distributed_optimizer_instances": ((1,), _ONE_INSTANCE),
     "perform_rl_step": ((False,), "leave it out: reinforcement learning makes its micro-batches itself"),
 }
 
@@ -90,6 +94,11 @@ def check_arguments(args: Any) -> None:
     """Refuse, at start-up, what `check_config` and `rank_topology` would refuse later. Errors: ConfigError."""
     _check(args, UNSUPPORTED_CONFIG | UNSUPPORTED_ARGUMENTS)
     pp = getattr(args, "pipeline_model_parallel_size", 1)
+    if (group := getattr(args, "microbatch_group_size_per_vp_stage", None)) not in (None, pp):
+        raise ConfigError(
+            f"microbatch_group_size_per_vp_stage is {group}, which orders Megatron's own interleaved schedule: leave it"
+            " out"
+        )
     if getattr(args, "decoder_seq_length", None) is not None and pp > 1:
         raise ConfigError(
             f"pipeline_model_parallel_size is {pp} with decoder_seq_length {args.decoder_seq_length}, but Megatron-LM"
@@ -102,7 +111,9 @@ def check_config(config: Any, chunks: Sequence[Any]) -> None:
     """Errors: ConfigError, naming the setting, its value and the next move."""
     _check(config, UNSUPPORTED_CONFIG)
     for chunk in chunks:
-        if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) or "FSDP" in type(chunk).__name__:
+        ddp_config = getattr(chunk, "ddp_config", None)
+        _check(ddp_config, {"num_distributed_optimizer_instances": ((1,), _ONE_INSTANCE)})
+        if getattr(ddp_config, "use_megatron_fsdp", False) or "FSDP" in type(chunk).__name__:
             raise ConfigError(f"the model is a {type(chunk).__name__}, sharded by FSDP: {_NO_FSDP}")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from dynapipe_ext.executor.stages import megatron_cpu
 
 megatron_cpu.install()
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
 from megatron.core.transformer.attention import SelfAttention  # noqa: E402
@@ -25,6 +28,7 @@ from dynapipe_ext.data.dataset import TokenSample, prepare  # noqa: E402
 from dynapipe_ext.data.generation import generate_examples  # noqa: E402
 from dynapipe_ext.errors import ConfigError, DynaPipeError  # noqa: E402
 from dynapipe_ext.executor import loader  # noqa: E402
+from dynapipe_ext.executor.megatron.gradient_sync import StepGradients  # noqa: E402
 from dynapipe_ext.executor.store.address import StoreAddress  # noqa: E402
 from dynapipe_ext.launch import megatron_core  # noqa: E402
 from tests.support.megatron_loops import LENGTH, VOCAB, Loop, Stepped, forward_step, run_step, start  # noqa: E402
@@ -54,7 +58,64 @@ class Found:
     collected: int
 
 
-def run_loops(env: Any) -> tuple[dict[str, Found], list[str]]:
+def _reversed_buckets(chunk: Any) -> None:
+    for group in reversed(chunk.bucket_groups):
+        group.start_grad_sync()
+
+
+def _miscounted(gradients: StepGradients, num_tokens: torch.Tensor) -> None:
+    gradients._num_tokens += num_tokens + 1
+
+
+def _without_last_backward(num_micro_batches: int) -> Callable[..., None]:
+    calls = count(1)
+
+    def backward(_: StepGradients, *ends_and_gradients: Any) -> None:
+        if next(calls) < num_micro_batches:
+            torch.autograd.backward(*ends_and_gradients)
+
+    return backward
+
+
+def mutants_unnoticed(loop: Loop) -> list[str]:
+    """Mutations of the drop-in under which a step leaves what Megatron's own does here, its buckets in its order (later
+    pipeline ranks have one alone)."""
+    chunks, _ = start(loop)
+    stock = run_step(get_forward_backward_func(), loop, chunks)
+    mutants = {
+        "bucket order": (DistributedDataParallel, "start_grad_sync", lambda chunk, *_: _reversed_buckets(chunk)),
+        "divisor": (StepGradients, "count_tokens", _miscounted),
+        "last micro-batch": (StepGradients, "backward", _without_last_backward(loop.num_micro_batches)),
+        "none": (StepGradients, "add", StepGradients.add),
+    }
+    unnoticed = []
+    for name, (owner, attribute, mutant) in mutants.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, attribute, mutant)
+            stepped, started = counted_reductions(chunks, dynapipe.ForwardBackward(), loop)
+        alike = all(torch.equal(stepped.gradients[weight], gradient) for weight, gradient in stock.gradients.items())
+        if alike and started == sorted(started):
+            unnoticed.append(name)
+    return unnoticed
+
+
+def told_chunks(function: Any, **keywords: Any) -> list[Any]:
+    """What the chunks of a rank are told before their forwards, in the order of the calls: whether the micro-batch is
+    the first, its number, and that their parameters are to be there."""
+    loop = LOOPS["two chunks a rank, overlap"]
+    chunks, config = start(loop)
+    told: list[Any] = []
+    config.param_sync_func = [lambda _, number=number: told.append(("parameters", number)) for number in range(2)]
+    for number, chunk in enumerate(chunks):
+        chunk.set_is_first_microbatch = lambda number=number: told.append(("first", number))
+        chunk.module.decoder.layers[0].register_forward_pre_hook(
+            lambda layer, _, number=number: told.append((number, layer.current_microbatch))
+        )
+    run_step(function, loop, chunks, **keywords)
+    return sorted(told, key=repr)  # plans have an order of their own
+
+
+def run_loops(env: Any) -> tuple[dict[str, Found], list[str], list[str]]:
     dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
     stock, ours, split = get_forward_backward_func, dynapipe.ForwardBackward(), dynapipe.ForwardBackward(SPLIT)
     found = {}
@@ -69,9 +130,17 @@ def run_loops(env: Any) -> tuple[dict[str, Found], list[str]]:
         forwards = run_step(ours, loop, chunks, forward_only=True)
         collected = len(run_step(ours, loop, chunks, forward_only=True, collect_non_loss_data=True).reports)
         found[name] = Found(expected, orders[0][0], orders[1][0], forwards, collected)
-    refused = refusals()
+    for keywords in ({}, *({"forward_only": True, "first_val_step": first} for first in (None, True, False))):
+        assert told_chunks(ours, **keywords) == told_chunks(stock(), **keywords), keywords
+    loop = LOOPS["overlap and distributed optimizer"]
+    chunks, _ = start(loop)
+    (theirs, planned) = (run_step(function, loop, chunks, force_all_reduce=True) for function in (stock(), ours))
+    assert all(torch.equal(planned.gradients[weight], gradient) for weight, gradient in theirs.gradients.items())
+    scattered = found["overlap and distributed optimizer"].planned.gradients  # each replica has its shard's alone
+    assert any(not torch.equal(scattered[weight], gradient) for weight, gradient in theirs.gradients.items())
+    refused, unnoticed = refusals(), mutants_unnoticed(loop)
     dist.destroy_process_group()
-    return found, refused
+    return found, refused, unnoticed
 
 
 def bucket_groups(chunks: list[Any]) -> list[Any]:
@@ -126,7 +195,7 @@ def refusals() -> list[str]:
 def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(run_ranks: Any) -> None:
     ranks = run_ranks(4, run_loops, timeout_s=180)
     for name, loop in LOOPS.items():
-        for rank, (loops, _) in enumerate(ranks):
+        for rank, (loops, *_) in enumerate(ranks):
             found = loops[name]
             for planned in (found.planned, found.split):
                 assert planned.reports == found.stock.reports == found.forwards.reports, (name, rank)
@@ -134,7 +203,7 @@ def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(r
                     assert torch.equal(planned.gradients[weight], gradient), (name, rank, weight)
             assert not any(gradient.any() for gradient in found.forwards.gradients.values())
             assert found.collected == len(found.stock.reports)
-        assert sum(len(loops[name].planned.reports) for loops, _ in ranks) == loop.num_micro_batches * 4 // loop.pp
+        assert sum(len(loops[name].planned.reports) for loops, *_ in ranks) == loop.num_micro_batches * 4 // loop.pp
     for replica in (0, 1):
         stages = [ranks[replica + 2 * pp_rank][0] for pp_rank in (0, 1)]
         whole = {n: g for loops in stages for n, g in loops["two stages"].stock.gradients.items()}
@@ -143,7 +212,8 @@ def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(r
         for weight, gradient in whole.items():
             assert torch.allclose(chunks[weight], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max())), weight
         assert stages[1]["two stages"].stock.reports == stages[1]["two chunks a rank, overlap"].planned.reports
-    for _, refused in ranks:
+    assert set.intersection(*(set(unnoticed) for *_, unnoticed in ranks)) == {"none"}
+    for _, refused, _ in ranks:
         assert [message.split()[0] for message in refused] == [
             "adjust_tensor_shapes_fn", "p2p_communicator", "overlap_moe_expert_parallel_comm", "cuda_graph_impl",
             "variable_seq_lengths", "overlap_grad_reduce",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from dynapipe_ext.executor.megatron.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.megatron.datasets import PlannedDatasets, planned_iterators, real_flops
 from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
-from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, data_planner
+from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, batch_once, data_planner
 from dynapipe_ext.executor.megatron.samples import Conversations, megatron_arrays, open_samples, split_source
 from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape
 from dynapipe_ext.executor.proven_step import prove, prove_step
@@ -143,6 +144,37 @@ def arguments(**changes: Any) -> Namespace:
         }
         | changes
     )
+
+
+def test_every_stage_reads_its_data_and_each_micro_batch_once() -> None:
+    """A script's forward step may ask its iterator anywhere, as one on Megatron's own data may."""
+    topology = Topology(pp=3)
+    for rank in range(3):
+        steps = PlannedSteps(Source(), batch_size=8, seed=0)
+        steps.bind(pipeline(topology, rank), PlanChoices(layout="packed"))
+        micro_batches, _ = next(steps)
+        assert {"tokens", "labels", "loss_mask", "position_ids"} <= set(micro_batches[0])
+    read = batch_once(micro_batches[0])
+    assert next(read) is micro_batches[0]
+    with pytest.raises(ConfigError, match="twice for one planned micro-batch"):
+        next(read)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "argument", "told"),
+    [
+        (Wishes(layout="packed"), None, "layout is 'packed', but no data are planned"),
+        (Wishes(pieces="auto", layout="packed"), None, "layout is 'packed' and pieces is 'auto', but"),
+        (Wishes(store="redis://:secret@there"), None, "store was given, but no data are planned"),
+        (Wishes(), "packed", "layout is 'packed'"),
+        (Wishes(layout="padded", pieces="off"), "packed", None),
+        (Wishes(), None, None),
+    ],
+)
+def test_wishes_for_planned_data_are_refused_without(wishes: Wishes, argument: str | None, told: str | None) -> None:
+    with pytest.raises(ConfigError, match=told) if told else nullcontext() as error:
+        wishes.check_unplanned(Namespace(dynapipe_layout=argument))
+    assert "secret" not in str(error)
 
 
 def test_iterators_are_made_for_what_the_arguments_ask() -> None:

@@ -55,6 +55,7 @@ ARGUMENTS: dict[str, Any] = {
     "use_megatron_fsdp": True,
     "use_torch_fsdp2": True,
     "use_tp_pp_dp_mapping": True,
+    "num_distributed_optimizer_instances": 2,
     "perform_rl_step": True,
 }
 DATA: dict[str, Any] = {
@@ -113,6 +114,12 @@ def test_an_encoder_decoder_over_pipeline_ranks_is_refused_with_what_trains_it()
         check_arguments(Namespace(decoder_seq_length=8, pipeline_model_parallel_size=2))
 
 
+def test_an_order_of_megatrons_own_interleaved_schedule_is_refused() -> None:
+    check_arguments(Namespace(microbatch_group_size_per_vp_stage=2, pipeline_model_parallel_size=2))
+    with pytest.raises(ConfigError, match="microbatch_group_size_per_vp_stage is 4, which orders"):
+        check_arguments(Namespace(microbatch_group_size_per_vp_stage=4, pipeline_model_parallel_size=2))
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -155,6 +162,8 @@ def test_chunks_that_cannot_follow_a_plan_are_refused() -> None:
         check_config(Namespace(), [FullyShardedFSDP()])
     with pytest.raises(ConfigError, match="sharded by FSDP"):
         check_config(Namespace(), [Namespace(ddp_config=Namespace(use_megatron_fsdp=True))])
+    with pytest.raises(ConfigError, match="num_distributed_optimizer_instances is 2"):
+        check_config(Namespace(), [Namespace(ddp_config=Namespace(num_distributed_optimizer_instances=2))])
     with pytest.raises(ConfigError, match="a Namespace starts its reduction in backwards alone"):
         check_sync([Namespace()], Namespace(no_sync_func=lambda: None, grad_sync_func=None))
     check_sync([Namespace()], Namespace(no_sync_func=None, grad_sync_func=None))
