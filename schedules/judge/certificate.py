@@ -77,7 +77,7 @@ def certify(
     batch_ns = free_batch_ns = None
     if pieces or sum(len(m.samples) for m in micro_batches) == len(samples):
         ranks, dp = step_plan.schedules[0].stage_ranks, len(step_plan.schedules)
-        bound_ns = partial(
+        least_ns = partial(
             batch_floor_ns,
             costs,
             samples,
@@ -85,8 +85,8 @@ def certify(
             packed=any(m.layout == "packed" for m in micro_batches),
             pieces=pieces,
         )
-        batch_ns = bound_ns(ranks, dp=dp, memory_limit_bytes=memory_limit_bytes)
-        work_ns = bound_ns((0,) * len(ranks), dp=1)  # all of it on one rank
+        batch_ns = least_ns(ranks, dp=dp, memory_limit_bytes=memory_limit_bytes)
+        work_ns = least_ns((0,) * len(ranks), dp=1)  # all of it on one rank
         free_batch_ns = None if work_ns is None else work_ns // (len(set(ranks)) * dp)
     certificate = Certificate(
         makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),

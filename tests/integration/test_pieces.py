@@ -56,7 +56,7 @@ from tests.support.megatron_ranks import (
     tensors_of,
     worst_error,
 )
-from tests.support.pieces import cut_sample, hand_made, pieced_replicas, random_legal_schedule
+from tests.support.pieces import SETTINGS, cut_sample, hand_made, pieced_replicas, random_legal_schedule
 from tests.support.preloaded import Preloaded
 
 ONE = Topology()
@@ -359,33 +359,6 @@ def test_pieces_hold_what_is_predicted_of_unfused_layers(alone, recompute, num_p
 def test_a_first_stage_that_is_recomputed_holds_keys_and_values_alone(alone):
     for held in alone.held["stage"]:
         assert held[len(held) // 2 - 1] == KEYS_BYTES  # after all forwards
-
-
-SETTINGS = """
-[run]
-steps = 3
-[topology]
-tp = 1
-pp = 2
-dp = 2
-[model]
-num_layers = 4
-hidden_size = 32
-num_heads = 4
-num_query_groups = 2
-ffn_hidden_size = 64
-max_seq_len = 2048
-[data]
-path = "texts.jsonl"
-tokenizer = "bytes"
-tokens_per_batch = 6000
-[plan]
-max_tokens = 2048
-split_backward = true
-[job]
-strict = true
-timeout_s = 60
-"""
 
 
 def test_a_run_in_pieces_has_the_losses_of_one_with_whole_samples(preloaded: Preloaded, tmp_path: Path) -> None:
