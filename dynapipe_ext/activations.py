@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, check_integer, short
 from dynapipe_ext.plan import MicroBatch
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8}
@@ -43,6 +43,14 @@ class ActivationFormat:
     order: Literal["sbh", "bsh"] = "sbh"
     sequence_shards: int = 1
     first_decoder_stage: int | None = None
+
+    def __post_init__(self) -> None:
+        """Errors: ConfigError."""
+        check_integer("hidden_size", self.hidden_size, least=1)
+        check_integer("sequence_shards", self.sequence_shards, least=1)
+        for name, value, known in ("dtype", self.dtype, tuple(DTYPE_BYTES)), ("order", self.order, ("sbh", "bsh")):
+            if value not in known:
+                raise ConfigError(f"{name} is {short(value)}: choose from {', '.join(known)}")
 
     def specs(self, micro_batch: MicroBatch, boundary: int = 0) -> tuple[TensorSpec, ...]:
         """The tensors of a message between stages `boundary` and `boundary` + 1, in either direction.

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from dynapipe_ext.config_data import DataSettings, EvalSettings, check_data_settings, check_evaluation
 from dynapipe_ext.config_model import check_heads, check_pieces_of_model, refuse_order_in_bits, with_described
 from dynapipe_ext.config_values import checked_value, refuse_out_of_bounds, refuse_unknown
-from dynapipe_ext.data.mixture import weighted_files
 from dynapipe_ext.deepspeed_config import DeepSpeedSettings, with_decided, with_read
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.lora import LoraSettings, with_adapted
@@ -100,32 +100,6 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSettings:
-    """`path` empty means the built-in generator. `mixture` names several files instead, all with weights, as
-    "a.jsonl=0.7", or none: the shares of the samples that training sees. `tokenizer`: "bpe" (trained on the data,
-    `vocab_size` ids), "bytes", or what `dynapipe preprocess --tokenizer` takes. Of a model's folder of transformers the
-    tokenizer does what that model was trained with: `template` says of what the records are ("auto": what the first one
-    has), the keys name their fields where these are not input and target, prompt and response, or text. Exactly one of
-    `tokens_per_batch` and `batch_size` is above 0."""
-
-    path: str = ""
-    mixture: tuple[str, ...] = ()
-    num_samples: int = 4000
-    tokenizer: str = "bpe"
-    vocab_size: int = 1024
-    template: Literal["auto", "chat", "prompt", "text"] = "auto"
-    input_key: str = ""
-    target_key: str = ""
-    text_key: str = ""
-    truncate: bool = False
-    tokens_per_batch: int = 8192
-    batch_size: int = 0
-    drop_last: bool = False
-    num_workers: int = 1
-    prefetch_steps: int = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
     """`costs` names a cost file; empty means: measure this machine before the run. `max_tokens` caps the positions of
     one micro-batch (0: only memory does). `pieces` cuts samples of more than so many tokens; "auto": where steps then
@@ -162,7 +136,7 @@ class OptimizerSettings:
     A step whose loss or gradients are not finite changes no weight: `nan_policy` "stop" ends the run there, "skip"
     leaves out up to `max_skips` such steps in a row. `deterministic`: sums of gradients, their norm and the loss are
     exact, so that for the same micro-batches they have the same bits under every plan, PP and DP degree; that takes 8
-    bytes a parameter more, which plans do not count."""
+    bytes a parameter more, which plans count."""
 
     lr: float = 2e-3
     min_lr: float = 2e-4
@@ -194,18 +168,6 @@ class CheckpointSettings:
     keep_best: bool = False
     background: bool = False
     grace_s: float = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalSettings:
-    """The validation loss is taken every `every` steps (0: never) and after the last one, over the first `steps` global
-    batches of a fixed order (0: all). The data are those in `path`, text or tokens, by the training data's tokenizer;
-    or the `fraction` of the training data's samples that is drawn by the seed and never trained on."""
-
-    every: int = 0
-    steps: int = 0
-    path: str = ""
-    fraction: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,26 +261,7 @@ class TrainConfig:
         data, optimizer = self.data, self.optimizer
         if self.debug.log_level == "debug" and not self.debug.log_dir:
             raise ConfigError(f"{where}: [debug] log_level is 'debug' but no log_dir says where logs go: give one")
-        if (data.tokens_per_batch > 0) == (data.batch_size > 0):
-            raise ConfigError(
-                f"{where}: [data] tokens_per_batch is {data.tokens_per_batch} and batch_size is"
-                f" {data.batch_size}: set exactly one of them above 0"
-            )
-        if data.mixture and data.path:
-            raise ConfigError(
-                f"{where}: [data] path is {data.path} and mixture is {list(data.mixture)}: leave one out, or name all"
-                " files in mixture"
-            )
-        weighted_files(data.mixture)
-        if data.num_workers and data.prefetch_steps < 2:
-            raise ConfigError(
-                f"{where}: [data] prefetch_steps is {data.prefetch_steps} but must be at least 2 with planner processes"
-                f" (num_workers is {data.num_workers})"
-            )
-        if bool(data.input_key) != bool(data.target_key):
-            raise ConfigError(
-                f"{where}: [data] input_key is {data.input_key!r} and target_key {data.target_key!r}: give both"
-            )
+        check_data_settings(data, where)
         if len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas):
             raise ConfigError(
                 f"{where}: [optimizer] betas is {optimizer.betas} but must be two numbers of 0 to below 1"
@@ -342,7 +285,7 @@ class TrainConfig:
             )
         check_fill_waits(self.plan.fill_waits, self.plan.schedule, self.plan.split_backward, f"{where}: [plan] ")
         self._check_placement(where)
-        _check_evaluation(self.eval, where)
+        check_evaluation(self.eval, where)
         check_heads(self, where)
         check_pieces_of_model(self, where)
         if optimizer.deterministic:
@@ -373,24 +316,3 @@ class TrainConfig:
         except ConfigError as error:
             raise ConfigError(f"{where}: [topology] {error}") from error
         check_placed(self.plan.schedule, Topology(pp=t.pp, placement=stage_ranks), f"{where}: [plan] ")
-
-
-def _check_evaluation(settings: EvalSettings, where: str) -> None:
-    """Refuse an evaluation without data, with two kinds of them, or data that no evaluation reads."""
-    table, given = f"{where}: [eval]", {"path": settings.path, "fraction": settings.fraction, "steps": settings.steps}
-    if not 0 <= settings.fraction < 1:
-        raise ConfigError(f"{table} fraction is {settings.fraction} but must be at least 0 and below 1")
-    if settings.path and settings.fraction:
-        raise ConfigError(
-            f"{table} path is {settings.path} and fraction is {settings.fraction}: evaluate on data of their own or on"
-            " a part of the training data, leave one out"
-        )
-    if settings.every and not (settings.path or settings.fraction):
-        raise ConfigError(
-            f"{table} every is {settings.every} but there is nothing to evaluate on: give path, held-out data, or"
-            " fraction, the part of the training data to hold out, like 0.05"
-        )
-    if not settings.every and (named := [f"{name} is {value}" for name, value in given.items() if value]):
-        raise ConfigError(
-            f"{table} {' and '.join(named)} but every is 0, which never evaluates: set every, or leave the others out"
-        )

@@ -23,6 +23,8 @@ _AT_LEAST = {
         "max_seq_len": 1,
     },
     "data": {
+        "max_input_len": 0,
+        "max_target_len": 0,
         "num_samples": 1,
         "vocab_size": 1,
         "tokens_per_batch": 0,

@@ -36,6 +36,7 @@ _FOREIGN = {  # sections that change what a step is or what it trains on, with w
     "progressive_layer_drop": "train all layers",
 }
 _SECTIONS = ("optimizer", "scheduler", "zero_optimization", "bf16", "tensor_parallel", "checkpoint")
+_MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
 _MISSPELT = 0.85  # share of letters in common: no two names that DeepSpeed knows have as many
 _LEAST_PRINTED = 1 << 30  # steps between DeepSpeed's own lines, where the file names none
 
@@ -51,6 +52,11 @@ class DeepSpeedSettings:
     @property
     def zero_stage(self) -> ZeroStage:
         return zero_stage(self.described or {}, self.config)
+
+    @property
+    def meets_inside(self) -> bool:
+        """Whether replicas meet in collectives of each micro-batch."""
+        return self.zero_stage >= _MEETS_INSIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +156,7 @@ def settings_in(raw: Mapping[str, Any]) -> Tables:
     tables: Tables = {"model": {"backend": "transformers"}, "optimizer": optimizer}
     if enabled != "auto":
         tables["model"]["dtype"] = "bfloat16" if enabled else "float32"
-    if zero_stage(raw) >= 2:
+    if zero_stage(raw) >= _MEETS_INSIDE:
         tables["plan"] = {"replica_counts": "equal"}
     return tables
 

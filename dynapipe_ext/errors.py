@@ -14,9 +14,10 @@ Messages name the value, the bound and the next move. A command line turns these
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 
 _MOST_SHOWN = 40
+_MOST_INT = 2**63 - 1  # what arrays hold
 _MOST_TIMEOUT_S = 10**9  # what clocks and locks can wait for
 
 
@@ -59,6 +60,15 @@ def check_timeout(timeout_s: float) -> None:
             f"timeout_s is {short(timeout_s)} but must be positive and at most {_MOST_TIMEOUT_S:,}: what never comes"
             " must end the job, so give seconds, such as 60"
         )
+
+
+def check_integer(name: str, value: object, *, least: int, most: int | None = None) -> None:
+    """Errors: ConfigError for what is no integer of `least` to `most` (None: as large as arrays hold)."""
+    possible = range(least, (_MOST_INT if most is None else most) + 1)
+    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) in possible:
+        return
+    bounds = f"of at least {least}" if most is None else f"of {least} to {most}"
+    raise ConfigError(f"{name} is {short(value)} but must be an integer {bounds}")
 
 
 class DataError(DynaPipeError):

@@ -80,7 +80,8 @@ def checked_samples(samples: Sequence[SampleLength]) -> list[SampleLength]:
         if not isinstance(s, SampleLength):
             raise DataError(f"{short(s)} stands among samples but is no SampleLength: give those alone")
         counts = (s.index, s.encoder, s.decoder, s.target, s.start)
-        if not all(isinstance(count, _INTEGERS) and count >= 0 for count in counts) or not (
+        integers = {*map(type, counts)} == {int} or all(isinstance(count, _INTEGERS) for count in counts)
+        if not (integers and min(counts) >= 0) or not (
             1 <= s.encoder <= MOST_POSITIONS and s.decoder <= MOST_POSITIONS and s.target <= s.tokens
         ):
             shown = ", ".join(map(short, counts))

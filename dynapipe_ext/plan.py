@@ -137,6 +137,8 @@ def check_cover(plan: GlobalBatchPlan, samples: Iterable[SampleLength]) -> None:
         whole = wanted[index]
         if len(parts) == 1 and not parts[0].start:
             part = parts[0]
+            if part is whole:
+                continue
             if (part.encoder, part.decoder, part.target) == (whole.encoder, whole.decoder, whole.target):
                 continue
         end = 0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import assert_never
 
-from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.instructions import (
     Backward,
     BackwardInput,
@@ -70,6 +70,10 @@ class PipelineExecutor:
         `micro_batches[i]` holds the tensors of `plan.micro_batches[i]`. Raises ExecutionError when a peer is late.
         What an instruction raises carries a note that says which one, where, and on what.
         """
+        if not isinstance(plan, ExecutionPlan):
+            raise ConfigError(
+                f"the plan is of type {type(plan).__name__}: call execute(plan, micro_batches) with a loader's"
+            )
         if len(micro_batches) != len(plan.micro_batches):
             raise ExecutionError(
                 f"step {plan.step}: {len(micro_batches)} batches were given for {len(plan.micro_batches)} micro-batches"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
-from dynapipe_ext.config import EvalSettings
+from dynapipe_ext.config_data import EvalSettings
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.events import EvalDone

@@ -345,6 +345,11 @@ class DynaPipeDataLoader:
     def _check_whole(self, micro_batch: MicroBatch, samples: Iterable[TokenSample]) -> None:
         """Refuse samples that are longer than planning was told: what is over would never be trained."""
         for planned, sample in zip(micro_batch.samples, samples, strict=True):
+            if not hasattr(sample, "positions"):
+                raise DataError(
+                    f"the dataset gives {type(sample).__name__} for sample {planned.index} but tensors are made of a"
+                    " TokenSample (dynapipe_ext.data.dataset): give those, or collate_fn=f(micro_batch, samples)"
+                )
             told = int(self._lengths[planned.index, 0])
             if sample.positions > told:
                 raise DataError(

@@ -73,12 +73,13 @@ def lower_schedule(
     starts = [[start for start, _ in rank] for rank in times]
     before: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
     after: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in schedule.ranks]
+    decoded = activation_format.first_decoder_stage  # all boundaries before it are alike, and all from it on
     specs_of = cache(lambda micro_batch, boundary: activation_format.specs(micro_batches[micro_batch], boundary))
     for message, post in _in_one_order(order_times or times, _messages(schedule)):
         sender, receiver = message.sender, message.receiver
         channel = channel_of(sender, receiver)
         boundary = message.buffer.stage - (message.buffer.payload == "gradient")
-        specs = specs_of(message.buffer.micro_batch, boundary)
+        specs = specs_of(message.buffer.micro_batch, 0 if decoded is None or boundary < decoded else decoded)
         after[sender][message.sent_after].append(Send(message.buffer, receiver, channel, specs))
         before[receiver][post].append(Recv(message.buffer, sender, channel, specs))
         arrival_ns = times[sender][message.sent_after][1]
@@ -126,24 +127,19 @@ def _in_one_order(times: Times, messages: Sequence[_Message]) -> list[tuple[_Mes
 
 
 def _messages(schedule: PipelineSchedule) -> list[_Message]:
-    position = {action: (rank, i) for rank, actions in enumerate(schedule.ranks) for i, action in enumerate(actions)}
+    takers: dict[tuple[bool, int, int], tuple[int, int]] = {}  # whether it goes up, stage, micro-batch -> its place
+    for rank, actions in enumerate(schedule.ranks):
+        for i, action in enumerate(actions):
+            if action.kind is not Kind.BACKWARD_WEIGHT:
+                takers[action.kind is Kind.FORWARD, action.stage, action.micro_batch] = rank, i
     last, messages = schedule.num_stages - 1, []
-    for action, (rank, i) in position.items():
-        match action.kind:
-            case Kind.FORWARD if action.stage < last:
-                consumer = position[Action(action.stage + 1, Kind.FORWARD, action.micro_batch)]
-                buffer = Buffer("activation", action.stage, action.micro_batch)
-            case Kind.BACKWARD | Kind.BACKWARD_INPUT if action.stage > 0:
-                below = action.stage - 1
-                whole = Action(below, Kind.BACKWARD, action.micro_batch)
-                consumer = position[
-                    whole if whole in position else Action(below, Kind.BACKWARD_INPUT, action.micro_batch)
-                ]
-                buffer = Buffer("gradient", action.stage, action.micro_batch)
-            case _:
-                continue
-        if consumer[0] != rank:
-            messages.append(_Message(buffer, rank, i, consumer[0], consumer[1]))
+    for (up, stage, micro_batch), (rank, i) in takers.items():
+        if stage == (last if up else 0):
+            continue
+        receiver, used_by = takers[up, stage + 1 if up else stage - 1, micro_batch]
+        if receiver != rank:
+            buffer = Buffer("activation" if up else "gradient", stage, micro_batch)
+            messages.append(_Message(buffer, rank, i, receiver, used_by))
     return messages
 
 
@@ -152,15 +148,17 @@ def _rank_instructions(
 ) -> list[Instruction]:
     """Receives are posted first, then finished sends give up their memory, then the action's input is awaited."""
     order = {Recv: 0, WaitSend: 1, WaitRecv: 2}
+    none: list[Instruction] = []
     loaded: set[int] = set()
     instructions: list[Instruction] = []
     for i, action in enumerate(actions):
-        instructions += sorted(before[i], key=lambda instruction: order[type(instruction)])
+        first = before.get(i, none)
+        instructions += sorted(first, key=lambda one: order[type(one)]) if len(first) > 1 else first
         if action.micro_batch not in loaded:
             loaded.add(action.micro_batch)
             instructions.append(Load(action.micro_batch))
         instructions.append(_compute(action))
-        instructions += after[i]
+        instructions += after.get(i, none)
     for i in sorted(before):
         if i >= len(actions):
             instructions += before[i]

@@ -8,8 +8,10 @@ is shown is what runs, and what would not run is refused in the same words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from dynapipe_ext.activations import ActivationFormat
@@ -25,6 +27,7 @@ from dynapipe_ext.topology import Topology
 
 Plans = tuple[tuple[ExecutionPlan, ...], ...]  # indexed [dp_rank][pp_rank]
 
+PROVEN_RULE = "steps end under NCCL's rules, even where a rank runs its transfers and collectives one at a time"
 _MOST_PLANS = 4  # of a step: less room makes fewer micro-batches wait; so a few rounds settle it
 
 
@@ -48,8 +51,19 @@ class StepPlanner(Protocol):
         """Whether executors will run weight gradients while they wait."""
         ...
 
-    def plan(self, samples: Sequence[SampleLength], *, step: int, reserve_bytes: int = 0) -> StepPlan:
-        """A plan that leaves `reserve_bytes` of the limit free on every rank. Raises PlanError where there is none."""
+    def plan(
+        self,
+        samples: Sequence[SampleLength],
+        *,
+        step: int,
+        reserve_bytes: int = 0,
+        unreserved: StepPlan | None = None,
+    ) -> StepPlan:
+        """A plan that leaves `reserve_bytes` of the limit free on every rank. Raises PlanError where there is none.
+
+        `unreserved` is the plan of the same samples and step without a reserve, where that is known: it may save work,
+        and changes nothing else.
+        """
         ...
 
     def to_json(self) -> Mapping[str, Any]:
@@ -84,8 +98,11 @@ def prove_step(planner: StepPlanner, samples: Sequence[SampleLength], *, step: i
     """
     limit, most_in_flight = int(planner.memory_limit_bytes), 0
     reserves: tuple[int, ...] = (0,)
+    unreserved: StepPlan | None = None
     for attempt in range(_MOST_PLANS):
-        step_plan, reserve = _first_plan(planner, samples, step, reserves)
+        plan = partial(planner.plan, samples, step=step, unreserved=unreserved)
+        step_plan, reserve = _first_plan(plan, reserves)
+        unreserved = unreserved or step_plan
         proven = prove(step_plan, planner.activation_format, planner.replica_collectives, fill_waits=planner.fill_waits)
         too_many = proven.peak_bytes - limit
         if too_many <= 0:
@@ -99,17 +116,13 @@ def prove_step(planner: StepPlanner, samples: Sequence[SampleLength], *, step: i
     )
 
 
-def _first_plan(
-    planner: StepPlanner, samples: Sequence[SampleLength], step: int, reserves: Sequence[int]
-) -> tuple[StepPlan, int]:
+def _first_plan(plan: Callable[..., StepPlan], reserves: Sequence[int]) -> tuple[StepPlan, int]:
     """The plan with the first of these reserves that leaves one, and which it was. Errors: the last one's."""
     *before, last = reserves
     for reserve in before:
-        try:
-            return planner.plan(samples, step=step, reserve_bytes=reserve), reserve
-        except PlanError:
-            continue
-    return planner.plan(samples, step=step, reserve_bytes=last), last
+        with suppress(PlanError):
+            return plan(reserve_bytes=reserve), reserve
+    return plan(reserve_bytes=last), last
 
 
 def prove(

@@ -13,6 +13,7 @@ import json
 import operator
 import struct
 import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any, assert_never
 
 from dynapipe_ext.activations import TensorSpec
@@ -50,7 +51,18 @@ def encode(plan: ExecutionPlan, key: bytes, *, context: bytes = b"") -> bytes:
 
     Errors: ConfigError for a key of under 16 bytes.
     """
-    return sealed(_to_json(plan), key, context=context)
+    (data,) = encode_all([plan], key, contexts=[context])
+    return data
+
+
+def encode_all(plans: Iterable[ExecutionPlan], key: bytes, *, contexts: Iterable[bytes]) -> Iterator[bytes]:
+    """Each plan as `encode` has it; ranks of one replica share their micro-batches, which are written out once."""
+    micro_batches: tuple[MicroBatch, ...] | None = None
+    for plan, context in zip(plans, contexts, strict=True):
+        if plan.micro_batches is not micro_batches:
+            micro_batches = plan.micro_batches
+            written = _json([_micro_batch_row(micro_batch) for micro_batch in micro_batches])
+        yield sealed(_to_json(plan, written), key, context=context)
 
 
 def decode(data: bytes, key: bytes, *, context: bytes = b"") -> ExecutionPlan:
@@ -118,20 +130,23 @@ def _mac(key: bytes, head: bytes, context: bytes, packed: bytes) -> bytes:
     return mac.digest()
 
 
-def _to_json(plan: ExecutionPlan) -> bytes:
+def _to_json(plan: ExecutionPlan, micro_batches: str) -> bytes:
     tables: dict[tuple[TensorSpec, ...], int] = {}
+    instructions = ",".join([_instruction_text(instruction, tables) for instruction in plan.instructions])
     prediction = plan.prediction
-    document = [
-        [plan.step, plan.dp_rank, plan.pp_rank, plan.stage_ranks],
-        [_micro_batch_row(micro_batch) for micro_batch in plan.micro_batches],
-        [_instruction_row(instruction, tables) for instruction in plan.instructions],
+    place = [plan.step, plan.dp_rank, plan.pp_rank, plan.stage_ranks]
+    rest = [
         [[[spec.shape, spec.dtype] for spec in specs] for specs in tables],
         [prediction.makespan_ns, prediction.lower_bound_ns, prediction.peak_bytes, prediction.bubble_ratio],
         [plan.loss_norm, plan.loss_divisor, plan.real_tokens, plan.padded_tokens, plan.num_micro_batches, plan.seed],
         plan.forward_only,
     ]
+    return f"[{_json(place)},{micro_batches},[{instructions}],{_json(rest)[1:]}".encode()
+
+
+def _json(value: Any) -> str:
     # default: NumPy integers, which arithmetic on length arrays leaves behind, are written as integers.
-    return json.dumps(document, separators=(",", ":"), allow_nan=False, default=operator.index).encode()
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, default=operator.index)
 
 
 def _from_json(body: bytes) -> ExecutionPlan:
@@ -186,26 +201,27 @@ def _micro_batch(row: list[Any]) -> MicroBatch:
     return MicroBatch(samples, layout, recompute, attention, pad_multiple, min_len)
 
 
-def _instruction_row(instruction: Instruction, tables: dict[tuple[TensorSpec, ...], int]) -> list[Any]:
+def _instruction_text(instruction: Instruction, tables: dict[tuple[TensorSpec, ...], int]) -> str:
+    """Its JSON, written here: a step of thousands of ranks has hundreds of thousands of instructions."""
     match instruction:  # the most frequent first, as cases are tried in turn
         case WaitSend(buffer):
-            return ["s", *_buffer_row(buffer)]
+            return f'["s",{_buffer_text(buffer)}]'
         case WaitRecv(buffer):
-            return ["r", *_buffer_row(buffer)]
+            return f'["r",{_buffer_text(buffer)}]'
         case Send(buffer, peer, channel, specs):
-            return ["S", *_buffer_row(buffer), peer, channel, tables.setdefault(specs, len(tables))]
+            return f'["S",{_buffer_text(buffer)},{peer},{channel},{tables.setdefault(specs, len(tables))}]'
         case Recv(buffer, peer, channel, specs):
-            return ["R", *_buffer_row(buffer), peer, channel, tables.setdefault(specs, len(tables))]
+            return f'["R",{_buffer_text(buffer)},{peer},{channel},{tables.setdefault(specs, len(tables))}]'
         case Load(micro_batch):
-            return ["L", micro_batch]
+            return f'["L",{micro_batch}]'
         case Forward(stage, micro_batch):
-            return ["F", stage, micro_batch]
+            return f'["F",{stage},{micro_batch}]'
         case Backward(stage, micro_batch):
-            return ["B", stage, micro_batch]
+            return f'["B",{stage},{micro_batch}]'
         case BackwardInput(stage, micro_batch):
-            return ["I", stage, micro_batch]
+            return f'["I",{stage},{micro_batch}]'
         case BackwardWeight(stage, micro_batch):
-            return ["W", stage, micro_batch]
+            return f'["W",{stage},{micro_batch}]'
         case _:
             assert_never(instruction)
 
@@ -237,8 +253,8 @@ def _instruction(row: list[Any], tables: tuple[tuple[TensorSpec, ...], ...]) -> 
 _PAYLOADS: dict[str, Payload] = {"a": "activation", "g": "gradient"}
 
 
-def _buffer_row(buffer: Buffer) -> tuple[str, int, int]:
-    return buffer.payload[0], buffer.stage, buffer.micro_batch
+def _buffer_text(buffer: Buffer) -> str:
+    return f'"{buffer.payload[0]}",{buffer.stage},{buffer.micro_batch}'
 
 
 def _buffer(payload: str, stage: int, micro_batch: int) -> Buffer:

@@ -24,6 +24,7 @@ from dynapipe_ext.launch.env import Launcher, agent_variables
 from dynapipe_ext.launch.rank_records import RankRecord, read_rank_records
 from dynapipe_ext.launch.scratch import ScratchDirectory
 from dynapipe_ext.launch.signals import raise_if_lost
+from dynapipe_ext.launch.standing_still import StandingStill
 
 RendezvousBackend = Literal["c10d", "static"]
 LOST_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same again may well succeed
@@ -113,7 +114,7 @@ def run_agent(
 
 
 def _watched(agent: Supervised, records: Path, timeout_s: float, order: Callable[[], str]) -> NodeEnd:
-    still, cause, empty_since_s = _StandingStill(timeout_s), "", time.monotonic()
+    still, cause, empty_since_s = StandingStill(timeout_s), "", time.monotonic()
     while agent.poll() is None:
         raise_if_lost()
         select.select([agent.pidfd], [], [], _POLL_S)
@@ -163,27 +164,6 @@ def _killed_first(ranks: Iterable[RankRecord]) -> str:
         return ""
     killed = [f"rank {rank.rank} (process {rank.pid})" for rank in ranks if rank.was_killed]
     return f"{', '.join(killed)} was killed: if nobody did that, memory ran out" if killed else ""
-
-
-class _StandingStill:
-    """Since when processes have been stopped (SIGSTOP, a debugger)."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._since_s: dict[int, float] = {}
-
-    def seen(self, processes: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Of (process id, name), those that have been stopped for as long as the limit at every look."""
-        now_s, stopped = time.monotonic(), [one for one in processes if _is_stopped(one[0])]
-        self._since_s = {pid: self._since_s.get(pid, now_s) for pid, _ in stopped}
-        return [(pid, name) for pid, name in stopped if now_s - self._since_s[pid] >= self._limit_s]
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except OSError:
-        return False
 
 
 def _have_saved(agent: Supervised, records: Path, grace_s: float) -> None:

@@ -2,8 +2,7 @@
 
     caller imports torch ─► fork ranks 0 … N-1 ─► wait for the first that fails ─► end the others ─► say which it was
 
-Every rank also ends with this process, however that ends. A process beside the ranks (a planner) is a `Supervised`: its
-failure ends the job just as a rank's does.
+Every rank also ends with this process, however that ends; so does any other `Supervised`.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from __future__ import annotations
 import faulthandler
 import gc
 import io
+import math
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from typing import NoReturn
 from dynapipe_ext.errors import ConfigError, DynaPipeError, ExecutionError, in_one_line
 from dynapipe_ext.executor.parent_death import before_exec, end_with_parent, supervising_pid
 from dynapipe_ext.launch.env import RankEnv, child_environment, use_interface
+from dynapipe_ext.launch.network import free_port
 from dynapipe_ext.launch.scratch import ScratchDirectory
 from dynapipe_ext.launch.signals import (
     ENDING,
@@ -38,6 +38,7 @@ from dynapipe_ext.launch.signals import (
     raise_if_lost,
     stacks_asked_for,
 )
+from dynapipe_ext.launch.standing_still import StandingStill
 
 BUG_STATUS, USER_ERROR_STATUS = 1, 2
 _SAVED_STATUS = 128 + signal.SIGUSR1
@@ -192,22 +193,22 @@ def run_local(
     timeout_s: float | None = None,
     grace_s: float = _GRACE_S,
     save_s: float = 0.0,
-    companions: Sequence[Supervised] = (),
+    stopped_s: float = math.inf,
 ) -> None:
     """Run `rank_main` in `world_size` forked ranks and return when all have ended with status 0.
 
-    Import what the ranks need, and set the number of threads, before the call. The first rank or companion that fails
-    ends all ranks (SIGTERM, after `grace_s` SIGKILL) and raises JobError, which names it. At `timeout_s` every rank's
-    stack is printed first. SIGINT, SIGTERM and SIGUSR1 to this process end the ranks too, then raise
+    Import what the ranks need, and set the number of threads, before the call. The first rank that fails, or is stopped
+    for `stopped_s`, ends all (SIGTERM, after `grace_s` SIGKILL) and raises JobError, which names it. At `timeout_s`
+    every rank's stack is printed first. SIGINT, SIGTERM and SIGUSR1 to this process end the ranks too, then raise
     KeyboardInterrupt and SystemExit (143, 138); with `save_s` ranks are given the latter two as SIGUSR1 first, and have
-    that long to end by themselves. SIGUSR2 prints every rank's stack. Companions stay the caller's to close.
+    that long to end by themselves. SIGUSR2 prints every rank's stack.
     """
     if world_size < 1:
         raise ConfigError(f"the number of ranks is {world_size} but must be at least 1")
     ranks: list[Supervised] = []
     with ending_signals_raise(), stacks_asked_for() as asked, ScratchDirectory() as scratch:
         init_method = f"file://{scratch.path / 'rendezvous'}"  # torch takes the path as it is, with no %20
-        port = _free_port()
+        port = free_port()
         try:
             with ending_signals_blocked():  # a rank that is not in the list yet would be forgotten
                 for rank in range(world_size):
@@ -223,7 +224,7 @@ def run_local(
                     name = f"rank {rank}"
                     is_first = partial(_is_first_failure, scratch.path / _FAILED, name)
                     ranks.append(Supervised.fork(name, partial(_rank, rank_main, env), is_first))
-            _watch(ranks, companions, timeout_s, scratch.path / _FAILED, asked)
+            _watch(ranks, timeout_s, StandingStill(stopped_s), scratch.path / _FAILED, asked)
         except SystemExit:
             if save_s:
                 _ask_to_save(ranks, save_s)
@@ -270,12 +271,12 @@ def _is_first_failure(place: Path, name: str) -> bool:
 
 
 def _watch(
-    ranks: Sequence[Supervised], companions: Sequence[Supervised], timeout_s: float | None, first: Path, asked: Event
+    ranks: Sequence[Supervised], timeout_s: float | None, still: StandingStill, first: Path, asked: Event
 ) -> None:
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
-        for process in (*ranks, *companions):
-            selector.register(process.pidfd, selectors.EVENT_READ, process)
+        for rank in ranks:
+            selector.register(rank.pidfd, selectors.EVENT_READ)
         while running := [rank for rank in ranks if rank.poll() is None]:
             raise_if_lost()
             remaining_s = _POLL_S if deadline_s is None else deadline_s - time.monotonic()
@@ -290,7 +291,9 @@ def _watch(
                 _print_stacks(running)
             for key, _ in selector.select(min(_POLL_S, remaining_s)):
                 selector.unregister(key.fd)
-            _raise_first_failure((*ranks, *companions), first)
+            _raise_first_failure(ranks, first)
+            for pid, name in still.seen((rank.pid, rank.name) for rank in ranks):
+                raise JobError(f"{name} (pid {pid}) was stopped for {still.limit_s:g} s, by SIGSTOP or a debugger")
     _raise_first_failure(ranks, first)
 
 
@@ -390,11 +393,3 @@ def say_at_once(text: str) -> None:
     """Write to standard error at once and in one piece: several processes write there."""
     with suppress(OSError):
         os.write(2, (text.rstrip("\n") + "\n").encode())
-
-
-def _free_port() -> int:
-    """A loopback port that nobody listens on now, for libraries that insist on one; ranks meet in a file."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

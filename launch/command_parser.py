@@ -15,6 +15,9 @@ from dynapipe_ext.suggestion import did_you_mean
 
 _MOST_POSITIONS = 1 << 40  # of a sample
 PIECES_HELP = "run samples of more than N tokens in pieces; auto: where that is faster"
+MAX_INPUT_HELP = "most tokens of an input; 0: only of a sample"
+MAX_TARGET_HELP = "most tokens of a target; 0: only of a sample"
+TASKS_HELP = "TOML or JSON of tasks with other such lengths"
 _STATUSES = {
     0: "done",
     1: "a defect of dynapipe, after its traceback",

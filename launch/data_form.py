@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dynapipe_ext.config import DataSettings
+from dynapipe_ext.config_data import DataSettings
 from dynapipe_ext.data.preprocessing.encoders import Encoder
 from dynapipe_ext.data.preprocessing.inputs import BlockStream, find_inputs
 from dynapipe_ext.data.preprocessing.records import TextRecord, records

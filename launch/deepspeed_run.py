@@ -1,27 +1,24 @@
-"""A rank's model that transformers computes and a DeepSpeed engine trains."""
+"""A rank's part of a model that transformers computes and a DeepSpeed engine trains."""
 
 from __future__ import annotations
 
-import shutil
 import sys
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.states import StateRecipe, state_bytes
+from dynapipe_ext.costs.states import state_bytes
 from dynapipe_ext.deepspeed_config import engine_config
-from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import EngineSaver, load_engine
+from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
+from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import engine_saver, load_engine
 from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer, gathered, make_engine
-from dynapipe_ext.executor.stages.deepspeed_stage import engine_stage
+from dynapipe_ext.executor.stages.deepspeed_stage import engine_model, engine_stage
 from dynapipe_ext.executor.stages.transformers_saving import save_parts
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.built_model import BuiltModel
-from dynapipe_ext.launch.job import topology_of
-from dynapipe_ext.launch.trained_model import MODEL_FOLDER
-from dynapipe_ext.launch.transformers_run import rank_parts
+from dynapipe_ext.launch.job import topology_of, trained_recipe
+from dynapipe_ext.launch.transformers_run import model_description, rank_parts
 from dynapipe_ext.models.architecture import Architecture
 
 
@@ -42,31 +39,36 @@ def build_deepspeed(config: TrainConfig, architecture: Architecture, device: tor
     if torch.distributed.get_rank() == 0:
         for line in made.overridden:
             print(f"{settings.config}: {line}", file=sys.stderr)
-    (part,) = rank_parts(config, parallel, device)
-    num_parameters = sum(parameter.numel() for parameter in part.parameters())
-    recipe: StateRecipe = "fp32" if config.model.dtype == "float32" else "deepspeed"
-    engine = make_engine(part.model, made.config, device)
-    stage = engine_stage(engine, part, parallel=parallel)
+    parts, adapts = rank_parts(config, parallel, device), config.lora.enabled
+    weights = {weight: weight.numel() for part in parts for weight in part.parameters()}  # before any is divided
+    trained = sum(size for weight, size in weights.items() if weight.requires_grad)
+    states = state_bytes(
+        trained,
+        trained_recipe(config),
+        zero_stage=settings.zero_stage,
+        dp=topology.dp,
+        frozen_parameters=sum(weights.values()) - trained,
+    )
+    engine = make_engine(engine_model(parts), made.config, parallel)
+    stage = engine_stage(engine, parts, parallel=parallel)
     optimizer = DeepSpeedOptimizer(engine, config.optimizer, num_steps=num_steps, parallel=parallel, device=device)
-    states = state_bytes(num_parameters, recipe, zero_stage=settings.zero_stage, dp=topology.dp)
-    description = asdict(architecture) | {"dtype": config.model.dtype, "zero_stage": settings.zero_stage}
+    description = model_description(config, architecture) | {"zero_stage": settings.zero_stage}
 
     def save_model(folder: Path) -> None:
-        if torch.distributed.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)  # of the end that this run was resumed to go beyond
-        with gathered(engine):
-            save_parts([part], folder, parallel=parallel, writes=parallel.coordinates.dp_rank == 0)
+        with gathered(engine, trained_alone=adapts):
+            save_parts(parts, folder, parallel=parallel, writes=parallel.coordinates.dp_rank == 0)
 
-    def saver(root: Path) -> EngineSaver:
-        last = partial(save_model, root / MODEL_FOLDER) if config.checkpoint.output else None
-        return EngineSaver(root, engine, optimizer, config.checkpoint, num_steps=num_steps, save_last=last)
+    def saver(root: Path) -> SavingTogether:
+        return engine_saver(
+            root, engine, optimizer, config.checkpoint, save_model=save_model, num_steps=num_steps, adapts=adapts
+        )
 
     return BuiltModel(
         stage=stage,
         optimizer=optimizer,
-        modules=[part],
+        modules=parts,
         description=description,
         saver=saver,
-        restore=lambda folder: load_engine(folder, engine, optimizer, model=description),
+        restore=lambda folder: load_engine(folder, engine, optimizer, model=description, adapts=adapts),
         held_bytes=lambda: int(states.total[0]),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,13 +12,14 @@ import numpy as np
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.abilities import over_topology
+from dynapipe_ext.costs.abilities import over_topology, with_exact_sums
 from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
 from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
@@ -94,9 +96,10 @@ def topology_of(config: TrainConfig) -> Topology:
     """The topology with layers on its stages. Raises ConfigError for what does not divide, naming both numbers."""
     t, m = config.topology, config.model
     topology = placed_stages(config).with_layers(m.total_layers)
-    for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "hidden_size"):
-        if getattr(m, name) % t.tp:
-            raise ConfigError(f"tp is {t.tp} but does not divide {name} {getattr(m, name)}: choose another tp or size")
+    sizes = {name: getattr(m, name) for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "hidden_size")}
+    for name, size in (sizes | (m.described.divided_sizes if m.described else {})).items():
+        if size % t.tp:
+            raise ConfigError(f"tp is {t.tp} but does not divide {name} {size}: choose another tp or size")
     if VOCAB_MULTIPLE % t.tp:
         raise ConfigError(f"tp is {t.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
     if t.sequence_parallel and config.plan.pad_multiple % t.tp:
@@ -177,12 +180,21 @@ def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
 
 
 def trained_costs(config: TrainConfig, costs: CostModel, topology: Topology) -> CostModel:
-    """`costs`, over `topology` and of a model that trains whole, of what the settings train."""
-    model = config.model
+    """`costs`, over `topology` and of a model that trains whole, of what the settings train, and how it is summed."""
+    model, recipe, exact_sums = config.model, trained_recipe(config), config.optimizer.deterministic
     if not config.lora.enabled or model.described is None:
-        return costs
-    value_bytes: Literal[2, 4] = 4 if model.dtype == "float32" else 2
-    return adapter_costs(costs, config.lora, model.described.padded(), topology, value_bytes=value_bytes)
+        return with_exact_sums(costs, BYTES_PER_PARAMETER[recipe][0]) if exact_sums else costs
+    architecture, zero_stage = model.described.padded(), config.deepspeed.zero_stage
+    return adapter_costs(
+        costs, config.lora, architecture, topology, recipe=recipe, zero_stage=zero_stage, exact_sums=exact_sums
+    )
+
+
+def trained_recipe(config: TrainConfig) -> StateRecipe:
+    """What a weight that trains takes where transformers computes the model."""
+    if config.model.dtype == "float32":
+        return "fp32"
+    return "deepspeed" if config.deepspeed.config else "megatron"
 
 
 def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, Topology]:
@@ -282,23 +294,31 @@ def _bytes_alone(config: TrainConfig, costs: CostModel, sample: SampleLength) ->
 
 
 def _what_fits(config: TrainConfig, costs: CostModel, sample: SampleLength) -> str:
-    """The fewest ranks of a replica that a sample fits on, as advice; of as many, those of the least tp, which models
-    that transformers computes do not have."""
-    if config.deepspeed.config:
-        return "take more replicas or a higher ZeRO stage, or offload"
-    degrees = (1,) if config.model.uses_transformers else (1, 2, 4, 8)
+    """The fewest ranks that a sample fits on, as advice; of as many, those of the least tp."""
     linear = replace(config.topology, placement="linear", stages_per_rank=0, layers_per_stage=())
     for num_ranks in (2, 4, 8, 16, 32, 64, 128, 256):
-        for tp in degrees:
+        for degrees in _degrees(config, num_ranks):
             try:
-                at = replace(config, topology=replace(linear, tp=tp, pp=num_ranks // tp))
+                at = replace(config, topology=replace(linear, **degrees))
                 placed = over_topology(costs, topology_of(at))[0]
                 num_bytes, _ = _bytes_alone(at, placed, sample)
             except (ConfigError, PlanError):  # sizes that this topology does not divide, costs of another one
                 continue
             if num_bytes <= config.plan.memory_limit_bytes:
-                return f"take tp {tp} x pp {num_ranks // tp}, where it needs {num_bytes / 1e9:.3g} GB a rank"
+                named = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+                return f"take {named}, where it needs {num_bytes / 1e9:.3g} GB a rank"
+    if config.deepspeed.meets_inside:
+        return "take a higher ZeRO stage"
     return "raise pp" if config.model.uses_transformers else "raise tp or pp"
+
+
+def _degrees(config: TrainConfig, num_ranks: int) -> Iterator[dict[str, Any]]:
+    """How so many ranks can divide a model of these settings: its layers, or by ZeRO 2 and 3 alone its states."""
+    if config.deepspeed.meets_inside:
+        yield {"dp": num_ranks}
+        return
+    for tp in (1,) if config.model.uses_transformers else (1, 2, 4, 8):
+        yield {"tp": tp, "pp": num_ranks // tp}
 
 
 def _check_max_tokens(config: TrainConfig, lengths: LengthArray) -> None:

@@ -84,3 +84,11 @@ def _addresses() -> dict[str, str]:
 
 def _is_loopback(name: str, address: str) -> bool:
     return name == "lo" or address.startswith("127.") or address in ("::1",)
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now, for libraries that insist on one; ranks meet in a file."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -121,8 +121,9 @@ def write_outcome(
     simulated = {
         done.step: _simulated(config, costs.at(done.step), data.train.lengths, done, shared_cores) for done in traced
     }
-    _write_report(run_dir, report)
     _write_traces(run_dir, config.plan, facts.topology, spans, simulated, shared_cores)
+    _write_curve(run_dir, report)
+    report.write(run_dir / "report.json")  # the last: by it a run has ended
     console = Console()
     console.print(summary_table(report))
     if report.compare:
@@ -134,7 +135,8 @@ def write_unfinished(run_dir: Path, reason: str) -> None:
     """Write report and curve of what ran before a run ended early."""
     events = read_events(run_dir / EVENTS_FILE)
     report = report_of(events, unfinished=reason)
-    _write_report(run_dir, report)
+    report.write(run_dir / "report.json")
+    _write_curve(run_dir, report)
     done = f"{report.steps} of {counted(events.num_steps, 'step')} ran"
     Console(stderr=True, highlight=False).print(f"{done}: what is known of them is in {run_dir}", soft_wrap=True)
 
@@ -190,8 +192,7 @@ def reason_of(error: BaseException) -> str:
             return in_one_line(error)
 
 
-def _write_report(run_dir: Path, report: RunReport) -> None:
-    report.write(run_dir / "report.json")
+def _write_curve(run_dir: Path, report: RunReport) -> None:
     t = report.facts.topology
     if report.steps:
         title = f"Training loss, TP{t.tp} x PP{t.pp} x DP{t.dp}"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from dynapipe_ext.config import DataSettings, TrainConfig
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.config_data import DataSettings
 from dynapipe_ext.data.dataset import (
     TokenDataset,
     TokenizerKind,
@@ -22,6 +25,7 @@ from dynapipe_ext.data.dataset import (
 )
 from dynapipe_ext.data.generation import generate_examples, generator_settings
 from dynapipe_ext.data.held_out import SampleSubset, hold_out
+from dynapipe_ext.data.length_bounds import SideBounds, TaskBounds
 from dynapipe_ext.data.mixture import samples_of_epoch, weighted_files
 from dynapipe_ext.data.pairs import PairDataset, pair_lengths
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, is_own, load_encoder, with_separator
@@ -31,6 +35,7 @@ from dynapipe_ext.data.preprocessing.preprocess import preprocess
 from dynapipe_ext.data.preprocessing.rendering import RecordFields
 from dynapipe_ext.data.preprocessing.transformers_encoder import load_model_tokenizer
 from dynapipe_ext.data.reading import Example, read_examples
+from dynapipe_ext.data.tasks_file import Tasks, check_tasks, read_tasks
 from dynapipe_ext.data.tokenizer import FILE_NAME
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
 from dynapipe_ext.launch.data_form import DataForm, form_of
@@ -66,6 +71,21 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
     """Tokenize the user's file, or the generator's examples, into `data_folder`; opens what is already there, and a
     folder that `dynapipe preprocess` wrote. Of several runs that want the same data at once, one makes them.
     """
+    tasks = _tasks(config)  # refused before any text is read
+    dataset = _prepared(config, tasks.bounds, progress)
+    check_tasks(tasks, dataset)
+    return dataset
+
+
+def _tasks(config: TrainConfig) -> Tasks:
+    """Errors: ConfigError for tasks and files that both have weights."""
+    tasks = read_tasks(config.data.tasks, SideBounds(config.data.max_input_len, config.data.max_target_len))
+    if tasks.weights and any(file.weight for file in weighted_files(config.data.mixture)):
+        raise ConfigError(f"{config.data.tasks} gives weights and [data] mixture too: give those of tasks or of files")
+    return tasks
+
+
+def _prepared(config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], None] | None) -> TokenDataset:
     if _is_tokens(config):
         return open_prepared(config.data.path, max_seq_len=config.model.max_seq_len)
     source = _source(config)
@@ -80,6 +100,7 @@ def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = N
             vocab_size=config.data.vocab_size if source.tokenizer == "bpe" else None,
             max_seq_len=config.model.max_seq_len,
             truncate=config.data.truncate,
+            tasks=tasks,
             source_fingerprint=source.fingerprint,
             progress=progress,
         )
@@ -124,7 +145,7 @@ def _parts(
         return train, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole)
     encoder = whole.tokenizer()
     form = form_of(config.data, Path(settings.path), encoder)
-    made_by = [digest_of(encoder), *form.described(), config.model.max_seq_len, config.data.truncate]
+    made_by = [digest_of(encoder), *form.described(), *_lengths(config)]
     folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
     if is_prepared(folder):
         return train, TokenDataset.open(folder)
@@ -133,18 +154,40 @@ def _parts(
         return train, _preprocessed(config, [settings.path], folder, encoder, form, None)
 
 
-def _mixed(config: TrainConfig, part: TokenDataset | SampleSubset) -> TokenDataset | SampleSubset:
-    """The samples of an epoch, where files have weights: a function of these, of the data and the seed."""
-    files = weighted_files(config.data.mixture)
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Samples of the whole data, in order, that have a weight together: a file's or a task's."""
+
+    name: str
+    weight: Fraction
+    samples: npt.NDArray[np.int64]
+
+
+def _shares(config: TrainConfig, whole: TokenDataset) -> list[_Share]:
+    """None where nothing has a weight."""
+    files, weights = weighted_files(config.data.mixture), _tasks(config).weights
+    if weights:
+        of_task = (np.flatnonzero(whole.task_ids == number) for number in range(len(whole.tasks)))
+        return [_Share(f"task {task}", weights[task], found) for task, found in zip(whole.tasks, of_task, strict=True)]
     if len(files) < 2 or not files[0].weight:
-        return part
+        return []
+    of_file = np.split(np.arange(len(whole)), np.cumsum(whole.file_sizes)[:-1])
+    return [_Share(file.path, file.weight, found) for file, found in zip(files, of_file, strict=True)]
+
+
+def _mixed(config: TrainConfig, part: TokenDataset | SampleSubset) -> TokenDataset | SampleSubset:
+    """The samples of an epoch, where files or tasks have weights: a function of these, of the data and the seed."""
     whole = part.whole if isinstance(part, SampleSubset) else part
-    indices = part.indices if isinstance(part, SampleSubset) else np.arange(len(whole))
-    borders = np.searchsorted(indices, np.cumsum(whole.file_sizes))
-    parts = np.split(indices, borders[:-1])
-    if empty := [file.path for file, samples in zip(files, parts, strict=True) if not len(samples)]:
+    shares = _shares(config, whole)
+    if not shares:
+        return part
+    parts = [share.samples for share in shares]
+    if isinstance(part, SampleSubset):
+        parts = [np.intersect1d(samples, part.indices, assume_unique=True) for samples in parts]
+    if empty := [share.name for share, samples in zip(shares, parts, strict=True) if not len(samples)]:
         raise ConfigError(f"{empty[0]} has no samples left to train on: lower [eval] fraction")
-    return SampleSubset.of(whole, samples_of_epoch(parts, [file.weight for file in files], seed=config.run.seed))
+    names, weights = [share.name for share in shares], [share.weight for share in shares]
+    return SampleSubset.of(whole, samples_of_epoch(parts, weights, names=names, seed=config.run.seed))
 
 
 def data_lines(config: TrainConfig, data: RunData) -> list[str]:
@@ -154,14 +197,11 @@ def data_lines(config: TrainConfig, data: RunData) -> list[str]:
     read = pair_lengths(whole.lengths) if isinstance(data.train, PairDataset) else whole.lengths
     tokens = counted(int(read[:, :2].sum()), "token")
     lines = [f"data: {counted(len(whole), 'sample')}, {tokens}{truncated}"]
-    files = weighted_files(config.data.mixture)
     part = data.train.data if isinstance(data.train, PairDataset) else data.train
-    if isinstance(part, SampleSubset) and len(files) > 1 and files[0].weight:
-        ends = np.searchsorted(part.indices, np.cumsum(whole.file_sizes))
-        drawn = np.diff(ends, prepend=0)
-        for file, size, number in zip(files, whole.file_sizes, drawn.tolist(), strict=True):
-            share = percent(number / len(data.train))
-            lines.append(f"  {file.path}: {share} of the samples, {number / size:.3g} times its {size:,} an epoch")
+    for share in _shares(config, whole) if isinstance(part, SampleSubset) else ():
+        drawn, size = int(np.isin(part.indices, share.samples).sum()), len(share.samples)
+        percents = percent(drawn / len(data.train))
+        lines.append(f"  {share.name}: {percents} of the samples, {drawn / size:.3g} times its {size:,} an epoch")
     if data.held_out is not None:
         tokens = counted(int(data.held_out.lengths[:, :2].sum()), "token")
         lines.append(f"held out for evaluation: {counted(len(data.held_out), 'sample')}, {tokens}")
@@ -237,8 +277,15 @@ def _source(config: TrainConfig) -> _Source:
         form = DataForm(None, RecordFields())
         examples = partial(generate_examples, num_samples=data.num_samples, seed=seed)
         fingerprint = fingerprint_of_source(generator_settings(num_samples=data.num_samples, seed=seed))
-    made_from = [fingerprint, *made_by, *form.described(), config.model.max_seq_len, data.truncate]
+    made_from = [fingerprint, *made_by, *form.described(), *_lengths(config)]
     return _Source(examples, fingerprint, tokenizer, form, _tokenized(config, made_from))
+
+
+def _lengths(config: TrainConfig) -> list[object]:
+    """The bounds of samples, as part of what tokens were made from."""
+    bounds = _tasks(config).bounds
+    sides = [asdict(bounds)] if bounds.bind else []
+    return [config.model.max_seq_len, config.data.truncate, *sides]
 
 
 def _own_tokenizer(path: Path) -> Encoder | None:
@@ -297,6 +344,7 @@ def _preprocessed(
                 template=form.template,
                 max_seq_len=longest,
                 truncate=truncate,
+                tasks=_tasks(config).bounds,
             ),
             encoder=encoder,
             overwrite=True,

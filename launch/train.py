@@ -353,12 +353,18 @@ def to_go_on_from(run_dir: Path, config: TrainConfig, *, compare: bool, overwrit
 
 def refuse_done(newest: Path, config: TrainConfig) -> None:
     """Errors: ConfigError where a checkpoint has done all the steps of the settings, and what follows them is done."""
-    done, output = read_manifest(newest).run.step, config.checkpoint.output
-    only_ends = is_unfinished(newest.parents[1]) or (output and not Path(output).exists())
-    if done > config.run.steps or (done == config.run.steps and not only_ends):
+    done = read_manifest(newest).run.step
+    if done > config.run.steps or is_done(newest, config):
         raise ConfigError(
             f"{newest} has done {counted(done, 'step')} and steps is {config.run.steps}: raise --steps to go on"
         )
+
+
+def is_done(newest: Path, config: TrainConfig) -> bool:
+    """Whether a checkpoint has done just the steps of the settings, its run has said so, and `output` is made."""
+    output = config.checkpoint.output
+    only_ends = is_unfinished(newest.parents[1]) or (output and not Path(output).exists())
+    return read_manifest(newest).run.step == config.run.steps and not only_ends
 
 
 def rank_title(env: RankEnv, config: TrainConfig) -> str:

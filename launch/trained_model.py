@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.data.mixture import weighted_files
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints import folder as checkpoints
-from dynapipe_ext.executor.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, read_manifest
+from dynapipe_ext.executor.checkpoints.manifest import MANIFEST, MODEL_FOLDER, OPTIMIZER_FILES, read_manifest
+from dynapipe_ext.launch.named_files import named_files
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, runs_folder
 from dynapipe_ext.tools.writing import writing_in
 
-MODEL_FOLDER = "model"  # among a run's checkpoints: where what a DeepSpeed engine has trained is saved
 _CONFIG = "config.json"
 _OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that comes from elsewhere
 
@@ -23,7 +22,7 @@ _OF_THE_MODEL = (_CONFIG, "generation_config.json")  # not of a tokenizer that c
 def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None:
     """Errors: ConfigError for a place that the model cannot be written to once it is trained, or where the run reads or
     writes (`run_dir` empty: a new directory in runs/), or for a model that has no published form."""
-    output, model, data = config.checkpoint.output, config.model, config.data
+    output, model = config.checkpoint.output, config.model
     if not output:
         return
     if model.described is None:
@@ -32,8 +31,7 @@ def refuse_output(config: TrainConfig, run_dir: str, *, overwrite: bool) -> None
             " --architecture, or convert the run's checkpoints"
         )
     place = Path(os.path.abspath(output))
-    files = [data.path, *(file.path for file in weighted_files(data.mixture)), config.eval.path, config.plan.costs]
-    sources = [Path(source) for source in (model.architecture, model.init_from, data.tokenizer, *files) if source]
+    sources = map(Path, named_files(config).values())
     inside = place.resolve()
     if holders := [source for source in sources if source.exists() and source.resolve().is_relative_to(inside)]:
         raise ConfigError(f"--output {output} holds {holders[0]}, which the run reads: choose another folder")
@@ -96,12 +94,14 @@ def keep_model_files(config: TrainConfig, run_dir: Path) -> None:
 def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
     """The model as a new folder; the step that it is of."""
     settings, root = config.checkpoint, run_dir / CHECKPOINTS
-    if config.deepspeed.config:
-        _lay_out(config, root / MODEL_FOLDER, written)
-        return config.run.steps
     source = checkpoints.best(root) if settings.keep_best else checkpoints.latest(root)
     if config.model.uses_transformers:
-        _lay_out(config, source, written)
+        saved = source / MODEL_FOLDER if config.deepspeed.config else source
+        if not saved.is_dir():
+            raise DataError(
+                f"{source} was saved when the run had no --output: dynapipe convert {root} {settings.output} --to hf"
+            )
+        _lay_out(config, saved, written)
         return read_manifest(source).run.step
     from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
     from dynapipe_ext.tools.checkpoint.formats import WriterOptions

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.executor.checkpoints.transformers_checkpoint import PartsSaver, load_parts
+from dynapipe_ext.executor.checkpoints.transformers_checkpoint import load_parts, parts_saver
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, Float32Accumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.torch_stage import MakeAccumulator
 from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
@@ -36,18 +36,24 @@ def build_transformers(config: TrainConfig, architecture: Architecture, device: 
     weights = {p for part in parts for p in part.parameters()}
     num_grad_bytes = 12 if config.optimizer.deterministic else 4  # with the exact sum
     num_weight_bytes = sum(p.numel() * (p.element_size() + num_grad_bytes * p.requires_grad) for p in weights)
-    description = asdict(architecture) | {"dtype": config.model.dtype}
-    if config.lora.enabled:
-        description["lora"] = config.to_json()["lora"] | {"target_modules": list(config.lora.target_modules)}
+    description = model_description(config, architecture)
     return BuiltModel(
         stage=stage,
         optimizer=optimizer,
         modules=parts,
         description=description,
-        saver=lambda root: PartsSaver(root, parts, optimizer, parallel, config.checkpoint),
+        saver=lambda root: parts_saver(root, parts, optimizer, parallel, config.checkpoint),
         restore=lambda folder: load_parts(folder, parts, optimizer, parallel, model=description),
         held_bytes=lambda: num_weight_bytes + optimizer.state_bytes(),
     )
+
+
+def model_description(config: TrainConfig, architecture: Architecture) -> dict[str, Any]:
+    """What a checkpoint's model is told by."""
+    description = asdict(architecture) | {"dtype": config.model.dtype}
+    if config.lora.enabled:
+        description["lora"] = config.to_json()["lora"] | {"target_modules": list(config.lora.target_modules)}
+    return description
 
 
 def rank_parts(config: TrainConfig, parallel: ParallelContext, device: torch.device) -> list[TransformersPart]:

@@ -10,8 +10,6 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.tools.wording import percent
 from dynapipe_ext.topology import Topology
 
-_MEETS_INSIDE = 2  # the first ZeRO stage with collectives in each micro-batch
-
 
 def refuse_unsupported(config: TrainConfig) -> None:
     """Errors: ConfigError for settings that only models of megatron-core have, or that a DeepSpeed engine has not, and
@@ -44,11 +42,6 @@ def adapters_line(config: TrainConfig) -> str:
 
 def _refuse_adapters(config: TrainConfig) -> None:
     model = config.model
-    if config.deepspeed.config:
-        raise ConfigError(
-            f"--lora and --deepspeed {config.deepspeed.config}: an engine trains all weights here. Leave --deepspeed"
-            " out: adapters have few optimizer states to divide, and --pp divides the weights; or leave out --lora"
-        )
     if config.plan.adapt_costs:
         raise ConfigError(
             "--lora and --adapt-costs: times are fitted to costs of models that train whole. Leave one of them out, or"
@@ -85,25 +78,19 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
         raise ConfigError(
             f"--deepspeed {path} trains models that transformers computes: name one by --model, and leave out --backend"
         )
-    if config.topology.pp > 1:
-        divides = "stages alone divide the weights then: leave --deepspeed out"
-        if zero_stage == 1:
-            divides = (
-                "ZeRO 1 under a pipeline is Megatron's distributed optimizer: leave --deepspeed out and set [optimizer]"
-                " distributed = true, for models with a twin in megatron-core"
-            )
+    if config.topology.pp > 1 and config.deepspeed.meets_inside:
         raise ConfigError(
             f"a DeepSpeed engine of ZeRO stage {zero_stage} ({path}) trains without pp, which is"
-            f" {config.topology.pp}: leave --pp out, and replicas (--dp) divide what the stage says; or {divides}"
+            f" {config.topology.pp}: leave --pp out, and replicas (--dp) divide what the stage says; or take stage 1,"
+            " where pipeline ranks divide weights and gradients"
         )
     described = config.deepspeed.described or {}
     offloads = bool(described.get("zero_optimization", {}).get("offload_optimizer"))
     asked = _asked_of_megatron(config) | {
-        "keep_best": config.checkpoint.keep_best,
         f"pieces {plan.pieces}": plan.pieces != "off",
         "nan_policy skip with an offloaded optimizer": config.optimizer.nan_policy == "skip" and offloads,
     }
-    if zero_stage >= _MEETS_INSIDE:
+    if config.deepspeed.meets_inside:
         asked |= {
             f"schedule {plan.schedule}": plan.schedule not in ("adaptive", "1f1b"),
             "split_backward": plan.split_backward,

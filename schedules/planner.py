@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from dynapipe_ext.plan import (
 )
 from dynapipe_ext.schedule_names import ScheduleName, check_fill_waits, check_placed
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.judge.certificate import certify, whole_bound_ns
+from dynapipe_ext.schedules.judge.certificate import batch_floor_ns, certify
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores
 from dynapipe_ext.schedules.judge.simulate import bubble_ratio, last_end_ns
@@ -50,7 +51,8 @@ from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replica
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, step_spans
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.tables.published import published_schedule
-from dynapipe_ext.splits.carried import piece_sizes
+from dynapipe_ext.schedules.whole_or_pieces import whole_or_pieces
+from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_sizes
 from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
 
@@ -58,6 +60,7 @@ Schedules = tuple[PipelineSchedule, ...]
 ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica
 
 _LESS = 4  # of the effort, one part in so many for cuts and replicas of forwards alone, which leave less to choose
+_AGAIN = 16  # of the effort, one part in so many to make a plan fit in less memory
 _PLACES = 8  # moves of effort for which one micro-batch of theirs tries all places in the order
 
 
@@ -77,8 +80,7 @@ class Planner:
     `num_cores`: how many cores all ranks have together, where these are fewer: a step then takes at least its work over
     the cores, so the least work comes first, and predictions are those of shared cores. None: one (or a device) a rank.
     `pieces` cuts samples of more than so many tokens, which then run piece after piece ("carried" attention); "auto"
-    tries several numbers and takes pieces only where the step is predicted to end earlier than that of whole samples.
-    `for_forwards` gives the planner of evaluation.
+    chooses, whole samples included, what is predicted to end first. `for_forwards` gives the planner of evaluation.
     """
 
     topology: Topology
@@ -181,11 +183,14 @@ class Planner:
         *,
         step: int = 0,
         reserve_bytes: int = 0,
+        unreserved: StepPlan | None = None,
     ) -> StepPlan:
         """The best plan found for one global batch that leaves `reserve_bytes` of every rank free.
 
-        Its bounds are those under the whole limit. Raises PlanError, naming the sample or micro-batch, where nothing
-        fits the limits; DataError for what are no lengths of samples.
+        A reserve is some room for buffers, so the plan without one is made to fit: its micro-batches, recomputed,
+        ordered and dealt out anew with a small part of the effort. `unreserved` is that plan, where it is known
+        already: it changes nothing but saves making it again. Bounds are those under the whole limit. Raises PlanError,
+        naming the sample or micro-batch, where nothing fits the limits; DataError for what are no lengths of samples.
         """
         samples = _as_samples(lengths)
         for name, value in (("step", step), ("reserve_bytes", reserve_bytes)):
@@ -195,54 +200,64 @@ class Planner:
             raise PlanError(f"step {step} has no samples to plan")
         if self.equal_counts:
             check_enough(len(samples), self.topology.dp)
-        plan = self._leaving(reserve_bytes)._found(samples, step)
+        plan = self._leaving(reserve_bytes, samples, step, unreserved) if reserve_bytes else self._found(samples, step)
         check_cover(plan.batch, samples)
         certificate = certify(plan, self.costs, samples, memory_limit_bytes=int(self.memory_limit_bytes))
         promised = zip(plan.predictions, certificate.replicas, strict=True)
         predictions = tuple(replace(one, lower_bound_ns=bounds.best_ns) for one, bounds in promised)
         return replace(plan, predictions=predictions, certificate=certificate)
 
-    def _leaving(self, reserve_bytes: int) -> Planner:
-        """The same planner with that much less memory."""
+    def _leaving(
+        self, reserve_bytes: int, samples: list[SampleLength], step: int, unreserved: StepPlan | None
+    ) -> StepPlan:
+        """The best plan, without its bounds, of the same planner with that much less memory."""
         room = int(self.memory_limit_bytes) - reserve_bytes
         if room <= 0:
             raise PlanError(f"{room} B are left for a rank: raise memory_limit_bytes")
-        return replace(self, memory_limit_bytes=room) if reserve_bytes else self
+        less = replace(self, memory_limit_bytes=room)
+        if self.schedule == "adaptive" and self.pieces == "off" and not self.forward_only:
+            before = unreserved or self._found(samples, step)
+            splits = [[list(replica.micro_batches) for replica in before.batch.replicas]]
+            with suppress(PlanError):  # these micro-batches do not fit; others may
+                again = replace(less, effort=self.effort // _AGAIN)
+                return again._predicted(*again._searched(again._proposals.fixed(splits)), step=step)
+        return less._found(samples, step)
 
     def _found(self, samples: list[SampleLength], step: int) -> StepPlan:
         """The best plan, without its bounds: of long samples in pieces, where that is asked for or ends earlier."""
         sizes = piece_sizes(self.pieces, max(s.encoder for s in samples), self.max_tokens)
-        if self.pieces != "auto":
-            return self._found_cut(samples, step, sizes) if sizes else self._found_whole(samples, step)
-        cut: StepPlan | None = None
-        with suppress(PlanError):  # where neither fits, whole samples say why
-            cut = self._found_cut(samples, step, sizes) if sizes else None
-        if cut is None:
+        if not sizes:
             return self._found_whole(samples, step)
-        least_ns = whole_bound_ns(cut, self.costs, samples, memory_limit_bytes=int(self.memory_limit_bytes))
-        if cut.makespan_ns <= (least_ns or 0):
-            return cut
-        with suppress(PlanError):
-            return min(self._found_whole(samples, step), cut, key=lambda plan: plan.makespan_ns)
-        return cut
+        try:
+            cuts = self._proposals.piece_cuts(samples, sizes)
+        except PlanError:
+            if self.pieces != "auto":
+                raise
+            return self._found_whole(samples, step)  # which has a price, or says what has none
+        if self.pieces != "auto":
+            return self._found_cut(samples, step, cuts)
+        whole, in_pieces = partial(self._found_whole, samples, step), partial(self._found_cut, samples, step, cuts)
+        return whole_or_pieces(cuts, self._least_whole_ns(samples), whole, in_pieces)
 
-    def _found_cut(self, samples: list[SampleLength], step: int, sizes: Sequence[int]) -> StepPlan:
-        """All pieces of a sample are held at once: where memory makes any be recomputed, stages may be as a whole."""
-        proposals = self._proposals
-        pieces = proposals.pieces(samples, step, sizes)
+    def _found_cut(self, samples: list[SampleLength], step: int, cuts: PieceCuts) -> StepPlan:
+        """All pieces of a sample are held at once: where memory makes any be recomputed, stages may be as a whole, and
+        the smallest pieces are tried as well."""
 
-        def found(kinds: tuple[Recompute, ...]) -> StepPlan:
-            return self._predicted(*self._searched(replace(proposals, kinds=kinds).fixed(pieces)), step=step)
+        def found(kinds: tuple[Recompute, ...], cuts: Sequence[PieceCut]) -> StepPlan:
+            proposals = replace(self._proposals, kinds=kinds)
+            return self._predicted(*self._searched(proposals.fixed(proposals.pieces(samples, step, cuts))), step=step)
+
+        def found_under_pressure() -> StepPlan:
+            kinds = RECOMPUTES if self.recompute is None else self._recomputes
+            return found(kinds, list(dict.fromkeys([*cuts.promising, *cuts.smallest])))
 
         try:
-            plan = found(proposals.kinds)
+            plan = found(self._recomputes, cuts.promising)
         except PlanError:
-            if self.recompute is not None:
-                raise
-            return found(RECOMPUTES)
+            return found_under_pressure()
         if self.recompute is None and any(m.recompute != "none" for m in plan.batch.micro_batches):
             with suppress(PlanError):
-                return min(plan, found(RECOMPUTES), key=lambda one: one.makespan_ns)
+                return min(plan, found_under_pressure(), key=lambda one: one.makespan_ns)
         return plan
 
     def _found_whole(self, samples: list[SampleLength], step: int) -> StepPlan:
@@ -252,6 +267,12 @@ class Planner:
         if self.rule == "dynapipe-ext" and self.layout == "padded":
             return self._predicted(*self._searched(proposals.cuts(samples, step)), step=step)
         return self._predicted(*self._searched(proposals.fixed(proposals.splits(samples, step))), step=step)
+
+    def _least_whole_ns(self, samples: Sequence[SampleLength]) -> int:
+        """No plan of these samples whole ends earlier; 0 where no such bound is known."""
+        ranks, dp, limit = self.topology.stage_ranks, self.topology.dp, int(self.memory_limit_bytes)
+        options = {"split": self.split_backward, "packed": True}
+        return batch_floor_ns(self.costs, samples, ranks, dp=dp, memory_limit_bytes=limit, **options) or 0
 
     @property
     def _proposals(self) -> Proposals:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from dynapipe_ext.launch import env
@@ -29,6 +30,9 @@ FOLDERS = {
     "tools": "dynapipe_ext.tools",
     "launch": "dynapipe_ext.launch",
 }
+
+hypothesis.settings.register_profile("suite", deadline=None)  # nothing is asserted of wall time
+hypothesis.settings.load_profile("suite")
 
 RunRanks = Callable[..., list[Any]]
 

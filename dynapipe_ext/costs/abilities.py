@@ -7,7 +7,7 @@ Each function below looks for one more attribute by its name, and says what hold
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts, PricesShapes
+from dynapipe_ext.costs.states import EXACT_SUM_BYTES
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch, Recompute
@@ -72,6 +73,21 @@ def recounted(costs: CostModel, change: Callable[[Any], Any]) -> CostModel:
     """`recounted`: the costs with what is counted in them changed. Without it nothing is counted: as they are."""
     again = getattr(costs, "recounted", None)
     return costs if again is None else cast(CostModel, again(change))
+
+
+def with_exact_sums(costs: CostModel, value_bytes: int) -> CostModel:
+    """`exact_sums`, or `state_parts` of weights of `value_bytes`: the costs where ranks also hold deterministic mode's
+    sums of gradients; of a view (`base`), of what it views. Without any of them bytes of states are fixed: as they are.
+    """
+    own = cast(Any, costs)
+    if hasattr(costs, "exact_sums"):
+        return cast(CostModel, replace(own, exact_sums=True))
+    if hasattr(costs, "state_parts"):
+        whole, divided = own.state_parts
+        return cast(CostModel, replace(own, state_parts=(whole + EXACT_SUM_BYTES / value_bytes, divided)))
+    if hasattr(costs, "base"):
+        return cast(CostModel, replace(own, base=with_exact_sums(own.base, value_bytes)))
+    return costs
 
 
 def costs_as_json(costs: CostModel) -> dict[str, Any]:

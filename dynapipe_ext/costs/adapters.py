@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
 from dynapipe_ext.costs.frozen import FrozenCosts
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.parameters import parameters_per_stage
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe, ZeroStage, state_bytes
 from dynapipe_ext.lora import LoraSettings
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.topology import Topology
@@ -22,24 +20,35 @@ def share_of_adapters(lora: LoraSettings, architecture: Architecture) -> float:
 
 
 def adapter_costs(
-    base: CostModel, lora: LoraSettings, architecture: Architecture, topology: Topology, *, value_bytes: Literal[2, 4]
+    base: CostModel,
+    lora: LoraSettings,
+    architecture: Architecture,
+    topology: Topology,
+    *,
+    recipe: StateRecipe,
+    zero_stage: ZeroStage = 0,
+    exact_sums: bool = False,
 ) -> FrozenCosts:
     """`base`, which are over `topology` and train all weights of the model, where `lora` trains beside them.
 
-    Weights and activations are of `value_bytes`; 16-bit adapters have fp32 masters and sums of gradients. An adapted
-    layer keeps the adapter's inner values of each token, and under dropout what was left of its input, with the factors
-    of that. The adapters' own forward, r (inputs + outputs) products a token, is not counted: about a hundredth.
+    Activations are as wide as weights; weights and the states of adapters are those of `recipe`, which a ZeRO stage
+    divides over replicas, with deterministic mode's `exact_sums` on top. An adapted layer keeps the adapter's inner
+    values of each token, and under dropout what was left of its input, with the factors of that. The adapters' own
+    forward, r (inputs + outputs) products a token, is not counted: about a hundredth.
     """
     layers = _layers(architecture, topology)
     trained = layers * lora.num_weights_a_block
-    static = np.array(parameters_per_stage(architecture, topology), np.int64) * value_bytes
-    states = sum(BYTES_PER_PARAMETER["fp32" if value_bytes == 4 else "megatron"])
+    frozen = np.array(parameters_per_stage(architecture, topology), np.int64)
+    static = state_bytes(
+        trained, recipe, zero_stage=zero_stage, dp=topology.dp, frozen_parameters=frozen, exact_sums=exact_sums
+    ).total
+    value_bytes, _, _ = BYTES_PER_PARAMETER[recipe]
     inputs = sum(layer.num_inputs for layer in lora.described or ())
     kept = value_bytes * (lora.r * len(lora.described or ()) + (2 * inputs if lora.lora_dropout else 0))
     return FrozenCosts(
         base,
         _trained_shares(lora, architecture, topology),
-        static_bytes=tuple((static + states * trained).tolist()),
+        static_bytes=tuple(static.tolist()),
         token_bytes=tuple((layers * kept).tolist()),
     )
 

@@ -13,20 +13,19 @@ import numpy.typing as npt
 from dynapipe_ext.activations import DTYPE_OF_WIDTH, ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.abilities import refuse_carried
+from dynapipe_ext.costs.carried import CarriedPositions
 from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.costs.parameters import checked_topology, layer_parameters, replica_and_expert_parameters
+from dynapipe_ext.costs.parameters import checked_topology, largest_layers, replica_and_expert_parameters
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, ZeroStage, check_states, state_bytes
 from dynapipe_ext.costs.tokens import carried_start, count_positions, fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.layer_kinds import kinds_of_stages
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
-
-_SUM_BYTES = 4  # of a value in sums of gradients of keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class AnalyticCosts:
     Static bytes by `state_bytes`: `state_recipe` for 16-bit weights (not "fp32"), fp32 for 4-byte ones; experts'
     states are divided over the dp / ep replicas that share them. `distributed_optimizer` is another way to say
     `zero_stage` 1. From stage 2 on the largest unreduced unit (a layer, an embedding) adds its gradients to
-    `working_bytes`, at stage 3 its gathered weights too.
+    `working_bytes`, at stage 3 its gathered weights too. `exact_sums` are those of deterministic mode.
 
     Transfers: `links`, or without them `latency_ns` and `bandwidth_bytes_per_s` on every boundary.
     """
@@ -85,6 +84,7 @@ class AnalyticCosts:
     ep: int = 1
     links: Links | None = None
     capacity_factor: float = 0.0
+    exact_sums: bool = False
 
     def __post_init__(self) -> None:
         checked_topology(self.architecture, self.topology, self.ep)
@@ -192,26 +192,16 @@ class AnalyticCosts:
             refuse_carried(micro_batches, "counted costs with windows, or with experts of a capacity,")
         a, values, layers = self.architecture, self.activation_bytes_per_value, self.stage_layers[:, :1]
         a_position = 2 * a.kv_size // self.topology.tp  # values a layer
-        pieces: dict[int, list[SampleLength]] = {}
-        for m in micro_batches:
-            if m.attention == "carried":
-                pieces.setdefault(m.samples[0].index, []).append(m.samples[0])
-        kept, again, joined = np.zeros((3, len(micro_batches)), np.int64)
-        for i, m in enumerate(micro_batches):
-            if m.attention != "carried":
-                continue
-            own = m.samples[0]
-            joined[i] = own.start + own.encoder
-            kept[i] = -values * own.encoder if m.recompute in ("none", "selective") else 0
-            again[i] = -values * own.encoder if m.recompute == "stage" else 0
-            if not own.start:
-                every = pieces[own.index]
-                before_last = max(s.start for s in every)
-                kept[i] += values * sum(s.encoder for s in every) + _SUM_BYTES * before_last
+        positions = CarriedPositions.of(micro_batches)
+        recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
+        kept = (recompute == "none") | (recompute == "selective")
+        stored = positions.kept_bytes(values) - values * kept * positions.own
+        again = values * (recompute == "stage") * positions.own
         return replace(
             costs,
-            stored_bytes=costs.stored_bytes + layers * (a_position * kept),
-            working_bytes=costs.working_bytes + a_position * ((layers > 0) * values * joined + layers * again),
+            stored_bytes=costs.stored_bytes + layers * (a_position * stored),
+            working_bytes=costs.working_bytes
+            + a_position * ((layers > 0) * values * positions.joined - layers * again),
         )
 
     def evaluate_shapes(
@@ -244,30 +234,30 @@ class AnalyticCosts:
         layers = np.array(self.layers_per_stage, np.int64)[:, None]
         is_last = (np.arange(self.num_stages) == self.num_stages - 1)[:, None]
 
-        routed = self._routed(tokens)
-        layer_flops = 2 * (a.attention_parameters // tp * tokens + a.mlp_parameters // tp * routed)
-        layer_flops = layer_flops + 2 * a.shared_parameters // tp * tokens
-        gates = a.num_experts + int(a.shared_expert_gate)
-        layer_flops = layer_flops + self._split(2 * a.hidden_size * gates * tokens)  # the router
-        attention_flops = (2 if self.flash else 4) * a.query_size * squares // tp
-        head_flops = is_last * (2 * a.vocab_size * a.hidden_size // tp * tokens)
-        matmul = layers * layer_flops + head_flops
-        forward = matmul + layers * attention_flops
-        again = layers * (np.where(full, layer_flops, 0) + np.where(full | selective, attention_flops, 0))
-
-        layer_none = self._layer_bytes(tokens, squares, "none")
-        layer = np.where(
-            full,
-            self._layer_bytes(tokens, squares, "full"),
-            np.where(selective, self._layer_bytes(tokens, squares, "selective"), layer_none),
-        )
-        logits = tokens * (a.vocab_size // tp)
+        attention_flops = (1 if self.flash else 2) * (a.query_size + a.attended_size) * squares // tp
+        matmul = is_last * (2 * a.vocab_size * a.hidden_size // tp * tokens)  # of the head
+        again = layers * np.where(full | selective, attention_flops, 0)
+        stored, working = np.zeros((2, self.num_stages, len(tokens)), np.int64)
         values = self.activation_bytes_per_value
+        for kind, counts in kinds_of_stages(a, self.layers_per_stage):
+            count, routed = np.array(counts, np.int64)[:, None], self._routed(kind, tokens)
+            flops = self._layer_flops(kind, tokens, routed)
+            matmul = matmul + count * flops
+            again = again + count * np.where(full, flops, 0)
+            layer_none = self._layer_bytes(kind, tokens, squares, "none")
+            layer = np.where(
+                full,
+                self._layer_bytes(kind, tokens, squares, "full"),
+                np.where(selective, self._layer_bytes(kind, tokens, squares, "selective"), layer_none),
+            )
+            widest = values * max(kind.fc1_size // tp, a.hidden_size) * routed
+            stored = stored + count * layer
+            working = np.maximum(working, np.where(count > 0, layer_none - layer + widest, 0))
+        forward = matmul + layers * attention_flops
+        logits = tokens * (a.vocab_size // tp)
         head_bytes = 2 * self._split(values * a.hidden_size * tokens) + 4 * logits
         if self.split_backward:
             head_bytes = np.maximum(head_bytes, values * (a.hidden_size * tokens + logits))
-        widest = values * max(a.fc1_size // tp, a.hidden_size) * routed
-        working = np.where(layers > 0, layer_none - layer + widest, 0)
         # A stage sends the residual stream, its rank's share of it under sequence parallelism.
         sent = self._split(values * a.hidden_size * tokens) * np.ones((self.num_stages - 1, 1), np.int64)
         links = self.links or Links.uniform(Link(self.latency_ns, self.bandwidth_bytes_per_s))
@@ -276,7 +266,7 @@ class AnalyticCosts:
             forward_ns=overhead_ns + self._ns(forward),
             backward_ns=overhead_ns + self._ns(2 * forward + again),
             weight_ns=self._ns(np.where(full, 0, matmul)),
-            stored_bytes=_scaled(layers * layer, self.layer_bytes_factor)
+            stored_bytes=_scaled(stored, self.layer_bytes_factor)
             + _scaled(is_last * head_bytes, self.head_bytes_factor),
             working_bytes=np.maximum(working, is_last * (values * logits)) + self._unsharded_bytes()[:, None],
             transfer_ns=links.transfer_ns(self.topology, sent),
@@ -284,9 +274,15 @@ class AnalyticCosts:
             static_bytes=self.static_bytes(),
         ).keeping_inputs(recompute == "stage")
 
-    def _routed(self, tokens: IntArray) -> IntArray:
+    def _layer_flops(self, kind: Architecture, tokens: IntArray, routed: IntArray) -> IntArray:
+        """Of the matrix products of one layer."""
+        tp, gates = self.topology.tp, kind.num_experts + int(kind.shared_expert_gate)
+        flops = 2 * (kind.attention_parameters // tp * tokens + kind.mlp_parameters // tp * routed)
+        flops = flops + 2 * kind.shared_parameters // tp * tokens
+        return flops + self._split(2 * kind.hidden_size * gates * tokens)  # the router
+
+    def _routed(self, a: Architecture, tokens: IntArray) -> IntArray:
         """Rows that the MLPs of a layer compute: each token once, or as often as experts take it."""
-        a = self.architecture
         if not a.num_experts:
             return tokens
         rows = a.top_k * tokens
@@ -305,9 +301,9 @@ class AnalyticCosts:
         share: IntArray = -(-num_bytes // self.topology.tp)
         return share
 
-    def _layer_bytes(self, tokens: IntArray, squares: IntArray, recompute: Recompute) -> IntArray:
+    def _layer_bytes(self, a: Architecture, tokens: IntArray, squares: IntArray, recompute: Recompute) -> IntArray:
         """Activations that one layer keeps for its backward."""
-        a, tp, values = self.architecture, self.topology.tp, self.activation_bytes_per_value
+        tp, values = self.topology.tp, self.activation_bytes_per_value
         h = a.hidden_size
         if recompute == "full":
             return self._split(values * h * tokens)
@@ -315,10 +311,12 @@ class AnalyticCosts:
         copied = inputs * values * h + (2 * h if self.dropout else 0)  # masks of one byte
         if a.shared_expert_gate:  # its output and the gated one's factor
             copied += values * (h + 1)
-        attention = values * (2 * a.query_size + 2 * a.kv_size) * tokens // tp
+        if a.latent:
+            copied += values * a.latent.kept_values
+        attention = values * (a.query_size + a.kv_size + a.value_size + a.attended_size) * tokens // tp
         if a.qk_norm:  # the inputs of these norms
             attention = attention + values * (a.query_size + a.kv_size) * tokens // tp
-        routed = self._routed(tokens)
+        routed = self._routed(a, tokens)
         mlp = values * (a.fc1_size + a.ffn_hidden_size) * routed // tp  # activation function's and fc2's inputs
         mlp = mlp + values * 3 * a.shared_ffn_hidden_size * tokens // tp
         kept = self._split(copied * tokens) + attention + mlp
@@ -344,9 +342,9 @@ class AnalyticCosts:
     def static_parts(self) -> StateBytes:
         """Weights, gradients and Adam states of one rank of every stage."""
         common, experts = replica_and_expert_parameters(self.architecture, self.topology, self.ep)
-        zero, dp = self._zero_stage, self.topology.dp
-        parts = state_bytes(common, self._recipe, zero_stage=zero, dp=dp)
-        return parts + state_bytes(experts, self._recipe, zero_stage=zero, dp=dp // self.ep)
+        zero, dp, exact = self._zero_stage, self.topology.dp, self.exact_sums
+        parts = state_bytes(common, self._recipe, zero_stage=zero, dp=dp, exact_sums=exact)
+        return parts + state_bytes(experts, self._recipe, zero_stage=zero, dp=dp // self.ep, exact_sums=exact)
 
     def static_bytes(self) -> IntArray:
         """The sum of `static_parts`."""
@@ -357,8 +355,7 @@ class AnalyticCosts:
         stages = np.zeros(self.num_stages, np.int64)
         dp = self.topology.dp
         if self._zero_stage >= 2 and dp > 1:
-            common, experts = layer_parameters(self.architecture, self.topology.tp, self.ep)
-            stages[np.array(self.layers_per_stage) > 0] = common + (experts if dp > self.ep else 0)
+            stages = largest_layers(self.architecture, self.topology, self.ep)
             embedding = self.architecture.vocab_size * self.architecture.hidden_size // self.topology.tp
             stages[[0, -1]] = np.maximum(stages[[0, -1]], embedding)
         weights, gradients, _ = BYTES_PER_PARAMETER[self._recipe]
@@ -366,7 +363,8 @@ class AnalyticCosts:
 
     def to_json(self) -> dict[str, Any]:
         described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
-        return {"kind": "analytic", **asdict(self), **described}
+        own = {name: value for name, value in asdict(self).items() if name != "exact_sums" or value}
+        return {"kind": "analytic", **own, **described}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> AnalyticCosts:

@@ -16,7 +16,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.layers import first_decoder_stage
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, within_layers
-from dynapipe_ext.costs.states import StateRecipe
+from dynapipe_ext.costs.states import EXACT_SUM_BYTES, StateRecipe
 from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
@@ -31,7 +31,8 @@ class EncoderDecoderRunCosts:
 
     `layer_bytes_factor` and `head_bytes_factor` multiply the stored bytes of layers and of the head, as measured. With
     `split_backward` under sequence parallelism a layer keeps what is gathered for its matrix products until W, whole.
-    Static bytes are fp32 or Megatron's 16-bit recipe by `param_bytes`, ZeRO stage 1 where `distributed_optimizer`.
+    Static bytes are fp32 or Megatron's 16-bit recipe by `param_bytes`, ZeRO stage 1 where `distributed_optimizer`;
+    `exact_sums` are those of deterministic mode.
     """
 
     architecture: Architecture
@@ -48,6 +49,7 @@ class EncoderDecoderRunCosts:
     distributed_optimizer: bool = False
     dropout: bool = False
     split_backward: bool = False
+    exact_sums: bool = False
 
     def __post_init__(self) -> None:
         _ = self._counted, self.stage_layers  # refuse what cannot be cut
@@ -134,13 +136,14 @@ class EncoderDecoderRunCosts:
 
     def static_bytes(self) -> IntArray:
         recipe: StateRecipe = "fp32" if self.param_bytes == 4 else "megatron"
-        return states(
+        held = states(
             self.architecture,
             self.topology,
             vocab_size=self.architecture.vocab_size,
             recipe=recipe,
             zero_stage=int(self.distributed_optimizer),
-        ).device.total
+        )
+        return held.device.total + EXACT_SUM_BYTES * self.exact_sums * held.parameters.total
 
     def _in_run(
         self, costs: MicroBatchCosts, enc: IntArray, dec: IntArray, recompute: npt.NDArray[np.str_]
@@ -160,7 +163,8 @@ class EncoderDecoderRunCosts:
         ).keeping_inputs(recompute == "stage")
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": "encoder-decoder", **asdict(self), "topology": topology_to_json(self.topology)}
+        own = {name: value for name, value in asdict(self).items() if name != "exact_sums" or value}
+        return {"kind": "encoder-decoder", **own, "topology": topology_to_json(self.topology)}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EncoderDecoderRunCosts:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.abilities import prices_pieces, refuse_carried
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.carried import CarriedPositions
 from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.links import Link, Links
@@ -21,6 +22,7 @@ from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.costs.unfused import PlainLayers
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import Cluster, Precision
+from dynapipe_ext.models.layer_kinds import kinds_of_stages
 from dynapipe_ext.models.memory import Offload, States, states
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
@@ -128,7 +130,10 @@ class EstimatedCosts:
         enc = np.array([m.encoder_len for m in micro_batches], np.int64)
         dec = np.array([m.decoder_len for m in micro_batches], np.int64)
         recompute = np.array([m.recompute for m in micro_batches], dtype=np.str_)
-        return self._with_cluster(self.base.evaluate(micro_batches), rows, enc, dec, recompute)
+        carried = None
+        if self.plain is not None and any(m.attention == "carried" for m in micro_batches):
+            carried = CarriedPositions.of(micro_batches)
+        return self._with_cluster(self.base.evaluate(micro_batches), rows, enc, dec, recompute, carried)
 
     def evaluate_shapes(
         self,
@@ -147,19 +152,31 @@ class EstimatedCosts:
         return costs
 
     def _with_cluster(
-        self, costs: MicroBatchCosts, rows: IntArray, enc: IntArray, dec: IntArray, recompute: npt.NDArray[np.str_]
+        self,
+        costs: MicroBatchCosts,
+        rows: IntArray,
+        enc: IntArray,
+        dec: IntArray,
+        recompute: npt.NDArray[np.str_],
+        carried: CarriedPositions | None = None,
     ) -> MicroBatchCosts:
         again = (recompute == "full") | (recompute == "stage")
         gathered_bytes: IntArray = np.zeros_like(rows)
         if self.strategy.cp > 1:
-            costs, gathered_bytes = self._context_share(costs), 4 * self._keys_or_values_bytes(rows * enc)
+            costs, gathered_bytes = self._context_share(costs), 2 * self._keys_and_values_bytes(rows * enc)
         tokens = -(-rows * enc // self.strategy.cp)
         forward_ns, backward_ns = self._collectives_ns(tokens, rows * dec, again)
         gather_ns, scatter_ns = self._replicas_ns()
         stored, working = costs.stored_bytes, costs.working_bytes
         if self.plain is not None:
             stored, working = self._plain_bytes(self.plain, rows * enc, enc, recompute)
+            if carried is not None:
+                spared = self.plain.spared_bytes(carried.own, selective=recompute == "selective")
+                stored = stored - self._layers[:, :1] * (recompute != "full") * spared
             stored, working = bytes_keeping_inputs(recompute == "stage", stored, working, costs.transfer_bytes)
+            if carried is not None:
+                kept, joined = self.plain.carried_bytes(carried)
+                stored, working = stored + self._layers[:, :1] * kept, working + (self._layers[:, :1] > 0) * joined
         return replace(
             costs,
             forward_ns=np.maximum(costs.forward_ns + forward_ns, gather_ns),
@@ -200,9 +217,10 @@ class EstimatedCosts:
             transfer_ns=self.links.transfer_ns(self.weight_topology, sent),
         )
 
-    def _keys_or_values_bytes(self, tokens: IntArray) -> IntArray:
+    def _keys_and_values_bytes(self, tokens: IntArray) -> IntArray:
         """Of one layer and whole rows, on one tensor parallel rank."""
-        return self.base.activation_bytes_per_value * (self.base.architecture.kv_size // self.topology.tp) * tokens
+        a = self.base.architecture
+        return self.base.activation_bytes_per_value * ((a.kv_size + a.value_size) // self.topology.tp) * tokens
 
     def _collectives_ns(
         self, enc: IntArray, dec: IntArray, again: npt.NDArray[np.bool_]
@@ -222,15 +240,21 @@ class EstimatedCosts:
         if ep > 1 and a.num_experts:
             per_byte, latency = _ring(self.expert_link, ep, times=1)
             rows = a.top_k * enc / (tp if self.strategy.sequence_parallel else 1)
-            exchange = 2 * num_enc * (rows * a_token * per_byte + latency)
+            exchange = 2 * self._num_mixtures * (rows * a_token * per_byte + latency)
             forward, backward = forward + exchange, backward + exchange
         if self.strategy.cp > 1:
             per_byte, latency = _ring(self.context_link, self.strategy.cp, times=1)
-            whole = self._keys_or_values_bytes(enc * self.strategy.cp)
-            gather = num_enc * (2 * whole * per_byte + 2 * latency)
+            whole = self._keys_and_values_bytes(enc * self.strategy.cp)
+            gather = num_enc * (whole * per_byte + 2 * latency)
             forward, backward = forward + gather, backward + 2 * gather
         backward = backward + np.where(again, forward, 0)
         return np.rint(forward).astype(np.int64), np.rint(backward).astype(np.int64)
+
+    @property
+    def _num_mixtures(self) -> IntArray:
+        """Layers of experts on every stage, shape (S, 1)."""
+        kinds = kinds_of_stages(self.base.architecture, tuple(map(int, self._layers[:, 0])))
+        return np.array([counts for kind, counts in kinds if kind.num_experts], np.int64).sum(axis=0)[:, None]
 
     def _replicas_ns(self) -> tuple[IntArray, IntArray]:
         """Of every stage and micro-batch: gathering weights, scattering gradients; shape (S, 1)."""

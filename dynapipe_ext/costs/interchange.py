@@ -16,7 +16,7 @@ from dynapipe_ext.costs.frozen import FrozenCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, short
 
 
 def cost_model_to_json(model: CostModel) -> dict[str, Any]:
@@ -55,7 +55,10 @@ def read_cost_file(path: str | Path) -> CostModel:
         raise DataError(f"cost file {path} cannot be read: {error}: give a cost model written as JSON") from error
     if not isinstance(raw, dict):
         raise DataError(f"cost file {path} holds {type(raw).__name__}: give a cost model written as JSON")
-    return cost_model_from_json(raw)
+    try:
+        return cost_model_from_json(raw)
+    except DynaPipeError as error:
+        raise type(error)(f"cost file {path}: {error}") from error
 
 
 def _base_from_json(raw: Mapping[str, Any]) -> CostModel:

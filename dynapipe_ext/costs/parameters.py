@@ -7,6 +7,7 @@ import numpy as np
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.layer_kinds import kinds_of_stages
 from dynapipe_ext.topology import Topology
 
 
@@ -14,9 +15,10 @@ def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topolo
     """The topology with the model's layers on its stages. Errors: ConfigError for what does not divide."""
     if a.num_decoder_layers:
         raise ConfigError(f"a {a.family} model has a decoder side: count it by EncoderDecoderCosts")
-    for name in ("num_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"):
-        if getattr(a, name) % topology.tp:
-            raise ConfigError(f"{name} {getattr(a, name)} does not divide over tp {topology.tp}: lower tp or pad it")
+    sizes = {**a.divided_sizes, "num_query_groups": a.num_query_groups, "vocab_size": a.vocab_size}
+    for name, size in sizes.items():
+        if size % topology.tp:
+            raise ConfigError(f"{name} {size} does not divide over tp {topology.tp}: lower tp or pad it")
     if ep < 1 or topology.dp % ep or a.num_experts % ep or (ep > 1 and not a.num_experts):
         raise ConfigError(
             f"ep is {ep} but experts lie on replicas: it must be at least 1 and divide dp {topology.dp} and num_experts"
@@ -26,7 +28,7 @@ def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topolo
 
 
 def layer_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
-    """Parameters of one layer on one rank: those that every replica has, and those of experts."""
+    """Parameters on one rank of one layer of a model of equal ones: those of every replica, and those of experts."""
     h = a.hidden_size
     norms = a.norm_parameters
     norms += sum(a.qk_norm_sizes) // (tp if a.qk_norm_whole else 1)
@@ -39,11 +41,23 @@ def layer_parameters(a: Architecture, tp: int, ep: int) -> tuple[int, int]:
     return norms + attention + h * a.num_experts + shared, a.num_experts // ep * mlp
 
 
+def largest_layers(a: Architecture, topology: Topology, ep: int) -> IntArray:
+    """Shape (stages,): parameters of a stage's largest layer on one rank that are divided over replicas."""
+    stages: IntArray = np.zeros(topology.num_stages, np.int64)
+    for kind, counts in kinds_of_stages(a, topology.with_layers(a.num_layers).layers_per_stage):
+        common, experts = layer_parameters(kind, topology.tp, ep)
+        unit = common + (experts if topology.dp > ep else 0)
+        stages = np.maximum(stages, np.where(np.array(counts) > 0, unit, 0))
+    return stages
+
+
 def replica_and_expert_parameters(a: Architecture, topology: Topology, ep: int) -> IntArray:
     """Shape (2, stages): parameters of one rank that every replica has, and those of experts."""
     topology = checked_topology(a, topology, ep)
     h, embedding = a.hidden_size, a.vocab_size * a.hidden_size // topology.tp
-    stages = np.outer(layer_parameters(a, topology.tp, ep), topology.layers_per_stage).astype(np.int64)
+    kinds = kinds_of_stages(a, topology.layers_per_stage)
+    stages: IntArray = sum(np.outer(layer_parameters(kind, topology.tp, ep), counts) for kind, counts in kinds)
+    stages = stages.astype(np.int64)
     stages[0, 0] += embedding + (a.max_seq_len * h if a.position == "learned" else 0)
     stages[0, -1] += h * (2 if a.norm == "layernorm" else 1)
     if not a.tied_embeddings or topology.num_stages > 1:

@@ -23,6 +23,7 @@ BYTES_PER_PARAMETER: Mapping[StateRecipe, tuple[int, int, int]] = {
     "fp32": (4, 4, 8),
     "deepspeed": (2, 2, 16),  # "mixed" and an fp32 copy of the gradients beside the master, as its estimators count
 }
+EXACT_SUM_BYTES = 8  # of a parameter's sum of gradients in fixed point, which every replica holds whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +61,16 @@ def state_bytes(
     zero_stage: int = 0,
     dp: int = 1,
     gathered_parameters: int | IntArray = 0,
+    frozen_parameters: int | IntArray = 0,
+    exact_sums: bool = False,
 ) -> StateBytes:
     """States of one rank that holds `parameters` in all (of every stage, if an array) and has `dp` replicas.
 
     ZeRO stage 1 divides the optimizer over replicas, 2 gradients too, 3 weights too (Rajbhandari et al. 2020, fig. 1);
     Megatron's distributed optimizer is stage 1. Shares are rounded up. DeepSpeed's stage 2 frees no gradient memory at
     its peak, so its estimator counts 4 + 16 / dp; its stage 3 keeps 16-bit gradients of the gathered layer only, 18 /
-    dp. At stage 3 the weights and gradients of `gathered_parameters`, those whole while one layer runs, come on top.
+    dp. At stage 3 the weights and gradients of `gathered_parameters`, those whole while one layer runs, come on top;
+    `frozen_parameters` beside the others are weights alone; `exact_sums` of gradients come on top of these, whole.
     Errors: ConfigError.
 
     >>> [int(state_bytes(24, recipe="mixed", zero_stage=stage, dp=24).total[0]) for stage in ZERO_STAGES]
@@ -76,7 +80,7 @@ def state_bytes(
     if dp < 1:
         raise ConfigError(f"states are divided over dp {dp}: give at least 1")
     count = np.atleast_1d(np.asarray(parameters, np.int64))
-    gathered = np.asarray(gathered_parameters, np.int64)
+    gathered, frozen = (np.asarray(number, np.int64) for number in (gathered_parameters, frozen_parameters))
     if (count < 0).any() or (gathered < 0).any():
         raise ConfigError(f"parameters {count.min()} or gathered parameters {gathered.min()} cannot be negative")
     per_weight, per_gradient, per_optimizer = BYTES_PER_PARAMETER[recipe]
@@ -86,13 +90,13 @@ def state_bytes(
         return result
 
     whole_at_once = gathered if zero_stage == 3 else 0 * gathered
-    weights = share(count * per_weight, divided=zero_stage == 3) + whole_at_once * per_weight
+    weights = share((count + frozen) * per_weight, divided=zero_stage == 3) + whole_at_once * per_weight
     if recipe == "deepspeed" and zero_stage == 3:
         gradients = 0 * count
     else:
         gradients = share(count * per_gradient, divided=zero_stage >= (3 if recipe == "deepspeed" else 2))
     return StateBytes(
         weights=weights,
-        gradients=gradients + whole_at_once * per_gradient,
+        gradients=gradients + whole_at_once * per_gradient + EXACT_SUM_BYTES * exact_sums * count,
         optimizer=share(count * per_optimizer, divided=zero_stage >= 1),
     )

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.carried import CarriedPositions
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.models.architecture import Architecture
 
@@ -31,8 +33,9 @@ class PlainLayers:
 
     @staticmethod
     def know(architecture: Architecture) -> bool:
-        """Whether its layers are counted: neither those of experts nor capped scores are."""
-        return not (architecture.num_experts or architecture.num_decoder_layers or architecture.attention_softcap)
+        """Whether its layers are counted: neither those of experts nor latent attention nor capped scores are."""
+        a = architecture
+        return not (a.num_experts or a.num_decoder_layers or a.attention_softcap or a.latent)
 
     @classmethod
     def of(cls, costs: AnalyticCosts, *, packed: bool) -> PlainLayers:
@@ -47,12 +50,8 @@ class PlainLayers:
     def layer_bytes(self, tokens: IntArray, positions: IntArray) -> IntArray:
         """From forward to backward without recomputation; `positions`: of one row."""
         a, tp, v = self.architecture, self.tp, self.values
-        query, kv = a.query_size // tp, a.kv_size // tp
-        rope, grouped = a.position == "rope", a.num_query_groups < a.num_heads
-        # Grouped: keys and values repeated for every head, and the queries. Else values lie in the whole output of qkv,
-        # and turned queries and keys are their own.
-        attention = 3 * query if grouped else query + 2 * kv + (query + kv if rope else 0)
-        attention += query * (2 if self.packed else 1)  # the output; joined from documents once more
+        rope = a.position == "rope"
+        attention = self._attention_values
         mlp = (5 if a.gated_mlp else 2) * a.ffn_hidden_size // tp
         a_token = v * (attention + mlp) + 4 * a.num_heads // tp  # and the log-sum-exp, fp32
         tables = 4 * v * a.head_dim if rope else 0  # sine and cosine, of queries and of keys
@@ -60,6 +59,33 @@ class PlainLayers:
         norms = self._share(self._layer_norms_bytes() * tokens)
         kept: IntArray = a_token * tokens + norms + tables * positions + self._window_bytes(tokens, positions)
         return kept
+
+    @property
+    def _attention_values(self) -> int:
+        """Of one token. Grouped: keys and values repeated for every head, and the queries. Else values lie in the whole
+        output of qkv, and turned queries and keys are their own. And the output; joined from documents once more.
+        """
+        a = self.architecture
+        query, kv = a.query_size // self.tp, a.kv_size // self.tp
+        turned = query + kv if a.position == "rope" else 0
+        attended = 3 * query if a.num_query_groups < a.num_heads else query + 2 * kv + turned
+        return attended + query * (2 if self.packed else 1)
+
+    def spared_bytes(self, own: IntArray, *, selective: npt.NDArray[np.bool_]) -> IntArray:
+        """What a layer does not keep of a piece's own positions, whose keys and values lie in buffers: it has queries
+        and output alone, of a softmax that is computed again; where attention is recomputed, what goes into it, too.
+        """
+        a = self.architecture
+        query, kv = a.query_size // self.tp, a.kv_size // self.tp
+        turned = query + kv if a.position == "rope" else 0
+        kept = np.where(selective, 2 * query + 2 * kv + turned, 2 * query)
+        spared: IntArray = (self.values * (self._attention_values - kept) + 4 * a.num_heads // self.tp) * own
+        return spared
+
+    def carried_bytes(self, positions: CarriedPositions) -> tuple[IntArray, IntArray]:
+        """What pieces keep in each layer for one another, and the gradients of all positions so far while one runs."""
+        a_position = 2 * self.architecture.kv_size // self.tp  # values
+        return a_position * positions.kept_bytes(self.values), a_position * self.values * positions.joined
 
     def _layer_norms_bytes(self) -> int:
         """Of a layer's norms and one token. The input of a product is kept whether it comes out of a norm or not; that

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, check_integer
 from dynapipe_ext.lengths import LengthArray, as_length_array
 
 _WEYL = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio, odd
@@ -26,8 +26,7 @@ def permutation(num_samples: int, *, seed: int, epoch: int) -> npt.NDArray[np.in
     [0, 7, 2, 5, 4, 6, 3, 1]
     """
     for name, value in (("seed", seed), ("epoch", epoch)):
-        if not 0 <= value <= _MASK:
-            raise ConfigError(f"{name} is {value} but must lie between 0 and 2**64 - 1")
+        check_integer(name, value, least=0, most=_MASK)
     base = _mix(_array(seed + _WEYL))
     base = _mix(_array(int(base[0]) + (epoch + 1) * _WEYL))
     counters = np.arange(1, num_samples + 1, dtype=np.uint64) * np.uint64(_WEYL)
@@ -95,8 +94,8 @@ class GlobalBatches:
                 f"batch_size is {batch_size} and tokens_per_batch is {tokens_per_batch}: give exactly one of the two"
             )
         for name, value in (("batch_size", batch_size), ("tokens_per_batch", tokens_per_batch)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value} but must be at least 1")
+            if value is not None:
+                check_integer(name, value, least=1)
 
         self.seed, self.epoch = seed, epoch
         if order is not None:

@@ -15,13 +15,14 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds
 from dynapipe_ext.data.reading import Example
 from dynapipe_ext.data.token_file import ARRAYS, FORMAT, TARGETS_FILE, TOKENS_FILE, seal
 from dynapipe_ext.data.tokenizer import FILE_NAME, BytesTokenizer, Tokenizer, train_tokenizer
@@ -211,6 +212,7 @@ def prepare(
     tokenizer: TokenizerKind,
     max_seq_len: int,
     truncate: bool,
+    tasks: TaskBounds | None = None,
     vocab_size: int | None = None,
     source_fingerprint: str | None = None,
     progress: Callable[[int], None] | None = None,
@@ -220,13 +222,14 @@ def prepare(
     `examples` returns a fresh iterator at each call; BPE reads them twice (to train, to encode). `progress` gets the
     number of samples done, after each batch. The folder appears whole or not at all: it is written beside its place and
     renamed, over an older dataset too. With `truncate` a sample over `max_seq_len` positions loses the left end of its
-    input, then the right end of its target (and its eos with it).
+    input, then the right end of its target (and its eos with it); `tasks` bound each side, too.
 
     Errors: DataError for a sample over `max_seq_len` without `truncate`, for no samples, or where `directory` holds
     something else; ConfigError for settings that cannot work.
     """
     folder = Path(directory)
-    settings = _settings(tokenizer, vocab_size, max_seq_len, truncate)
+    bounds = LengthBounds(max_seq_len, truncate, tasks or TaskBounds())
+    settings = _settings(tokenizer, vocab_size, bounds)
     refuse_other_content(folder)
     if source_fingerprint is not None and (found := _reusable(folder, settings, source_fingerprint)):
         return found
@@ -241,23 +244,24 @@ def prepare(
             encoder: Tokenizer = train_tokenizer(texts, vocab_size)
         else:
             encoder = BytesTokenizer()
-        truncation = Truncation(encoder, max_seq_len, truncate)
-        _write(partial, examples(), encoder, truncation, progress, source_fingerprint, settings)
+        _write(partial, examples(), encoder, Truncation(encoder, bounds), progress, source_fingerprint, settings)
         move_into_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return TokenDataset.open(folder)
 
 
-def _settings(tokenizer: TokenizerKind, vocab_size: int | None, max_seq_len: int, truncate: bool) -> dict[str, object]:
+def _settings(tokenizer: TokenizerKind, vocab_size: int | None, bounds: LengthBounds) -> dict[str, object]:
     if tokenizer not in ("bpe", "bytes"):
         raise ConfigError(f'tokenizer is {tokenizer!r}: choose "bpe" or "bytes"')
     if tokenizer == "bpe" and vocab_size is None:
         raise ConfigError('tokenizer "bpe" needs a vocab_size, for example 1024')
-    if max_seq_len < 1:
-        raise ConfigError(f"max_seq_len is {max_seq_len} but must be at least 1")
+    if bounds.max_seq_len is not None and bounds.max_seq_len < 1:
+        raise ConfigError(f"max_seq_len is {bounds.max_seq_len} but must be at least 1")
     size = vocab_size if tokenizer == "bpe" else None  # bytes have one vocabulary: another size is the same data
-    return {"tokenizer": tokenizer, "vocab_size": size, "max_seq_len": max_seq_len, "truncate": truncate}
+    tasks = {"tasks": asdict(bounds.tasks)} if bounds.tasks.bind else {}
+    cut = {"max_seq_len": bounds.max_seq_len, "truncate": bounds.truncate}
+    return {"tokenizer": tokenizer, "vocab_size": size, **cut, **tasks}
 
 
 def _reusable(folder: Path, settings: Mapping[str, object], source: str) -> TokenDataset | None:

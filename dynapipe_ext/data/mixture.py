@@ -64,14 +64,16 @@ def data_settings(texts: Sequence[str]) -> dict[str, Any]:
     return {"path": files[0].path, "mixture": ()} if len(files) == 1 else {"path": "", "mixture": tuple(texts)}
 
 
-def samples_of_epoch(parts: Sequence[_Indices], weights: Sequence[Fraction], *, seed: int) -> _Indices:
+def samples_of_epoch(
+    parts: Sequence[_Indices], weights: Sequence[Fraction], *, names: Sequence[str], seed: int
+) -> _Indices:
     """Indices of an epoch in which part k has its weight's share of the samples, to the nearest one.
 
     An epoch is just as long as one that leaves no sample out: the part that is largest for its weight goes in once, the
     others as many times as that needs, with the rest of a pass drawn by `seed`.
 
     >>> parts = np.arange(4), np.arange(4, 6)
-    >>> samples_of_epoch(parts, (Fraction(1, 2), Fraction(1, 2)), seed=0).tolist()
+    >>> samples_of_epoch(parts, (Fraction(1, 2), Fraction(1, 2)), names="ab", seed=0).tolist()
     [0, 1, 2, 3, 4, 4, 5, 5]
 
     Errors: ConfigError where a part would go in more than 10,000 times.
@@ -82,7 +84,7 @@ def samples_of_epoch(parts: Sequence[_Indices], weights: Sequence[Fraction], *, 
         times, rest = divmod(max(len(part), round(per_weight * weight)), len(part))
         if times >= _MOST_TIMES:
             raise ConfigError(
-                f"file {number + 1} of the mixture has {len(part)} samples, of which each would be trained {times:,}"
+                f"{names[number]} has {len(part)} samples, of which each would be trained {times:,}"
                 f" times an epoch but at most {_MOST_TIMES:,} are taken: lower its weight, or leave the others' samples"
                 " out"
             )

@@ -65,6 +65,8 @@ def check_readable(file: Path) -> None:
     """Errors: DataError for a path that is missing, or that this user may not read."""
     if not file.exists():
         raise DataError(f"{file} does not exist: check the path given for the data")
+    if not (file.is_file() or file.is_dir()):
+        raise DataError(f"{file} is a pipe or a device, but data are read several times: write them to a file first")
     if not os.access(file, os.R_OK):
         raise DataError(f"{file} may not be read by this user: check its permissions")
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dynapipe_ext.data.length_bounds import LengthBounds
 from dynapipe_ext.data.reading import Example
 from dynapipe_ext.data.tokenizer import Tokenizer
 from dynapipe_ext.errors import DataError
@@ -27,16 +28,15 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Encodes examples to at most `max_seq_len` positions (a sequence of n + 1 tokens has n): refuses or cuts."""
+    """Encodes examples within `bounds`: refuses or cuts what is longer."""
 
     tokenizer: Tokenizer
-    max_seq_len: int
-    truncate: bool
+    bounds: LengthBounds
 
     def encode(self, examples: Sequence[Example], *, first_index: int) -> list[TokenSequence]:
         """Sequences of consecutive examples, the first of which is sample `first_index`.
 
-        Errors: DataError naming the first sample that is empty, or too long where `truncate` is off.
+        Errors: DataError naming the first sample that is empty, or too long where it is not cut.
         """
         for place, example in enumerate(examples):
             if not example.input and not example.target:
@@ -53,24 +53,27 @@ class Truncation:
         ]
 
     def _join(self, example: Example, prompt: list[int], target: list[int], *, index: int) -> TokenSequence:
-        tokens = [*prompt, self.tokenizer.separator, *target, self.tokenizer.eos]
-        if len(tokens) - 1 <= self.max_seq_len:
-            return TokenSequence(tokens, len(prompt) + 1)
-        if not self.truncate:
-            raise DataError(
-                f"{example.where}sample {index} (task {example.task!r}) has {len(tokens) - 1} tokens but max_seq_len"
-                f" is {self.max_seq_len}: pass --truncate or raise max_seq_len to at least {len(tokens) - 1}"
-            )
-        excess = min(len(prompt), len(tokens) - 1 - self.max_seq_len)
-        return TokenSequence(tokens[excess:][: self.max_seq_len + 1], len(prompt) - excess + 1, truncated=True)
+        target = [*target, self.tokenizer.eos]
+        num_input, num_target = self.bounds.kept(
+            example.task,
+            num_beside=1,
+            num_input=len(prompt),
+            num_target=len(target),
+            where=f"{example.where}sample {index} (task {example.task!r})",
+        )
+        cut = (num_input, num_target) != (len(prompt), len(target))
+        tokens = [*prompt[len(prompt) - num_input :], self.tokenizer.separator, *target[:num_target]]
+        return TokenSequence(tokens, num_input + 1, truncated=cut)
 
     def _shorten(self, text: str, *, keep_end: bool) -> str:
         """A text that surely exceeds the bound without the far end that would be cut anyway: a saving of time alone.
 
         n characters are at least n bytes, so at least n / max_token_bytes tokens: more than max_seq_len remain.
         """
-        enough = (self.max_seq_len + 2) * self.tokenizer.max_token_bytes
-        if not self.truncate or len(text) <= enough:
+        if self.bounds.max_seq_len is None or not self.bounds.truncate:
+            return text
+        enough = (self.bounds.max_seq_len + 2) * self.tokenizer.max_token_bytes
+        if len(text) <= enough:
             return text
         if self.tokenizer.kind == "bytes":
             return text[-enough:] if keep_end else text[:enough]

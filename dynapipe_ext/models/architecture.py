@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.models.latent import LatentAttention, Yarn
+from dynapipe_ext.models.layer_kinds import check_experts
 
 PublishedFamily = Literal[
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2", "gemma3_text",
-    "gpt2", "t5",
+    "deepseek_v2", "deepseek_v3", "gpt2", "t5",
 ]  # fmt: skip
 # "gpt": Megatron's GPT in sizes of one's own, which no published name has; "transformers": what that package computes,
 # of which the sizes alone are known.
@@ -19,6 +21,7 @@ Family = PublishedFamily | Literal["gpt", "transformers"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Position = Literal["rope", "learned", "relative"]
 Norm = Literal["rmsnorm", "layernorm"]
+RouterScore = Literal["softmax", "sigmoid"]  # what makes probabilities of a router's logits
 NormPlacement = Literal["pre", "post", "both"]  # of a layer's norms: before attention and MLP, behind them, or both
 FAMILIES: tuple[PublishedFamily, ...] = get_args(PublishedFamily)
 VOCAB_MULTIPLE = 128  # Megatron's: rows of an embedding are a multiple of it
@@ -26,13 +29,15 @@ MOST = 1 << 31  # of any size: far above every model, and small enough for produ
 _MOST_LAYERS = 10_000
 _DTYPES = ("float32", "bfloat16", "float16")
 _CHOICES = {"activation": get_args(Activation), "position": get_args(Position), "norm": get_args(Norm)} | {
-    "norm_placement": get_args(NormPlacement)
+    "norm_placement": get_args(NormPlacement),
+    "router_score": get_args(RouterScore),
 }
 # Left out of JSON at their defaults: costs that were written before these were known keep their fingerprints.
 _LATER = (
     "norm_placement", "zero_centered_norm", "qk_norm_whole", "norm_topk_prob", "shared_ffn_hidden_size",
     "shared_expert_gate", "full_attention_every", "local_rope_theta", "query_pre_attn_scalar", "attention_softcap",
-    "logit_softcap", "scaled_embedding",
+    "logit_softcap", "scaled_embedding", "latent", "num_dense_layers", "dense_ffn_hidden_size", "router_score",
+    "router_bias", "router_num_groups", "router_group_topk", "router_scale",
 )  # fmt: skip
 _AT_LEAST_ONE = (
     "num_layers", "hidden_size", "num_heads", "num_query_groups", "head_dim", "ffn_hidden_size", "vocab_size",
@@ -58,9 +63,13 @@ class Architecture:
     Widths are in values, lengths in tokens; `vocab_size` is unpadded. `num_layers` of an encoder-decoder counts its
     encoder, `num_decoder_layers` its decoder (0: decoder only). With `num_experts` every MLP is a mixture of MLPs of
     `ffn_hidden_size`: a router sends each token to `top_k` of them, whose weights are made to sum to 1
-    (`norm_topk_prob`) or are their probabilities among all. A shared expert, of `shared_ffn_hidden_size`, sees every
+    (`norm_topk_prob`) or are their probabilities among all, then multiplied by `router_scale`. The first
+    `num_dense_layers` have a plain MLP of `dense_ffn_hidden_size` instead. A router takes experts from the
+    `router_group_topk` best of `router_num_groups` groups, 0: of all; with `router_bias` a bias, which is no parameter,
+    is added where it chooses and not where it weighs. A shared expert, of `shared_ffn_hidden_size`, sees every
     token, its output times a sigmoid with `shared_expert_gate`. `qk_norm`: queries and keys are normalised, each head
-    alone or, if `qk_norm_whole`, all at once. `zero_centered_norm`: weights of norms are kept as their distance from 1.
+    alone or, if `qk_norm_whole`, all at once. `latent`: attention is such, and `head_dim` the width of a query.
+    `zero_centered_norm`: weights of norms are kept as their distance from 1.
     `sliding_window` positions are seen, in all layers but every `full_attention_every`-th; layers with a window turn by
     `local_rope_theta` where that is not 0. Scores are divided by sqrt(`query_pre_attn_scalar`), 0 being `head_dim`, and
     scores and logits pass through cap x tanh(x / cap) where their cap is not 0. `scaled_embedding`: embeddings are
@@ -98,7 +107,7 @@ class Architecture:
     shared_ffn_hidden_size: int = 0
     shared_expert_gate: bool = False
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
     sliding_window: int = 0
     full_attention_every: int = 0
     local_rope_theta: float = 0.0
@@ -109,6 +118,14 @@ class Architecture:
     relative_buckets: int = 32
     relative_max_distance: int = 128
     scaled_output: bool = False
+    latent: LatentAttention | None = None
+    num_dense_layers: int = 0
+    dense_ffn_hidden_size: int = 0
+    router_score: RouterScore = "softmax"
+    router_bias: bool = False
+    router_num_groups: int = 0
+    router_group_topk: int = 0
+    router_scale: float = 1.0
     dtype: str = "float32"
 
     @classmethod
@@ -210,9 +227,13 @@ class Architecture:
     def from_json(cls, raw: Mapping[str, Any]) -> Architecture:
         """What `to_json` made of one. Errors: ConfigError."""
         try:
-            scaling = raw.get("rope_scaling")
-            return cls(**{**raw, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
-        except (AttributeError, TypeError) as error:
+            parts: dict[str, Any] = {}
+            if (scaling := raw.get("rope_scaling")) is not None:
+                parts["rope_scaling"] = (Yarn if scaling["kind"] == "yarn" else RopeScaling)(**scaling)
+            if (latent := raw.get("latent")) is not None:
+                parts["latent"] = LatentAttention(**latent)
+            return cls(**{**raw, **parts})
+        except (AttributeError, KeyError, TypeError) as error:
             raise ConfigError(f"a model's description cannot be read ({error}): it is of another version") from error
 
     def to_json(self) -> dict[str, Any]:
@@ -242,25 +263,14 @@ class Architecture:
             raise ConfigError(
                 f"num_decoder_layers {self.num_decoder_layers} of family {self.family}: t5 alone has both"
             )
-        if self.top_k and not self.num_experts:
-            raise ConfigError(f"top_k {self.top_k} is of experts but num_experts is 0: give num_experts, or neither")
-        if self.num_experts and not 1 <= self.top_k <= self.num_experts:
-            raise ConfigError(f"top_k is {self.top_k} but must be 1 to num_experts {self.num_experts}")
         if not 0 <= self.shared_ffn_hidden_size <= MOST:
             raise ConfigError(
                 f"shared_ffn_hidden_size is {short(self.shared_ffn_hidden_size)} but must be 0 to {MOST:,}"
             )
-        if (self.shared_ffn_hidden_size and not self.num_experts) or (
-            self.shared_expert_gate and not self.shared_ffn_hidden_size
-        ):
-            raise ConfigError(
-                f"shared_ffn_hidden_size is {self.shared_ffn_hidden_size} and shared_expert_gate"
-                f" {self.shared_expert_gate} with num_experts {self.num_experts}: a gate is of a shared expert, which"
-                " is of a mixture"
-            )
+        check_experts(self)
         if self.qk_norm_whole and not self.qk_norm:
             raise ConfigError("qk_norm_whole is true but qk_norm false: it says over what queries and keys are normed")
-        for name in ("sliding_window", "full_attention_every", "query_pre_attn_scalar"):
+        for name in ("sliding_window", "full_attention_every", "query_pre_attn_scalar", "dense_ffn_hidden_size"):
             if not 0 <= getattr(self, name) <= MOST:
                 raise ConfigError(f"{name} is {short(getattr(self, name))} but must be 0 to {MOST:,}")
         if (self.full_attention_every or self.local_rope_theta) and not self.sliding_window:
@@ -275,8 +285,29 @@ class Architecture:
 
     @property
     def kv_size(self) -> int:
-        """Width of the keys, and of the values."""
+        """Width of the keys, and of the values but for latent attention."""
         return self.num_query_groups * self.head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of the values."""
+        return self.num_query_groups * (self.latent.value_dim if self.latent else self.head_dim)
+
+    @property
+    def attended_size(self) -> int:
+        """Width of what heads make of the values, which the output projection takes."""
+        return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
+
+    @property
+    def divided_sizes(self) -> dict[str, int]:
+        """Sizes, by name, that tensor parallel ranks divide whatever else they do."""
+        sizes = {name: getattr(self, name) for name in ("num_heads", "ffn_hidden_size", "shared_ffn_hidden_size")}
+        if self.num_dense_layers:
+            sizes["dense_ffn_hidden_size"] = self.dense_ffn_hidden_size
+        if self.latent:
+            sizes["q_lora_rank"] = self.latent.q_rank
+            sizes["kv_lora_rank + qk_rope_head_dim"] = self.latent.kv_rank + self.latent.rotary_dim
+        return sizes
 
     @property
     def fc1_size(self) -> int:
@@ -286,6 +317,8 @@ class Architecture:
     @property
     def attention_parameters(self) -> int:
         """Weights of one layer's q, k, v and output projections."""
+        if self.latent:
+            return self.latent.parameters(self.hidden_size, self.num_heads)
         return self.hidden_size * (2 * self.query_size + 2 * self.kv_size)
 
     @property
@@ -308,6 +341,8 @@ class Architecture:
                 f"{self.family} has windows of attention (sliding_window {self.sliding_window}), which do not go on"
                 " from piece to piece: plan whole samples"
             )
+        if self.latent:
+            return f"{self.family} has latent attention, whose pieces are not turned as one sample: plan whole samples"
         if self.family == "transformers":
             return (
                 "the model is computed by transformers, of whose attention the description says nothing: plan whole"
@@ -326,7 +361,10 @@ class Architecture:
 
     @property
     def qk_norm_sizes(self) -> tuple[int, int]:
-        """Weights of a layer's norms of queries and of keys, which tensor parallel ranks divide if `qk_norm_whole`."""
+        """Weights of a layer's norms of queries and of keys, which tensor parallel ranks divide if `qk_norm_whole`; or
+        of latent vectors."""
+        if self.latent:
+            return self.latent.q_rank, self.latent.kv_rank
         if not self.qk_norm:
             return 0, 0
         return (self.query_size, self.kv_size) if self.qk_norm_whole else (self.head_dim, self.head_dim)

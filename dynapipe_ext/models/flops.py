@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.layer_kinds import layer_kinds
 from dynapipe_ext.plan import RECOMPUTES, MicroBatch, Recompute
 
 
@@ -121,21 +122,16 @@ def forward_flops(architecture: Architecture, positions: Positions, *, causal: b
     Experts count as often as a token takes one, and their router; a shared expert once, and its gate.
     """
     a, half = architecture, 2 if causal else 1
-    queries, keys, output = a.hidden_size * a.query_size, a.hidden_size * 2 * a.kv_size, a.query_size * a.hidden_size
-    mlp = a.hidden_size * a.ffn_hidden_size * (3 if a.gated_mlp else 2)
-    if a.num_experts:
-        mlp = a.top_k * mlp + a.hidden_size * a.num_experts + a.shared_parameters
-        mlp += a.hidden_size * int(a.shared_expert_gate)
-    layer = queries + keys + output + mlp
-    per_square = 4 * a.query_size
-    head = 2 * a.hidden_size * a.vocab_size
-    p = positions
+    head, p = 2 * a.hidden_size * a.vocab_size, positions
+    per_square = 2 * (a.query_size + a.attended_size)
     if a.family != "t5":
         return ForwardFlops(
-            layers=2 * a.num_layers * layer * p.encoder,
+            layers=2 * sum(len(layers) * _layer_weights(kind) for kind, layers in layer_kinds(a)) * p.encoder,
             attention=a.num_layers * per_square * p.encoder_squares // half,
             head=head * p.encoder,
         )
+    layer, queries = _layer_weights(a), a.hidden_size * a.query_size
+    keys, output = a.hidden_size * 2 * a.kv_size, queries
     cross = 2 * (queries + output) * p.decoder + 2 * keys * p.encoder
     return ForwardFlops(
         layers=a.num_layers * 2 * layer * p.encoder + a.num_decoder_layers * (2 * layer * p.decoder + cross),
@@ -143,6 +139,14 @@ def forward_flops(architecture: Architecture, positions: Positions, *, causal: b
         + a.num_decoder_layers * per_square * (p.decoder_squares // half + p.cross),
         head=head * p.decoder,
     )
+
+
+def _layer_weights(a: Architecture) -> int:
+    """What a token is multiplied with in one layer of a model of equal ones."""
+    if not a.num_experts:
+        return a.attention_parameters + a.mlp_parameters
+    gates = a.num_experts + int(a.shared_expert_gate)
+    return a.attention_parameters + a.top_k * a.mlp_parameters + a.shared_parameters + a.hidden_size * gates
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, RopeScaling
 from dynapipe_ext.models.config_fields import ACTIVATIONS, ConfigFields
+from dynapipe_ext.models.deepseek_config import deepseek_config, deepseek_values
 from dynapipe_ext.models.gemma_config import as_llama, gemma_config, gemma_values
 from dynapipe_ext.suggestion import did_you_mean
 
@@ -23,6 +24,8 @@ _CLASSES = {
     "olmo2": "Olmo2ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "t5": "T5ForConditionalGeneration",
 }
@@ -40,20 +43,15 @@ _DEFAULTS = {
     "gemma2": (1e-6, 8192, 1e4),
     "gemma3_text": (1e-6, 131_072, 1e6),
 }
-_LATENT = (
-    "multi-head latent attention, its dense layers before a mixture's, shared experts without a gate and a router with"
-    " groups and a bias of its own are more than is described here"
-)
 # Families near to those that are known, and why they are not.
 _REFUSED = {
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
     "gemma3": "it has a vision tower; give its text_config, of model_type gemma3_text, and the weights of that",
     "olmo": "its norms have no weights",
     "qwen2_vl": "it has a vision tower",
     "qwen3_next": "its linear attention has no equal in Megatron",
 }
 _GEMMAS = ("gemma2", "gemma3_text")
+_DEEPSEEKS = ("deepseek_v2", "deepseek_v3")
 _WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "olmo2", *_GEMMAS)
 _WITHOUT_GROUPS = ("llama", "phi3", "olmo2")  # unless they say so
 
@@ -72,6 +70,8 @@ def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architect
     fields.refuse("quantization_config")
     if family in _GEMMAS:
         values = _read_llama(as_llama(fields, family), family) | gemma_values(fields, family)
+    elif family in _DEEPSEEKS:
+        values = deepseek_values(fields, family)
     else:
         values = {"gpt2": _read_gpt2, "t5": _read_t5}.get(family, _read_llama)(fields, family)
     values["dtype"] = _dtype(fields)
@@ -292,7 +292,7 @@ def write_config(architecture: Architecture) -> dict[str, Any]:
 
 def _llama_config(a: Architecture) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
-    if a.rope_scaling:
+    if isinstance(a.rope_scaling, RopeScaling):
         rope = {"rope_type": a.rope_scaling.kind, "factor": a.rope_scaling.factor}
         if a.rope_scaling.kind == "llama3":
             rope |= {
@@ -332,4 +332,6 @@ def _llama_config(a: Architecture) -> dict[str, Any]:
         config |= {"shared_expert_intermediate_size": a.shared_ffn_hidden_size, "qkv_bias": a.qkv_bias}
     if a.family in _GEMMAS:
         config |= gemma_config(a)
+    if a.family in _DEEPSEEKS:
+        config |= deepseek_config(a)
     return config

@@ -23,7 +23,9 @@ FOLLOWED = frozenset(
     use_rope_scaling rope_scaling_factor rotary_seq_len_interpolation_factor normalization norm_epsilon
     layernorm_epsilon add_bias_linear disable_bias_linear add_qkv_bias qk_layernorm window_size fp16 bf16
     relative_attention_num_buckets relative_attention_max_distance moe_router_pre_softmax
-    moe_shared_expert_intermediate_size moe_shared_expert_gate
+    moe_shared_expert_intermediate_size moe_shared_expert_gate multi_latent_attention q_lora_rank kv_lora_rank
+    qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim
+    original_max_position_embeddings beta_fast beta_slow
     """.split()  # noqa: SIM905 (as below)
 )
 
@@ -48,7 +50,6 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "export_qk_l2_norm": _OFF,
     "enable_gpt_oss": _OFF,
     "attention_output_gate": _OFF,
-    "multi_latent_attention": _OFF,
     "experimental_attention_variant": ("",),
     "linear_attention_freq": (),
     "apply_layernorm_1p": _OFF,
@@ -132,8 +133,7 @@ _HARMLESS = """
     moe_*loss* moe_*_logging moe_input_jitter_eps moe_router_dtype moe_router_bias_update_rate moe_router_padding_*
     moe_enable_* moe_*grouped_gemm moe_token_* moe_*dispatcher* moe_pad_* moe_*upcycling* moe_deepep_* *hybridep*
     moe_ncclep_* moe_paged_stash*
-    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_scaling_factor mscale mscale_all_dim
-    original_max_position_embeddings beta_fast beta_slow dsa_* linear_*_dim linear_num_* mamba_* use_mamba_*
+    dsa_* linear_*_dim linear_num_* mamba_* use_mamba_*
 
     save save_* no_save_* load load_* no_load_* *ckpt* non_persistent_* pretrained_checkpoint use_checkpoint_args
     use_mp_args_from_* use_tokenizer_model_* replication* use_persistent_* dist_* *data_path data_* *_data

@@ -14,6 +14,14 @@ from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import MOST, Activation, Architecture, Family, Position, RopeScaling
 from dynapipe_ext.models.huggingface import read_config, write_config
 from dynapipe_ext.models.megatron_argument_names import FOLLOWED, LEFT_AS_IT_IS, is_harmless, is_without_experts
+from dynapipe_ext.models.megatron_latent_arguments import (
+    OF_LATENT,
+    latent_arguments,
+    latent_options,
+    latent_unsayable,
+    latent_values,
+    router_arguments,
+)
 
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 _POSITIONS = {"learned_absolute": "learned", "rope": "rope", "relative": "relative"}
@@ -119,6 +127,8 @@ def read_arguments(arguments: Mapping[str, Any], where: str = "Megatron argument
             sliding_window=_window(a),
             dtype=next((dtype for dtype, flag in _DTYPES.items() if a.flag(flag)), "float32"),
         )
+        if a.flag("multi_latent_attention"):
+            found = replace(found, **latent_values(arguments, where))
         _refuse_strange(found, where)
     except ConfigError as error:
         raise ConfigError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
@@ -132,6 +142,8 @@ def refuse_another_model(arguments: Mapping[str, Any], where: str) -> None:
         if value is None or value in fine or is_without_experts(name, arguments):
             continue
         if isinstance(value, list | tuple) and value and all(one in fine for one in value):  # one a layer, or a loss
+            continue
+        if name in OF_LATENT and arguments.get("multi_latent_attention"):
             continue
         if name == "window_attn_skip_freq" and arguments.get("window_size") is None:
             continue
@@ -272,7 +284,7 @@ def write_arguments(architecture: Architecture) -> dict[str, Any]:
         "group_query_attention": a.num_query_groups != a.num_heads,
         "num_query_groups": a.num_query_groups,
         "kv_channels": a.head_dim,
-        "ffn_hidden_size": a.ffn_hidden_size,
+        "ffn_hidden_size": a.dense_ffn_hidden_size or a.ffn_hidden_size,
         "vocab_size": a.vocab_size,
         "max_position_embeddings": a.max_seq_len,
         "untie_embeddings_and_output_weights": not a.tied_embeddings,
@@ -311,6 +323,9 @@ def write_arguments(architecture: Architecture) -> dict[str, Any]:
             "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size,
             "moe_shared_expert_gate": a.shared_expert_gate,
         }
+    if a.latent:
+        arguments |= {"multi_latent_attention": True, "qk_layernorm": True} | latent_arguments(a, a.latent)
+        arguments |= router_arguments(a)
     if lost := unsayable(a):
         arguments["lost"] = "; ".join(lost)
     return arguments | {flag: a.dtype == dtype for dtype, flag in _DTYPES.items()}
@@ -328,8 +343,10 @@ def unsayable(architecture: Architecture) -> tuple[str, ...]:
     if a.family == "t5":
         return ("T5 (its attention is not scaled, and pretrain_gpt.py has no encoder)",)
     found = []
+    if a.latent:
+        found += latent_unsayable(a, a.latent)
     scaling = a.rope_scaling
-    if scaling is not None and scaling != _LLAMA3:
+    if isinstance(scaling, RopeScaling) and scaling != _LLAMA3:
         found.append(
             f"RoPE scaling {scaling.kind} by {scaling.factor:g}"
             + (f" from {scaling.original_max_seq_len:,} positions" if scaling.kind == "llama3" else "")
@@ -368,6 +385,7 @@ def command_line(architecture: Architecture) -> tuple[str, ...]:
         if name in arguments:
             options += [f"--{name.replace('_', '-')}", str(arguments[name])]
     options += [f"--{name.replace('_', '-')}" for name in _SWITCHES if arguments.get(name)]
+    options += latent_options(a, a.latent) if a.latent else []
     options += ["--disable-bias-linear"] * (not a.mlp_bias)
     options += ["--no-bias-gelu-fusion"] * (a.activation == "gelu")
     if a.num_query_groups != a.num_heads:

@@ -14,6 +14,7 @@ from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, state_bytes
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.layer_kinds import kinds_of_stages, layer_kinds
 from dynapipe_ext.models.tensors import GroupKind, tensor_groups
 from dynapipe_ext.topology import Topology
 
@@ -23,6 +24,7 @@ OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 _SHARDED: tuple[GroupKind, ...] = (
     "embedding", "head", "attention_in", "attention_in_bias", "attention_out", "cross_q", "cross_kv", "cross_out",
     "mlp_in", "mlp_in_bias", "mlp_out", "shared_in", "shared_out",
+    "q_proj", "q_down", "q_up", "kv_down", "kv_up",
 )  # fmt: skip
 
 
@@ -42,17 +44,20 @@ class StageParameters:
 
 
 @lru_cache(maxsize=64)
-def _sizes(architecture: Architecture) -> dict[tuple[str, bool, GroupKind, bool], int]:
-    """Parameters by (side or "" of layers and of what lies outside, is of a layer, kind of group, is an expert's).
+def _sizes(architecture: Architecture) -> dict[tuple[str, int, GroupKind, bool], int]:
+    """Parameters by (side or "" of layers and of what lies outside, kind of layer or -1, of group, is an expert's).
 
-    Of layers: of one alone, as all of a side are alike; T5's position biases are outside of them.
+    Of layers: of the first of its kind alone, as all of a kind, and of a side, are alike; T5's position biases are
+    outside of them.
     """
-    totals: Counter[tuple[str, bool, GroupKind, bool]] = Counter()
+    first_layers = [layers.start for _, layers in layer_kinds(architecture)]
+    totals: Counter[tuple[str, int, GroupKind, bool]] = Counter()
     for group in tensor_groups(architecture):
-        if group.layer > 0:
+        if group.is_buffer or (group.layer >= 0 and group.layer not in first_layers):
             continue
-        layer = group.layer == 0 and group.kind != "relative_bias"
-        totals[group.side, layer, group.kind, group.expert >= 0] += group.size
+        outside = group.layer < 0 or group.kind == "relative_bias"
+        kind = -1 if outside else first_layers.index(group.layer)
+        totals[group.side, kind, group.kind, group.expert >= 0] += group.size
     return dict(totals)
 
 
@@ -85,20 +90,23 @@ def stage_parameters(
     common, experts = np.zeros(len(layers), np.int64), np.zeros(len(layers), np.int64)
     unit = np.zeros(len(layers), np.int64)
     embedding = (vocab_size or a.vocab_size) * a.hidden_size // tp
-    per_layer: dict[str, list[int]] = {side: [0, 0] for side in sides}
+    first_side = kinds_of_stages(a, [count for count, _ in layers])
+    per_layer: Counter[tuple[str, int, bool]] = Counter()
     outside: Counter[tuple[str, str]] = Counter()
     sharded = (*_SHARDED, "q_norm", "k_norm") if a.qk_norm_whole else _SHARDED
-    for (side, of_layer, kind, of_expert), size in _sizes(a).items():
+    for (side, layer_kind, kind, of_expert), size in _sizes(a).items():
         size = size // tp if kind in sharded else size
-        if of_layer:
-            per_layer[side][of_expert] += size // (ep if of_expert else 1)
+        if layer_kind >= 0:
+            per_layer[side, layer_kind, of_expert] += size // (ep if of_expert else 1)
         else:
             outside[side, kind] += size
-    for stage, counts in enumerate(layers):
-        for side, count in dict(zip(sides, counts, strict=True)).items() if a.family == "t5" else [("", counts[0])]:
-            common[stage] += count * per_layer[side][0] + (outside[side, "relative_bias"] if count else 0)
-            experts[stage] += count * per_layer[side][1]
-            unit[stage] = max(unit[stage], sum(per_layer[side]) if count else 0)
+    for stage, (_, num_decoder) in enumerate(layers):
+        runs = [(sides[0], kind, counts[stage]) for kind, (_, counts) in enumerate(first_side)]
+        for side, kind, count in [*runs, (sides[1], 0, num_decoder)] if a.num_decoder_layers else runs:
+            common[stage] += count * per_layer[side, kind, False] + (outside[side, "relative_bias"] if count else 0)
+            experts[stage] += count * per_layer[side, kind, True]
+            whole = per_layer[side, kind, False] + per_layer[side, kind, True]
+            unit[stage] = max(unit[stage], whole if count else 0)
     with_embedding = {0, first_decoder} if a.family == "t5" else {0}
     if not a.tied_embeddings:
         common[last] += embedding

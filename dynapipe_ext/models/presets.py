@@ -56,6 +56,25 @@ def _gemma2(layers: int, hidden: int, heads: int, groups: int, ffn: int, head_di
     return _llama(layers, hidden, heads, groups, ffn, **sizes, **positions)
 
 
+def _deepseek(layers: int, hidden: int, heads: int, dense_ffn: int, ffn: int, **other: Any) -> dict[str, Any]:
+    """DeepSeek's; both have the same heads and the same YaRN but for `mscale`."""
+    mscale = other.pop("mscale")
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+    return _llama(
+        layers,
+        hidden,
+        heads,
+        heads,
+        dense_ffn,
+        moe_intermediate_size=ffn,
+        max_position_embeddings=163_840,
+        rms_norm_eps=1e-6,
+        rope_scaling={**yarn, "mscale": mscale, "mscale_all_dim": mscale},
+        **other,
+    )
+
+
+_DEEPSEEK2 = {"model_type": "deepseek_v2", "vocab_size": 102_400, "n_shared_experts": 2, "mscale": 0.707}
 _MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32_768}
 _MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6}
 
@@ -124,6 +143,34 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         max_position_embeddings=32_768,
         rms_norm_eps=1e-6,
     ),
+    "deepseek-v2-lite": _deepseek(
+        27,
+        2048,
+        16,
+        10_944,
+        1408,
+        **_DEEPSEEK2,
+        q_lora_rank=None,
+        n_routed_experts=64,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+    ),
+    "deepseek-v2": _deepseek(
+        60,
+        5120,
+        128,
+        12_288,
+        1536,
+        **_DEEPSEEK2,
+        n_routed_experts=160,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        routed_scaling_factor=16.0,
+        topk_method="group_limited_greedy",
+        n_group=8,
+        topk_group=3,
+    ),
+    "deepseek-v3": _deepseek(61, 7168, 128, 18_432, 2048, model_type="deepseek_v3", vocab_size=129_280, mscale=1.0),
     "gpt2": _gpt(12, 768, 12),
     "gpt2-medium": _gpt(24, 1024, 16),
     "gpt2-large": _gpt(36, 1280, 20),

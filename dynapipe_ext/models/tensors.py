@@ -12,6 +12,8 @@ from typing import Literal
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.latent import LatentAttention
+from dynapipe_ext.models.layer_kinds import layer_kinds
 
 ModelSide = Literal["", "encoder", "decoder"]
 GroupKind = Literal[
@@ -19,7 +21,8 @@ GroupKind = Literal[
     "attention_norm", "attention_in", "attention_in_bias", "attention_out", "attention_out_bias", "q_norm", "k_norm",
     "attention_post_norm", "cross_norm", "cross_q", "cross_kv", "cross_out",
     "mlp_norm", "mlp_in", "mlp_in_bias", "mlp_out", "mlp_out_bias", "mlp_post_norm",
-    "router", "shared_in", "shared_out", "shared_gate",
+    "router", "router_bias", "shared_in", "shared_out", "shared_gate",
+    "q_proj", "q_down", "q_latent_norm", "q_up", "kv_down", "kv_latent_norm", "kv_up",
 ]  # fmt: skip
 
 
@@ -61,6 +64,11 @@ class TensorGroup:
     def size(self) -> int:
         return sum(tensor.size for tensor in self.tensors)
 
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is no parameter: without gradient and moments, and float32 whatever the weights are."""
+        return self.kind == "router_bias"
+
 
 def tensor_groups(architecture: Architecture) -> tuple[TensorGroup, ...]:
     """All groups in the order of the forward pass. A tied head has none of its own: it is the embedding.
@@ -77,7 +85,7 @@ def tensor_groups(architecture: Architecture) -> tuple[TensorGroup, ...]:
 
 def num_parameters(architecture: Architecture) -> int:
     """Exactly the number of parameters of the model that transformers builds, tied weights counted once."""
-    return sum(group.size for group in tensor_groups(architecture))
+    return sum(group.size for group in tensor_groups(architecture) if not group.is_buffer)
 
 
 def _group(kind: GroupKind, *tensors: tuple[str, tuple[int, ...]], layer: int = -1, expert: int = -1) -> TensorGroup:
@@ -88,23 +96,28 @@ def _llama(a: Architecture) -> Iterator[TensorGroup]:
     """Llama and its relatives."""
     h = a.hidden_size
     yield _group("embedding", ("model.embed_tokens.weight", (a.vocab_size, h)))
-    for i in range(a.num_layers):
-        layer = f"model.layers.{i}"
-        before, after = a.norm_placement != "post", a.norm_placement != "pre"
-        if before:
-            yield _group("attention_norm", (f"{layer}.input_layernorm.weight", (h,)), layer=i)
-        yield from _attention(a, i)
-        if after:
-            yield _group("attention_post_norm", (f"{layer}.post_attention_layernorm.weight", (h,)), layer=i)
-        if before:
-            name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
-            yield _group("mlp_norm", (f"{layer}.{name}.weight", (h,)), layer=i)
-        yield from _mixture(a, i) if a.num_experts else _mlp(a, i)
-        if after:
-            yield _group("mlp_post_norm", (f"{layer}.post_feedforward_layernorm.weight", (h,)), layer=i)
+    for kind, layers in layer_kinds(a):
+        for i in layers:
+            yield from _llama_layer(kind, i)
     yield _group("final_norm", ("model.norm.weight", (h,)))
     if not a.tied_embeddings:
         yield _group("head", ("lm_head.weight", (a.vocab_size, h)))
+
+
+def _llama_layer(a: Architecture, i: int) -> Iterator[TensorGroup]:
+    h, layer = a.hidden_size, f"model.layers.{i}"
+    before, after = a.norm_placement != "post", a.norm_placement != "pre"
+    if before:
+        yield _group("attention_norm", (f"{layer}.input_layernorm.weight", (h,)), layer=i)
+    yield from _latent_attention(a, a.latent, i) if a.latent else _attention(a, i)
+    if after:
+        yield _group("attention_post_norm", (f"{layer}.post_attention_layernorm.weight", (h,)), layer=i)
+    if before:
+        name = "pre_feedforward_layernorm" if after else "post_attention_layernorm"
+        yield _group("mlp_norm", (f"{layer}.{name}.weight", (h,)), layer=i)
+    yield from _mixture(a, i) if a.num_experts else _mlp(a, i)
+    if after:
+        yield _group("mlp_post_norm", (f"{layer}.post_feedforward_layernorm.weight", (h,)), layer=i)
 
 
 def _attention(a: Architecture, i: int) -> Iterator[TensorGroup]:
@@ -127,6 +140,24 @@ def _attention(a: Architecture, i: int) -> Iterator[TensorGroup]:
         yield _group("attention_out_bias", (f"{attention}.o_proj.bias", (h,)), layer=i)
 
 
+def _latent_attention(a: Architecture, latent: LatentAttention, i: int) -> Iterator[TensorGroup]:
+    h, attention = a.hidden_size, f"model.layers.{i}.self_attn"
+
+    def weight(kind: GroupKind, name: str, *shape: int) -> TensorGroup:
+        return _group(kind, (f"{attention}.{name}.weight", shape), layer=i)
+
+    if latent.q_rank:
+        yield weight("q_down", "q_a_proj", latent.q_rank, h)
+        yield weight("q_latent_norm", "q_a_layernorm", latent.q_rank)
+        yield weight("q_up", "q_b_proj", a.query_size, latent.q_rank)
+    else:
+        yield weight("q_proj", "q_proj", a.query_size, h)
+    yield weight("kv_down", "kv_a_proj_with_mqa", latent.kv_rank + latent.rotary_dim, h)
+    yield weight("kv_latent_norm", "kv_a_layernorm", latent.kv_rank)
+    yield weight("kv_up", "kv_b_proj", a.num_heads * (latent.plain_dim + latent.value_dim), latent.kv_rank)
+    yield weight("attention_out", "o_proj", h, a.attended_size)
+
+
 def _mlp(a: Architecture, i: int) -> Iterator[TensorGroup]:
     h, f, mlp = a.hidden_size, a.ffn_hidden_size, f"model.layers.{i}.mlp"
     if a.family == "phi3":
@@ -146,13 +177,15 @@ def _mixture(a: Architecture, i: int) -> Iterator[TensorGroup]:
     moe = f"model.layers.{i}.{'block_sparse_moe' if of_mixtral else 'mlp'}"
     gate, up, down = ("w1", "w3", "w2") if of_mixtral else ("gate_proj", "up_proj", "down_proj")
     yield _group("router", (f"{moe}.gate.weight", (a.num_experts, h)), layer=i)
+    if a.router_bias:
+        yield _group("router_bias", (f"{moe}.gate.e_score_correction_bias", (a.num_experts,)), layer=i)
     for e in range(a.num_experts):
         expert = f"{moe}.experts.{e}"
         gate_and_up = (f"{expert}.{gate}.weight", (f, h)), (f"{expert}.{up}.weight", (f, h))
         yield _group("mlp_in", *gate_and_up, layer=i, expert=e)
         yield _group("mlp_out", (f"{expert}.{down}.weight", (h, f)), layer=i, expert=e)
     if s:
-        shared = f"{moe}.shared_expert"
+        shared = f"{moe}.shared_expert{'s' * (a.latent is not None)}"
         yield _group("shared_in", (f"{shared}.gate_proj.weight", (s, h)), (f"{shared}.up_proj.weight", (s, h)), layer=i)
         yield _group("shared_out", (f"{shared}.down_proj.weight", (h, s)), layer=i)
     if a.shared_expert_gate:

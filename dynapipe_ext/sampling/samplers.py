@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.data.batches import permutation
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, check_integer, short
 from dynapipe_ext.lengths import SampleLength, as_length_array
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.reproducible import non_negative_least_squares
@@ -96,8 +96,7 @@ class DistributedTokenBatchSampler:
         ):
             if value not in choices:
                 raise ConfigError(f"{name} is {value!r} but must be one of {', '.join(choices)}")
-        if max_tokens < 1:
-            raise ConfigError(f"max_tokens is {max_tokens} but must be at least 1")
+        check_integer("max_tokens", max_tokens, least=1)
         self.rank, self.seed, self.epoch = rank, seed, 0
         self._rule = Rule(num_replicas=num_replicas, max_tokens=max_tokens, objective=objective, last=last)
         self._shuffle, self._share, self._coefficients = shuffle, share, coefficients
@@ -134,8 +133,7 @@ class DistributedTokenBatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of another epoch; where the sampler is in this epoch already, stay (after a resume, say)."""
-        if epoch < 0:
-            raise ConfigError(f"epoch is {epoch} but must be at least 0")
+        check_integer("epoch", epoch, least=0)
         if epoch == self.epoch:
             return
         if self._rule.last == "carry":
@@ -187,6 +185,8 @@ class DistributedTokenBatchSampler:
         epoch has.
         """
         before = sum(steps for _, steps in self._segments)
+        if num_batches is not None:
+            check_integer("num_batches", num_batches, least=0)
         steps = self._next if num_batches is None else num_batches - before
         if not 0 <= steps <= self._plan.num_steps:
             raise ConfigError(
@@ -207,8 +207,7 @@ class DistributedTokenBatchSampler:
 
         Raises DataError for a state of other lengths, settings or seed.
         """
-        if state.get("format") != _FORMAT:
-            raise DataError(f"the state has format {state.get('format')!r} but {_FORMAT} is read here")
+        check_format(state, _FORMAT)
         if state["fingerprint"] != self._identity():
             raise DataError(
                 f"the state is of other lengths or settings (fingerprint {state['fingerprint'][:12]}, here"
@@ -253,6 +252,13 @@ class DistributedTokenBatchSampler:
         return self._fingerprint
 
 
+def check_format(state: Any, form: str) -> None:
+    """Errors: DataError for what is no state of that form."""
+    found = state.get("format") if isinstance(state, Mapping) else state
+    if found != form:
+        raise DataError(f"the state has format {short(found)} but {form} is read here")
+
+
 def world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """Number of ranks and this one's, from torch.distributed where the process has loaded and begun it."""
     distributed: Any = sys.modules.get("torch.distributed")
@@ -261,6 +267,8 @@ def world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         num_replicas = int(distributed.get_world_size()) if in_use else 1
     if rank is None:
         rank = int(distributed.get_rank()) if in_use else 0
+    check_integer("num_replicas", num_replicas, least=0)
+    check_integer("rank", rank, least=-1)
     if num_replicas < 1 or not 0 <= rank < num_replicas:
         raise ConfigError(f"rank is {rank} of num_replicas {num_replicas}: it must lie between 0 and one less")
     return num_replicas, rank
@@ -307,7 +315,11 @@ def quadratic_costs(tokens: IntArray, coefficients: tuple[float, float]) -> IntA
     >>> quadratic_costs(np.array([2, 3]), (1, 2))
     array([10, 21])
     """
-    a, b = coefficients
+    try:
+        a, b = coefficients
+        float(a), float(b)
+    except (TypeError, ValueError):
+        raise ConfigError(f"coefficients are {short(coefficients)} but must be two numbers (a, b)") from None
     if not (0 <= a < float("inf") and 0 <= b < float("inf")) or a == b == 0:
         raise ConfigError(f"coefficients are ({a}, {b}) but must be finite, at least 0 and not both 0")
     longest = int(tokens.max(initial=1))

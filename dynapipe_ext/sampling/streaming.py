@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar, get_args
 import numpy as np
 
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, check_integer, short
 from dynapipe_ext.sampling.epoch_plan import EpochPlan, Objective, Rule, left_after, plan_left
-from dynapipe_ext.sampling.samplers import quadratic_costs, world
+from dynapipe_ext.sampling.samplers import check_format, quadratic_costs, world
 
 _FORMAT = "dynapipe-stream/2"
 
@@ -50,8 +50,13 @@ class StreamingTokenBatches(Generic[Sample]):
         window_steps: int = 8,
     ) -> None:
         num_replicas, rank = world(num_replicas, rank)
-        if max_tokens < 1 or window_steps < 1:
-            raise ConfigError(f"max_tokens is {max_tokens} and window_steps {window_steps}: both must be at least 1")
+        if not callable(open_stream) or not callable(length_of):
+            raise ConfigError(
+                f"open_stream is {short(open_stream)} and length_of {short(length_of)} but both must be functions: give"
+                " lambda: iter(samples), and len"
+            )
+        check_integer("max_tokens", max_tokens, least=1)
+        check_integer("window_steps", window_steps, least=1)
         if objective not in get_args(Objective):
             raise ConfigError(f"objective is {objective!r} but must be one of {', '.join(get_args(Objective))}")
         self._open_stream, self._length_of = open_stream, length_of
@@ -90,8 +95,7 @@ class StreamingTokenBatches(Generic[Sample]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with the same or another number of ranks. Raises DataError for others."""
-        if state.get("format") != _FORMAT:
-            raise DataError(f"the state has format {state.get('format')!r} but {_FORMAT} is read here")
+        check_format(state, _FORMAT)
         self._pending, self._read = [int(number) for number in state["pending"]], int(state["read"])
         self._segments = [(int(ranks), int(read), int(steps)) for ranks, read, steps in state["segments"]]
 

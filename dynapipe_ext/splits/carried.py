@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from operator import attrgetter
+from typing import Literal, get_args
 
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
@@ -30,39 +32,144 @@ def piece_sizes(pieces: Pieces, longest: int, max_tokens: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slope:
-    """Time of a row of one document of x positions: in proportion to x + `squared` x^2, overhead aside."""
+class RowTime:
+    """Time of a row of one document of x positions, about: overhead + token x + square x^2, ns."""
 
-    squared: float
+    overhead_ns: float = 0.0
+    token_ns: float = 1.0
+    square_ns: float = 0.0
 
     @classmethod
-    def of(cls, evaluate: MicroBatchEvaluate, longest: int) -> Slope:
+    def of(cls, evaluate: MicroBatchEvaluate, longest: int) -> RowTime:
         """By rows of a quarter, a half and three quarters of the longest sample."""
         x = max(1, longest // 4)
         rows = [MicroBatch((SampleLength(0, k * x),), "packed") for k in (1, 2, 3)]
         one, two, three = (int(t) for t in evaluate(rows)[0])
         squares = max(0, three - 2 * two + one) / 2  # of x^2
-        return cls(squared=squares / max(1.0, two - one - 3 * squares) / x)
+        tokens = max(1.0, two - one - 3 * squares)
+        overhead_ns = max(0.0, one - tokens - squares)
+        return cls(overhead_ns=overhead_ns, token_ns=tokens / x, square_ns=squares / x / x)
+
+    @property
+    def in_proportion(self) -> RowTime:
+        """As if time were proportional to tokens."""
+        return replace(self, square_ns=0.0)
+
+    def work_ns(self, length: int, count: int) -> float:
+        """Of a sample in so many pieces."""
+        return count * self.overhead_ns + length * (self.token_ns + self.square_ns * length)
 
     def position(self, share: float, length: int) -> float:
-        """How far into a sample that share of its time is.
+        """How far into a sample that share of its time is, overhead aside.
 
-        >>> round(Slope(squared=0.0).position(0.5, 100)), round(Slope(squared=1.0).position(0.25, 100))
+        >>> round(RowTime().position(0.5, 100)), round(RowTime(square_ns=1e9).position(0.25, 100))
         (50, 50)
         """
-        time = share * (length + self.squared * length * length)
-        return 2 * time / (1 + math.sqrt(1 + 4 * self.squared * time))  # no difference of near numbers
+        squared = self.square_ns / self.token_ns
+        time = share * (length + squared * length * length)
+        return 2 * time / (1 + math.sqrt(1 + 4 * squared * time))  # no difference of near numbers
 
 
-def cut(sample: SampleLength, most_tokens: int, multiple: int, slope: Slope) -> list[SampleLength]:
-    """Pieces of a sample, as many as pieces of `most_tokens` would be, that take equal times by the slope (of one
-    without squares: of equal lengths), each but the last a multiple of `multiple`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceCut:
+    """A way to cut long samples: into pieces of about so many tokens, alike in length or in time; and what a step of
+    them is expected to take: its busiest replica's work, and what a pipeline waits for its longest row."""
 
-    >>> [(p.start, p.encoder) for p in cut(SampleLength(0, 100), 40, 8, Slope(squared=0.0))]
+    tokens: int
+    cut_by: CutBy
+    time: RowTime
+    busiest_ns: float
+    fill_ns: float
+
+    @classmethod
+    def of(
+        cls, samples: Sequence[SampleLength], time: RowTime, tokens: int, cut_by: CutBy, *, dp: int, depth: int
+    ) -> PieceCut:
+        """By rows as `carried_rows` fills them, on `dp` replicas of `depth` ranks: a few sums over the samples."""
+        lengths = [s.encoder for s in samples]
+        long = [(length, -(-length // tokens)) for length in lengths if length > tokens]
+        short = [length for length in lengths if length <= tokens]
+        free = sum(count * tokens - length for length, count in long)
+        num_rows = max(0, -(-(sum(short) - free) // tokens))
+        works = [time.work_ns(length, count) for length, count in long]
+        if cut_by == "time":
+            most_ns = [work / count for work, (_, count) in zip(works, long, strict=True)]
+        else:  # the last full piece attends to most
+            most_ns = [time.work_ns(n, 1) - time.work_ns(n - tokens, 0) for n, _ in long]
+        short_ns = math.fsum(time.work_ns(length, 0) for length in short) + num_rows * time.overhead_ns
+        return cls(
+            tokens=tokens,
+            cut_by=cut_by,
+            time=time,
+            busiest_ns=max((math.fsum(works) + short_ns) / dp, *works, 0.0),
+            fill_ns=(depth - 1) * max(*most_ns, (num_rows > 0) * time.work_ns(tokens, 1), 0.0),
+        )
+
+    @property
+    def makespan_ns(self) -> float:
+        """Expected; searches end a few percent below."""
+        return self.busiest_ns + self.fill_ns
+
+    @property
+    def hoped_ns(self) -> float:
+        """What no search has got below: good orders have short rows first and last, but the long ones in between."""
+        return self.busiest_ns + self.fill_ns / 2
+
+    def rows(self, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> list[MicroBatch]:
+        """`carried_rows` of it."""
+        return carried_rows(samples, self.time if self.cut_by == "time" else self.time.in_proportion, evaluate, rule)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCuts:
+    """Ways to cut the long samples of a batch; at least one."""
+
+    cuts: tuple[PieceCut, ...]
+
+    @property
+    def makespan_ns(self) -> float:
+        return min(cut.makespan_ns for cut in self.cuts)
+
+    @property
+    def hoped_ns(self) -> float:
+        return min(cut.hoped_ns for cut in self.cuts)
+
+    @property
+    def promising(self) -> list[PieceCut]:
+        """The one that is expected to be fastest, and the one that a good search may make so: mostly the same."""
+        best = (min(self.cuts, key=attrgetter(by)) for by in ("makespan_ns", "hoped_ns"))
+        return list(dict.fromkeys(best))
+
+    @property
+    def smallest(self) -> list[PieceCut]:
+        """Into the smallest pieces, of which one needs least bytes."""
+        tokens = min(cut.tokens for cut in self.cuts)
+        return [cut for cut in self.cuts if cut.tokens == tokens]
+
+
+def piece_cuts(
+    samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, sizes: Sequence[int], *, dp: int, depth: int
+) -> PieceCuts:
+    """The ways to cut them into pieces of these sizes.
+
+    Errors: PlanError for what `evaluate` cannot price, and for samples with a decoder side.
+    """
+    if any(s.decoder for s in samples):
+        raise PlanError("samples with a decoder side cannot be cut into pieces: plan whole samples (pieces off)")
+    time = RowTime.of(evaluate, max(s.encoder for s in samples))
+    ways = product(sizes, get_args(CutBy))
+    return PieceCuts(tuple(PieceCut.of(samples, time, *way, dp=dp, depth=depth) for way in ways))
+
+
+def cut(sample: SampleLength, most_tokens: int, multiple: int, time: RowTime) -> list[SampleLength]:
+    """Pieces of a sample, as many as pieces of `most_tokens` would be, that take equal times (of no squares:
+    have equal lengths), each but the last a multiple of `multiple`.
+
+    >>> [(p.start, p.encoder) for p in cut(SampleLength(0, 100), 40, 8, RowTime())]
     [(0, 40), (40, 32), (72, 28)]
     """
     count = -(-sample.encoder // most_tokens)
-    wanted = [slope.position(k / count, sample.encoder) for k in range(1, count)]
+    wanted = [time.position(k / count, sample.encoder) for k in range(1, count)]
     ends = [*(round_up(math.ceil(end), multiple) for end in wanted), sample.encoder]
     pieces, start = [], 0
     for end in ends:
@@ -72,39 +179,21 @@ def cut(sample: SampleLength, most_tokens: int, multiple: int, slope: Slope) -> 
     return pieces
 
 
-def document_weights(
-    samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rules: Sequence[RowRule]
-) -> dict[SampleLength, int]:
-    """What the samples cost that stay whole under any of the rules (`document_costs`)."""
-    most, least = (choose(rules, key=lambda rule: rule.room) for choose in (max, min))
-    short = [s for s in samples if s.encoder <= most.room]
-    return dict(zip(short, document_costs(short, evaluate, least), strict=True)) if short else {}
-
-
 def carried_rows(
-    samples: Sequence[SampleLength],
-    weights: Mapping[SampleLength, int],
-    evaluate: MicroBatchEvaluate,
-    rule: RowRule,
-    cut_by: CutBy,
+    samples: Sequence[SampleLength], time: RowTime, evaluate: MicroBatchEvaluate, rule: RowRule
 ) -> list[MicroBatch]:
-    """Packed rows of about `rule.max_tokens` positions: samples above that in pieces, a piece a row; and documents, the
-    dearest first, each in the row that has cost least so far and has room, be there a piece in it or not.
+    """Packed rows of about `rule.max_tokens` positions: samples above that in pieces alike in time, a piece a row; and
+    documents, the dearest first, each in the row that has cost least so far and has room, be a piece in it or not.
 
-    Errors: PlanError for what `evaluate` cannot price, and for samples with a decoder side.
+    Errors: PlanError for what `evaluate` cannot price.
     """
-    if any(s.decoder for s in samples):
-        raise PlanError("samples with a decoder side cannot be cut into pieces: plan whole samples (pieces off)")
     long = [s for s in samples if s.encoder > rule.room]
     short = [s for s in samples if s.encoder <= rule.room]
-    slope = Slope(squared=0.0)
-    if cut_by == "time" and long:
-        slope = Slope.of(evaluate, max(s.encoder for s in long))
-    heads = [_carried(rule, (p,)) for s in long for p in cut(s, rule.room, rule.pad_multiple, slope)]
+    heads = [_carried(rule, (p,)) for s in long for p in cut(s, rule.room, rule.pad_multiple, time)]
     if not short:
         return heads
     loads = evaluate(heads)[0].tolist() if heads else []
-    costs = [weights[s] for s in short]
+    costs = document_costs(short, evaluate, rule)
     fills = [head.samples[0].encoder for head in heads]
     free = sum(max(0, rule.room - fill) for fill in fills)
     num_rows = max(0, -(-(sum(s.encoder for s in short) - free) // rule.room))

@@ -53,7 +53,7 @@ class Runs:
         """
         answers = (bottleneck(costs, min_in_flight, self.stage_ranks) for costs in self.kind_costs)
         times, kinds = fastest(answers, self.caps.max_bytes)
-        costs = np.where(self.shapes >= 0, times[self.shapes], INFEASIBLE)
+        costs = np.append(times, INFEASIBLE)[self.shapes]  # the last one for those that are -1
         if (costs[:, 0] >= INFEASIBLE).any():
             worst = int(np.flatnonzero(costs[:, 0] >= INFEASIBLE)[0])
             raise PlanError(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.config import CheckpointSettings
 from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.checkpoints import folder as folders
+from dynapipe_ext.executor.checkpoints.manifest import Manifest, OptimizerPlace, RunState
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 
 _T = TypeVar("_T")
+_PACKAGES = ("dynapipe-ext", "torch")
 
 
 class SavingRanks:
@@ -45,3 +50,56 @@ class SavingRanks:
         numbers = torch.tensor([number], dtype=torch.int64, device=self._device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return int(numbers.item())
+
+
+class SavingTogether:
+    """Saves a run below `root`, a folder that all ranks reach; each checkpoint appears there whole or not at all.
+
+    Every rank calls `write(folder, run)`; once all have, rank 0 calls `join(folder)`, and `published(folder)` where the
+    checkpoint has its name. `place` says where the optimizer stands, `framework` is the package whose version is kept.
+    Errors: ExecutionError on all ranks where one of them cannot write (`faults`); what was saved before stays.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        settings: CheckpointSettings,
+        device: torch.device,
+        write: Callable[[Path, RunState], object],
+        *,
+        place: Callable[[], OptimizerPlace],
+        framework: str,
+        join: Callable[[Path], object] = lambda folder: None,
+        published: Callable[[Path], object] = lambda folder: None,
+        faults: tuple[type[Exception], ...] = (OSError, RuntimeError),
+    ) -> None:
+        self._root, self._settings, self._framework = root, settings, framework
+        self._write, self._join, self._published, self._place = write, join, published, place
+        self._ranks = SavingRanks(root, device, faults=faults)
+        self.most = self._ranks.most
+        if dist.get_rank() == 0:
+            folders.tidy(root)
+
+    def save(self, run: RunState) -> None:
+        part = folders.part_folder(self._root, run.step)
+        with named_collectives(f"checkpoint of step {run.step}"):
+            self._ranks.on_first(lambda: folders.begin(self._root, run.step))
+            self._ranks.on_every(lambda: self._write(part, run))
+            self._ranks.on_first(lambda: self._publish(part, run))
+
+    def _publish(self, part: Path, run: RunState) -> None:
+        self._join(part)
+        manifest = Manifest(
+            run=run,
+            optimizer=self._place(),
+            versions={name: version(name) for name in (*_PACKAGES, self._framework)},
+            files={file.name: file.stat().st_size for file in sorted(part.iterdir()) if file.is_file()},
+            tensors={},
+        )
+        self._published(folders.publish(part, manifest))
+        folders.retain(self._root, last=self._settings.keep_last, best=self._settings.keep_best)
+
+    def advance(self, *, wait: bool = False) -> None:
+        """Nothing goes on in the background."""
+
+    def close(self) -> None: ...

@@ -20,6 +20,7 @@ from dynapipe_ext.errors import DataError, short
 FORMAT = "dynapipe-checkpoint/1"
 MANIFEST = "dynapipe.json"
 OPTIMIZER_FILES = "optimizer-*.safetensors"  # beside a model that transformers computes
+MODEL_FOLDER = "model"  # beside what a DeepSpeed engine saves, where the model of a checkpoint may be a run's output
 _SCORED_STEPS = 10
 _T = TypeVar("_T")
 

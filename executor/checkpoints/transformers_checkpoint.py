@@ -11,86 +11,48 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dynapipe_ext.config import CheckpointSettings
 from dynapipe_ext.errors import DataError
-from dynapipe_ext.executor.checkpoints import folder as folders
-from dynapipe_ext.executor.checkpoints.all_ranks import SavingRanks
-from dynapipe_ext.executor.checkpoints.manifest import (
-    OPTIMIZER_FILES,
-    Manifest,
-    RunState,
-    read_manifest,
-    refuse_other_model,
-)
-from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
+from dynapipe_ext.executor.checkpoints.manifest import OPTIMIZER_FILES, RunState, read_manifest, refuse_other_model
 from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, parts_of_folder
 from dynapipe_ext.executor.stages.transformers_saving import ADAPTER_FILE, join_stages, load_adapters, write_stages
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 
-_PACKAGES = ("dynapipe-ext", "torch", "transformers")
 
+def parts_saver(
+    root: Path,
+    parts: Sequence[TransformersPart],
+    optimizer: TransformersOptimizer,
+    parallel: ParallelContext,
+    settings: CheckpointSettings,
+) -> SavingTogether:
+    """Of replicas, which hold the same, the first writes."""
+    coordinates = parallel.coordinates
 
-class PartsSaver:
-    """Saves a run below `root`, a folder that all ranks reach; of replicas, which hold the same, the first writes.
+    def write(folder: Path, _run: RunState) -> None:
+        if coordinates.dp_rank == 0:
+            write_stages(parts, folder)
+            save_file(optimizer.tensors(), folder / OPTIMIZER_FILES.replace("*", str(coordinates.pp_rank)))
 
-    Errors: ExecutionError on all ranks where one cannot write; what was saved before stays.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        parts: Sequence[TransformersPart],
-        optimizer: TransformersOptimizer,
-        parallel: ParallelContext,
-        settings: CheckpointSettings,
-    ) -> None:
-        self._root, self._parts, self._optimizer, self._settings = root, parts, optimizer, settings
-        self._coordinates = parallel.coordinates
-        device = next(parts[0].parameters()).device
-        self._ranks = SavingRanks(root, device, faults=(OSError, RuntimeError, SafetensorError))
-        self.most = self._ranks.most
-        if dist.get_rank() == 0:
-            folders.tidy(root)
-
-    def save(self, run: RunState) -> None:
-        part = folders.part_folder(self._root, run.step)
-        with named_collectives(f"checkpoint of step {run.step}"):
-            self._ranks.on_first(lambda: folders.begin(self._root, run.step))
-            self._ranks.on_every(lambda: self._write(part))
-            self._ranks.on_first(lambda: self._publish(part, run))
-
-    def _write(self, part: Path) -> None:
-        if self._coordinates.dp_rank == 0:
-            write_stages(self._parts, part)
-            file = OPTIMIZER_FILES.replace("*", str(self._coordinates.pp_rank))
-            save_file(self._optimizer.tensors(), part / file)
-
-    def _publish(self, part: Path, run: RunState) -> None:
-        join_stages(part, self._parts[0].place.num_stages)
-        manifest = Manifest(
-            run=run,
-            optimizer=self._optimizer.place,
-            versions={name: version(name) for name in _PACKAGES},
-            files={file.name: file.stat().st_size for file in sorted(part.iterdir())},
-            tensors={},
-        )
-        folders.publish(part, manifest)
-        folders.retain(self._root, last=self._settings.keep_last, best=self._settings.keep_best)
-
-    def advance(self, *, wait: bool = False) -> None:
-        """Nothing goes on in the background."""
-
-    def close(self) -> None: ...
+    return SavingTogether(
+        root,
+        settings,
+        next(parts[0].parameters()).device,
+        write,
+        join=lambda folder: join_stages(folder, parts[0].place.num_stages),
+        place=lambda: optimizer.place,
+        framework="transformers",
+        faults=(OSError, RuntimeError, SafetensorError),
+    )
 
 
 def load_parts(

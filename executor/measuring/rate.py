@@ -32,6 +32,7 @@ from dynapipe_ext.executor.stages.megatron_model import (
 from dynapipe_ext.executor.stages.stored_bytes import StoredBytes
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.layer_kinds import layer_kinds
 from dynapipe_ext.plan import Layout, MicroBatch
 from dynapipe_ext.reproducible import non_negative_least_squares
 from dynapipe_ext.topology import Topology
@@ -65,7 +66,8 @@ def measure_rate(
 
     torch.distributed must not be initialised; it is not afterwards either.
     """
-    small = _of_layers(architecture, _NUM_LAYERS)
+    kinds = [kind for kind, _ in layer_kinds(architecture)]
+    small = _of_layers(kinds[-1], _NUM_LAYERS)
     shapes = _within(architecture, _SHAPES)
     timed_shapes = shapes if device.type == "cpu" else _within(architecture, _LARGE_SHAPES)
     with tempfile.TemporaryDirectory() as scratch:
@@ -76,19 +78,16 @@ def measure_rate(
             initialize_parallel(Topology(), seed=0)
             timed = _model(small, dtype, device)
             seconds = np.array([_forward_backward_s(timed, *one, layout, device) for one in timed_shapes])
-            models = [_model(one, dtype, device) for one in _one_more(small)]
-            cases = [(*one, layout) for one in shapes for layout in LAYOUTS]
-            stored = np.array([[_stored_bytes(model, *case, device) for case in cases] for model in models])
+            factors = [_byte_factors(kind, dtype, shapes, device) for kind in kinds]
         finally:
             destroy_parallel()
             dist.destroy_process_group()
     overhead_s, slope, error = _fit(_counted(small, dtype, timed_shapes, layout), seconds)
-    layer_factor, head_factor = _byte_factors(small, dtype, shapes, stored)
     return MeasuredRate(
         flops_per_s=float(1.0 / slope),
         layer_overhead_ns=round(overhead_s * 1e9 / small.total_layers),
-        layer_bytes_factor=layer_factor,
-        head_bytes_factor=head_factor,
+        layer_bytes_factor=max(of_layers for of_layers, _ in factors),
+        head_bytes_factor=max(of_head for _, of_head in factors),
         error=error,
     )
 
@@ -151,9 +150,12 @@ def _fit(flops: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> tu
 
 
 def _byte_factors(
-    architecture: Architecture, dtype: str, shapes: list[tuple[int, int]], stored: npt.NDArray[np.int64]
+    architecture: Architecture, dtype: str, shapes: list[tuple[int, int]], device: torch.device
 ) -> tuple[float, float]:
     """Stored over counted bytes: of a layer (what one more layer adds, of either side), and of everything else."""
+    models = [_model(one, dtype, device) for one in _one_more(architecture)]
+    cases = [(*one, layout) for one in shapes for layout in LAYOUTS]
+    stored = np.array([[_stored_bytes(model, *case, device) for case in cases] for model in models])
     micro_batches = [_micro_batch(architecture, *one, layout) for one in shapes for layout in LAYOUTS]
     counted = np.array([_costs(one, dtype, micro_batches).stored_bytes[0] for one in _one_more(architecture)])
     layers, counted_layers = stored[1:] - stored[0], counted[1:] - counted[0]

@@ -187,6 +187,8 @@ def _counted(chunk: Any, config: Any, topology: Topology, ep: int) -> AnalyticCo
     model = unwrapped(chunk)
     if type(model).__name__ != "GPTModel" or not topology.layers_per_stage:
         return None
+    if config.multi_latent_attention or config.moe_layer_freq != 1:  # layers of other sizes, or not all alike
+        return None
     num_experts = config.num_moe_experts or 0
     ddp_config = getattr(chunk, "ddp_config", None)
     is_gated = bool(config.gated_linear_unit)

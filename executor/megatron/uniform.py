@@ -77,7 +77,7 @@ class UniformPlanner:
         count = self.shape.num_micro_batches * self.shape.rows
         return [SampleLength(i, self.shape.seq_len, 0, self.shape.seq_len) for i in range(count)]
 
-    def plan(self, samples: Any, *, step: int, reserve_bytes: int = 0) -> StepPlan:
+    def plan(self, samples: Any, *, step: int, reserve_bytes: int = 0, unreserved: StepPlan | None = None) -> StepPlan:
         """Errors: PlanError where the micro-batches do not fit `limit_bytes`."""
         rows = self.shape.rows
         recompute = "none" if self.shape.forward_only else self.pipeline.recompute or "none"

@@ -60,8 +60,15 @@ class DumpingPlanner:
     def fill_waits(self) -> bool:
         return self.planner.fill_waits
 
-    def plan(self, samples: Sequence[SampleLength], *, step: int, reserve_bytes: int = 0) -> StepPlan:
-        step_plan = self.planner.plan(samples, step=step, reserve_bytes=reserve_bytes)
+    def plan(
+        self,
+        samples: Sequence[SampleLength],
+        *,
+        step: int,
+        reserve_bytes: int = 0,
+        unreserved: StepPlan | None = None,
+    ) -> StepPlan:
+        step_plan = self.planner.plan(samples, step=step, reserve_bytes=reserve_bytes, unreserved=unreserved)
         if not self._planner_file:
             text = json.dumps({"format": DUMPED_PLANNER_FORMAT, "planner": self.planner.to_json()})
             self._planner_file = f"planner-{planner_digest(self.planner)}.json"

@@ -13,7 +13,7 @@ from dynapipe_ext.executor.protocols import Store
 from dynapipe_ext.executor.proven_step import StepPlanner, prove_step
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.wait import StoreTimeoutError
-from dynapipe_ext.executor.wire import encode
+from dynapipe_ext.executor.wire import encode_all
 from dynapipe_ext.lengths import LengthArray, sample_lengths
 
 LOOK_S = 0.5  # how often a planner that waits looks for plans that are missed
@@ -114,9 +114,10 @@ class PlanPublisher:
             said = failure_sentence(error, self.worker, place)
             publish_failure(self.store, self.keys, self.plan_key, self.worker, said, of_planning=True)
             raise
-        for plan in (plan for replica in proven.plans for plan in replica):
-            key = self.keys.plan(epoch=place.epoch, step=place.step, dp_rank=plan.dp_rank, pp_rank=plan.pp_rank)
-            self.store.put(key, encode(plan, self.plan_key, context=key.encode()))
+        plans, keys = [plan for replica in proven.plans for plan in replica], self._plans(place)
+        encoded = encode_all(plans, self.plan_key, contexts=[key.encode() for key in keys])
+        for key, data in zip(keys, encoded, strict=True):
+            self.store.put(key, data)
 
     def _delete(self, place: StepPosition) -> None:
         self.store.delete(self.keys.taken(epoch=place.epoch, step=place.step), *self._plans(place))

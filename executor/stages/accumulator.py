@@ -13,7 +13,7 @@ from dynapipe_ext.executor.stages.exact_sums import ExactSums, Sum
 
 # Weights that another rank has a copy of, each with the sum over the ranks that have one.
 Copies = Mapping[torch.nn.Parameter, Sum]
-_NO_COPIES: Copies = MappingProxyType({})
+NO_COPIES: Copies = MappingProxyType({})
 
 
 class GradientAccumulator(Protocol):
@@ -55,7 +55,7 @@ class PlainAccumulator(GradientAccumulator):
         parameters: Sequence[torch.nn.Parameter],
         sum_over_replicas: Sum | None = None,
         *,
-        copies: Copies = _NO_COPIES,
+        copies: Copies = NO_COPIES,
     ) -> None:
         self._parameters, self._copies = list(parameters), copies
         self._sum_over_replicas = sum_over_replicas
@@ -89,7 +89,7 @@ class Float32Accumulator(GradientAccumulator):
         parameters: Sequence[torch.nn.Parameter],
         sum_over_replicas: Sum | None = None,
         *,
-        copies: Copies = _NO_COPIES,
+        copies: Copies = NO_COPIES,
     ) -> None:
         self._parameters, self._copies = list(parameters), copies
         self._sum_over_replicas = sum_over_replicas
@@ -134,7 +134,7 @@ class ExactAccumulator(GradientAccumulator):
         parameters: Sequence[torch.nn.Parameter],
         sum_over_replicas: Sum | None = None,
         *,
-        copies: Copies = _NO_COPIES,
+        copies: Copies = NO_COPIES,
         in_float32: bool = False,
     ) -> None:
         self._sums, self._copies = ExactSums(parameters), copies

@@ -17,15 +17,18 @@ from dynapipe_ext.errors import ConfigError, in_one_line
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.executor.stages.deepspeed_groups import ModelParallelUnit
 from dynapipe_ext.executor.stages.megatron_optimizer import learning_rates
+from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.executor.update import ExecutedStep, Refused, SkipPolicy
 
 
-def make_engine(model: torch.nn.Module, config: Mapping[str, Any], device: torch.device) -> Any:
+def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: ParallelContext) -> Any:
     """`deepspeed.initialize` on all ranks at the same point; matrices decay, norms and biases do not.
 
-    On a CPU nothing is compiled: DeepSpeed would build an extension as it starts, and wait for ever for a build that
-    was killed. Errors: ConfigError for what DeepSpeed does not take.
+    `model` is what this rank has of one: each pipeline rank has an engine, and all clip by the norm of the whole. On a
+    CPU nothing is compiled: DeepSpeed would build an extension as it starts, and wait for ever for a build that was
+    killed. Errors: ConfigError for what DeepSpeed does not take.
     """
     logging.disable(logging.WARNING)  # that there is no accelerator, from every rank
     import deepspeed
@@ -34,7 +37,7 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], device: torch
     logging.disable(logging.NOTSET)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
     deepspeed.utils.logger.setLevel(logging.WARNING if dist.get_rank() == 0 else logging.ERROR)
-    if device.type == "cpu":
+    if parallel.device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -44,19 +47,32 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], device: torch
         {"params": [p for p in trained if p.dim() > 1]},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "wd_mult": 0.0},
     ]
+    for parameter in trained:  # no other stage has it, so that norms of all stages add up
+        parameter.model_parallel = True  # type: ignore[attr-defined]
+    mpu = ModelParallelUnit(parallel)
     try:
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=dict(config))
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=dict(config), mpu=mpu)
     except (ValueError, AssertionError) as error:  # as it has them for fields of a section and names of classes
         raise ConfigError(f"DeepSpeed refuses its configuration, so correct the file: {in_one_line(error)}") from error
     return engine
 
 
-def gathered(engine: Any) -> AbstractContextManager[Any]:
-    """In it every rank has all weights whole, which ZeRO 3 divides over them; all ranks enter it."""
+def leave_to_other_stage(weight: torch.nn.Parameter) -> None:
+    """Mark a weight's copy, in DeepSpeed's words for tied layers: in norms another stage's counts."""
+    weight.ds_pipe_replicated = True  # type: ignore[attr-defined]
+    weight.model_parallel = False  # type: ignore[attr-defined]
+
+
+def is_other_stages(weight: torch.Tensor) -> bool:
+    return getattr(weight, "ds_pipe_replicated", False)
+
+
+def gathered(engine: Any, *, trained_alone: bool = False) -> AbstractContextManager[Any]:
+    """In it every rank has all weights (that train) whole, which ZeRO 3 divides over them; all ranks enter it."""
     from deepspeed.runtime.zero import GatheredParameters
 
-    is_divided = engine.zero_optimization_stage() == 3
-    return GatheredParameters(list(engine.module.parameters())) if is_divided else nullcontext()
+    weights = [p for p in engine.module.parameters() if p.requires_grad or not trained_alone]
+    return GatheredParameters(weights) if engine.zero_optimization_stage() == 3 else nullcontext()
 
 
 class DeepSpeedOptimizer:
@@ -75,9 +91,10 @@ class DeepSpeedOptimizer:
             if parameter.requires_grad:
                 parameter.register_hook(self._see)
 
-    def _see(self, gradient: torch.Tensor) -> None:
-        """Of a micro-batch, before the engine scatters it; what is not a number stays one in the maximum."""
-        if gradient.numel():
+    def _see(self, gradient: torch.Tensor | None) -> None:
+        """Of a micro-batch, before the engine scatters it (None: it is put off); what is not a number stays one in the
+        maximum."""
+        if gradient is not None and gradient.numel():
             self._largest = torch.maximum(self._largest, gradient.detach().abs().max().float())
 
     def step(self, executed: ExecutedStep) -> float | Refused:
@@ -114,8 +131,10 @@ class DeepSpeedOptimizer:
         """Where the engine tells none, which then holds all gradients; not a number where it was told not to."""
         if self._engine.zero_optimization_stage():
             return math.nan
-        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        own = [p.grad for p in self._engine.module.parameters() if p.grad is not None and not is_other_stages(p)]
+        squares = torch.stack([gradient.double().square().sum() for gradient in own]).sum()
+        self._parallel.sum_over_job(squares)
+        return math.sqrt(float(squares) / self._parallel.topology.dp)
 
     @property
     def place(self) -> OptimizerPlace:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, ExecutionPlan, Forward
 from dynapipe_ext.executor.protocols import Reductions
-from dynapipe_ext.executor.stages.accumulator import GradientAccumulator
+from dynapipe_ext.executor.stages.accumulator import NO_COPIES, Copies, GradientAccumulator
+from dynapipe_ext.executor.stages.deepspeed_engine import is_other_stages, leave_to_other_stage
 from dynapipe_ext.executor.stages.exact_sums import Sum
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, TorchStage, with_batch
 from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
-from dynapipe_ext.executor.stages.transformers_stage import TransformersStage, token_loss_sum
+from dynapipe_ext.executor.stages.transformers_stage import TransformersStage, copied_weight, token_loss_sum
+from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 
 _SCATTERS = 2  # the first ZeRO stage that scatters the gradients of each backward
 
@@ -41,13 +43,48 @@ class DeepSpeedStage(TorchStage):
         )
 
 
+def engine_model(parts: Sequence[TransformersPart]) -> torch.nn.Module:
+    """What an engine is made of: the model of a rank's only part, or the weights of several by their names in the
+    whole model."""
+    if len(parts) == 1:
+        model: torch.nn.Module = parts[0].model
+        return model
+    joined = torch.nn.Module()
+    for part in parts:
+        for name, weight in part.model.named_parameters(remove_duplicate=False):
+            *path, own = name.split(".")
+            place = joined
+            for step in path:
+                if step not in place._modules:
+                    place.add_module(step, torch.nn.Module())
+                place = place.get_submodule(step)
+            place.register_parameter(own, weight)
+    return joined
+
+
 def engine_stage(
-    engine: Any, part: TransformersPart, *, loss: LossFunction = token_loss_sum, parallel: Reductions | None = None
+    engine: Any,
+    parts: Sequence[TransformersPart],
+    *,
+    parallel: ParallelContext,
+    loss: LossFunction = token_loss_sum,
 ) -> TransformersStage:
-    """The stage of a model of transformers, in one part, around whose `model` an engine was made."""
+    """The stages of a rank of whose parts an engine was made, by their `engine_model`.
+
+    Errors: ConfigError for ZeRO 2 and 3 where ranks have parts of a model.
+    """
     if _scatters_gradients(engine):
-        part.run_by(engine)
-    return TransformersStage([part], loss=loss, accumulator=partial(EngineGradients, engine), parallel=parallel)
+        if parallel.topology.num_stages > 1:
+            raise ConfigError(
+                f"ZeRO {engine.zero_optimization_stage()} has collectives with each micro-batch, but the model is in"
+                f" {parallel.topology.num_stages} stages: take one, or ZeRO 0 or 1"
+            )
+        parts[0].run_by(engine)
+    ends = parallel.topology.stage_ranks[0], parallel.topology.stage_ranks[-1]
+    copy = copied_weight(parts)
+    if copy is not None and parallel.coordinates.pp_rank == max(ends):  # never 0, whose norms stage 0 takes whole
+        leave_to_other_stage(copy)
+    return TransformersStage(parts, loss=loss, accumulator=partial(EngineGradients, engine), parallel=parallel)
 
 
 def _scatters_gradients(engine: Any) -> bool:
@@ -65,10 +102,16 @@ class EngineGradients(GradientAccumulator):
     """
 
     def __init__(
-        self, engine: Any, parameters: Sequence[torch.nn.Parameter], _sum_over_replicas: Sum | None = None
+        self,
+        engine: Any,
+        parameters: Sequence[torch.nn.Parameter],
+        _sum_over_replicas: Sum | None = None,
+        *,
+        copies: Copies = NO_COPIES,
     ) -> None:
         _refuse_engine(engine)
         self._engine, self._parameters, self._scatters = engine, list(parameters), _scatters_gradients(engine)
+        self._copies = copies
         self._num_left = 0
 
     def begin(self, plan: ExecutionPlan) -> None:
@@ -96,11 +139,22 @@ class EngineGradients(GradientAccumulator):
 
     def add(self) -> None:
         """Bfloat16 gradients go into the float32 sums of an engine that has some."""
-        if not self._scatters and hasattr(self._engine.optimizer, "update_hp_grads"):
+        if self._scatters:
+            return
+        if hasattr(self._engine.optimizer, "update_hp_grads"):
             self._engine.optimizer.update_hp_grads(clear_lp_grads=True)
+        elif getattr(self._engine.optimizer, "use_grad_accum_attribute", False):
+            self._engine.optimizer.fill_grad_accum_attribute()
+
+    def _sum_of(self, weight: Any) -> torch.Tensor:
+        """What `add` has summed up, where the engine looks for it."""
+        for name in ("_hp_grad", "grad_accum"):
+            if (found := getattr(weight, name, None)) is not None:
+                return cast(torch.Tensor, found)
+        return cast(torch.Tensor, weight.grad)
 
     def add_weight(self, weight: torch.Tensor, gradient: torch.Tensor) -> None:
-        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        torch.autograd.backward([weight], [gradient])  # what hooks see
 
     def reduce(self) -> None:
         if self._scatters:
@@ -110,6 +164,11 @@ class EngineGradients(GradientAccumulator):
         if idle:
             torch.autograd.backward([(parameter * 0).sum() for parameter in idle])
             self.add()
+        for weight, sum_over_copies in self._copies.items():
+            summed = self._sum_of(weight)
+            sum_over_copies(summed)
+            if is_other_stages(weight):  # ZeRO 0 of bfloat16 takes the norm of gradients, and looks at these
+                summed.ds_pipe_replicated = True  # type: ignore[attr-defined]
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.allreduce_gradients()
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from dynapipe_ext.executor.stages.attention import DocumentAttention
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.latent import Yarn
+from dynapipe_ext.models.layer_kinds import layer_kinds
 
 
 class MarkedNorm:
@@ -169,8 +171,9 @@ class WindowAttention(CoreAttention):
 def gpt_layers(architecture: Architecture, config: Any, layers: range) -> list[Any]:
     """Megatron's specs of some layers of a decoder-only model, counted from 0."""
     a = architecture
-    specs = {has_window: _gpt_layer(a, config, has_window) for has_window in {a.has_window(i) for i in layers}}
-    return [specs[a.has_window(i)] for i in layers]
+    makes = [(kind, a.has_window(i)) for kind, run in layer_kinds(a) for i in run if i in layers]
+    specs = {make: _gpt_layer(make[0], config, make[1]) for make in set(makes)}
+    return [specs[make] for make in makes]
 
 
 def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any:
@@ -184,10 +187,16 @@ def _gpt_layer(architecture: Architecture, config: Any, has_window: bool) -> Any
         num_experts=a.num_experts or None,
         moe_grouped_gemm=False,
         qk_layernorm=a.qk_norm,
+        multi_latent_attention=a.latent is not None,
         normalization=config.normalization,
     )
     before = MarkedNorm if a.norm_placement != "post" else IdentityOp
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = before
+    if a.latent:
+        from dynapipe_ext.executor.stages.megatron_latent import make_latent
+
+        make_latent(layer)
+        return layer
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = WindowAttention if has_window else CoreAttention
     if a.attention_softcap:
@@ -274,6 +283,7 @@ def rotary_frequencies(architecture: Architecture) -> torch.Tensor:
     high_freq_factor` stay, and in between the two are blended (Llama 3.1's release code).
     """
     a, scaling = architecture, architecture.rope_scaling
+    assert not isinstance(scaling, Yarn), "latent attention has frequencies of its own"
     exponents = torch.arange(0, a.head_dim, 2, dtype=torch.int64).float() / a.head_dim
     frequencies = 1.0 / (a.rope_theta**exponents)
     if scaling is None:

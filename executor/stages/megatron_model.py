@@ -19,6 +19,8 @@ from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron_layers import MarkedNorm, gpt_layers, rotary_frequencies
 from dynapipe_ext.executor.stages.megatron_weights import initialize_weights
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Activation, Architecture
+from dynapipe_ext.models.deepseek_config import router_fault
+from dynapipe_ext.models.megatron_latent_arguments import latent_arguments, router_arguments
 from dynapipe_ext.topology import Topology
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -79,7 +81,7 @@ def transformer_config(
     """Megatron's TransformerConfig of a model (of an encoder-decoder's decoder); losses and gradients are sums, to be
     divided by global counts. `deterministic`: kernels that give the same bits in every run.
     """
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     a = architecture
     num_layers = a.num_decoder_layers or a.num_layers
@@ -102,15 +104,18 @@ def transformer_config(
             "moe_router_pre_softmax": not a.norm_topk_prob,
             "moe_shared_expert_intermediate_size": a.shared_ffn_hidden_size or None,
             "moe_shared_expert_gate": a.shared_expert_gate,
-        }
-    return TransformerConfig(
+            "moe_router_bias_update_rate": 0.0,  # a bias stays what it is: the loss says nothing of it
+        } | router_arguments(a)
+    if a.latent:
+        arguments |= {"rotary_base": a.rope_theta} | latent_arguments(a, a.latent)
+    return (MLATransformerConfig if a.latent else TransformerConfig)(
         **arguments,
         num_layers=num_layers,
         hidden_size=a.hidden_size,
         num_attention_heads=a.num_heads,
         num_query_groups=a.num_query_groups,
         kv_channels=a.head_dim,
-        ffn_hidden_size=a.ffn_hidden_size,
+        ffn_hidden_size=a.dense_ffn_hidden_size or a.ffn_hidden_size,
         gated_linear_unit=a.gated_mlp,
         activation_func=_ACTIVATIONS[a.activation],
         normalization="RMSNorm" if a.norm == "rmsnorm" else "LayerNorm",
@@ -191,6 +196,9 @@ def build_model(
     else:
         model = _build_gpt(a, topology, stage, config)
     model.to(device=device, dtype=config.params_dtype)
+    for module in model.modules():
+        if hasattr(module, "_maintain_float32_expert_bias"):
+            module._maintain_float32_expert_bias()
     if seed is not None:
         initialize_weights(model, config, seed=seed)
     else:
@@ -208,9 +216,9 @@ def _check(a: Architecture, topology: Topology) -> None:
         )
     if VOCAB_MULTIPLE % topology.tp:
         raise ConfigError(f"tp is {topology.tp} but must divide {VOCAB_MULTIPLE}: choose a power of two up to that")
-    for name in ("num_heads", "ffn_hidden_size", "shared_ffn_hidden_size"):
-        if getattr(a, name) % topology.tp:
-            raise ConfigError(f"{name} {getattr(a, name)} must be a multiple of tp {topology.tp}")
+    for name, size in a.divided_sizes.items():
+        if size % topology.tp:
+            raise ConfigError(f"{name} {size} must be a multiple of tp {topology.tp}")
     if a.num_query_groups % topology.tp and topology.tp % a.num_query_groups:
         raise ConfigError(f"num_query_groups {a.num_query_groups} must divide tp {topology.tp} or be a multiple of it")
     if a.qk_norm_whole and a.num_query_groups % topology.tp:
@@ -218,6 +226,8 @@ def _check(a: Architecture, topology: Topology) -> None:
             f"num_query_groups {a.num_query_groups} must be a multiple of tp {topology.tp}: ranks that share a key head"
             " would count it more than once in the norm of all keys"
         )
+    if fault := router_fault(a):
+        raise ConfigError(fault)
     if a.top_k == 1 and a.norm_topk_prob:
         raise ConfigError(
             "top_k is 1 with norm_topk_prob: an expert's weight is then always 1 and its router learns nothing, which"
@@ -247,7 +257,7 @@ def _build_gpt(a: Architecture, topology: Topology, stage: int, config: Any) -> 
         vp_stage=virtual_stage(topology, stage, config),
         position_embedding_type="rope" if a.position == "rope" else "learned_absolute",
     )
-    if a.position == "rope":
+    if a.position == "rope" and not a.latent:
         rotary: Any = model.rotary_pos_emb
         rotary.inv_freq = rotary_frequencies(a).to(rotary.inv_freq.device)
     if a.scaled_embedding and stage == 0:

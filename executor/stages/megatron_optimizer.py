@@ -10,6 +10,7 @@ import torch
 from dynapipe_ext.config import LrSchedule, OptimizerSettings
 from dynapipe_ext.errors import ExecutionError, NotFiniteError
 from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
+from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.megatron import Chunks
 from dynapipe_ext.executor.stages.megatron_exact import ExactNorm
 from dynapipe_ext.executor.stages.megatron_guard import StepGuard
@@ -74,7 +75,10 @@ class MegatronOptimizer:
         Errors: NotFiniteError, on all ranks alike and before anything is changed, for a loss or gradient that is not
         finite, where the policy does not skip the step.
         """
-        return self._guard.check(executed) or self.update()
+        if refused := self._guard.check(executed):
+            return refused
+        with named_collectives(f"step {executed.plan.step}, update"):
+            return self.update()
 
     def update(self) -> float:
         """Clip, change the weights, advance the schedule, unguarded; returns the gradient norm before clipping."""

@@ -27,17 +27,19 @@ def global_name(name: str, first_layer: int, first_encoder_layer: int = 0) -> st
     return _LAYER.sub(lambda match: f"{match[1]}.layers.{int(match[2]) + before[match[1]]}", name)
 
 
-def global_names(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """A part's parameters by their names in the whole model, layers as they number themselves."""
+def global_names(model: Any, named: Iterable[tuple[str, Any]] | None = None) -> Iterator[tuple[str, Any]]:
+    """A part's parameters, or what else is `named`, by their names in the whole model: layers number themselves."""
     sides = (getattr(getattr(model, side, None), "layers", ()) for side in ("decoder", "encoder"))
     first = [layers[0].layer_number - 1 if layers else 0 for layers in sides]
-    return ((global_name(name, *first), parameter) for name, parameter in model.named_parameters())
+    return ((global_name(name, *first), parameter) for name, parameter in named or model.named_parameters())
 
 
-def held_weights(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The same, with the last stage's copy of a tied embedding by the embedding's name."""
+def held_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, with the last stage's copy of a tied embedding by the embedding's name; and biases of routers, which
+    checkpoints hold and nothing trains."""
     for name, parameter in global_names(model):
         yield _EMBEDDING if name in _HEADS and model.share_embeddings_and_output_weights else name, parameter
+    yield from (named for named in global_names(model, model.named_buffers()) if named[0].endswith(".expert_bias"))
 
 
 def initialize_weights(model: Any, config: Any, *, seed: int) -> None:

@@ -54,6 +54,7 @@ class TorchStage:
     ) -> None:
         if not callable(loss):
             raise ConfigError(f"the loss is a {type(loss).__name__} but must be a function of (output, batch)")
+        _refuse_other_arguments(loss)
         chunks = _chunks(modules)
         owners = [chunk for chunk in chunks if isinstance(chunk, torch.nn.Module)]
         if parameters is None:
@@ -136,6 +137,17 @@ def _chunks(modules: Any) -> list[Module]:
             " order of their stages, or a mapping from stage to module"
         )
     return chunks
+
+
+def _refuse_other_arguments(loss: LossFunction) -> None:
+    try:
+        signature = inspect.signature(loss)
+    except ValueError:  # of some functions written in C nobody knows it
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise ConfigError(f"the loss takes {signature} but must be a function of (output, batch)") from None
 
 
 def _refuse_ownerless(chunks: Iterable[Module]) -> None:

@@ -61,7 +61,7 @@ class TransformersStage(TorchStage):
         self._parts = list(parts)
         if not self._parts or not all(isinstance(part, TransformersPart) for part in self._parts):
             raise ConfigError("TransformersStage takes a list of parts: give parts_of_model(model, topology, pp_rank)")
-        weight = _copied_weight(self._parts)
+        weight = copied_weight(self._parts)
         if weight is not None and weight.requires_grad and parallel is not None:  # on both ranks, or on none
             accumulator = partial(accumulator, copies={weight: parallel.sum_over_ends})
         super().__init__(self._parts, loss, accumulator=accumulator, parallel=parallel, restarts_attention=True)
@@ -167,7 +167,7 @@ def model_inputs(micro_batch: MicroBatch, attention: str) -> dict[str, Any]:
     return inputs
 
 
-def _copied_weight(parts: Sequence[TransformersPart]) -> Any:
+def copied_weight(parts: Sequence[TransformersPart]) -> Any:
     """This rank's copy of a tied weight that another rank has, too; None where there is none."""
     first, last = parts[0], parts[-1]
     if first.place.is_first and last.place.is_last:

@@ -1,15 +1,31 @@
-"""Process groups for pipeline transfers: one for each direction between two ranks that exchange buffers."""
+"""Process groups: of ranks that have something in common, and for each direction between two that exchange buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from dynapipe_ext.topology import Topology
+from dynapipe_ext.topology import Coordinates, Topology
 
 Groups = dict[tuple[int, int], Any]  # (peer pp_rank, communicator) -> process group
+
+
+def make_group(
+    topology: Topology, rank: int, in_common: Callable[[Coordinates], Hashable | None], *, timeout_s: float
+) -> Any:
+    """The group of the ranks that have as much `in_common` as this one; None where that is None.
+
+    Every rank of the job must call this at the same point: group creation is collective.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for other in range(topology.world_size):
+        groups.setdefault(in_common(topology.coordinates(other)), []).append(other)
+    groups.pop(None, None)
+    made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) for ranks in groups.values()]
+    return next((group for group, ranks in zip(made, groups.values(), strict=True) if rank in ranks), None)
 
 
 def make_pipeline_groups(topology: Topology, rank: int, *, timeout_s: float) -> Groups:

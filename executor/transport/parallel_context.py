@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError, check_timeout
 from dynapipe_ext.executor.device import rank_device
-from dynapipe_ext.executor.transport.groups import make_pipeline_groups
+from dynapipe_ext.executor.transport.groups import make_group, make_pipeline_groups
 from dynapipe_ext.executor.transport.torch_p2p import TorchP2PTransport
 from dynapipe_ext.topology import Coordinates, Topology
 
@@ -18,7 +19,8 @@ class ParallelContext:
     """Made from a topology on every rank of the job at the same point, once torch.distributed is initialised.
 
     `coordinates` say where this rank is, `stages` which stages it holds, `transport` moves their buffers, and the sums
-    are what `TorchStage(parallel=…)` asks for. What waits longer than `timeout_s` ends its rank.
+    are what `TorchStage(parallel=…)` asks for. `replicas` is the process group of the ranks that hold the same stages,
+    one of each replica. What waits longer than `timeout_s` ends its rank.
     Errors: ConfigError where torch.distributed has another number of ranks, or cannot move what a GPU holds.
     """
 
@@ -44,25 +46,21 @@ class ParallelContext:
             )
         groups = make_pipeline_groups(topology, rank, timeout_s=timeout_s)
         self.transport = TorchP2PTransport(topology, rank, groups, device=self.device, timeout_s=timeout_s)
-        for pp_rank in range(topology.pp):
-            for tp_rank in range(topology.tp):
-                ranks = [topology.rank(tp_rank=tp_rank, pp_rank=pp_rank, dp_rank=d) for d in range(topology.dp)]
-                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-                if rank in ranks:
-                    self._replicas = group
+        self._rank, self._timeout_s = rank, timeout_s
+        self.replicas = self.group(lambda c: (c.tp_rank, c.pp_rank))
+        ends = {topology.stage_ranks[0], topology.stage_ranks[-1]}
         self._ends = None
-        pp_ends = sorted({topology.stage_ranks[0], topology.stage_ranks[-1]})
-        for dp_rank in range(topology.dp if len(pp_ends) > 1 else 0):
-            for tp_rank in range(topology.tp):
-                ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=dp_rank) for p in pp_ends]
-                group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-                if rank in ranks:
-                    self._ends = group
+        if len(ends) > 1:
+            self._ends = self.group(lambda c: (c.tp_rank, c.dp_rank) if c.pp_rank in ends else None)
+
+    def group(self, in_common: Callable[[Coordinates], Hashable | None]) -> Any:
+        """The process group of the ranks that have as much `in_common` as this one; all ranks make theirs at once."""
+        return make_group(self.topology, self._rank, in_common, timeout_s=self._timeout_s)
 
     def sum_over_replicas(self, tensor: torch.Tensor) -> None:
         """Over the ranks that hold the same stages, one of each replica."""
         if self.topology.dp > 1:
-            dist.all_reduce(tensor, group=self._replicas)
+            dist.all_reduce(tensor, group=self.replicas)
 
     def sum_over_job(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from pathlib import Path
 
 from rich.table import Table
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.inference.memory_records import MemoryRecord, RecordFile
 from dynapipe_ext.inference.memory_shapes import CHOICES, ShapeLimits
 from dynapipe_ext.launch.command_parser import add_json, dtype, ending
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if limit_gb is not None and not 1e-9 <= limit_gb < 1e9:
         raise ConfigError(f"--memory-limit-gb is {limit_gb:g} but must make 1 B to 10^18 B: give GB, such as 2.5")
     limit_bytes = None if limit_gb is None else round(limit_gb * 1e9)
+    if not Path(args.model).exists():  # said before torch is loaded
+        raise DataError(f"{args.model} does not exist: give a model's folder, or its config.json")
     say_loading("torch", "transformers")
     from dynapipe_ext.inference.memory_profiling import (
         beams_of,

@@ -55,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--verify", action="store_true", help="read DST back and compare every tensor with SRC, bit for bit"
     )
     parser.add_argument(
+        "--drop-mtp", action="store_true", help="leave out DeepSeek-V3's layers of multi-token prediction"
+    )
+    parser.add_argument(
         "--transformer-impl",
         choices=("local", "transformer_engine"),
         help="whose layers will load megatron-legacy files: their names differ (default: local)",
@@ -78,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
             _options(args),
             source_format=args.source_format or "",
             verify=args.verify,
+            drop_mtp=args.drop_mtp,
             **_own(args),
         )
         for notice in conversion.notices:

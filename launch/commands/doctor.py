@@ -22,6 +22,7 @@ import dynapipe_ext.errors
 from dynapipe_ext.core import active_core
 from dynapipe_ext.errors import DynaPipeError
 from dynapipe_ext.executor.megatron.clone import clone_version, misfits
+from dynapipe_ext.executor.proven_step import PROVEN_RULE
 from dynapipe_ext.launch.command_parser import add_json, ending
 from dynapipe_ext.launch.env import limit_threads
 from dynapipe_ext.launch.redis_server import RedisServer, find_server_binary
@@ -89,6 +90,7 @@ def all_checks(redis_server: str | None = None, megatron_lm: Path | None = None)
         ("Python", _python),
         ("dynapipe-ext", _package),
         ("planning core", _core),
+        ("plans", lambda: Check("plans", True, f"proven: {PROVEN_RULE}")),
         ("torch", _torch),
         ("devices", _devices),
         ("megatron-core", _megatron),

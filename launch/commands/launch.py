@@ -23,6 +23,7 @@ from dynapipe_ext.launch.command_parser import ending
 from dynapipe_ext.launch.commands import train
 from dynapipe_ext.launch.env import debug_settings, kv_store_url, limit_threads, named_interface, store_password
 from dynapipe_ext.launch.job import topology_of, variants
+from dynapipe_ext.launch.named_files import missing_file, refuse_missing_file
 from dynapipe_ext.launch.network import interface_towards, refuse_unknown_host
 from dynapipe_ext.launch.nodes import (
     FOLLOW_FLAG,
@@ -38,6 +39,7 @@ from dynapipe_ext.launch.outcome import reason_of, report_what_ran
 from dynapipe_ext.launch.ray_nodes import RayNodes
 from dynapipe_ext.launch.run_directory import CHECKPOINTS, begin_anew, new_run_directory, run_to_resume
 from dynapipe_ext.launch.secret_file import read_secret
+from dynapipe_ext.launch.train import is_done
 from dynapipe_ext.launch.transformers_settings import refuse_unsupported
 from dynapipe_ext.launch.user_store import asked_store
 
@@ -115,13 +117,22 @@ def run(args: argparse.Namespace) -> int:
     job = _job(args, config)
     from_here = bool(job.hosts) or args.ray
     by_hand = job.place.num_nodes > 1 and not from_here  # others are started elsewhere: torchrun counts the restarts
+    if args.dry_run or from_here:
+        if said := missing_file(config):
+            say_at_once(f"dynapipe launch: warning: {said}: it must be on every node")
+    else:
+        refuse_missing_file(config)
     if args.dry_run:
         print("\n".join(_commands(args, job, by_hand)))
         return 0
     run_dir, job = _with_run_directory(args, job, by_hand)
+
+    def ends_with(newest: Path) -> bool:  # the steps of epochs are not known before the data are read
+        return not (args.compare or config.run.epochs) and is_done(newest, config)
+
     try:
         if from_here:
-            end = _attempts(lambda attempt: _run_from_here(args, job, attempt), args.max_restarts, run_dir)
+            end = _attempts(lambda attempt: _run_from_here(args, job, attempt), args.max_restarts, run_dir, ends_with)
         else:
             password = read_secret(Path(args.secret_file), store_password()) if args.secret_file else None
             asked_store(args.store, password, insecure=args.insecure_store)  # refused here, once, not by every rank
@@ -139,6 +150,7 @@ def run(args: argparse.Namespace) -> int:
                 ),
                 0 if by_hand else args.max_restarts,
                 run_dir,
+                ends_with,
             )
         if end.status:
             raise JobError(end.cause, end.status)
@@ -155,15 +167,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _attempts(start: Callable[[int], NodeEnd], max_restarts: int, run_dir: Path) -> NodeEnd:
-    for attempt in range(max_restarts + 1):
-        end = start(attempt)
-        if not end.may_restart or attempt == max_restarts:
-            break
+def _attempts(
+    start: Callable[[int], NodeEnd], max_restarts: int, run_dir: Path, ends_with: Callable[[Path], bool]
+) -> NodeEnd:
+    """Start until all ends well or a restart would not help. `ends_with` says of the run's newest checkpoint whether
+    nothing is left to do: then a rank, or this launcher before, was lost once all had been done."""
+    end = NodeEnd(0)
+    for attempt in range(max_restarts + 2):
         saved = checkpoints(run_dir / CHECKPOINTS)
-        where = f"from {saved[-1]}" if saved else "from the first step on: nothing has been saved"
-        why = end.cause or f"ranks failed (exit status {end.status}, see above)"
-        say_at_once(f"dynapipe launch: {why}; restart {attempt + 1} of {max_restarts}, {where}")
+        if saved and ends_with(saved[-1]):
+            say_at_once(f"dynapipe launch: {saved[-1]} has done all steps: nothing is left to do")
+            return NodeEnd(0)
+        if attempt > max_restarts:
+            break
+        if attempt:
+            where = f"from {saved[-1]}" if saved else "from the first step on: nothing has been saved"
+            why = end.cause or f"ranks failed (exit status {end.status}, see above)"
+            say_at_once(f"dynapipe launch: {why}; restart {attempt} of {max_restarts}, {where}")
+        end = start(attempt)
+        if not end.may_restart:
+            break
     return end
 
 

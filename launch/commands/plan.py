@@ -13,7 +13,7 @@ from dynapipe_ext.config import PlacementChoice, TrainConfig
 from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
-from dynapipe_ext.executor.proven_step import ProvenStep, prove_step
+from dynapipe_ext.executor.proven_step import PROVEN_RULE, ProvenStep, prove_step
 from dynapipe_ext.launch.command_parser import add_json, add_pieces, degrees, ending
 from dynapipe_ext.launch.commands.plan_inputs import (
     add_cost_arguments,
@@ -157,6 +157,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(followed)
     if planner.topology.dp > 1:
         console.print(f"over replicas: {planner.replica_collectives}")
+    console.print(f"proven: {PROVEN_RULE}", soft_wrap=True)
     if not planner.forward_only:
         console.print(f"search: {planner.effort:,} moves on the {active_core()} core")
     if num_tried:
@@ -196,7 +197,7 @@ def _refuse_no_numbers(file: PlanFile, path: str) -> None:
     """Errors: DataError where a second or a bound is not a number."""
     for replica in file.replicas:
         claimed = {"makespan_s": replica.makespan_s, "lower_bound_s": replica.lower_bound_s, **replica.bounds_s}
-        claimed["batch_bound_s"] = file.batch_bound_s or 0.0
+        claimed |= {"batch_bound_s": file.batch_bound_s or 0.0, "free_batch_bound_s": file.free_batch_bound_s or 0.0}
         for name, value in claimed.items():
             if math.isnan(value):
                 raise DataError(f"{path}: {name} is not a number: write the plan again, or ask check-plan what it is")

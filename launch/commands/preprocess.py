@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.indexed_dataset import index_lengths, is_indexed, lengths_path, read_index, write_lengths
+from dynapipe_ext.data.length_bounds import SideBounds
 from dynapipe_ext.data.preprocessing import preprocess as work
 from dynapipe_ext.data.preprocessing.encoders import Encoder, Specials, gpt2_encoder, load_encoder, lost_characters
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
@@ -23,11 +25,34 @@ from dynapipe_ext.data.preprocessing.inputs import Form, InputFile, TextUnit, fi
 from dynapipe_ext.data.preprocessing.ray_workers import RayWorkers
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, Workers, usable_cores
 from dynapipe_ext.data.reading import COMPRESSED
+from dynapipe_ext.data.tasks_file import Tasks, read_tasks, unknown_tasks
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.command_parser import add_json, add_truncate, cut_at, ending
+from dynapipe_ext.launch.command_parser import (
+    MAX_INPUT_HELP,
+    MAX_TARGET_HELP,
+    TASKS_HELP,
+    add_json,
+    add_truncate,
+    cut_at,
+    ending,
+)
 from dynapipe_ext.launch.env import child_environment
 from dynapipe_ext.tools.console import deliver
 
+_OF_TEXT = (  # options that an .idx cannot follow
+    "input_format",
+    "json_keys",
+    "pair_keys",
+    "append_eod",
+    "separator",
+    "special_tokens",
+    "add_special_tokens",
+    "max_seq_len",
+    "max_input_len",
+    "max_target_len",
+    "tasks",
+    "truncate",
+)
 _ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # one core a worker
 
 _EPILOG = """examples:
@@ -90,6 +115,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--lengths-only", action="store_true", help="lengths of an existing .idx, beside it")
     writing.add_argument("--dataset-impl", choices=["mmap"], help="Megatron's: the one kind of .bin/.idx there is")
     writing.add_argument("--max-seq-len", type=int, metavar="N", help="longest sample in tokens (default: no bound)")
+    writing.add_argument("--max-input-len", type=int, metavar="N", default=0, help=MAX_INPUT_HELP)
+    writing.add_argument("--max-target-len", type=int, metavar="N", default=0, help=MAX_TARGET_HELP)
+    writing.add_argument("--tasks", metavar="FILE", help=TASKS_HELP)
     add_truncate(writing, "--max-seq-len; without --truncate longer ones are refused")
     writing.add_argument("--overwrite", action="store_true", help="replace an output that exists")
     add_json(writing, "the result")
@@ -128,6 +156,10 @@ def run(args: argparse.Namespace) -> int:
                 )
             )
     seconds = time.monotonic() - started_s
+    if args.tasks:
+        found = {task: None for _, target in parts for task in TokenDataset.open(target).tasks}
+        if said := unknown_tasks(_tasks(args), found):
+            console.print(f"warning: {said}", soft_wrap=True)
     _report(
         args,
         {
@@ -171,6 +203,10 @@ def _parts(args: argparse.Namespace, output: str) -> list[tuple[tuple[InputFile,
     return [(files, target) for target, files in parts.items()]
 
 
+def _tasks(args: argparse.Namespace) -> Tasks:
+    return read_tasks(args.tasks or "", SideBounds(args.max_input_len, args.max_target_len))
+
+
 def _settings(args: argparse.Namespace) -> EncodeSettings:
     if args.output_prefix is not None and args.pair_keys:
         raise ConfigError(".bin/.idx has no place for pairs of input and target: use --json-keys, or --output DIR")
@@ -182,7 +218,9 @@ def _settings(args: argparse.Namespace) -> EncodeSettings:
         )
     if args.pair_keys and args.json_keys:
         raise ConfigError("--json-keys reads plain text and --pair-keys pairs: give one of them")
-    cut = cut_at(args.truncate, args.max_seq_len)
+    tasks = _tasks(args).bounds
+    truncate = None if tasks.bind and args.max_seq_len is None and args.truncate is True else args.truncate
+    cut = cut_at(truncate, args.max_seq_len)
     if cut is not None and args.max_seq_len not in (None, cut):
         raise ConfigError(f"--truncate cuts at {cut} and --max-seq-len is {args.max_seq_len}: give one of them")
     return EncodeSettings(
@@ -193,7 +231,8 @@ def _settings(args: argparse.Namespace) -> EncodeSettings:
         unit=args.text_unit,
         append_eod=args.append_eod or args.output is not None,
         max_seq_len=args.max_seq_len if cut is None else cut,
-        truncate=cut is not None,
+        truncate=args.truncate is not None,
+        tasks=tasks,
         skip_empty=args.skip_empty,
     )
 
@@ -264,6 +303,8 @@ def _from_index(args: argparse.Namespace, console: Console) -> int:
             "an .idx is taken alone, and --lengths-only needs one: name one data set of Megatron's format"
         )
     prefix = args.input[0]
+    if given := [f"--{name.replace('_', '-')}" for name in _OF_TEXT if getattr(args, name)]:
+        raise ConfigError(f"{prefix} is tokenized already, and {given[0]} is for what is not: leave it out")
     if args.output_prefix is not None:
         raise ConfigError(f"{prefix} is in Megatron's format already: use --output DIR or --lengths-only")
     if args.lengths_only:

@@ -235,6 +235,11 @@ def _job(args: argparse.Namespace) -> _Job:
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"the model's weights are {dtype}: give --dtype float32 or bfloat16")
     sequence_parallel = sequence_parallel and tp > 1
+    if model.num_dense_layers:
+        raise ConfigError(
+            f"{model.family} has {model.num_dense_layers} dense layers before those of experts, and a cost table knows"
+            " one kind of layer: train without it, counted costs at a measured rate tell them apart"
+        )
     counted = EncoderDecoderRunCosts if model.num_decoder_layers else AnalyticCosts
     counted(architecture=model.padded(), topology=Topology(tp=tp), flops_per_s=1.0)  # refuses what does not divide
     within = _range(args, model, tp if sequence_parallel else 1)

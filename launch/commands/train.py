@@ -9,25 +9,21 @@ import tempfile
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
-from dynapipe_ext.config import LrSchedule, PlacementChoice, SaveFormat, TrainConfig
+from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.mixture import data_settings
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.command_parser import (
-    PIECES_HELP,
     add_truncate,
     cut_at,
     degrees,
-    dtype,
     ending,
-    numbers,
-    pieces_flag,
 )
 from dynapipe_ext.launch.env import RankEnv, debug_settings, limit_threads, num_cores
 from dynapipe_ext.launch.job import check_batches, check_fits, settled_steps, topology_of, variants
@@ -40,6 +36,7 @@ from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
 from dynapipe_ext.launch.run_data import check_data, data_lines, prepare_data, refuse_pieces, run_data
 from dynapipe_ext.launch.run_directory import RunDirectory, run_to_resume
+from dynapipe_ext.launch.setting_flags import add_setting_flags, given_settings
 from dynapipe_ext.launch.train import (
     TrainingJob,
     data_progress,
@@ -53,9 +50,6 @@ from dynapipe_ext.launch.train import (
 from dynapipe_ext.launch.trained_model import refuse_output
 from dynapipe_ext.launch.transformers_settings import adapters_line, refuse_unsupported
 from dynapipe_ext.launch.user_store import asked_store, greet_store
-from dynapipe_ext.models.transformers_sizes import Backend
-from dynapipe_ext.plan import Layout, LossNorm
-from dynapipe_ext.schedule_names import ScheduleName
 from dynapipe_ext.tools.console import say_loading
 
 _EPILOG = """examples:
@@ -67,151 +61,11 @@ _EPILOG = """examples:
 """
 
 
-def _betas(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be two numbers of 0 to below 1, like 0.9,0.999") from None
-
-
-# flag -> (table, name, keyword arguments of argparse); a flag left out keeps the setting of the file.
-_FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "--data": (
-        "data",
-        "path",
-        {
-            "nargs": "+",
-            "metavar": "FILE",
-            "help": "JSONL (also compressed), several as FILE=WEIGHT; or a folder of dynapipe preprocess",
-        },
-    ),
-    "--tokens-per-batch": (
-        "data",
-        "tokens_per_batch",
-        {"type": int, "metavar": "N", "help": "real tokens of a step"},
-    ),
-    "--batch-size": (
-        "data",
-        "batch_size",
-        {"type": int, "metavar": "N", "help": "samples of a step, instead"},
-    ),
-    "--template": (
-        "data",
-        "template",
-        {"choices": ("auto", "chat", "prompt", "text"), "help": "what records are; auto: as the first one"},
-    ),
-    "--input-key": ("data", "input_key", {"metavar": "KEY", "help": "field of the prompt (input, prompt)"}),
-    "--target-key": ("data", "target_key", {"metavar": "KEY", "help": "field of the response (target, response)"}),
-    "--text-key": ("data", "text_key", {"metavar": "KEY", "help": "field of plain text (text)"}),
-    "--num-workers": ("data", "num_workers", {"type": int, "metavar": "N", "help": "planner processes; 0: in line"}),
-    "--steps": ("run", "steps", {"type": int, "metavar": "N", "help": "optimizer steps"}),
-    "--epochs": ("run", "epochs", {"type": float, "metavar": "N", "help": "passes over the data, instead of steps"}),
-    "--seed": ("run", "seed", {"type": int, "metavar": "N", "help": "of data order, weights and dropout"}),
-    "--run-dir": ("run", "run_dir", {"metavar": "DIR", "help": "report, traces, events (default: runs/ and the time)"}),
-    "--log-every": ("run", "log_every", {"type": int, "metavar": "N", "help": "steps between lines of the log"}),
-    "--wandb": ("run", "wandb", {"metavar": "PROJECT", "help": "log to Weights & Biases"}),
-    "--tp": ("topology", "tp", {"type": int, "metavar": "N", "help": "tensor parallel ranks"}),
-    "--pp": ("topology", "pp", {"type": int, "metavar": "N", "help": "pipeline ranks"}),
-    "--dp": ("topology", "dp", {"type": int, "metavar": "N", "help": "data parallel replicas"}),
-    "--placement": (
-        "topology",
-        "placement",
-        {
-            "choices": get_args(PlacementChoice),
-            "help": "of stages on ranks (default: the schedule's); auto: tried",
-        },
-    ),
-    "--stages-per-rank": (
-        "topology",
-        "stages_per_rank",
-        {"type": int, "metavar": "N", "help": "under interleaved, v (default: 2)"},
-    ),
-    "--layers-per-stage": (
-        "topology",
-        "layers_per_stage",
-        {"type": numbers, "metavar": "N,N,…", "help": "of each stage (default: even)"},
-    ),
-    "--sequence-parallel": ("topology", "sequence_parallel", {"action": "store_true", "help": "over the tp ranks"}),
-    "--architecture": (
-        "model",
-        "architecture",
-        {"metavar": "MODEL", "help": "config.json or its folder, or a preset: a published model instead of own sizes"},
-    ),
-    "--backend": ("model", "backend", {"choices": get_args(Backend), "help": "what computes the model"}),
-    "--lora": ("lora", "enabled", {"action": "store_true", "help": "train adapters of peft, not the model's weights"}),
-    "--lora-r": ("lora", "r", {"type": int, "metavar": "R", "help": "rank of the adapters"}),
-    "--lora-alpha": ("lora", "lora_alpha", {"type": float, "metavar": "A", "help": "over the rank: their scale"}),
-    "--lora-dropout": ("lora", "lora_dropout", {"type": float, "metavar": "P", "help": "before the adapters"}),
-    "--lora-target-modules": (
-        "lora",
-        "target_modules",
-        {"nargs": "+", "metavar": "NAME", "help": "adapted layers, or all-linear (default: peft's of the family)"},
-    ),
-    "--init-from": ("model", "init_from", {"metavar": "DIR", "help": "start from the weights of a checkpoint"}),
-    "--tokenizer": ("data", "tokenizer", {"metavar": "NAME", "help": "bpe, bytes, or as dynapipe preprocess takes it"}),
-    "--max-seq-len": ("model", "max_seq_len", {"type": int, "metavar": "N", "help": "longest sample in tokens"}),
-    "--dtype": (
-        "model",
-        "dtype",
-        {
-            "type": dtype,
-            "choices": ("float32", "bfloat16"),
-            "help": "of weights (fp32, bf16 for short); their masters are fp32",
-        },
-    ),
-    "--layout": ("plan", "layout", {"choices": get_args(Layout), "help": "of micro-batches"}),
-    "--schedule": ("plan", "schedule", {"choices": get_args(ScheduleName), "help": "of the pipeline"}),
-    "--split-backward": ("plan", "split_backward", {"action": "store_true", "help": "run B as I and W"}),
-    "--fill-waits": ("plan", "fill_waits", {"action": "store_true", "help": "run W while a transfer is waited for"}),
-    "--pieces": ("plan", "pieces", {"type": pieces_flag, "metavar": "auto|off|N", "help": PIECES_HELP}),
-    "--costs": ("plan", "costs", {"metavar": "FILE", "help": "cost model as JSON (default: measure this machine)"}),
-    "--adapt-costs": ("plan", "adapt_costs", {"action": "store_true", "help": "fit costs in the run where far off"}),
-    "--memory-limit-gb": ("plan", "memory_limit_gb", {"type": float, "metavar": "GB", "help": "of a rank, 10^9 bytes"}),
-    "--loss-norm": ("plan", "loss_norm", {"choices": get_args(LossNorm), "help": "divide by target tokens or samples"}),
-    "--lr": ("optimizer", "lr", {"type": float, "metavar": "LR", "help": "highest learning rate"}),
-    "--min-lr": ("optimizer", "min_lr", {"type": float, "metavar": "LR", "help": "at the end (in proportion to --lr)"}),
-    "--lr-schedule": (
-        "optimizer",
-        "lr_schedule",
-        {"choices": get_args(LrSchedule), "help": "after the warm-up"},
-    ),
-    "--weight-decay": ("optimizer", "weight_decay", {"type": float, "metavar": "W", "help": "not of norms and biases"}),
-    "--clip-grad": ("optimizer", "clip_grad", {"type": float, "metavar": "NORM", "help": "of all gradients; 0: off"}),
-    "--betas": ("optimizer", "betas", {"type": _betas, "metavar": "B1,B2", "help": "of Adam"}),
-    "--deterministic": (
-        "optimizer",
-        "deterministic",
-        {"action": "store_true", "help": "same bits under every plan, pp and dp of the same micro-batches"},
-    ),
-    "--output": ("checkpoint", "output", {"metavar": "DIR", "help": "folder to make of the trained model"}),
-    "--save-format": ("checkpoint", "save_format", {"choices": get_args(SaveFormat), "help": "of --output"}),
-    "--keep-best": ("checkpoint", "keep_best", {"action": "store_true", "help": "by validation; --output is then it"}),
-    "--save-every": ("checkpoint", "save_every", {"type": int, "metavar": "STEPS", "help": "between checkpoints"}),
-    "--save-minutes": ("checkpoint", "save_minutes", {"type": float, "metavar": "M", "help": "between checkpoints"}),
-    "--keep-last": ("checkpoint", "keep_last", {"type": int, "metavar": "N", "help": "checkpoints that stay; 0: all"}),
-    "--grace": ("checkpoint", "grace_s", {"type": float, "metavar": "SECONDS", "help": "to save in after a signal"}),
-    "--eval-every": ("eval", "every", {"type": int, "metavar": "STEPS", "help": "between validation losses; 0: none"}),
-    "--eval-steps": ("eval", "steps", {"type": int, "metavar": "N", "help": "global batches of each; 0: all"}),
-    "--eval-data": ("eval", "path", {"metavar": "FILE", "help": "held-out data, as --data takes it"}),
-    "--eval-fraction": ("eval", "fraction", {"type": float, "metavar": "F", "help": "of the data held out instead"}),
-    "--deepspeed": ("deepspeed", "config", {"metavar": "FILE", "help": "ds_config.json of an engine that trains"}),
-    "--strict": ("job", "strict", {"action": "store_true", "help": "enforce NCCL's ordering rules over gloo"}),
-    "--log-dir": ("debug", "log_dir", {"metavar": "DIR", "help": "keep a log of each rank there"}),
-    "--log-level": ("debug", "log_level", {"choices": ("info", "debug"), "help": "debug: with every action"}),
-    "--plan-dir": ("debug", "plan_dir", {"metavar": "DIR", "help": "keep every step's plan there, for replay"}),
-    "--redis-server": ("job", "redis_server", {"metavar": "PATH", "help": "server binary of the embedded store"}),
-}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = ending(_EPILOG)
     parser.add_argument("--config", metavar="FILE", help="settings in TOML; flags override them")
     parser.add_argument("--model", metavar="MODEL", help="its folder: sizes, weights, tokenizer and chat template")
-    for flag, (table, name, options) in _FLAGS.items():
-        default = getattr(getattr(TrainConfig(), table), name)
-        known = "default" in options["help"] or default in ("", False, ())
-        said = options["help"] if known else f"{options['help']} (default: {default})"
-        parser.add_argument(flag, default=None, **options | {"help": said})
+    add_setting_flags(parser)
     parser.add_argument("--warmup", metavar="N", help="steps of rising learning rate, or below 1 the part of all steps")
     parser.add_argument("--show-samples", type=int, default=0, metavar="N", help="print what N samples become")
     add_truncate(parser, "--max-seq-len; without --truncate longer ones are refused")
@@ -236,14 +90,13 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
     if args.config:
         config = TrainConfig.read(args.config)
     elif args.resume:
-        config = TrainConfig.read(run_to_resume(args.resume) / "config.toml")
+        settings = run_to_resume(args.resume) / "config.toml"
+        if not settings.is_file():
+            raise ConfigError(f"--resume {args.resume} holds no run, as it has no config.toml: name a run's directory")
+        config = TrainConfig.read(settings)
     if args.model:
         config = _with_model(config, args)
-    tables: dict[str, dict[str, Any]] = {"debug": debug_settings()}
-    for flag, (table, name, _) in _FLAGS.items():
-        value = getattr(args, flag.lstrip("-").replace("-", "_"))
-        if value is not None:
-            tables.setdefault(table, {})[name] = tuple(value) if isinstance(value, list) else value
+    tables: dict[str, dict[str, Any]] = given_settings(args, {"debug": debug_settings()})
     optimizer = tables.setdefault("optimizer", {})
     if "lr" in optimizer and "min_lr" not in optimizer:
         optimizer["min_lr"] = config.optimizer.min_lr * optimizer["lr"] / config.optimizer.lr
@@ -338,9 +191,8 @@ def run(args: argparse.Namespace) -> int:
         config = settled_steps(config, data.train.lengths)
         if resumed is not None:
             refuse_done(resumed, config)
-        given = None
-        if config.plan.costs or resumed is not None:
-            given = settle_costs(config, dataset.vocab_size, resumed_costs(resumed))
+        has_costs = config.plan.costs or resumed is not None
+        given = settle_costs(config, dataset.vocab_size, resumed_costs(resumed)) if has_costs else None
         _import_once(config)
         # Its report is written once everything has ended.
         with keeping_what_ran(directory), ExitStack() as stack:
@@ -357,7 +209,8 @@ def run(args: argparse.Namespace) -> int:
             check_data(data, lambda lengths: check_fits(config, costs, lengths))
             console.print(ranks_line(topology), soft_wrap=True)
             job = TrainingJob(config, args.compare, directory.path, address, costs, resumed, overwrite=args.overwrite)
-            run_local(partial(_rank, job), topology.world_size, save_s=config.checkpoint.grace_s)
+            limits = {"save_s": config.checkpoint.grace_s, "stopped_s": config.job.timeout_s}
+            run_local(partial(_rank, job), topology.world_size, **limits)
     return 0
 
 

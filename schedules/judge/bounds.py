@@ -105,6 +105,8 @@ class _Chains:
         self.forward: list[list[int]] = costs.forward_ns.tolist()
         self.weight: list[list[int]] = costs.weight_ns.tolist()
         self.gradient: list[list[int]] = (costs.input_ns if split else costs.backward_ns).tolist()
+        self.stored: list[list[int]] = costs.stored_bytes.tolist()
+        self.working: list[list[int]] = costs.working_bytes.tolist()
         micro_batches = range(costs.num_micro_batches)
         moves = [
             [0] * len(micro_batches) if stage_ranks[s] == stage_ranks[s + 1] else row
@@ -144,14 +146,13 @@ class _Chains:
         """The rank's bytes x nanoseconds that cannot be avoided, spread over all that the limit leaves free."""
         stages = self._stages(rank)
         free = limit_bytes - sum(int(self.costs.static_bytes[s]) for s in stages)
-        stored, working = self.costs.stored_bytes.tolist(), self.costs.working_bytes.tolist()
         byte_ns = 0
         for s in stages:
             for m, forward_ns in enumerate(self.forward[s]):
                 busy_ns = forward_ns + self.gradient[s][m]
                 held_ns = busy_ns + self.between[s][m] + (self.weight[s][m] if self.split else 0)
-                byte_ns += stored[s][m] * held_ns
-                byte_ns += working[s][m] * (forward_ns if self.costs.working_in == "F" else busy_ns)
+                byte_ns += self.stored[s][m] * held_ns
+                byte_ns += self.working[s][m] * (forward_ns if self.costs.working_in == "F" else busy_ns)
         if free < 0 or (byte_ns and not free):
             raise PlanError(
                 f"rank {rank} holds {limit_bytes - free} B of weights and states, which leaves nothing of the"

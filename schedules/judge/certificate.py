@@ -2,12 +2,15 @@
 
 A replica's bounds hold for every order of the micro-batches it was given; they say how good the schedule is. The batch
 bound holds for every plan of the samples: any split, order, recomputation and replica. It says how good the plan is.
+The free bound holds under any placement of stages and layers, too. It says what another shape of the pipeline could
+still gain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.costs.model import CostModel
@@ -28,12 +31,14 @@ class Certificate:
     split into padded micro-batches (into padded or packed ones, if the plan packs), order, recomputation and replicas;
     without split backwards, unless the plan has them; and of whole samples, unless the plan has long ones in pieces:
     then of either. None where no such bound is known: a cost model other than the four of this package, or samples cut
-    at the ends of fixed rows.
+    at the ends of fixed rows. `free_batch_ns`: the same wherever layers live on as many ranks, with any memory: the
+    least work of the samples over the ranks.
     """
 
     makespan_ns: int
     replicas: tuple[ReplicaBounds, ...]
     batch_ns: int | None
+    free_batch_ns: int | None = None
 
     @property
     def bound_ns(self) -> int:
@@ -69,13 +74,25 @@ def certify(
     )
     micro_batches = step_plan.batch.micro_batches
     pieces = any(m.attention == "carried" for m in micro_batches)
-    batch_ns = None
+    batch_ns = free_batch_ns = None
     if pieces or sum(len(m.samples) for m in micro_batches) == len(samples):
-        batch_ns = _batch_ns(step_plan, costs, samples, pieces, memory_limit_bytes)
+        ranks, dp = step_plan.schedules[0].stage_ranks, len(step_plan.schedules)
+        bound_ns = partial(
+            batch_floor_ns,
+            costs,
+            samples,
+            split=any(schedule.is_split for schedule in step_plan.schedules),
+            packed=any(m.layout == "packed" for m in micro_batches),
+            pieces=pieces,
+        )
+        batch_ns = bound_ns(ranks, dp=dp, memory_limit_bytes=memory_limit_bytes)
+        work_ns = bound_ns((0,) * len(ranks), dp=1)  # all of it on one rank
+        free_batch_ns = None if work_ns is None else work_ns // (len(set(ranks)) * dp)
     certificate = Certificate(
         makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),
         replicas=replicas,
         batch_ns=batch_ns,
+        free_batch_ns=free_batch_ns,
     )
     for name, bound_ns in (("these micro-batches", certificate.bound_ns), ("this batch", certificate.batch_ns or 0)):
         if bound_ns > certificate.makespan_ns:
@@ -86,36 +103,36 @@ def certify(
     return certificate
 
 
-def whole_bound_ns(
-    step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength], *, memory_limit_bytes: int
-) -> int | None:
-    """No plan of these samples whole, on the ranks of a plan of theirs, ends earlier; None where that is not known."""
-    return _batch_ns(step_plan, costs, samples, False, memory_limit_bytes)
-
-
-def _batch_ns(
-    step_plan: StepPlan,
+def batch_floor_ns(
     costs: CostModel,
     samples: Sequence[SampleLength],
-    pieces: bool,
-    memory_limit_bytes: int | None,
+    stage_ranks: Sequence[int],
+    *,
+    dp: int,
+    split: bool,
+    packed: bool,
+    pieces: bool = False,
+    memory_limit_bytes: int | None = None,
 ) -> int | None:
-    if not _are_whole(samples):
+    """No plan of these samples on `dp` replicas ends earlier, of whole ones or with `pieces` of either; None where that
+    is not known, as for samples that are cut already."""
+    if any(sample.start for sample in samples):
         return None
     floor = batch_floor(
         costs,
         [(s.encoder, s.decoder) for s in samples],
-        step_plan.schedules[0].stage_ranks,
-        split=any(schedule.is_split for schedule in step_plan.schedules),
-        packed=any(m.layout == "packed" for m in step_plan.batch.micro_batches),
+        stage_ranks,
+        split=split,
+        packed=packed,
         pieces=pieces,
         memory_limit_bytes=memory_limit_bytes,
     )
-    return None if floor is None else floor.bound_ns(len(step_plan.schedules))
+    return None if floor is None else floor.bound_ns(dp)
 
 
 def with_bounds(plan: Mapping[str, Any], certificate: Certificate) -> dict[str, Any]:
-    """A dynapipe-plan/1 object with the certificate in it: "bounds" of each replica's prediction, "batch_bound_s"."""
+    """A dynapipe-plan/1 object with the certificate in it: "bounds" of each replica's prediction, "batch_bound_s" and
+    "free_batch_bound_s"."""
     replicas = []
     for raw, bounds in zip(plan["replicas"], certificate.replicas, strict=True):
         told = {
@@ -126,12 +143,8 @@ def with_bounds(plan: Mapping[str, Any], certificate: Certificate) -> dict[str, 
         if bounds.byte_time_ns is not None:
             told["byte_time_s"] = bounds.byte_time_ns / 1e9
         replicas.append({**raw, "predicted": {**raw["predicted"], "bounds": told}})
-    whole = {} if certificate.batch_ns is None else {"batch_bound_s": certificate.batch_ns / 1e9}
-    return {**plan, "replicas": replicas, **whole}
-
-
-def _are_whole(samples: Sequence[SampleLength]) -> bool:
-    return not any(sample.start for sample in samples)
+    whole = {"batch_bound_s": certificate.batch_ns, "free_batch_bound_s": certificate.free_batch_ns}
+    return {**plan, "replicas": replicas, **{name: ns / 1e9 for name, ns in whole.items() if ns is not None}}
 
 
 def _gap(makespan_ns: int, bound_ns: int | None) -> float | None:

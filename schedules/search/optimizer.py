@@ -235,49 +235,47 @@ def _fitting(problem: Problem, start: Start, limit_bytes: int) -> list[Run]:
     ranks, free = np.array(problem.stage_ranks), np.array(problem.free_bytes, np.int64)
     runs = start.runs
     shapes = _shapes(start, runs)
-    needed = np.zeros((len(start.kind_costs), len(free), len(runs)), np.int64)
+    stored, working = np.zeros((2, len(start.kind_costs), len(free), len(runs)), np.int64)
     possible = np.zeros((len(start.kind_costs), len(runs)), bool)
     for kind, costs in enumerate(start.kind_costs):
-        stored, working = costs.stored_bytes[:, shapes], costs.working_bytes[:, shapes]
         possible[kind] = costs.forward_ns[:, shapes].max(axis=0) < INFEASIBLE
         for rank in range(len(free)):
-            needed[kind, rank] = stored[ranks == rank].sum(axis=0) + working[ranks == rank].max(axis=0)
+            stored[kind, rank] = costs.stored_bytes[ranks == rank][:, shapes].sum(axis=0)
+            working[kind, rank] = costs.working_bytes[ranks == rank][:, shapes].max(axis=0)
+    needed = stored + working
     fits = (needed <= free[:, None]).all(axis=1) & possible
-    chosen = []
-    for m, (first, end, kind) in enumerate(runs):
-        if not fits[:, m].any():
-            over = (needed[:, :, m] - free).min(axis=0)
-            rank = int(over.argmax())
-            most = limit_bytes - int(free[rank])
-            raise PlanError(
-                f"micro-batch {m} alone needs {int(needed[:, rank, m].min()) + most} B on rank {rank} but the limit is"
-                f" {limit_bytes} B: make the micro-batch smaller, recompute more of it, or raise tp or pp"
-            )
-        chosen.append((first, end, kind if fits[kind, m] else int(fits[:, m].argmax())))
+    if (alone := ~fits.any(axis=0)).any():
+        m = int(alone.argmax())
+        over = (needed[:, :, m] - free).min(axis=0)
+        rank = int(over.argmax())
+        most = limit_bytes - int(free[rank])
+        raise PlanError(
+            f"micro-batch {m} alone needs {int(needed[:, rank, m].min()) + most} B on rank {rank} but the limit is"
+            f" {limit_bytes} B: make the micro-batch smaller, recompute more of it, or raise tp or pp"
+        )
+    own = np.array([kind for _, _, kind in runs])
+    kinds = np.where(fits[own, np.arange(len(runs))], own, fits.argmax(axis=0))
     for chain in start.chains:
-        pieces = _fitting_chain(problem, start, [chosen[m] for m in chain], limit_bytes)
-        for m, run in zip(chain, pieces, strict=True):
-            chosen[m] = run
-    return chosen
+        pieces = np.array(chain)
+        kinds[pieces] = _fitting_chain(stored[:, :, pieces], working[:, :, pieces], kinds[pieces], free, limit_bytes)
+    return [(first, end, kind) for (first, end, _), kind in zip(runs, kinds.tolist(), strict=True)]
 
 
-def _fitting_chain(problem: Problem, start: Start, runs: Sequence[Run], limit_bytes: int) -> list[Run]:
-    """The pieces of a sample under their kinds, or as many of the first ones, which cost least to compute again, as it
-    takes under the kind of least bytes for all to be held at once; PlanError where no number of them will do."""
-    ranks, free, shapes = np.array(problem.stage_ranks), problem.free_bytes, _shapes(start, runs)
-    lean = min(range(len(start.kind_costs)), key=lambda k: int(start.kind_costs[k].stored_bytes[:, shapes].sum()))
-    kinds = np.array([kind for _, _, kind in runs])
-    for changed in range(len(runs) + 1):
-        kinds[:changed] = lean
-        held = MicroBatchCosts.choose(start.kind_costs, kinds, shapes)
-        stored, working = held.stored_bytes.sum(axis=1), held.working_bytes.max(axis=1)
-        needed = [int(stored[ranks == rank].sum() + working[ranks == rank].max()) for rank in range(len(free))]
-        if all(need <= room for need, room in zip(needed, free, strict=True)):
-            return [(first, end, int(kind)) for (first, end, _), kind in zip(runs, kinds, strict=True)]
-    rank = max(range(len(free)), key=lambda r: needed[r] - free[r])
+def _fitting_chain(stored: IntArray, working: IntArray, kinds: IntArray, free: IntArray, limit_bytes: int) -> IntArray:
+    """The kinds of a sample's pieces, or that of least bytes for as many of the first ones, which cost least to compute
+    again, as it takes for all to be held at once; PlanError where no number of them will do. Bytes: (kinds, ranks,
+    pieces)."""
+    pieces = np.arange(len(kinds))
+    lean = int(stored.sum(axis=(1, 2)).argmin())
+    for changed in range(len(kinds) + 1):
+        chosen = np.where(pieces < changed, lean, kinds)
+        needed = stored[chosen, :, pieces].sum(axis=0) + working[chosen, :, pieces].max(axis=0)
+        if (needed <= free).all():
+            return chosen
+    rank = int((needed - free).argmax())
     raise PlanError(
-        f"the {len(runs)} pieces of one sample need {needed[rank] + limit_bytes - free[rank]} B at once on rank {rank},"
-        f" recomputed, but the limit is {limit_bytes} B: raise tp or pp, or truncate the sample"
+        f"the {len(kinds)} pieces of one sample need {int(needed[rank]) + limit_bytes - int(free[rank])} B at once on"
+        f" rank {rank}, recomputed, but the limit is {limit_bytes} B: raise tp or pp, or truncate the sample"
     )
 
 

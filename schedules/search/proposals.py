@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise, product
-from typing import TypeVar, get_args
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from dynapipe_ext.plan import Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.schedules.search.joint import Run
 from dynapipe_ext.schedules.search.optimizer import Start
 from dynapipe_ext.splits.balance import assign_replicas
-from dynapipe_ext.splits.carried import CutBy, carried_rows, document_weights
+from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_cuts
 from dynapipe_ext.splits.exact import MOST_SAMPLES, good_partitions
 from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate
 from dynapipe_ext.splits.padded import (
@@ -43,7 +43,6 @@ Replicas = list[list[MicroBatch]]
 MicroBatchPrice = Callable[[Sequence[MicroBatch]], MicroBatchCosts]
 Made = TypeVar("Made")
 
-_MOST_CUTS = 2  # into pieces that are searched
 _MOST_FEW = 8  # splits of a few samples by each of three objectives
 
 
@@ -127,32 +126,24 @@ class Proposals:
             micro_batches = _possible(tried)
         return [self._with_replicas(parts, samples, step) for parts in micro_batches]
 
-    def pieces(self, samples: list[SampleLength], step: int, sizes: Sequence[int]) -> list[Replicas]:
-        """Long samples in pieces of about so many tokens, alike in length or in time, with short documents in packed
-        rows of that room; all pieces of a sample on one replica. Those of least work and fill of the busiest replica.
-        """
-        made: dict[tuple[MicroBatch, ...], tuple[int, Replicas]] = {}
+    def piece_cuts(self, samples: list[SampleLength], sizes: Sequence[int]) -> PieceCuts:
+        """Ways to cut long samples into pieces of about so many tokens."""
         price = micro_batch_evaluate(self.costs)
-        rules = [RowRule(max_tokens=size, pad_multiple=self.pad_multiple, recompute=self.kinds[0]) for size in sizes]
-        weights = document_weights(samples, price, rules)
-        for rule, cut_by in product(rules, get_args(CutBy)):
-            rows = tuple(carried_rows(samples, weights, price, rule, cut_by))
-            if rows not in made:
-                made[rows] = self._on_replicas(rows, step)
-        best = [replicas for _, replicas in sorted(made.values(), key=lambda one: one[0])]
-        least = next(replicas for _, replicas in made.values())  # of bytes that one piece needs
-        return best[:_MOST_CUTS] + ([] if least in best[:_MOST_CUTS] else [least])
+        return piece_cuts(samples, price, sizes, dp=self.topology.dp, depth=self._depth)
 
-    def _on_replicas(self, rows: Sequence[MicroBatch], step: int) -> tuple[int, Replicas]:
-        """Which rows go where, and about how long that takes."""
+    def pieces(self, samples: list[SampleLength], step: int, cuts: Sequence[PieceCut]) -> list[Replicas]:
+        """Long samples in pieces, with short documents in packed rows of that room; a sample's on one replica."""
+        price = micro_batch_evaluate(self.costs)
+        rule = RowRule(max_tokens=0, pad_multiple=self.pad_multiple, recompute=self.kinds[0])
+        rows = (tuple(cut.rows(samples, price, replace(rule, max_tokens=cut.tokens))) for cut in cuts)
+        return [self._on_replicas(one, step) for one in dict.fromkeys(rows)]
+
+    def _on_replicas(self, rows: Sequence[MicroBatch], step: int) -> Replicas:
         units = list(chains(rows))
         units += [(m,) for m in sorted(set(range(len(rows))) - {m for unit in units for m in unit})]
         time_ns: list[int] = bottleneck(self.costs.evaluate(rows))[0].tolist()
-        work_ns = [sum(time_ns[m] for m in unit) for unit in units]
-        groups = self._assigned(work_ns, units, step)
-        busiest_ns = max(sum(work_ns[i] for i in group) for group in groups)
-        fill_ns = (self._depth - 1) * max(time_ns)
-        return busiest_ns + fill_ns, [[rows[m] for i in group for m in units[i]] for group in groups]
+        groups = self._assigned([sum(time_ns[m] for m in unit) for unit in units], units, step)
+        return [[rows[m] for i in group for m in units[i]] for group in groups]
 
     @property
     def _depth(self) -> int:

@@ -16,10 +16,13 @@ from typing import Any, TypeAlias
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.errors import DataError, PlanError
+from dynapipe_ext.launch.placement import placement_trials
+from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.plan import round_up
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
@@ -29,11 +32,14 @@ TOPOLOGY = Topology(tp=1, pp=4, dp=2)
 INTERLEAVED, V = (replace(TOPOLOGY, placement=placement_of(name, 4)) for name in ("interleaved", "v"))
 MEMORY_LIMIT_BYTES = 36e9
 FEW_BYTES, REAL_BYTES = ActivationFormat(4), ActivationFormat(4096, "bfloat16")  # of messages: a token's, GPT 6.7B's
+TWO_NODES = Links(intra=Link(0, 600e9), inter=Link(10_000, 25e9), ranks_per_node=4)  # PP4 x DP2: ranks 1 and 2 part
 COLUMNS = {
     "padding": "padding to the batch maximum, 1F1B",
     "packing": "packing, document attention, balanced 1F1B",
+    "packing, interleaved": "the same, interleaved 1F1B",
     "dynapipe": "DynaPipe's rule",
-    "ours": "ours",
+    "ours": "ours, one stage a rank, whole backwards",
+    "ours, placed, split": "ours, `--placement auto --split-backward`",
 }
 Costs: TypeAlias = CostTable | TokenCosts
 
@@ -50,11 +56,14 @@ class Batch:
         return sum(self.lengths)
 
 
-def cost_model(directory: Path | None, topology: Topology = TOPOLOGY) -> tuple[Costs, str]:
-    """GPT 6.7B on the measured A100 table of a directory, or a made-up model; and what to call it."""
+def cost_model(directory: Path | None, topology: Topology = TOPOLOGY, *, apart: bool = False) -> tuple[Costs, str]:
+    """GPT 6.7B on the measured A100 table of a directory, or a made-up model; and what to call it.
+
+    With `apart` ranks are on TWO_NODES; the made-up model's messages take no time.
+    """
     if directory is not None:
         table = CostTable.read_a100(directory, "gpt_6.7b", topology=topology, num_layers=32)
-        return table, "GPT 6.7B, measured A100 layer costs"
+        return replace(table, links=TWO_NODES if apart else None), "GPT 6.7B, measured A100 layer costs"
     shared = topology.num_stages // topology.pp  # stages that a rank's layers are spread over
     costs = TokenCosts(
         topology.num_stages,
@@ -96,8 +105,8 @@ def settings(column: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Planner settings of a column; of several, the fastest plan counts: a rule that leaves a size open is at its best.
 
     Besides the columns: ours and DynaPipe's split under 1F1B in natural order, DynaPipe's also under its cyclic order,
-    ours with split backwards, under the zero-bubble schedules, and in packed rows; packing under interleaved 1F1B and
-    with whole rows. Those of several stages a rank go with `topology_for`.
+    ours with split backwards, under the zero-bubble schedules, and in packed rows; packing with whole rows. Those of
+    several stages a rank go with `topology_for`.
     """
     longest = round_up(max(lengths), 8)
     match column:
@@ -112,9 +121,9 @@ def settings(column: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
             return [{"rule": "dynapipe", "schedule": "adaptive"}]
         case "DynaPipe's split, cyclic":
             return [{"rule": "dynapipe", "schedule": "cyclic"}]
-        case "ours" | "ours, V":
+        case "ours" | "ours, V" | "ours, placed":
             return [{"schedule": "adaptive"}]
-        case "ours, split" | "ours, V, split":
+        case "ours, split" | "ours, V, split" | "ours, placed, split":
             return [{"schedule": "adaptive", "split_backward": True}]
         case "ours, 1F1B":
             return [{"schedule": "1f1b"}]
@@ -129,9 +138,17 @@ def settings(column: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
             raise ValueError(column)
 
 
-def topology_for(column: str) -> Topology:
-    """TOPOLOGY with the stages of a column on its ranks."""
+def topology_for(column: str, costs: Costs, batches: Sequence[Batch]) -> Topology:
+    """TOPOLOGY with the stages of a column on its ranks, for the placed ones as `--placement auto` takes them for the
+    batches; costs that cannot be placed get a V."""
     match column:
+        case "ours, placed" | "ours, placed, split":
+            if isinstance(costs, TokenCosts):
+                return V
+            (options,) = settings(column, batches[0].lengths)
+            planner = _planner(TOPOLOGY, costs, MEMORY_LIMIT_BYTES, FEW_BYTES, options)
+            sampled = [sample_lengths(batch.lengths) for batch in batches]
+            return placement_trials(planner, sampled, stages_per_rank=0)[0].topology
         case "packing, interleaved":
             return INTERLEAVED
         case "ours, V" | "ours, V, split" | "ours, ZB-V" | "ours, V-Half":
@@ -155,7 +172,7 @@ def best_plan(
     """
     start_s, best, refusal = time.process_time(), None, None
     for options in settings(column, lengths):
-        planner = Planner(topology, costs, limit_bytes, format=messages, collectives=ReplicaCollectives(), **options)
+        planner = _planner(topology, costs, limit_bytes, messages, options)
         try:
             plan = planner.plan(lengths)
         except PlanError as error:
@@ -167,6 +184,12 @@ def best_plan(
         assert refusal is not None
         raise refusal
     return (*best, time.process_time() - start_s)
+
+
+def _planner(
+    topology: Topology, costs: Costs, limit_bytes: float, messages: ActivationFormat, options: Mapping[str, Any]
+) -> Planner:
+    return Planner(topology, costs, limit_bytes, format=messages, collectives=ReplicaCollectives(), **options)
 
 
 def provenance(machine: str) -> dict[str, Any]:

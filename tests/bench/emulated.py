@@ -2,7 +2,8 @@
 
     python tests/bench/emulated.py --costs DIR --shared DIR
 
-Without --costs the costs are made up, without --shared the lengths are the generator's.
+Without --costs the costs are made up, without --shared the lengths are the generator's. Between two nodes, pipeline
+ranks 1 and 2, a message takes 10 us and its bytes at 25 GB/s. Whole-row attention prices a row of documents as one.
 """
 
 from __future__ import annotations
@@ -49,6 +50,11 @@ ROWS = {
     "ours, V-Half": "our split, V-Half in natural order",
     "ours, V": "our split, adaptive on a V",
     "ours, V, split": "our split, adaptive on a V, backward as I and W",
+    "ours, placed": "our split, adaptive, --placement auto",
+    "ours, placed, split": "our split, adaptive, --placement auto, I and W",
+    "packing, two nodes": "packing, document attention, 1F1B; two nodes",
+    "packing, interleaved, two nodes": "packing, document attention, interleaved; two nodes",
+    "ours, placed, split, two nodes": "ours, --placement auto, I and W; two nodes",
     "ours, real messages": "our split, adaptive; real messages, copied by gloo",
 }
 LIMITS = {
@@ -81,17 +87,20 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    batches, length_name = read_batches(args.shared, args.tokens, limit=1)
+    batches, length_name = read_batches(args.shared, args.tokens)
     batch, rows = batches[0], []
     with RedisServer() as server:
         store = f"{server.name} {server.version}"
         for column in args.only or ROWS:
             name = ROWS[column]
-            limit_bytes, topology = LIMITS.get(column, MEMORY_LIMIT_BYTES), topology_for(column)
-            costs, cost_name = cost_model(args.costs, topology)
-            ours, real = column.removesuffix(", real messages"), column.endswith(", real messages")
+            apart, real = column.endswith(", two nodes"), column.endswith(", real messages")
+            setting = column.removesuffix(", two nodes").removesuffix(", real messages")
+            costs, cost_name = cost_model(args.costs, apart=apart)
+            topology = topology_for(setting, costs, batches)
+            costs, _ = cost_model(args.costs, topology, apart=apart)
+            limit_bytes = LIMITS.get(column, MEMORY_LIMIT_BYTES)
             _, planner, _ = best_plan(
-                ours,
+                setting,
                 costs,
                 batch.lengths,
                 topology=topology,
@@ -111,6 +120,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     "column": column,
                     "name": name,
                     "memory_limit_bytes": limit_bytes,
+                    "placement": topology.placement_name,
+                    "layers_per_stage": list(topology.layers_per_stage),
                     "micro_batches": list(steps[0].num_micro_batches),
                     "predicted_s": steps[0].predicted_s,
                     "measured_s": statistics.median(step.measured_s for step in steps),

@@ -5,26 +5,35 @@
 instructions: PP4 in one process over the inline transport, with a stage that does nothing; microseconds of CPU each.
 store: 8 ranks (TP2 x PP2 x DP2) take the plans of steps of 65,000 tokens: signing, putting, getting, checking, decoding
 and the server's own CPU time, as a share of the ranks' time in a step of one second.
-growth: a tiny model trains on 8 ranks (TP2 x PP2 x DP2) with batches of many shapes; resident memory of ranks and
-planner, and the memory that the store uses, after 200 steps and after all.
+growth: a tiny model trains on 8 ranks (TP2 x PP2 x DP2) with batches of many shapes; memory of ranks and planner, and
+what the store uses, after 200 steps and on. What a rank has to itself also grows as it writes to pages that it shared
+with the process it was forked from; what is resident does not grow by these.
+heap: what malloc has given out and not had back, thousand after thousand of calls: of steps of the null stage over the
+inline transport; of plain torch.distributed, two ranks over gloo, that add up tensors of one size or of many.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
+import random
 import re
 import statistics
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import redis
+import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -41,6 +50,8 @@ from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.redis import RedisStore
 from dynapipe_ext.executor.transport.inline import InlineHub
 from dynapipe_ext.executor.wire import encode
+from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.schedules.planner import Planner
@@ -50,7 +61,8 @@ from tests.support.tiny_sizes import TINY_SIZES
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS, KEY = 65_000, bytes(32)
-EARLY = 200  # steps, after which nothing should grow
+LOOKS = (200, 600, 1000, 1400)  # steps after which memory is looked at, and before the last
+CALLS, ROUNDS = 1000, 5
 JOB = """
 [run]
 steps = {steps}
@@ -172,7 +184,7 @@ def growth(num_steps: int) -> dict[str, Any]:
         with preloaded.started(words, cwd=folder, environment=variables) as command:
             for line in command.stderr:
                 step = int((re.match(r"step (\d+) ", line) or ["", "0"])[1])
-                if step in (EARLY, num_steps - 20):
+                if step in (*LOOKS, num_steps - 20):
                     found[step] = _memory(command.pid) | {"store_mb": client.info("memory")["used_memory"] / 1e6}
             command.communicate(60)
         assert command.returncode == 0
@@ -180,12 +192,68 @@ def growth(num_steps: int) -> dict[str, Any]:
 
 
 def _memory(launcher: int) -> dict[str, float]:
-    """Resident megabytes of their own (pages that processes share left out): the largest rank, all ranks, planners."""
+    """Megabytes that the largest rank, all ranks and planners have to themselves, and that are resident in a rank."""
     ranks, planners = [], []
     for process in psutil.Process(launcher).children(recursive=True):
-        own_mb = process.memory_full_info().uss / 1e6
-        (planners if any("planner_process" in word for word in process.cmdline()) else ranks).append(own_mb)
-    return {"largest_rank_mb": max(ranks), "ranks_mb": sum(ranks), "planners_mb": sum(planners)}
+        held = process.memory_full_info()
+        (planners if any("planner_process" in word for word in process.cmdline()) else ranks).append(held)
+    own_mb = [held.uss / 1e6 for held in ranks]
+    return {
+        "largest_rank_mb": max(own_mb),
+        "ranks_mb": sum(own_mb),
+        "resident_of_a_rank_mb": statistics.mean(held.rss for held in ranks) / 1e6,
+        "planners_mb": sum(held.uss for held in planners) / 1e6,
+    }
+
+
+class _HeapState(ctypes.Structure):
+    """glibc's `struct mallinfo2`, over all arenas."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
+        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def in_use_bytes() -> int:
+    """What malloc has given out in this process and not had back."""
+    heap = ctypes.CDLL("libc.so.6")
+    heap.mallinfo2.restype = _HeapState
+    state = heap.mallinfo2()
+    return int(state.uordblks + state.hblkhd)
+
+
+def growths(call: Callable[[], object]) -> list[float]:
+    """Bytes a call that stay in use, of `CALLS` calls, `ROUNDS` times."""
+    found = []
+    for _ in range(ROUNDS):
+        before = in_use_bytes()
+        for _ in range(CALLS):
+            call()
+        gc.collect()
+        found.append((in_use_bytes() - before) / CALLS)
+    return found
+
+
+def heap() -> dict[str, list[float]]:
+    plan = proven(Topology()).plans[0][0]
+    executor, batches = PipelineExecutor(NullStage(), InlineHub().transport(0)), [{}] * len(plan.micro_batches)
+    found = {"null_stage_bytes_a_step": growths(lambda: executor.execute(plan, batches))}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def main(env: RankEnv) -> int:
+            dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size)
+            sizes = random.Random(0)
+            same = growths(lambda: dist.all_reduce(torch.zeros(1000)))
+            many = growths(lambda: dist.all_reduce(torch.zeros(sizes.randint(10, 5000))))
+            Path(folder, str(env.rank)).write_text(json.dumps([same, many]))
+            dist.barrier()
+            dist.destroy_process_group()
+            return 0
+
+        run_local(main, 2)
+        same, many = json.loads(Path(folder, "0").read_text())
+    return found | {"gloo_one_size_bytes_a_call": same, "gloo_many_sizes_bytes_a_call": many}
 
 
 def main() -> None:
@@ -194,12 +262,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "overhead.json")
     parser.add_argument("--machine", default="")
     args = parser.parse_args()
-    found: dict[str, Any] = {"instructions": instructions(), "store": store_path()}
+    found: dict[str, Any] = {"heap": heap(), "instructions": instructions(), "store": store_path()}
     if args.steps:
         found["growth"] = growth(args.steps)
     for name, figures in found.items():
         for figure, value in figures.items():
-            print(f"{name:14}{figure:36}{value if isinstance(value, dict) else format(value, ',.4g')}")
+            print(f"{name:14}{figure:36}{value if isinstance(value, dict | list) else format(value, ',.4g')}")
     args.output.write_text(json.dumps({**provenance(args.machine), **found}, indent=1) + "\n")
 
 

@@ -39,7 +39,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.plans.planner_process import collect_seldom
 from dynapipe_ext.executor.proven_step import Plans, prove, prove_step
-from dynapipe_ext.executor.wire import encode
+from dynapipe_ext.executor.wire import encode_all
 from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.models.presets import preset
 from dynapipe_ext.schedules.planner import Planner
@@ -123,7 +123,7 @@ def timed(work: Callable[[], Any], runs: int) -> tuple[Any, float]:
 def _encoded(plans: Plans) -> int:
     """Bytes of all ranks' plans as they go to the store."""
     every: list[ExecutionPlan] = [plan for replica in plans for plan in replica]
-    return sum(len(encode(plan, _KEY, context=b"plan")) for plan in every)
+    return sum(map(len, encode_all(every, _KEY, contexts=[b"plan"] * len(every))))
 
 
 def measured(case: Case, runs: int) -> dict[str, Any]:

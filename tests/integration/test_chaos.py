@@ -47,7 +47,7 @@ def jobs(preloaded: Preloaded) -> Iterator[ChaosJobs]:
         ),
         pytest.param(
             "launch",
-            [Cell("megatron_guard.check: all_reduce", "kill", "rank"), Cell("anywhere", "drop", "plan")],
+            [Cell("megatron_optimizer.update: all_reduce", "kill", "rank"), Cell("anywhere", "drop", "plan")],
             id="plans, a rank that a launched job replaces",
         ),
     ],

@@ -253,46 +253,34 @@ def test_no_ranks_at_all_are_refused() -> None:
         run_local(lambda env: 0, 0)
 
 
-def test_a_failing_companion_ends_the_ranks_with_its_own_message(capfd: pytest.CaptureFixture[str]) -> None:
-    def plan() -> int:
-        raise DataError("lengths.npy is empty")
-
+def test_a_rank_that_is_stopped_for_too_long_ends_the_job_and_is_named() -> None:
     def main(env: RankEnv) -> int:
-        signal.pause()
-        return 0
+        if env.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return _pause(env)
 
-    with (
-        Supervised.fork("planner 0", plan) as planner,
-        pytest.raises(JobError, match=r"planner 0 ended with exit status 2"),
-    ):
-        run_local(main, 2, timeout_s=60, companions=[planner])
-    assert capfd.readouterr().err == "planner 0: lengths.npy is empty\n"
+    with pytest.raises(JobError, match=r"rank 1 \(pid \d+\) was stopped for 0\.1 s, by SIGSTOP"):
+        run_local(main, 2, timeout_s=60, grace_s=0.1, stopped_s=0.1)
 
 
-def test_a_companion_that_is_done_does_not_end_the_job(run_ranks: Any) -> None:
-    with Supervised.fork("planner 0", lambda: 0) as planner:
-        run_local(lambda env: 0, 2, timeout_s=60, companions=[planner])
-        assert planner.poll() in (None, 0)
-
-
-def test_a_companion_is_ended_by_its_context() -> None:
+def test_a_process_beside_the_ranks_is_ended_by_its_context() -> None:
     with Supervised.spawn("sleeper", ["sleep", "600"]) as sleeper:
-        run_local(lambda env: 0, 2, timeout_s=60, companions=[sleeper])
+        run_local(lambda env: 0, 2, timeout_s=60)
         assert sleeper.poll() is None
     assert sleeper.poll() == -signal.SIGTERM
 
 
-def test_a_spawned_companion_reads_its_secret_from_standard_input(tmp_path: Path) -> None:
+def test_a_spawned_process_reads_its_secret_from_standard_input(tmp_path: Path) -> None:
     command = ["sh", "-c", 'cat > "$TARGET"; exit 4']
     extra = {"TARGET": str(tmp_path / "read")}
     with Supervised.spawn("reader", command, stdin=b"secret", environment=extra) as reader:
-        with pytest.raises(JobError, match="reader ended with exit status 4"):
-            run_local(_pause, 1, timeout_s=60, companions=[reader])
+        os.waitid(os.P_PIDFD, reader.pidfd, os.WEXITED | os.WNOWAIT)
+        assert reader.verdict().startswith("reader ended with exit status 4")
         assert b"secret" not in " ".join(command).encode()
     assert (tmp_path / "read").read_bytes() == b"secret"
 
 
-def test_a_companion_that_cannot_be_started_names_the_program() -> None:
+def test_a_process_that_cannot_be_started_names_the_program() -> None:
     with pytest.raises(ExecutionError, match=r"planner 1 cannot be started .*/nowhere/planner"):
         Supervised.spawn("planner 1", ["/nowhere/planner"])
 
@@ -316,7 +304,7 @@ JOB = textwrap.dedent("""
     def run(args):
         with RedisServer() as server, Supervised.fork("planner 0", pause) as planner:
             os.write(1, f"{server.pid}\\n".encode())
-            run_local(lambda env: pause(), 3, companions=[planner])
+            run_local(lambda env: pause(), 3)
         return 0
 
     sys.modules["job"] = types.SimpleNamespace(add_arguments=lambda parser: None, run=run)

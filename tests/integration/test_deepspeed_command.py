@@ -1,10 +1,12 @@
-"""`dynapipe train --deepspeed ds_config.json`: one run of ZeRO 3 beside a plain loop, resumed and converted."""
+"""`dynapipe train --deepspeed ds_config.json` beside a plain loop, resumed and converted: ZeRO 3 over replicas, ZeRO 1
+over stages and replicas."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ import transformers
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.errors import DataError
+from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import load_engine
+from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
@@ -30,7 +35,7 @@ from tests.integration.test_fine_tuning import (
     samples_of,
 )
 from tests.integration.test_train_command import report_of
-from tests.integration.test_transformers_command import model_folder
+from tests.integration.test_transformers_command import interrupted, model_folder
 from tests.support.model_folders import VOCABULARY, write_chats
 from tests.support.preloaded import Preloaded
 
@@ -44,53 +49,67 @@ FILE = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "betas": [0.9, 0.95], "weight_decay": DECAY}},
     "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu"}},
 }
+RUNS = {
+    "zero3": (FILE, ["--dp", "2"]),
+    "zero1": (
+        FILE | {"zero_optimization": {"stage": 1}},
+        ["--dp", "2", "--pp", "2", "--placement", "v", "--split-backward", "--strict", "--keep-best"],
+    ),
+}
 
 
 @pytest.fixture(scope="module")
-def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder with the model, the run of 20 steps, `trained`, and the run resumed at step 16; what the first said."""
+def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A folder with the model; of each of RUNS its 20 steps, NAME-trained, and what went on from step 16, NAME-again;
+    what each said."""
     folder = tmp_path_factory.mktemp("deepspeed")
     model = model_folder("qwen3", folder / "model")
     write_chats(folder / "data.jsonl", SAMPLES)
-    (folder / "ds.json").write_text(json.dumps(FILE))
     named = {"architecture": str(model), "backend": "transformers"}
     config = TrainConfig().with_values(model=named, topology={"tp": 1, "pp": 1, "dp": 1})
     costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
     (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
-    given = ["--model", "model", "--data", "data.jsonl", "--output", "trained", "--deepspeed", "ds.json", "--dp", "2"]
-    given += ["--run-dir", "run", "--costs", "costs.json", "--memory-limit-gb", "1", "--num-workers", "0"]
+    given = ["--model", "model", "--data", "data.jsonl", "--deepspeed", "ds.json"]
+    given += ["--costs", "costs.json", "--memory-limit-gb", "1", "--num-workers", "0"]
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--save-every", str(SAVED), "--keep-last", "0"]
     given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
     given += ["--eval-fraction", "0.2", "--eval-every", str(STEPS)]
-    said = preloaded.train(*given, cwd=folder)
-    shutil.copytree(folder / "run", folder / "again")
-    for later in sorted((folder / "again" / "checkpoints").glob("iter_*"))[1:]:
-        shutil.rmtree(later)
-    preloaded.train("--resume", "again", "--overwrite", cwd=folder)
+    said = {}
+    for name, (file, ranks) in RUNS.items():
+        (folder / "ds.json").write_text(json.dumps(file))
+        where = ["--run-dir", name, "--output", f"{name}-trained"]
+        said[name] = preloaded.train(*given, *ranks, *where, cwd=folder)
+        interrupted(folder / name, folder / f"{name}-again")
+        preloaded.train("--resume", f"{name}-again", "--overwrite", cwd=folder)
     return folder, said
 
 
 def test_losses_are_those_of_a_plain_loop_and_the_saved_model_is_the_trained_one(
-    ran: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    ran: tuple[Path, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = ran
     monkeypatch.chdir(folder)
-    report, (train, held_out) = report_of(folder / "run"), samples_of(folder / "run")
+    train, held_out = samples_of(folder / "zero3")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-    assert report["losses"] == pytest.approx(plain_losses(model, train, global_batches(len(train)), "cosine"), rel=1e-5)
-    assert report["losses"][-1] < report["losses"][0]
-    saved = transformers.AutoModelForCausalLM.from_pretrained(folder / "trained")
-    with torch.no_grad():
-        total = sum(float(loss_sum(saved, sample)) for sample in held_out)
-    assert report["evaluations"][-1]["loss"] == pytest.approx(total / num_targets(held_out), rel=1e-5)
-    assert transformers.AutoTokenizer.from_pretrained(folder / "trained").chat_template
+    expected = plain_losses(model, train, global_batches(len(train)), "cosine")
+    assert expected[-1] < expected[0]
+    for name in RUNS:
+        report = report_of(folder / name)
+        assert report["losses"] == pytest.approx(expected, rel=1e-5)
+        saved = transformers.AutoModelForCausalLM.from_pretrained(folder / f"{name}-trained")
+        with torch.no_grad():
+            total = sum(float(loss_sum(saved, sample)) for sample in held_out)
+        assert report["evaluations"][-1]["loss"] == pytest.approx(total / num_targets(held_out), rel=1e-5)
+        assert transformers.AutoTokenizer.from_pretrained(folder / f"{name}-trained").chat_template
 
 
-def test_a_resumed_run_is_the_one_that_was_not_interrupted(ran: tuple[Path, str]) -> None:
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(ran: tuple[Path, dict[str, str]], name: str) -> None:
     folder, _ = ran
-    whole, resumed = (report_of(folder / name)["losses"] for name in ("run", "again"))
+    runs = [folder / name, folder / f"{name}-again"]
+    whole, resumed = (report_of(run)["losses"] for run in runs)
     assert resumed == whole
-    states = [folder / name / "checkpoints" / f"iter_{STEPS:07d}" for name in ("run", "again")]
+    states = [run / "checkpoints" / f"iter_{STEPS:07d}" for run in runs]
     for file in sorted(states[0].glob("*optim_states.pt")):
         first, second = (torch.load(state / file.name, weights_only=False) for state in states)
         for key in ("fp32_flat_groups", "optimizer_state_dict"):
@@ -99,21 +118,32 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(ran: tuple[Path, str]
             )
 
 
-def test_conversion_reads_its_checkpoints_and_gives_the_trained_model(ran: tuple[Path, str], tmp_path: Path) -> None:
+def test_another_topology_than_the_one_that_saved_is_refused_with_that_one(ran: tuple[Path, dict[str, str]]) -> None:
+    tag = ran[0] / "zero1" / "checkpoints" / f"iter_{STEPS:07d}"
+    model = read_manifest(tag).run.model
+    engine = SimpleNamespace(mp_world_size=1, dp_world_size=4, zero_optimization_stage=lambda: 1)
+    with pytest.raises(DataError, match="over pp 2 x dp 2 but this run has pp 1 x dp 4: resume with --pp 2 --dp 2"):
+        load_engine(tag, engine, cast(Any, None), model=model)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_conversion_reads_its_checkpoints_and_gives_the_trained_model(
+    ran: tuple[Path, dict[str, str]], name: str, tmp_path: Path
+) -> None:
     folder, _ = ran
-    convert(prepare_conversion(folder / "run" / "checkpoints", tmp_path / "hf", "hf", WriterOptions()))
+    convert(prepare_conversion(folder / name / "checkpoints", tmp_path / "hf", "hf", WriterOptions()))
     converted, saved = (
         transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
-        for path in (tmp_path / "hf", folder / "trained")
+        for path in (tmp_path / "hf", folder / f"{name}-trained")
     )
     assert converted.keys() == saved.keys()
     for name, weight in saved.items():
         assert torch.equal(converted[name], weight), name
 
 
-def test_every_field_that_is_not_the_files_is_named(ran: tuple[Path, str]) -> None:
+def test_every_field_that_is_not_the_files_is_named(ran: tuple[Path, dict[str, str]]) -> None:
     _, said = ran
-    lines = [line for line in said.splitlines() if line.startswith("ds.json: ")]
+    lines = [line for line in said["zero3"].splitlines() if line.startswith("ds.json: ")]
     assert lines == [
         "ds.json: train_micro_batch_size_per_gpu 4 -> 1 (plans cut batches)",
         "ds.json: gradient_accumulation_steps 8 -> 1 (plans cut batches)",
@@ -128,7 +158,6 @@ def test_every_field_that_is_not_the_files_is_named(ran: tuple[Path, str]) -> No
         ({"fp16": {"enabled": True}}, [], "fp16 is enabled, which runs here cannot follow: take bf16 or fp32"),
         ({"zero_optimization": {"stage": 4}}, [], "zero_optimization.stage is 4 but must be 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 2}}, ["--pp", "2"], "ZeRO stage 2 (ds.json) trains without pp, which is 2"),
-        ({"zero_optimization": {"stage": 1}}, ["--pp", "2"], "is Megatron's distributed optimizer: leave --deepspeed"),
         ({"zero_optimization": {"stage": 3}}, ["--schedule", "gpipe"], "trains without schedule gpipe"),
         ({}, ["--compare"], "of which DeepSpeed knows one"),
         ({}, ["--backend", "megatron"], "trains models that transformers computes"),

@@ -59,10 +59,13 @@ SPREAD = {
         "olmo2",
         "gemma3",
         "mistral-window",
+        "deepseek-v3",
     ),
     (Topology(1, 4, 1), False): ("llama-tied", "gpt2", "phi3", "gemma2"),
     (Topology(2, 1, 2), False): ("t5", "t5-v1.1"),
     (Topology(4, 1, 1), True): (
+        "deepseek-v2-lite",
+        "deepseek-v3-yarn",
         "qwen3-tied-bias",
         "mistral-window",
         "mixtral",

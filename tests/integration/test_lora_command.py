@@ -41,6 +41,8 @@ RANKS = {
     "alone": (),
     "stages": ("--pp", "2", "--placement", "v", "--split-backward"),
     "replicas": ("--dp", "2"),
+    "zero1": ("--deepspeed", "zero1.json", "--pp", "2"),
+    "zero3": ("--deepspeed", "zero3.json", "--dp", "2", "--save-every", "16", "--keep-last", "0"),
 }
 
 
@@ -59,6 +61,9 @@ def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
     given += ["--batch-size", str(BATCH), "--num-workers", "0", "--lr", str(LR), "--min-lr", str(LEAST), "--lora"]
     long = ["--steps", str(STEPS), "--weight-decay", str(DECAY), "--warmup", "0.2", "--betas", "0.9,0.95"]
     long += ["--lora-r", "4", "--lora-alpha", "16", "--eval-fraction", "0.2", "--eval-every", str(STEPS)]
+    for stage in (1, 3):
+        file = {"gradient_clipping": "auto", "zero_optimization": {"stage": stage}}
+        (folder / f"zero{stage}.json").write_text(json.dumps(file))
     for name, ranks in RANKS.items():
         said = preloaded.train(*given, *long, *ranks, "--run-dir", name, "--output", f"{name}-adapter", cwd=folder)
         assert "lora: 896 weights of adapters train (" in said
@@ -68,6 +73,8 @@ def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
     preloaded.train(*given, *wide, "--run-dir", "wide", cwd=folder)
     interrupted(folder / "wide", folder / "again")
     preloaded.train("--resume", "again", cwd=folder)
+    interrupted(folder / "zero3", folder / "zero3-again")
+    preloaded.train("--resume", "zero3-again", "--overwrite", cwd=folder)
     return folder
 
 
@@ -113,6 +120,14 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(ran: Path) -> None:
     kinds = {name.partition(".")[0] for name in whole}
     assert kinds == {"base_model", "exp_avg", "exp_avg_sq", "master"}
     assert all(".lora_" in name for name in whole)  # the model's own weights are in no checkpoint
+
+
+def test_under_deepspeed_too_and_its_checkpoints_hold_the_adapters_alone(ran: Path) -> None:
+    assert report_of(ran / "zero3-again")["losses"] == report_of(ran / "zero3")["losses"]
+    tag = ran / "zero3-again" / "checkpoints" / f"iter_{STEPS:07d}"
+    model = torch.load(tag / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)
+    assert all(".lora_" in name for name in model["module"])
+    assert not model["frozen_param_fragments"]
 
 
 def test_adapters_start_from_seed_and_name_without_effect_and_read_those_of_another(

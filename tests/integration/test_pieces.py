@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.costs.estimated import Strategy, estimated_costs
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -36,6 +37,8 @@ from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads, unw
 from dynapipe_ext.executor.stages.megatron_model import destroy_parallel
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.tools.show.timeline import read_trace_file
@@ -61,7 +64,7 @@ TP2V = Topology(tp=2, pp=2, placement=(0, 1, 1, 0))
 ALL = Topology(tp=2, pp=2, dp=2)
 GQA, LEARNED = Model(), Model(tied=False, position="learned", modern=False)
 LONG = 2048
-HELD_KINDS: tuple[Recompute, ...] = ("none", "full", "stage")
+HELD_KINDS: tuple[Recompute, ...] = ("none", "selective", "full", "stage")
 KEYS_BYTES = 2 * GQA.shape.num_layers * LONG * GQA.shape.kv_size * 4  # and values, of all layers
 
 Kinds = tuple[tuple[Recompute, bool], ...]  # recomputation, and whether backwards are split
@@ -117,9 +120,7 @@ def in_one_process(env) -> Alone:
             loss = PipelineExecutor(stage, transport).execute(plan, batches_of(plan))
             dropped.append((loss, {name: gradient.numpy().copy() for name, gradient in main_grads(ddps[0]).items()}))
     with in_job(Case(ONE, model=GQA), env) as (ddps, stage, transport):
-        held = {
-            kind: [held_of(stage, transport, kind, count) for count in (2, 16)] for kind in ("none", "full", "stage")
-        }
+        held = {kind: [held_of(stage, transport, kind, count) for count in (2, 16)] for kind in HELD_KINDS}
     dist.destroy_process_group()
     return Alone(whole, errors, evaluated, loop_error, dropped, refusals, held)  # type: ignore[arg-type]
 
@@ -335,6 +336,24 @@ def test_sixteen_pieces_hold_what_two_hold_and_gradients_of_keys_beside(alone):
         assert sixteen[15] <= 1.001 * two[1], recompute  # after all forwards
         assert sixteen[-1] == two[-1] == 0
         assert max(sixteen) <= (1.03 * max(two) if recompute == "none" else max(two) + KEYS_BYTES * 14 / 16)
+
+
+@pytest.mark.parametrize("recompute", HELD_KINDS)
+@pytest.mark.parametrize("num_pieces", [2, 16])
+def test_pieces_hold_what_is_predicted_of_unfused_layers(alone, recompute, num_pieces):
+    """After all forwards, and after the last piece's backward, from which on sums of gradients are there."""
+    rows = [
+        MicroBatch((SampleLength(0, LONG // num_pieces, start=start),), "packed", recompute, "carried")
+        for start in range(0, LONG, LONG // num_pieces)
+    ]
+    shape, cpu = replace(GQA.shape, max_seq_len=LONG, family="llama"), Cluster.of(DEVICES["cpu"], gpus_per_node=1)
+    strategy = Strategy(topology=ONE)
+    costs = estimated_costs(shape, cpu, strategy, precision="fp32", recipe="fp32", layout="packed").evaluate(rows)
+    held = alone.held[recompute][num_pieces == 16]
+    sums = KEYS_BYTES * (num_pieces - 1) // num_pieces
+    stored = costs.stored_bytes[0]
+    assert held[num_pieces - 1] == pytest.approx(int(stored.sum()) - sums, rel=0.02)
+    assert held[num_pieces] == pytest.approx(int(stored[:-1].sum()), rel=0.02)
 
 
 def test_a_first_stage_that_is_recomputed_holds_keys_and_values_alone(alone):

@@ -184,6 +184,10 @@ BASE = ("--tokenizer", "bytes", "--output", "out")
             ("--input", "d.jsonl", "--json-keys", "body", *BASE),
             "d.jsonl, line 1: the record lacks 'body' (it has 'text')",
         ),
+        (
+            ("--input", "chat.jsonl", *BASE),
+            "chat.jsonl, line 1: the record is a chat: give the file to",
+        ),
         (("--input", "d.jsonl", *BASE, "--workers", "0"), "--workers is 0 but must be at least 1"),
         (("--input", "d.jsonl", *BASE, "--json-keys", "a", "b"), "one text a record but 2 keys are given"),
         (("--input", "d.jsonl", *BASE, "--json-keys", "a", "--pair-keys", "a", "b"), "give one of them"),
@@ -199,6 +203,10 @@ BASE = ("--tokenizer", "bytes", "--output", "out")
         (("--input", "d.jsonl", "--lengths-only"), "--lengths-only needs one"),
         (("--input", "d.idx", "e.idx", "--lengths-only"), "an .idx is taken alone"),
         (("--input", "d.idx", "--lengths-only"), "give the path of a Megatron data set"),
+        (
+            ("--input", "d.idx", *BASE, "--truncate", "9"),
+            "d.idx is tokenized already, and --truncate is for",
+        ),
         (("--input", "d.idx", "--output", "out"), "give --vocab-size, or --tokenizer"),
         (("--input", "d.idx", "--output-prefix", "x", "--tokenizer", "bytes"), "is in Megatron's format already"),
         (
@@ -210,6 +218,7 @@ BASE = ("--tokenizer", "bytes", "--output", "out")
 def test_a_mistake_is_one_line_that_names_it_and_status_2(tmp_path, monkeypatch, capsys, arguments, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "chat.jsonl").write_text('{"messages": []}\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     assert command(*arguments) == 2
     error = capsys.readouterr().err.strip().splitlines()

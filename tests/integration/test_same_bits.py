@@ -205,13 +205,16 @@ timeout_s = 60
 """
 
 
-def test_a_run_of_one_rank_and_one_of_four_write_the_same_losses_and_norms(preloaded: Preloaded, tmp_path: Path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_of_one_rank_and_one_of_four_write_the_same_losses_and_norms(
+    dtype: str, preloaded: Preloaded, tmp_path: Path
+):
     """`dynapipe train --deterministic`, by a rule that cuts the same micro-batches whatever the topology."""
     (tmp_path / "settings.toml").write_text(SETTINGS)
     spread = "--pp 2 --dp 2 --placement v --split-backward --costs one/costs.json"
     found = []
     for name, flags in (("one", []), ("four", spread.split())):
-        common = ["--config", "settings.toml", "--run-dir", name, "--deterministic"]
+        common = ["--config", "settings.toml", "--run-dir", name, "--deterministic", "--dtype", dtype]
         preloaded.train(*common, *flags, cwd=tmp_path)
         steps = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
         found.append([(step["loss"], step["grad_norm"]) for step in steps if "grad_norm" in step])

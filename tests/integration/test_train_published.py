@@ -18,7 +18,7 @@ from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.job import analytic_costs, architecture_of, topology_of
 from tests.integration.test_train_command import report_of
-from tests.support.checkpoints import saved, tiny
+from tests.support.checkpoints import saved, tensors_in, tiny
 from tests.support.preloaded import Preloaded
 
 VOCABULARY, SAMPLES = 300, 30
@@ -73,7 +73,13 @@ def loss_of(model: Any, dataset: TokenDataset) -> float:
 
 @pytest.mark.parametrize(
     ("family", "converted"),
-    [("llama", ["--tp", "1", "--pp", "4"]), ("gpt2", None), ("gemma3_text", None), ("qwen2_moe", None)],
+    [
+        ("llama", ["--tp", "1", "--pp", "4"]),
+        ("gpt2", None),
+        ("gemma3_text", None),
+        ("qwen2_moe", None),
+        ("deepseek_v3", None),
+    ],
 )
 def test_the_first_loss_is_that_of_transformers(
     preloaded: Preloaded, family: str, converted: list[str] | None, tmp_path: Path
@@ -82,6 +88,7 @@ def test_the_first_loss_is_that_of_transformers(
     families: test_fine_tuning.py."""
     # A large epsilon shows in the loss; a default in its place would not.
     model = tiny(family, vocab_size=VOCABULARY, rms_norm_eps=0.03)
+    has_experts = family in ("qwen2_moe", "deepseek_v3")
     folder = saved(model, tmp_path / "model")
     weights = folder
     if converted:
@@ -89,9 +96,7 @@ def test_the_first_loss_is_that_of_transformers(
         assert main(["convert", str(folder), str(weights), "--to", "megatron", *converted]) == 0
     write_data(tmp_path, folder)
     settings = tmp_path / "run.toml"
-    settings.write_text(
-        SETTINGS.format(folder=tmp_path, samples=SAMPLES, sequence_parallel=str(family == "qwen2_moe").lower())
-    )
+    settings.write_text(SETTINGS.format(folder=tmp_path, samples=SAMPLES, sequence_parallel=str(has_experts).lower()))
     config = TrainConfig.read(settings).with_values(model={"architecture": str(folder)})
     assert topology_of(config).layers_per_stage == (1, 3)
     costs = analytic_costs(config, architecture_of(config, 290), flops_per_s=50e9, overhead_ns=1_000_000)
@@ -102,9 +107,9 @@ def test_the_first_loss_is_that_of_transformers(
     dataset = TokenDataset.open(tmp_path / "run" / "data")
     assert len(np.unique(dataset.lengths[:, 0])) > 5
     assert report_of(tmp_path / "run")["losses"] == pytest.approx([loss_of(model, dataset)], abs=1e-5)
-    if family == "qwen2_moe":  # experts learn alike, whatever ranks share them
+    if family == "deepseek_v3":  # layers of either kind learn alike, whatever ranks share them
         several = [*flags[:-1], str(tmp_path / "several"), "--steps", "3", "--batch-size", "10"]
-        preloaded.train("--config", str(settings), *several)
+        preloaded.train("--config", str(settings), *several, "--save-every", "3")
         alone = [*several[: several.index("--run-dir")], "--run-dir", str(tmp_path / "alone"), *several[-4:]]
         plain = tmp_path / "plain.toml"
         text = settings.read_text().replace("layers_per_stage = [1, 3]\n", "")
@@ -113,3 +118,9 @@ def test_the_first_loss_is_that_of_transformers(
         losses = [report_of(tmp_path / name)["losses"] for name in ("several", "alone")]
         assert losses[0] == pytest.approx(losses[1], abs=1e-5)
         assert losses[0][2] < losses[0][0]
+        checkpoint, back = tmp_path / "several" / "checkpoints", tmp_path / "back"
+        assert main(["convert", str(checkpoint), str(back), "--to", "hf", "--verify"]) == 0
+        given, found = tensors_in(folder), tensors_in(back)
+        assert found.keys() == given.keys()
+        kept = {name for name in given if torch.equal(found[name], given[name])}
+        assert kept == {name for name in given if name.endswith("e_score_correction_bias")}  # the rest has learnt

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynapipe_ext.data.generation import generate_examples
+from dynapipe_ext.data.length_bounds import LengthBounds
 from dynapipe_ext.data.reading import Example
 from dynapipe_ext.data.tokenizer import BytesTokenizer, train_tokenizer
 from dynapipe_ext.data.truncation import Truncation
@@ -85,7 +86,9 @@ def test_a_run_of_one_character_has_the_tokens_of_the_whole_run(kind, character)
 
 
 def check_against_cutting_tokens(tokenizer, prompt, target, max_seq_len):
-    (got,) = Truncation(tokenizer, max_seq_len, True).encode([Example("t", prompt, target)], first_index=0)
+    (got,) = Truncation(tokenizer, LengthBounds(max_seq_len, True)).encode(
+        [Example("t", prompt, target)], first_index=0
+    )
 
     prompt_tokens, target_tokens = tokenizer.encode([prompt, target])
     whole = [*prompt_tokens, tokenizer.separator, *target_tokens, tokenizer.eos]

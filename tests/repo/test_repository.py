@@ -62,6 +62,9 @@ TESTED_COMMANDS = {
     "dynapipe train --split-backward": AS_IT_STANDS,
     "dynapipe train --data my.jsonl --truncate": AS_IT_STANDS,
     "dynapipe train --config mine.toml": AS_IT_STANDS,
+    "dynapipe train --tasks tasks.toml": (
+        "tests/unit/test_tasks_file.py::test_train_and_preprocess_cut_the_sides_of_each_task_alike"
+    ),
     "dynapipe train --data prepared": AS_IT_STANDS,
     "dynapipe train --architecture DIR --init-from DIR --tokenizer DIR --data my.jsonl": (
         "tests/integration/test_train_published.py::test_the_first_loss_is_that_of_transformers"

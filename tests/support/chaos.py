@@ -233,21 +233,22 @@ class ChaosJobs:
         with self._preloaded.started(words, cwd=folder, environment=variables, faults=given) as started:
 
             def listen() -> None:
-                said[0] = started.communicate(LIMIT_S)[1]
+                said[0] = started.communicate(2 * LIMIT_S)[1]
 
             listener = threading.Thread(target=listen)
             listener.start()
             while listener.is_alive() and time.monotonic() - begun_s < LIMIT_S:
                 listener.join(0.2)
                 _let_go_on(folder, started.pid)
-            if listener.is_alive():
-                said[0] = "HANGS"
+            if hangs := listener.is_alive():
                 for pid in _processes(folder):
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 listener.join()
         status = started.returncode
         assert status is not None
+        if hangs:
+            said[0] = "HANGS"
         said[0] = said[0].replace(str(self._folder), "JOBS").replace(_ROOT, "")
         steps = tuple(int(number) for number in re.findall(r"^step (\d+) ", said[0], re.MULTILINE))
         return Start(status, time.monotonic() - begun_s, said[0], steps)
@@ -310,6 +311,8 @@ def _wrong_with(folder: Path, start: Start) -> Iterator[str]:
         yield f"it ended with exit status {start.status} and no reason"
     if start.status == BUG_STATUS:
         yield "it ended as by a defect"
+    if "distributed_c10d.py" in start.said:
+        yield "a rank failed in a collective that its error does not name"
 
 
 def _pairs(starts: Sequence[Start]) -> Iterator[tuple[int, int]]:

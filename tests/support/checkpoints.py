@@ -55,6 +55,21 @@ _T5: dict[str, Any] = {
     "dropout_rate": 0.0,
     "decoder_start_token_id": 0,
 }
+_DEEPSEEK = {
+    **_LLAMA_LIKE,
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 2,
+    "routed_scaling_factor": 1.5,
+}
 _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, _LLAMA_LIKE),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, _LLAMA_LIKE),
@@ -93,6 +108,16 @@ _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.Gemma3ForCausalLM,
         {**_LLAMA_LIKE, "head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24, "layer_types": _EVERY_THIRD},
     ),
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        transformers.DeepseekV2ForCausalLM,
+        {**_DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy", "first_k_dense_replace": 1},
+    ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        transformers.DeepseekV3ForCausalLM,
+        {**_DEEPSEEK, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0},
+    ),
     "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel, _GPT2),
     "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration, _T5),
 }
@@ -112,6 +137,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "gemma2": ("gemma2", {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
     "gemma3": ("gemma3_text", {}),
+    "deepseek-v2-lite": ("deepseek_v2", {}),
+    "deepseek-v3": ("deepseek_v3", {}),
     "gpt2": ("gpt2", {}),
     "t5": ("t5", {}),
     "t5-v1.1": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
@@ -135,6 +162,9 @@ def tiny(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **ch
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.copy_(1 + noise if is_norm else noise)
+        for name, buffer in sorted(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     return model.to(dtype).eval()
 
 
@@ -193,7 +223,7 @@ def unequal(left: CheckpointReader, right: CheckpointReader) -> list[str]:
     assert left.kinds == right.kinds
     found = []
     for group in tensor_groups(left.architecture):
-        for kind in left.kinds:
+        for kind in left.kinds if not group.is_buffer else ("weight",):
             found += [f"{name} ({kind})" for name in differences(left.read(group, kind), right.read(group, kind))]
     return found
 

@@ -35,6 +35,7 @@ from tests.support.megatron_ranks import CPU, join
 
 _ROPE = {"rope_theta": 1e4, "factor": 8.0}
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {**_ROPE, "rope_type": "yarn", "original_max_position_embeddings": 16, "beta_fast": 8.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **VARIANTS,
     "llama-3.1": ("llama", {"rope_parameters": {**_ROPE, **_LLAMA3, "original_max_position_embeddings": 100}}),
@@ -55,6 +56,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "full_attention": {**_ROPE, "rope_type": "linear"},
                 "sliding_attention": {"rope_theta": 50.0, "rope_type": "default"},
             }
+        },
+    ),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        {
+            "rope_parameters": {**_YARN, "mscale": 1.3, "mscale_all_dim": 0.7},
+            "tie_word_embeddings": True,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "deepseek-v2-yarn": (
+        "deepseek_v2",
+        {
+            "q_lora_rank": 24,
+            "first_k_dense_replace": 0,
+            "rope_parameters": {**_YARN, "mscale": 0.707},
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 3,
+            "num_experts_per_tok": 3,
         },
     ),
     "qwen3-tied-bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),

@@ -62,6 +62,8 @@ def test_the_batch_bound_of_measured_tables_is_the_judges(
     unlimited = certify(plan, costs, samples).batch_ns
     assert unlimited is not None
     assert unlimited / 1e9 == pytest.approx(judged["batch_bound_s"], abs=5e-6)
+    assert certificate.free_batch_ns is not None
+    assert certificate.free_batch_ns / 1e9 == pytest.approx(judged["free_batch_bound_s"], abs=5e-6)
     assert certificate.bound_ns / 1e9 >= max(replica["lower_bound_s"] for replica in judged["replicas"]) - 2e-6
 
 
@@ -79,6 +81,9 @@ def test_a_certificate_is_in_the_plans_file_and_comes_out_again(tmp_path: Path) 
     assert certificate.gap is not None
     assert certificate.batch_gap is not None
     assert 0 <= certificate.gap <= certificate.batch_gap
+    assert certificate.batch_ns is not None
+    assert certificate.free_batch_ns is not None
+    assert 0 < certificate.free_batch_ns <= certificate.batch_ns
     unlimited = certify(plan, planner.costs, SAMPLES)
     assert [replica.byte_time_ns for replica in unlimited.replicas] == [None, None]
     assert Certificate(makespan_ns=0, replicas=(), batch_ns=None).gap is None

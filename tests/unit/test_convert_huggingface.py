@@ -123,6 +123,21 @@ def test_gpt2_without_its_prefix_and_with_masks_is_the_same_model(tmp_path: Path
     assert any("8 buffers are no weights" in notice for notice in outcome.notices)
 
 
+def test_layers_of_multi_token_prediction_are_left_out_where_that_is_asked(tmp_path: Path) -> None:
+    source = saved(tiny("deepseek_v3"), tmp_path / "source", shard_size="1GB")
+    wanted = tensors_in(source)
+    save_file(
+        wanted | {"model.layers.4.eh_proj.weight": torch.ones(4, 8)}, source / "model.safetensors", {"format": "pt"}
+    )
+    edit_json(source / "config.json", num_nextn_predict_layers=1)
+    with pytest.raises(DataError, match=r"1 tensors of multi-token prediction .*eh_proj.*--drop-mtp leaves them out"):
+        resaved(source, tmp_path / "target")
+    outcome = convert(prepare_conversion(source, tmp_path / "target", "hf", WriterOptions(), drop_mtp=True))
+    assert differences(wanted, tensors_in(tmp_path / "target")) == []
+    assert any("of multi-token prediction are left out" in notice for notice in outcome.notices)
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
 def test_rotary_frequencies_are_left_out_by_name(tmp_path: Path) -> None:
     source = saved(tiny("llama"), tmp_path / "source")
     wanted = tensors_in(source)

@@ -1,6 +1,7 @@
 import gzip
 import json
 import lzma
+import os
 import random
 import re
 import tracemalloc
@@ -9,6 +10,7 @@ import pytest
 import zstandard
 
 from dynapipe_ext.data import reading
+from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.reading import Example, read_examples
 from dynapipe_ext.errors import DataError
 
@@ -115,6 +117,11 @@ def test_a_missing_file_and_a_folder_are_refused_at_the_call(tmp_path):
         read_examples(tmp_path / "missing.jsonl")
     with pytest.raises(DataError, match="is a folder"):
         read_examples(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="is a pipe or a device, but data are read several times"):
+        read_examples(tmp_path / "pipe")
+    with pytest.raises(DataError, match="is a pipe or a device"):
+        find_inputs([tmp_path / "pipe"])
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])

@@ -52,6 +52,9 @@ PUBLISHED = {
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
     "gemma-3-1b": 999_885_952,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_404_352,
     "gpt2": 124_439_808,
     "gpt2-xl": 1_557_611_200,
     "t5-small": 60_506_624,
@@ -97,7 +100,7 @@ def test_tensor_parallel_ranks_together_hold_each_weight_once_and_norms_each():
     assert 4 * four - one == 3 * 65 * 4096  # 65 norms, copied
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "qwen2-7b", "gpt2", "t5-base", "mixtral-8x7b"])
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen2-7b", "gpt2", "t5-base", "mixtral-8x7b", "deepseek-v3"])
 def test_a_model_is_read_from_its_config_its_folder_and_megatrons_arguments(name, tmp_path):
     a = preset(name)
     config = tmp_path / "config.json"

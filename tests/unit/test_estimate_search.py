@@ -88,6 +88,19 @@ def test_less_memory_leaves_fewer_options_and_more_recomputation():
     assert all(option.peak_bytes <= 26e9 for option in tight.options)
 
 
+def test_a_strategy_that_fits_in_pieces_alone_is_found():
+    """Whole, one sample of 256k needs more than 80 GB at TP2 PP4, whatever is recomputed."""
+    lengths = np.array([[262_144, 0, 0], *([500, 0, 0] for _ in range(40))])
+    q = question("llama-3-8b", tp=(2,), pp=(4,), zero_stages=(1,), offloads=("none",), layouts=("packed",))
+    q = replace(q, data=file_data(lengths, "long.npy", replace(q.architecture, max_seq_len=1 << 20)))
+    search = Search(tokens_per_batch=(280_000, 280_000), most_plans=3, effort=100)
+    whole, pieces = (estimate(replace(q, limits=replace(q.limits, pieces=p)), search) for p in ("off", "auto"))
+    assert not whole.options
+    assert whole.dropped.counts["the longest sample does not fit even alone"]
+    assert {option.candidate.recompute for option in pieces.options} >= {"auto"}
+    assert all(option.peak_bytes <= 80e9 for option in pieces.options)
+
+
 def test_offload_fits_where_nothing_else_does_and_says_what_it_costs():
     q = question("llama-3-8b", gpus=2, memory=40.0)
     assert not estimate(replace(q, limits=Limits(offloads=("none",))), QUICK).options

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.architecture import RopeScaling
-from dynapipe_ext.models.huggingface import read_config
-from dynapipe_ext.models.megatron_arguments import read_arguments, unsayable, write_arguments
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.architecture import Architecture, RopeScaling
+from dynapipe_ext.models.huggingface import read_config, write_config
+from dynapipe_ext.models.layer_kinds import layer_kinds
+from dynapipe_ext.models.megatron_arguments import command_line, read_arguments, unsayable, write_arguments
+from dynapipe_ext.models.presets import preset
+from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.tools.estimate.options import balanced_layers
+from dynapipe_ext.topology import Topology
 
 _SMALL = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 96, "vocab_size": 131, "max_position_embeddings": 64,
 }  # fmt: skip
+_DEEPSEEK = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "num_experts_per_tok": 8}
+_YARN = {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+_MSCALES = {"mscale": 1.3, "mscale_all_dim": 0.7}
 
 
 @pytest.mark.parametrize(
@@ -34,11 +48,21 @@ _SMALL = {
             {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
             "rope of windows: rope_type is 'linear'",
         ),
-        (
-            "deepseek_v3",
-            {},
-            r"model_type is 'deepseek_v3': multi-head latent attention, .* more than is described here",
-        ),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False: only True is supported"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias is True"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2: only 4 is supported"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False with num_experts_per_tok 8"),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, "norm_topk_prob is True with num_experts_per_tok 1"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace is 2 of 2 layers"),
+        ("deepseek_v3", {"n_group": 7}, "router_group_topk is 4 of router_num_groups 7"),
+        ("deepseek_v3", {"rope_scaling": {"type": "llama3"}}, "rope_type is 'llama3': .* default and yarn"),
+        ("deepseek_v3", {"rope_scaling": _YARN | {"attention_factor": 1.2}}, "attention_factor is 1.2"),
+        ("deepseek_v3", {"rope_scaling": _YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim is 1 without mscale"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+        ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
         (
             "gemma3",
             {},
@@ -48,7 +72,63 @@ _SMALL = {
 )
 def test_what_a_newer_familys_config_says_in_vain_is_refused(family: str, change: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_config({"model_type": family} | _SMALL | change)
+        read_config({"model_type": family} | _SMALL | (_DEEPSEEK if "deepseek" in family else {}) | change)
+
+
+def test_deepseek_is_said_by_megatrons_arguments_and_read_back() -> None:
+    v3 = read_config({"model_type": "deepseek_v3"} | _SMALL | _DEEPSEEK | {"rope_scaling": _YARN | _MSCALES})
+    assert read_config(write_config(v3)) == read_arguments(write_arguments(v3)) == v3
+    assert Architecture.from_json(json.loads(json.dumps(v3.to_json()))) == v3
+    options = " ".join(command_line(v3))
+    for said in (
+        "--multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512",
+        "--rope-type yarn --rotary-scaling-factor 40.0 --mscale 1.3 --mscale-all-dim 0.7",
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 8",
+        "--moe-layer-freq ([0]*1+[1]*1)",
+    ):
+        assert said in options
+    lite = read_config({"model_type": "deepseek_v2"} | _SMALL | _DEEPSEEK | {"q_lora_rank": None})
+    assert read_config(write_config(lite)) == read_arguments(write_arguments(lite)) == lite
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rope_scaling": _YARN | {"original_max_position_embeddings": 32}}, "YaRN with .*embeddings 32 "),
+        ({"rms_norm_eps": 1e-5}, "norms of latent vectors with another epsilon"),
+        ({"topk_group": 2, "num_experts_per_tok": 8}, r"best 2, megatron-core by its best .* 8 // topk_group 2 = 4"),
+    ],
+)
+def test_what_megatron_cannot_say_of_deepseek_is_named(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        command_line(read_config({"model_type": "deepseek_v3"} | _SMALL | _DEEPSEEK | change))
+
+
+def test_dense_layers_and_those_of_experts_cost_what_models_of_each_alone_cost() -> None:
+    model = read_config({"model_type": "deepseek_v3"} | _SMALL | _DEEPSEEK | {"num_hidden_layers": 6}).padded()
+    model = replace(model, num_dense_layers=2)
+    (dense, first), (experts, others) = layer_kinds(model)
+    assert (first, others) == (range(2), range(2, 6))
+    micro_batches = [MicroBatch((SampleLength(0, 48, 0, 9),), recompute=kind) for kind in ("none", "selective", "full")]
+
+    def costs(a: Architecture, layers: tuple[int, ...]) -> MicroBatchCosts:
+        return AnalyticCosts(a, Topology(pp=len(layers), layers_per_stage=layers)).evaluate(micro_batches)
+
+    found = costs(model, (2, 1, 3))
+    alone, mixed = costs(dense, (2, 1, 3)), costs(experts, (2, 1, 3))
+    for name in ("forward_ns", "backward_ns", "weight_ns", "stored_bytes", "working_bytes"):
+        assert np.array_equal(getattr(found, name)[0], getattr(alone, name)[0])
+        assert np.array_equal(getattr(found, name)[1:], getattr(mixed, name)[1:])
+    assert found.static_bytes.tolist() == [alone.static_bytes[0], *mixed.static_bytes[1:]]
+    both = costs(model, (3, 3)).forward_ns[0] - costs(model, (2, 4)).forward_ns[0]
+    assert np.array_equal(both, mixed.forward_ns[1] - AnalyticCosts(experts, Topology(pp=3)).overhead_ns)
+
+
+def test_stages_are_balanced_by_what_their_layers_are() -> None:
+    """Three dense layers of DeepSeek-V3 are less than three of experts."""
+    layers = balanced_layers(preset("deepseek-v3"), Topology(pp=8))
+    assert sum(layers) == 61
+    assert layers[0] > layers[1]
 
 
 def test_gemma_is_read_as_it_was_published_before_layers_had_types() -> None:

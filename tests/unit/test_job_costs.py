@@ -10,18 +10,30 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.adapted import AdaptedCosts
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.costs.grid import Grid
+from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
+from dynapipe_ext.costs.parameters import parameters_per_stage
+from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.launch.job import analytic_costs, architecture_of, configured_costs, read_costs
+from dynapipe_ext.launch.job import (
+    analytic_costs,
+    architecture_of,
+    configured_costs,
+    make_planner,
+    read_costs,
+    topology_of,
+)
 from dynapipe_ext.launch.run_costs import settle_costs
 from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.topology import Topology
 
 CONFIG = TrainConfig().with_values(topology={"tp": 2, "pp": 2, "dp": 2})
-VOCABULARY = 256
+CONFIG_TOPOLOGY, VOCABULARY = topology_of(CONFIG), 256
 COUNTED = analytic_costs(CONFIG, architecture_of(CONFIG, VOCABULARY), flops_per_s=1e12, overhead_ns=50_000)
 
 
@@ -40,6 +52,12 @@ def test_costs_are_read_over_their_own_topology_or_the_one_asked_for(tmp_path: P
     assert read_costs(path, None) == (COUNTED, COUNTED.topology)
     wider, topology = read_costs(path, Topology(pp=4))
     assert (wider.num_stages, topology.layers_per_stage) == (4, (1, 1, 1, 1))
+
+
+def test_a_file_that_holds_no_costs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"format": "dynapipe-plan/1"}')
+    with pytest.raises(ConfigError, match=r"cost file .*plan\.json: cost model has kind None: expected analytic"):
+        read_costs(tmp_path / "plan.json", None)
 
 
 def test_token_costs_know_their_stages_alone(tmp_path: Path) -> None:
@@ -66,6 +84,37 @@ def test_what_the_trainer_does_not_shard_is_not_counted_as_sharded() -> None:
     """ZeRO stages above 1 and expert parallelism are of other trainers, whatever a cost file says."""
     costs = configured_costs(CONFIG, replace(COUNTED, zero_stage=3))
     assert costs.static_bytes().tolist() == COUNTED.static_bytes().tolist()
+
+
+def test_plans_of_deterministic_mode_count_8_bytes_a_parameter_more() -> None:
+    exact, pairs = {"optimizer": {"deterministic": True}}, CONFIG.with_values(model={"num_decoder_layers": 4})
+    of_pairs = analytic_costs(pairs, architecture_of(pairs, VOCABULARY), flops_per_s=1e12, overhead_ns=0)
+    point = {name: {(1, 8): 1.0} for name in ("forward_ms", "backward_ms", "stored_mb", "peak_mb")}
+    grids = {("none", kind): Grid.from_points(point) for kind in ("encoder", "postprocess")}
+    table = CostTable(
+        grids=grids,
+        parameter_bytes={"encoder": 4 * 50.0, "embedding": 4 * 7.0},
+        hidden_size=CONFIG.model.hidden_size,
+        num_layers=4,
+        topology=CONFIG_TOPOLOGY,
+        value_bytes=4,
+    )
+    for config, costs, counted in (
+        (CONFIG, COUNTED, parameters_per_stage(COUNTED.architecture, CONFIG_TOPOLOGY)),
+        (CONFIG, table, [2 * 50 + 7, 2 * 50]),
+        (
+            pairs.with_values(plan={"recompute": "none"}),
+            of_pairs,
+            stage_parameters(of_pairs.architecture, topology_of(pairs)).total,
+        ),
+    ):
+        found = make_planner(config.with_values(**exact), costs).costs
+        assert (found.static_bytes() - costs.static_bytes()).tolist() == [8 * int(number) for number in counted]
+        assert cost_model_from_json(cost_model_to_json(found)).fingerprint() == found.fingerprint()
+        assert make_planner(config, costs).costs == costs
+    view, exactly = AdaptedCosts(COUNTED, ({}, {})), replace(COUNTED, exact_sums=True)
+    assert make_planner(CONFIG.with_values(**exact), view).costs == replace(view, base=exactly)
+    assert "exact_sums" not in COUNTED.to_json()  # costs have the fingerprint of before where they are the same
 
 
 @pytest.mark.parametrize(

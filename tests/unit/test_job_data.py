@@ -69,7 +69,7 @@ def test_an_epoch_of_a_mixture_has_its_shares_and_leaves_no_sample_out(parts: li
     sizes, weights = zip(*parts, strict=True)
     ends = list(accumulate(sizes))
     indices = np.split(np.arange(ends[-1]), ends[:-1])
-    epoch = samples_of_epoch(indices, [Fraction(weight, 10) for weight in weights], seed=seed)
+    epoch = samples_of_epoch(indices, [Fraction(weight, 10) for weight in weights], names="abcd", seed=seed)
     times = Counter(epoch.tolist())
     assert sorted(times) == list(range(ends[-1]))
     per_weight = max(size / weight for size, weight in parts)

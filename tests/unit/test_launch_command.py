@@ -132,9 +132,25 @@ def test_a_job_starts_again_as_often_as_it_may_and_never_after_a_mistake(
         started.append(attempt)
         return NodeEnd(ends[attempt])
 
-    assert launch._attempts(start, 2, here / "run").status == status
+    assert launch._attempts(start, 2, here / "run", lambda newest: False).status == status
     assert started == list(range(starts))
     assert capfd.readouterr().err.count("from " + str(here / "run" / "checkpoints" / "iter_0000004")) == starts - 1
+
+
+def test_a_job_that_had_done_everything_when_it_lost_ranks_ends_well(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    newest, started = here / "run" / "checkpoints" / "iter_0000004", []
+
+    def start(attempt: int) -> NodeEnd:
+        started.append(attempt)
+        newest.mkdir(parents=True)
+        return NodeEnd(75)
+
+    for max_restarts in (0, 3):  # and the same command again
+        assert launch._attempts(start, max_restarts, here / "run", lambda path: path == newest).status == 0
+    assert started == [0]
+    assert capfd.readouterr().err.count(f"{newest} has done all steps: nothing is left to do") == 2
 
 
 def test_a_launched_run_goes_on_where_it_ended_and_what_is_done_is_refused(here: Path) -> None:
@@ -185,3 +201,14 @@ def test_a_secret_is_the_only_line_of_a_file_of_ones_own(here: Path) -> None:
     file.write_text("hidden")
     with pytest.raises(ConfigError, match="differ"):
         read_secret(file, "another")
+
+
+def test_a_file_that_is_not_here_is_refused_before_ranks_start_and_told_where_other_nodes_may_have_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = "[data] path is nowhere.jsonl, which is not on this machine"
+    assert cli.main(["launch", *SIZES, "--data", "nowhere.jsonl"]) == 2
+    assert f"error: {said}: check the path" in " ".join(capsys.readouterr().err.split())
+    assert cli.main(["launch", *SIZES, "--costs", "c.json", "--tokenizer", "cl100k_base"]) == 2
+    assert "error: [plan] costs is c.json" in " ".join(capsys.readouterr().err.split())
+    commands(capsys, "--data", "nowhere.jsonl", "--hosts", "hosts", "--run-dir", "shared")

@@ -15,7 +15,7 @@ from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.stages.transformers_parts import parts_of_config
-from dynapipe_ext.launch.job import check_fits, make_planner, topology_of, trained_costs
+from dynapipe_ext.launch.job import check_fits, configured_costs, make_planner, topology_of, trained_costs
 from dynapipe_ext.launch.transformers_settings import refuse_unsupported
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.flops import step_flops, work_of
@@ -89,6 +89,8 @@ def test_plans_know_what_adapters_do_not_compute_and_hold(tmp_path: Path) -> Non
     padding = described.padded().vocab_size - described.vocab_size
     held = [4 * (number + 16 * padding) + 16 * 2 * 2 * (32 + 24) for number in frozen]
     assert adapted.static_bytes.tolist() == held
+    exact = trained_costs(config.with_values(optimizer={"deterministic": True}), base, topology).evaluate(samples)
+    assert (exact.static_bytes - adapted.static_bytes).tolist() == [8 * 2 * 2 * (32 + 24)] * 2
     kept = adapted.stored_bytes - whole.stored_bytes
     assert kept.tolist() == [[24 * 2 * 4 * 2 * 2, 0]] * 2  # inner values of two adapters in each of two layers
     assert make_planner(config, base).costs.fingerprint() != base.fingerprint()
@@ -117,6 +119,10 @@ def test_what_does_not_fit_is_told_of_ranks_that_transformers_has(tmp_path: Path
     )
     with pytest.raises(PlanError, match=r"needs .* take tp 1 x pp 4, where it needs 5\.\d+e-05 GB a rank"):
         check_fits(config, costs, np.array([[24, 0, 5]]))
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}}')
+    divided = config.with_values(deepspeed={"config": str(tmp_path / "zero.json")}, plan={"memory_limit_gb": 8e-5})
+    with pytest.raises(PlanError, match=r"needs .* take dp 4, where it needs 7\.4.*e-05 GB a rank"):
+        check_fits(divided, configured_costs(divided, costs), np.array([[24, 0, 5]]))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +136,10 @@ def test_what_does_not_fit_is_told_of_ranks_that_transformers_has(tmp_path: Path
         ({"model": {"backend": "megatron"}}, "is computed by megatron-core: name a decoder's folder by --model, with"),
         ({"model": {"architecture": ""}}, "a model in sizes of its own is computed by megatron-core"),
         ({"model": {"init_from": ""}}, "gives none to start from: name a folder with weights"),
-        ({"deepspeed": {"config": "zero.json"}}, "an engine trains all weights here"),
+        (
+            {"deepspeed": {"config": "zero.json"}, "topology": {"pp": 2}},
+            "ZeRO stage 2 .* trains without pp, which is 2",
+        ),
         ({"plan": {"adapt_costs": True}}, "costs of models that train whole"),
         ({"topology": {"tp": 2}}, "whose runs have no tp"),
     ],
@@ -139,7 +148,7 @@ def test_adapters_that_cannot_be_are_refused_with_what_to_do(
     changes: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("zero.json").write_text('{"zero_optimization": {"stage": 1}}')
+    Path("zero.json").write_text('{"zero_optimization": {"stage": 2}}')
     config = settings("llama", tmp_path)
     with pytest.raises(ConfigError, match=says):
         refuse_unsupported(config.with_values(**changes))

@@ -229,6 +229,7 @@ _NO_BIAS = {"add_bias_linear": False}
 _MEGATRON = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 131}
 _ROPE = _MEGATRON | {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True} | _NO_BIAS
 _MIXTURE = _ROPE | {"num_experts": 4}
+_LATENT = _MIXTURE | {"multi_latent_attention": True, "qk_layernorm": True, "kv_lora_rank": 16}
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,13 @@ _MIXTURE = _ROPE | {"num_experts": 4}
         (_ROPE | {"activation_func_clamp_value": 7.0}, "activation_func_clamp_value is 7.0"),
         (_ROPE | {"no_rope_freq": [0, 1]}, "no_rope_freq is"),
         (_ROPE | {"my_flag": 3, "another": "x"}, r"another 'x', my_flag 3: not known here"),
-        (_ROPE | {"multi_latent_attention": True}, "multi_latent_attention is True"),
+        (_ROPE | {"multi_latent_attention": True}, "qk_layernorm is off, but latent vectors"),
+        (_LATENT | {"moe_layer_freq": [0, 1, 0]}, r"moe_layer_freq is \[0, 1, 0\] but must be 0 of the first"),
+        (_LATENT | {"moe_layer_freq": [0, 0]}, "num_dense_layers is 2"),
+        (_LATENT | {"rope_type": "llama3"}, "rope_type is 'llama3'"),
+        (_LATENT | {"kv_lora_rank": None}, "kv_lora_rank is None"),
+        (_LATENT | {"mtp_num_layers": 1}, "mtp_num_layers is 1"),
+        (_LATENT | {"moe_router_score_function": "sigmoid"}, "router_bias False"),
         (_ROPE | {"add_bias_linear": "false"}, "add_bias_linear is 'false'"),
         (_ROPE | {"rotary_base": float("nan")}, "rotary_base is nan"),
         (_ROPE | {"norm_epsilon": 0}, "norm_epsilon is 0"),

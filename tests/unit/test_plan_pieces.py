@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +28,9 @@ from dynapipe_ext.pieces import carried_pieces, chains
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.splits.carried import Slope, cut
+from dynapipe_ext.schedules.whole_or_pieces import whole_or_pieces
+from dynapipe_ext.splits.carried import RowTime, cut, piece_cuts
+from dynapipe_ext.splits.packing import RowRule, micro_batch_evaluate
 from dynapipe_ext.tools.check.check_plan import check
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
@@ -120,6 +124,50 @@ def test_auto_is_never_slower_than_whole_samples_and_never_under_its_bound(lengt
     assert bound_ns <= again_ns <= bound_ns + 10**6 * is_cut(both[1]) + 10**4
 
 
+@pytest.mark.parametrize("cut_by", ["length", "time"])
+def test_what_a_cut_is_expected_to_take_is_what_its_rows_take(cut_by) -> None:
+    samples = sample_lengths([60_000, 20_000, *range(100, 5000, 70)])
+    costs = AnalyticCosts(preset("llama-2-7b"), Topology(tp=8, pp=4), layer_overhead_ns=60_000)
+    price = micro_batch_evaluate(costs)
+    for tokens in (2048, 4096, 8192):
+        cuts = piece_cuts(samples, price, [tokens], dp=1, depth=4).cuts
+        (cut,) = (cut for cut in cuts if cut.cut_by == cut_by)
+        times, _ = price(cut.rows(samples, price, RowRule(max_tokens=tokens, pad_multiple=8)))
+        assert cut.busiest_ns == pytest.approx(int(times.sum()), rel=0.01)
+        assert cut.fill_ns == pytest.approx(3 * int(times.max()), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("expected_ns", "hoped_ns", "least_ns", "whole_ns", "pieces_ns", "tried"),
+    [
+        (90, 80, 100, 120, 95, ["pieces"]),  # no whole samples are as fast
+        (90, 80, 100, 102, 110, ["pieces", "whole"]),
+        (130, 125, 100, 120, 119, ["whole"]),  # no hope
+        (130, 115, 100, 120, 119, ["whole", "pieces"]),
+        (130, 115, 100, None, 119, ["whole", "pieces"]),
+        (90, 80, 100, 120, None, ["pieces", "whole"]),
+    ],
+)
+def test_neither_is_searched_where_the_other_is_known_to_be_faster(
+    expected_ns, hoped_ns, least_ns, whole_ns, pieces_ns, tried
+) -> None:
+    times, found = {"whole": whole_ns, "pieces": pieces_ns}, []
+
+    def made(name: str) -> SimpleNamespace:
+        found.append(name)
+        if times[name] is None:
+            raise PlanError(name)
+        return SimpleNamespace(name=name, makespan_ns=times[name])
+
+    expected = SimpleNamespace(makespan_ns=expected_ns, hoped_ns=hoped_ns)
+    best = whole_or_pieces(expected, least_ns, partial(made, "whole"), partial(made, "pieces"))
+    assert found == tried
+    assert best.makespan_ns == min(times[name] for name in tried if times[name] is not None)
+    times.update(whole=None, pieces=None)
+    with pytest.raises(PlanError, match="whole"):
+        whole_or_pieces(expected, least_ns, partial(made, "whole"), partial(made, "pieces"))
+
+
 def test_the_bound_of_pieces_is_the_longest_samples_work_where_that_is_most() -> None:
     plan = planner(1000, dp=4).plan(sample_lengths([20_000, 10, 10, 10]))
     alone_ns = 3 * (50_000 + 1000 * 20_000 + 20_000**2)  # F and B of the whole sample on one rank
@@ -180,7 +228,7 @@ def test_a_pieces_stage_that_is_recomputed_keeps_what_it_received_and_carried_ke
 @example(6109, 85, 1, 1.3225250248416885e-18, 0)
 def test_pieces_tile_their_sample_in_equal_times(length, tokens, multiple, squared, targets) -> None:
     sample = SampleLength(3, length, target=min(length, targets))
-    pieces = cut(sample, tokens, multiple, Slope(squared=squared))
+    pieces = cut(sample, tokens, multiple, RowTime(square_ns=squared))
     assert [p.start for p in pieces] == [0, *np.cumsum([p.encoder for p in pieces])[:-1].tolist()]
     assert sum(p.encoder for p in pieces) == length
     assert sum(p.target for p in pieces) == sample.target

@@ -159,7 +159,7 @@ def test_a_file_without_records_is_named(tmp_path):
 def test_a_sample_that_is_too_long_is_named_by_its_line(tmp_path):
     files = find_inputs([jsonl(tmp_path / "d.jsonl", [{"text": "a"}, {"text": "abcdef"}])])
     settings = EncodeSettings(target="dataset", max_seq_len=6)
-    with pytest.raises(DataError, match=r"line 2: the sample has 7 tokens but --max-seq-len is 6: pass --truncate or"):
+    with pytest.raises(DataError, match=r"line 2: the sample has 7 tokens but max_seq_len is 6: pass --truncate or"):
         preprocess(files, tmp_path / "out", settings=settings, encoder=BYTES)
 
 

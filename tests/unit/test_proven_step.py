@@ -53,7 +53,14 @@ class Filling:
 
     topology, activation_format, replica_collectives = WHOLE.topology, FORMAT, ReplicaCollectives()
 
-    def plan(self, samples: Sequence[SampleLength], *, step: int, reserve_bytes: int = 0) -> StepPlan:
+    def plan(
+        self,
+        samples: Sequence[SampleLength],
+        *,
+        step: int,
+        reserve_bytes: int = 0,
+        unreserved: StepPlan | None = None,
+    ) -> StepPlan:
         room = int(self.memory_limit_bytes) - reserve_bytes
         self.asked.append(room)
         for claim, of in self.claims.items():

@@ -68,6 +68,12 @@ def test_deepspeed_estimates_are_reproduced(
     assert round(parts.total[0] / 2**30, 2) == gibibytes
 
 
+def test_frozen_weights_have_neither_gradients_nor_states_and_stage_3_divides_them() -> None:
+    for zero_stage, weights in ((2, 2200), (3, 275)):
+        parts = state_bytes(100, "mixed", zero_stage=zero_stage, dp=8, frozen_parameters=1000)
+        assert (parts.weights[0], parts.gradients[0], parts.optimizer[0]) == (weights, 25, 150)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_zero_stage_holds_more_than_the_one_before_and_shares_round_up(recipe: Any) -> None:
     totals = [int(state_bytes(1001, recipe, zero_stage=stage, dp=7).total[0]) for stage in range(4)]

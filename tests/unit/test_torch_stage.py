@@ -126,6 +126,17 @@ def nothing(*_) -> None: ...
     [
         (lambda m: TorchStage({0: lambda x, batch: m(x)}, loss_sum), r"'<lambda>' is no torch module.*parameters="),
         (lambda m: TorchStage(m, {"lm": 1}), "the loss is a dict but must be a function"),
+        (
+            lambda m: TorchStage(m, lambda logits: logits.sum()),
+            r"the loss takes \(logits\) but must be a",
+        ),
+        (
+            lambda m: PipelineExecutor(None, None).execute([], plan_of()),
+            r"plan is of type list: call execute",
+        ),
+        (lambda m: ActivationFormat(64, order="hsb"), "order is 'hsb': choose from sbh, bsh"),
+        (lambda m: ActivationFormat(64, "float31"), "dtype is 'float31': choose from float32, bfloat16"),
+        (lambda m: ActivationFormat(0), "hidden_size is 0 but must be an integer of at least 1"),
         (lambda m: TorchStage([], loss_sum), "list but takes a module, a list of this rank's modules"),
         (lambda m: TorchStage(3, loss_sum), "int but takes a module"),
         (lambda m: run(TorchStage(m, losses_of)), r"loss is a tensor of shape \(\d+, \d+\) but must be a scalar"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dynapipe_ext.activations import ActivationFormat
-from dynapipe_ext.config import EvalSettings
+from dynapipe_ext.config_data import EvalSettings
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor

@@ -14,7 +14,16 @@ from dynapipe_ext.topology import Topology
 FORMAT = "dynapipe-plan/1"
 BOUNDS = ("stage", "chain", "heads_tails", "byte_time")  # of a replica, in the order in which they are shown
 
-_FIELDS = ("format", "topology", "replicas", "forward_only", "batch_bound_s", "reproducible", "time_limit_s")
+_FIELDS = (
+    "format",
+    "topology",
+    "replicas",
+    "forward_only",
+    "batch_bound_s",
+    "free_batch_bound_s",
+    "reproducible",
+    "time_limit_s",
+)
 _MOST_TP = 1 << 20
 _MOST_POSITIONS = 1 << 31  # of a row; and rows
 _MOST_SECONDS = 1e9
@@ -58,6 +67,7 @@ class PlanFile:
     topology: Topology
     replicas: tuple[ReplicaFile, ...]
     batch_bound_s: float | None
+    free_batch_bound_s: float | None = None
     forward_only: bool = False
 
 
@@ -96,6 +106,7 @@ def read_plan_file(path: str | Path) -> PlanFile:
         topology=Topology(tp, pp, dp, layers, placement),
         replicas=tuple(read),
         batch_bound_s=_seconds(root, "batch_bound_s") if "batch_bound_s" in data else None,
+        free_batch_bound_s=_seconds(root, "free_batch_bound_s") if "free_batch_bound_s" in data else None,
         forward_only=root.one("forward_only", bool) if "forward_only" in data else False,
     )
 

@@ -42,6 +42,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
         "bound_s": verdict.bound_s,
         "gap": verdict.gap,
         "batch_bound_s": verdict.batch_bound_s,
+        "free_batch_bound_s": verdict.free_batch_bound_s,
         "batch_gap": verdict.batch_gap,
         "figures": [asdict(figure) for figure in verdict.figures],
     }

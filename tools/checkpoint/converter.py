@@ -96,10 +96,11 @@ def prepare_conversion(
     source_format: str = "",
     verify: bool = False,
     carry: Sequence[Path] | None = None,
+    drop_mtp: bool = False,
     **own: Any,
 ) -> Conversion:
     """Check source, destination and options. `own` goes to the target's writer; `carry` are the files that go along
-    with the weights, instead of those of the source.
+    with the weights, instead of those of the source. `drop_mtp` leaves out layers of multi-token prediction.
 
     Errors: ConfigError, DataError; nothing has been written then.
     """
@@ -116,6 +117,8 @@ def prepare_conversion(
         raise DataError(f"{source} is an unfinished conversion: run its command again first, then give what it makes")
     written_as = format_of(target)
     reader = read_as.open(source)
+    if drop_mtp and hasattr(reader, "drop_prediction_layers"):
+        reader.drop_prediction_layers()
     reader.check()
     if carry is not None:
         reader.files = tuple(carry)
@@ -132,6 +135,7 @@ def prepare_conversion(
         "to": target,
         **asdict(options),
         "layers_per_stage": list(options.layers_per_stage),
+        **({"drop_mtp": True} if drop_mtp else {}),
         **own,
     }
     return Conversion(

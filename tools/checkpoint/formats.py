@@ -8,7 +8,7 @@ pieces it consists of and writes each from a source of groups, so one group is i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -51,6 +51,11 @@ class CheckpointPiece:
 
     name: str
     groups: tuple[tuple[TensorGroup, StateKind], ...]
+
+
+def states_of(groups: Iterable[TensorGroup], kinds: Iterable[StateKind]) -> tuple[tuple[TensorGroup, StateKind], ...]:
+    """What of groups there is, kind by kind: of buffers the weight alone."""
+    return tuple((group, kind) for kind in kinds for group in groups if kind == "weight" or not group.is_buffer)
 
 
 class CheckpointReader(Protocol):

@@ -10,9 +10,11 @@ import numpy as np
 
 from dynapipe_ext.costs.estimated import EstimatedCosts
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.lengths import SampleLength
+from dynapipe_ext.plan import MicroBatch, Recompute, round_up
 from dynapipe_ext.schedules.actions import Kind, PipelineSchedule
 from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.splits.carried import RowTime, cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,18 @@ class EstimatedMemory:
     @property
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
+
+
+def bytes_in_pieces(costs: EstimatedCosts, length: int, tokens: int, multiple: int, recompute: Recompute) -> int:
+    """What one sample in pieces of so many tokens needs on the fullest rank, all of them held at once, states included.
+
+    Errors: PlanError for a model that cannot run them.
+    """
+    pieces = cut(SampleLength(0, length), round_up(tokens, multiple), multiple, RowTime())
+    priced = costs.evaluate([MicroBatch((piece,), "packed", recompute, "carried", multiple) for piece in pieces])
+    stored = costs.of_ranks(priced.stored_bytes.sum(axis=1))
+    working = costs.of_ranks(priced.working_bytes, np.maximum).max(axis=1)
+    return int((costs.of_ranks(priced.static_bytes) + stored + working).max())
 
 
 def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -> tuple[EstimatedMemory, ...]:

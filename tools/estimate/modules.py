@@ -55,10 +55,10 @@ def modules_of(
     found = []
     for name in MODULES:
         own = [group for group in groups if _module(group) == name]
-        parameters = sum(group.size for group in own)
+        parameters = sum(group.size for group in own if not group.is_buffer)
         flops = sum(_forward_flops(a, group, positions) for group in own)
         if name == "attention":
-            flops += 4 * a.query_size * squares
+            flops += 2 * (a.query_size + a.attended_size) * squares
         if name == "head" and a.tied_embeddings:
             flops += 2 * a.hidden_size * a.vocab_size * _head_positions(a, positions)
         found.append(
@@ -85,7 +85,9 @@ def _module(group: TensorGroup) -> ModuleName:
             return "embedding"
         case "head" | "final_norm":
             return "head"
-        case "mlp_norm" | "mlp_in" | "mlp_in_bias" | "mlp_out" | "mlp_out_bias" | "router":
+        case "mlp_norm" | "mlp_in" | "mlp_in_bias" | "mlp_out" | "mlp_out_bias" | "mlp_post_norm":
+            return "MLP"
+        case "router" | "router_bias" | "shared_in" | "shared_out" | "shared_gate":
             return "MLP"
         case _:
             return "attention"

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -18,10 +19,13 @@ from dynapipe_ext.costs.states import StateRecipe
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import Cluster, Precision
+from dynapipe_ext.models.layer_kinds import layer_kinds
 from dynapipe_ext.models.memory import OFFLOADS, Offload
 from dynapipe_ext.plan import RECOMPUTES, Layout, Pieces, Recompute
 from dynapipe_ext.reproducible import product
+from dynapipe_ext.splits.carried import piece_sizes
 from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
+from dynapipe_ext.tools.estimate.memory import bytes_in_pieces
 from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 RecomputeChoice = Literal["none", "selective", "full", "stage", "auto"]
@@ -173,6 +177,9 @@ def _tp_fault(a: Architecture, cluster: Cluster, tp: int) -> str:
         ("query groups", a.num_query_groups),
         ("values of the MLP", a.ffn_hidden_size),
         ("values of the shared expert", a.shared_ffn_hidden_size),
+        ("values of dense MLPs", a.dense_ffn_hidden_size),
+        ("values of a latent query", a.latent.q_rank if a.latent else 0),
+        ("values of latent keys", a.latent.kv_rank + a.latent.rotary_dim if a.latent else 0),
         ("values of the hidden size", a.hidden_size),
     ):
         if size % tp:
@@ -216,15 +223,22 @@ def balanced_layers(a: Architecture, topology: Topology) -> tuple[int, ...]:
     num_stages = topology.num_stages
     if a.num_decoder_layers or num_stages == 1:
         return ()
-    mlps = a.top_k if a.num_experts else 1
-    layer = a.hidden_size * (2 * a.query_size + 2 * a.kv_size)
-    layer += mlps * a.hidden_size * a.ffn_hidden_size * (3 if a.gated_mlp else 2) + a.shared_parameters
-    work = [0.0] * (num_stages - 1) + [a.vocab_size * a.hidden_size / layer]
+    each = [weights for kind, run in layer_kinds(a) for weights in [_taken_weights(kind)] * len(run)]
+    before = [0.0, *accumulate(weights / each[-1] for weights in each)]  # in layers like the last
+    head = a.vocab_size * a.hidden_size / each[-1]
     layers = [1] * num_stages
     for _ in range(a.total_layers - num_stages):
-        least = min(range(num_stages), key=lambda s: (round(layers[s] + work[s], 6), -s))
+        ends = [0, *accumulate(layers)]
+        work = [before[end] - before[start] for start, end in pairwise(ends)]
+        work[-1] += head
+        least = min(range(num_stages), key=lambda s: (round(work[s], 6), -s))
         layers[least] += 1
     return () if tuple(layers) == even else tuple(layers)
+
+
+def _taken_weights(a: Architecture) -> int:
+    """Weights of one layer that a token is multiplied with."""
+    return a.attention_parameters + (a.top_k or 1) * a.mlp_parameters + a.shared_parameters
 
 
 def _divisors(number: int) -> list[int]:
@@ -259,11 +273,20 @@ class Candidate:
     @property
     def equal_counts(self) -> bool:
         """Of micro-batches on all replicas, which meet inside them."""
-        return self.strategy.zero_stage >= 2 or self.strategy.ep > 1
+        return _has_equal_counts(self.strategy)
 
     def pieces(self, wanted: Pieces) -> Pieces:
-        """What is wanted where samples can be cut: not in padded rows, at equal counts or without a price."""
-        return wanted if self.layout == "packed" and not self.equal_counts and prices_pieces(self.costs) else "off"
+        return _pieces(wanted, self.costs, self.layout)
+
+
+def _has_equal_counts(strategy: Strategy) -> bool:
+    return strategy.zero_stage >= 2 or strategy.ep > 1
+
+
+def _pieces(wanted: Pieces, costs: EstimatedCosts, layout: Layout) -> Pieces:
+    """What is wanted where samples can be cut: not in padded rows, at equal counts or without a price."""
+    can_be = layout == "packed" and not _has_equal_counts(costs.strategy) and prices_pieces(costs)
+    return wanted if can_be else "off"
 
 
 def strategy_name(strategy: Strategy) -> str:
@@ -353,6 +376,10 @@ def _screen(
     stored = costs.of_ranks(np.minimum(priced.stored_bytes, INFEASIBLE // strategy.stages_per_rank))
     working = costs.of_ranks(priced.working_bytes, np.maximum)
     need = int((static[:, None] + stored + working).max())
+    longest = question.data.longest.encoder
+    sizes = piece_sizes(_pieces(question.limits.pieces, costs, layout), longest, 0)
+    if need > limit and sizes:
+        need = min(need, bytes_in_pieces(costs, longest, sizes[0], pad_multiple(strategy), kind))
     if need > limit:
         return need - limit
     busy_ns = costs.of_ranks(product(priced.forward_ns + priced.backward_ns, share))

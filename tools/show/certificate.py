@@ -29,6 +29,7 @@ def certificate_of_file(plan: PlanFile) -> Certificate | None:
         makespan_ns=round(max(replica.makespan_s for replica in plan.replicas) * 1e9),
         replicas=tuple(replicas),
         batch_ns=None if plan.batch_bound_s is None else round(plan.batch_bound_s * 1e9),
+        free_batch_ns=None if plan.free_batch_bound_s is None else round(plan.free_batch_bound_s * 1e9),
     )
 
 
@@ -53,6 +54,7 @@ def certificate_table(certificate: Certificate) -> Table:
     table.add_row("  the plan is above that by", *idle, percent(certificate.gap))
     table.add_row("any plan of this batch", *idle, _time(certificate.batch_ns))
     table.add_row("  the plan is above that by", *idle, percent(certificate.batch_gap))
+    table.add_row("any plan, wherever layers live, with any memory", *idle, _time(certificate.free_batch_ns))
     return table
 
 

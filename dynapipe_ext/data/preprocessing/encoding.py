@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.data.indexed_dataset import token_dtype
+from dynapipe_ext.data.length_bounds import LengthBounds, TaskBounds
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
 from dynapipe_ext.data.preprocessing.inputs import Block, TextUnit
 from dynapipe_ext.data.preprocessing.records import TextRecord, records
@@ -32,7 +33,7 @@ from dynapipe_ext.errors import ConfigError, DataError
 Target = Literal["dataset", "megatron"]
 TOKENS, SIZES, FIRST_TARGET, TASKS, SENTENCES = "tokens", "sizes", "first_target", "task_ids", "sentences"
 IS_TARGET = "is_target"  # of each token of a chat, a byte
-_VERSION = 3  # raise it with every change of what comes out, so that kept work is done again
+_VERSION = 4  # raise it with every change of what comes out, so that kept work is done again
 _BATCH_CHARACTERS = 1 << 19
 
 
@@ -55,8 +56,13 @@ class EncodeSettings:
     append_eod: bool = True
     max_seq_len: int | None = None
     truncate: bool = False
+    tasks: TaskBounds = field(default_factory=TaskBounds)
     skip_empty: bool = False
     template: Template | None = None
+
+    @property
+    def bounds(self) -> LengthBounds:
+        return LengthBounds(self.max_seq_len, self.truncate, self.tasks)
 
     @property
     def columns(self) -> frozenset[str]:
@@ -138,7 +144,7 @@ def _encode_examples(
         encoded = _encode(encoder, [e.input for _, e in batch] + [e.target for _, e in batch], wheres * 2)
         for place, (where, example) in enumerate(batch):
             prompt, target = encoded[place], encoded[len(batch) + place]
-            joined, first_target, truncated = _join(prompt, target, settings, encoder, where)
+            joined, first_target, truncated = _join(prompt, target, example.task, settings.bounds, encoder, where)
             if len(joined) < 2 or not (example.input or example.target):
                 num_skipped += _skipped(where, settings)
                 continue
@@ -175,14 +181,13 @@ def _encode_rendered(
         settings.template,
         RecordFields(settings.pair, settings.keys[0]),
         encoder,
-        max_seq_len=settings.max_seq_len,
-        truncate=settings.truncate,
+        settings.bounds,
     )
     dtype, tasks = settings.dtype(encoder), dict[str, int]()
     samples, task_ids = [], []
     for where, record in rows:
-        samples.append(renderer.render(record, where))
         task = string_field(record, TASK, where=where) if TASK in record else "unnamed"
+        samples.append(renderer.render(record, where, task))
         task_ids.append(tasks.setdefault(task, len(tasks)))
     sizes = [len(one.tokens) for one in samples]
     streams = {
@@ -244,6 +249,11 @@ def _example(where: str, record: TextRecord, settings: EncodeSettings) -> Exampl
         (key,) = settings.keys
         _refuse_lacking(where, record, settings)
         return Example("unnamed", "", string_field(record, key, where=where))
+    if MESSAGES in record and settings.keys[0] not in record and not all(name in record for name in settings.pair):
+        raise DataError(
+            f"{where}: the record is a chat: give the file to `dynapipe train` as it is, which renders chats by the"
+            " template of --model or --tokenizer FOLDER"
+        )
     return example_of(record, where=where, pair=settings.pair, text=settings.keys[0], may_be_empty=True)
 
 
@@ -264,7 +274,7 @@ def _refuse_lacking(where: str, record: TextRecord, settings: EncodeSettings) ->
 
 
 def _join(
-    prompt: Sequence[int], target: Sequence[int], settings: EncodeSettings, encoder: Encoder, where: str
+    prompt: Sequence[int], target: Sequence[int], task: str, bounds: LengthBounds, encoder: Encoder, where: str
 ) -> tuple[list[int], int, bool]:
     """Tokens, the place of the first target, and whether some were cut: of the input's start, then of the target's end.
 
@@ -272,18 +282,16 @@ def _join(
     """
     assert encoder.eos is not None
     border = [] if encoder.separator is None else [encoder.separator]
-    tokens = [*prompt, *border, *target, encoder.eos]
-    first_target = len(prompt) + len(border)
-    excess = 0
-    if settings.max_seq_len is not None and len(tokens) - 1 > settings.max_seq_len:
-        if not settings.truncate:
-            raise DataError(
-                f"{where}: the sample has {len(tokens) - 1} tokens but --max-seq-len is {settings.max_seq_len}: pass"
-                f" --truncate or raise it to at least {len(tokens) - 1}"
-            )
-        excess = min(len(prompt), len(tokens) - 1 - settings.max_seq_len)
-        return tokens[excess:][: settings.max_seq_len + 1], max(1, first_target - excess), True
-    return tokens, max(1, first_target), False
+    num_input, num_target = bounds.kept(
+        task,
+        num_beside=len(border),
+        num_input=len(prompt),
+        num_target=len(target) + 1,
+        where=f"{where}: the sample",
+    )
+    tokens = [*prompt[len(prompt) - num_input :], *border, *[*target, encoder.eos][:num_target]]
+    truncated = (num_input, num_target) != (len(prompt), len(target) + 1)
+    return tokens, max(1, num_input + len(border)), truncated
 
 
 def _encode(encoder: Encoder, texts: Sequence[str], wheres: Sequence[str]) -> list[Sequence[int]]:

@@ -126,8 +126,8 @@ def preprocess(
 def check_settings(settings: EncodeSettings, encoder: Encoder) -> None:
     """Errors: ConfigError for settings that do not go together."""
     if settings.target == "megatron":
-        if settings.max_seq_len is not None or settings.truncate:
-            raise ConfigError(".bin/.idx holds whole documents: leave out --max-seq-len and --truncate")
+        if settings.max_seq_len is not None or settings.truncate or settings.tasks.bind:
+            raise ConfigError(".bin/.idx holds whole documents: leave out --max-seq-len, --truncate and others' bounds")
         if not settings.keys or len(set(settings.keys)) < len(settings.keys):
             raise ConfigError(f"the keys are {list(settings.keys)}: give one or more, each once")
         for name in settings.keys:
@@ -140,7 +140,7 @@ def check_settings(settings: EncodeSettings, encoder: Encoder) -> None:
         )
     if settings.append_eod and encoder.eos is None:
         raise ConfigError("the tokenizer does not say which token ends a text: name it with --eod-token")
-    if settings.truncate and settings.max_seq_len is None:
+    if settings.truncate and settings.max_seq_len is None and not settings.tasks.bind:
         raise ConfigError("--truncate cuts at --max-seq-len: give it, too")
     if settings.max_seq_len is not None and settings.max_seq_len < 1:
         raise ConfigError(f"--max-seq-len is {settings.max_seq_len} but must be at least 1")

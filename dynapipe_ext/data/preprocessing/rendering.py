@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, assert_never
 
+from dynapipe_ext.data.length_bounds import LengthBounds
 from dynapipe_ext.data.reading import lacking, string_field
-from dynapipe_ext.errors import DataError
+from dynapipe_ext.errors import ConfigError, DataError
 
 Template = Literal["chat", "prompt", "text"]
 MESSAGES, TOOLS, TASK = "messages", "tools", "task"
@@ -64,67 +65,63 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """Records to samples of at most `max_seq_len` positions (a sample of n + 1 tokens has n): cut, or refused."""
+    """Records to samples within `bounds`: cut, or refused."""
 
     template: Template
     fields: RecordFields
     tokenizer: ModelTokenizer
-    max_seq_len: int | None
-    truncate: bool
+    bounds: LengthBounds
     start: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls,
-        template: Template,
-        fields: RecordFields,
-        tokenizer: ModelTokenizer,
-        *,
-        max_seq_len: int | None,
-        truncate: bool,
-    ) -> Renderer:
-        """Errors: DataError where the tokenizer has no chat template and one is needed."""
+    def of(cls, template: Template, fields: RecordFields, tokenizer: ModelTokenizer, bounds: LengthBounds) -> Renderer:
+        """Errors: DataError where the tokenizer has no chat template and one is needed; ConfigError for bounds of the
+        sides of chats, which have none."""
+        if template == "chat" and bounds.tasks.bind:
+            raise ConfigError(
+                "the records are chats, whose turns are no input and target: leave out max_input_len and"
+                " max_target_len, and bound them by max_seq_len"
+            )
         if template == "chat" and not tokenizer.has_chat_template:
             raise DataError(
                 "the records are chats, but the tokenizer has no chat template: give a folder that has one"
                 " (chat_template.jinja), by --tokenizer, or records of prompt and response"
             )
-        return cls(template, fields, tokenizer, max_seq_len, truncate, tuple(tokenizer.start))
+        return cls(template, fields, tokenizer, bounds, tuple(tokenizer.start))
 
-    def render(self, record: Mapping[str, object], where: str) -> Rendered:
+    def render(self, record: Mapping[str, object], where: str, task: str) -> Rendered:
         """Errors: DataError, opening with `where`, for a record that is not of the template, or is too long."""
         match self.template:
             case "chat":
                 return self._chat(record, where)
             case "prompt":
-                return self._prompt(record, where)
+                return self._prompt(record, where, task)
             case "text":
                 (text,) = _strings(record, (self.fields.text,), where)
-                return self._ended([], list(self.tokenizer.encode([text])[0]), where)
+                return self._ended([], list(self.tokenizer.encode([text])[0]), where, task)
             case _:
                 assert_never(self.template)
 
-    def _prompt(self, record: Mapping[str, object], where: str) -> Rendered:
+    def _prompt(self, record: Mapping[str, object], where: str, task: str) -> Rendered:
         """The response's tokens are those that follow the prompt's in the whole text; where the two flow into one
         token there, those of the response alone: the prompt's are always what the model will be asked with."""
         prompt, response = _strings(record, self.fields.pair, where)
         asked, whole, alone = (list(ids) for ids in self.tokenizer.encode([prompt, prompt + response, response]))
-        return self._ended(asked, whole[len(asked) :] if whole[: len(asked)] == asked else alone, where)
+        return self._ended(asked, whole[len(asked) :] if whole[: len(asked)] == asked else alone, where, task)
 
-    def _ended(self, prompt: list[int], target: list[int], where: str) -> Rendered:
+    def _ended(self, prompt: list[int], target: list[int], where: str, task: str) -> Rendered:
         """Between START and END, shortened at the prompt's start first, then at the target's end."""
         if not prompt and not target:
             raise DataError(f"{where}: the record is empty (nothing to train on): remove it or fill it")
         assert self.tokenizer.eos is not None
         if not target or target[-1] != self.tokenizer.eos:
             target = [*target, self.tokenizer.eos]
-        excess = self._excess(len(self.start) + len(prompt) + len(target), where)
-        kept = prompt[min(excess, len(prompt)) :]
-        target = target[: len(target) - max(0, excess - len(prompt))]
-        num_given = len(self.start) + len(kept)
+        num_input, num_target = self._kept(len(prompt), len(target), where, task, num_beside=len(self.start))
+        cut = (num_input, num_target) != (len(prompt), len(target))
+        tokens = [*self.start, *prompt[len(prompt) - num_input :], *target[:num_target]]
         # The very first token follows nothing, so it is no label.
-        is_target = [i >= max(1, num_given) for i in range(num_given + len(target))]
-        return _with_targets(Rendered([*self.start, *kept, *target], is_target, excess > 0), where)
+        is_target = [i >= max(1, len(tokens) - num_target) for i in range(len(tokens))]
+        return _with_targets(Rendered(tokens, is_target, cut), where)
 
     def _chat(self, record: Mapping[str, object], where: str) -> Rendered:
         messages = _messages(record, where)
@@ -145,9 +142,8 @@ class Renderer:
             raise DataError(
                 f"{where}: the chat template marks nothing of this chat as the assistant's: see its generation blocks"
             )
-        excess = self._excess(len(tokens), where)
-        kept = len(tokens) - excess
-        return _with_targets(Rendered(tokens[:kept], [False, *is_target[1:kept]], excess > 0), where)
+        _, kept = self._kept(0, len(tokens), where)
+        return _with_targets(Rendered(tokens[:kept], [False, *is_target[1:kept]], kept < len(tokens)), where)
 
     def _assistant_turns(
         self, messages: list[Mapping[str, Any]], tools: list[Any] | None, where: str
@@ -202,16 +198,12 @@ class Renderer:
                 pass
         return DataError(f"{where}: {error}: {advice}")
 
-    def _excess(self, num_tokens: int, where: str) -> int:
-        """How many tokens are over the bound. Errors: DataError where they may not be cut off."""
-        if self.max_seq_len is None or num_tokens - 1 <= self.max_seq_len:
-            return 0
-        if not self.truncate:
-            raise DataError(
-                f"{where}: the sample has {num_tokens - 1} tokens but max_seq_len is {self.max_seq_len}: pass"
-                f" --truncate, or raise it to at least {num_tokens - 1} with --max-seq-len"
-            )
-        return num_tokens - 1 - self.max_seq_len
+    def _kept(
+        self, num_input: int, num_target: int, where: str, task: str = "", *, num_beside: int = 0
+    ) -> tuple[int, int]:
+        return self.bounds.kept(
+            task, num_beside=num_beside, num_input=num_input, num_target=num_target, where=f"{where}: the sample"
+        )
 
 
 _NO_ROLE = {

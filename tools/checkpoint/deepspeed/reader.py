@@ -1,4 +1,5 @@
-"""Checkpoints that DeepSpeed engines write: ZeRO stages 0 to 3, universal ones, and the layer files of pipelines.
+"""Checkpoints that DeepSpeed engines write: ZeRO stages 0 to 3, one engine or one a pipeline rank, universal ones, and
+the layer files of pipelines.
 
 The folder is that which `latest` lies in, or one tag of it. The model's config.json must lie in either, as Hugging
 Face's Trainer leaves it.

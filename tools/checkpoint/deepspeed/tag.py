@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from dynapipe_ext.tools.checkpoint.deepspeed.contents import (
     OPTIMIZER_FILE,
     SHARD_FILE,
     DeepSpeedContents,
+    count,
     mapping,
     named,
     numbered,
@@ -26,7 +29,7 @@ from dynapipe_ext.tools.checkpoint.deepspeed.contents import (
     tensors,
     training_state,
 )
-from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, joined_pieces, read_deepspeed_tree
+from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, joined_pieces, read_deepspeed_tree, same_bytes
 from dynapipe_ext.tools.checkpoint.deepspeed.pipeline import read_pipeline
 from dynapipe_ext.tools.checkpoint.deepspeed.universal import is_universal, read_universal
 from dynapipe_ext.tools.checkpoint.deepspeed.whole import read_whole
@@ -51,15 +54,16 @@ def read_tag(tag: Path, architecture: Architecture) -> DeepSpeedContents:
     if not files:
         raise DataError(f"{tag} has optimizer states of ZeRO-3 but no zero_pp_rank_*_model_states.pt: copy them too")
     split = sorted({key[-1] for key in (*files, *optimizers)} - {0})
-    if split and not universal:
-        raise DataError(
-            f"{tag} is split over tensor parallel ranks (mp_rank_{split[0]:02d}): make it a universal checkpoint with"
-            " ds_to_universal.py, or save it from an engine without tensor parallelism"
-        )
     where = next(iter(files.values()))
-    model = read_deepspeed_tree(where)
-    if not isinstance(model, Mapping):
-        raise DataError(f"{where} holds {short(model)} where a mapping must be: was DeepSpeed its writer?")
+    model = _tree(where)
+    if split and not universal:
+        num_stages = _num_stages(model)
+        if num_stages < 2 or sharded:
+            raise DataError(
+                f"{tag} is split over tensor parallel ranks (mp_rank_{split[0]:02d}): make it a universal checkpoint"
+                " with ds_to_universal.py, or save it from an engine without tensor parallelism"
+            )
+        return _of_stages(tag, ranks_of(models, num_stages, "model states", tag), optimizers)
     if model.get("module") is None:
         raise DataError(
             f"{tag} is of a pipeline but has no layer_*-model_states.pt: copy them in from where it was saved"
@@ -71,18 +75,60 @@ def read_tag(tag: Path, architecture: Architecture) -> DeepSpeedContents:
         frozen = _frozen(model, where, ranks_of(shards, len(shards), "model states", tag))
         return _from_masters(zero, frozen, model, where)
     if not sharded:
-        if optimizers:
-            zero = read_zero(model, where, optimizers)
-        elif isinstance(model.get("optimizer"), Mapping):
-            zero = read_whole(model["optimizer"], _module(model, where), where)
-        else:
-            zero = ZeroState(0, 1, {}, notices=["no optimizer files are there: the weights alone are carried"])
-        return _contents(_module(model, where), {}, zero, model)
+        return _unsharded(model, where, optimizers)
     if not optimizers:
         raise DataError(f"{tag} has no *_optim_states.pt, which hold the weights of ZeRO-3: copy them too")
     zero = read_zero(model, where, optimizers)
     frozen = _frozen(model, where, ranks_of(shards, zero.num_ranks, "model states", tag))
     return _from_masters(zero, frozen, model, where)
+
+
+def _tree(where: Path) -> Mapping[Any, Any]:
+    model = read_deepspeed_tree(where)
+    if not isinstance(model, Mapping):
+        raise DataError(f"{where} holds {short(model)} where a mapping must be: was DeepSpeed its writer?")
+    return model
+
+
+def _num_stages(model: Mapping[Any, Any]) -> int:
+    """Of engines one a pipeline rank, where tensors are whole; 1 where these are cut, too, or nothing is said."""
+    degrees = model.get("checkpoint_parallel_dimensions")
+    if not isinstance(degrees, Mapping) or degrees.get("tp_degree") != 1:
+        return 1
+    return count(degrees.get("pp_degree"))
+
+
+def _of_stages(tag: Path, models: Sequence[Path], optimizers: Mapping[tuple[int, ...], Path]) -> DeepSpeedContents:
+    """Every pipeline rank's tensors, by names in the whole model. A tied weight that two have is that of the first.
+
+    Errors: DataError where a stage lacks its optimizer, or copies of a weight differ.
+    """
+    found = []
+    for stage, where in enumerate(models):
+        own = {key: path for key, path in optimizers.items() if key[1] == stage}
+        if optimizers and not own:
+            raise DataError(f"{tag}: pipeline rank {stage} has no optimizer states: copy the files of every node")
+        found.append(_unsharded(_tree(where), where, own))
+    weights: dict[str, SplitTensor] = {}
+    for stage, contents in enumerate(found):
+        for name, weight in contents.weights.items():
+            if not same_bytes(weights.setdefault(name, weight), weight):
+                raise DataError(f"{tag}: {name} of pipeline rank {stage} differs from the copy of an earlier one")
+    kinds = {kind for contents in found for kind in contents.states}
+    states = {kind: dict(ChainMap(*(dict(contents.states.get(kind, {})) for contents in found))) for kind in kinds}
+    notices = dict.fromkeys(notice for contents in found for notice in contents.notices)
+    return replace(found[0], weights=weights, states=states, notices=tuple(notices))
+
+
+def _unsharded(model: Mapping[Any, Any], where: Path, optimizers: Mapping[tuple[int, ...], Path]) -> DeepSpeedContents:
+    """Of an engine whose module is whole (ZeRO 0 to 2)."""
+    if optimizers:
+        zero = read_zero(model, where, optimizers)
+    elif isinstance(model.get("optimizer"), Mapping):
+        zero = read_whole(model["optimizer"], _module(model, where), where)
+    else:
+        zero = ZeroState(0, 1, {}, notices=["no optimizer files are there: the weights alone are carried"])
+    return _contents(_module(model, where), {}, zero, model)
 
 
 def _says_stage_3(optimizers: Mapping[tuple[int, ...], Path]) -> bool:

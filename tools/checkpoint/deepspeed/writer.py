@@ -63,7 +63,7 @@ class DeepSpeedWriter:
         self._kinds = self._carried_kinds()
         self.usage = (_USAGE % ("" if "exp_avg" in self._kinds else ", load_module_only=True"),)
         self._by_groups: dict[tuple[TensorGroup, ...], list[ModuleTensor]] = {}
-        for tensor in self._tensors:
+        for tensor in (one for one in self._tensors if not one.groups[0].is_buffer):
             self._by_groups.setdefault(tensor.groups, []).append(tensor)
 
     def pieces(self) -> Sequence[CheckpointPiece]:
@@ -156,7 +156,7 @@ class DeepSpeedWriter:
         tied = dict.fromkeys(tied_names(self._reader.architecture), embedding)
         return {
             "module": {**module, **dict.fromkeys(tied, module[embedding])},
-            "buffer_names": [],
+            "buffer_names": [tensor.name for tensor in self._tensors if tensor.groups[0].is_buffer],
             "optimizer": None,
             "param_shapes": None,
             "frozen_param_shapes": None,

@@ -59,7 +59,7 @@ def settle_config(path: Path, architecture: Architecture, fields: Mapping[str, A
     """
     raw = read_json_object(path, "the model's configuration") if path.exists() else {}
     try:
-        if raw and read_config(raw, str(path)) == architecture:
+        if raw and read_config(raw, str(path)) == architecture and not raw.get("num_nextn_predict_layers"):
             return
     except ConfigError:
         pass  # written anew below

@@ -78,6 +78,7 @@ class HuggingFaceReader:
         self._stored = {name: tensor for name, tensor in prefixed.items() if name not in buffers}
         self.architecture = self._with_own_head(architecture)
         self._unequal_copies = self._resolve_copies()
+        self._prediction = [name for name in self._stored if _is_of_prediction(architecture, name)]
         self.files = carried_files(path)
         self.notices: tuple[str, ...] = ()
         if buffers:
@@ -92,8 +93,24 @@ class HuggingFaceReader:
         if first is not None and first.dtype in _FLOATS:
             self.architecture = replace(self.architecture, dtype=str(first.dtype).removeprefix("torch."))
 
+    def drop_prediction_layers(self) -> None:
+        """Leave out the layers of multi-token prediction, which `check` refuses."""
+        for name in self._prediction:
+            del self._stored[name]
+        if self._prediction:
+            self.notices += (
+                f"{len(self._prediction)} tensors of multi-token prediction are left out: {_some(self._prediction)}",
+            )
+        self._prediction = []
+
     def check(self) -> None:
         """Errors: DataError with every missing, extra and misshapen tensor."""
+        if self._prediction:
+            raise DataError(
+                f"{self.path} has {len(self._prediction)} tensors of multi-token prediction"
+                f" ({_some(self._prediction)}), which are neither converted nor trained: dynapipe convert --drop-mtp"
+                " leaves them out"
+            )
         groups = tensor_groups(self.architecture)
         wanted = {info.name: info.shape for group in groups for info in group.tensors}
         faults = shape_faults(wanted, {name: tensor.shape for name, tensor in self._stored.items()})
@@ -237,6 +254,12 @@ def _read_weights(file: Path) -> dict[str, StoredTensor]:
 def _full_name(architecture: Architecture, name: str) -> str:
     bare = architecture.family == "gpt2" and not name.startswith(("transformer.", "lm_head."))
     return f"transformer.{name}" if bare else name
+
+
+def _is_of_prediction(a: Architecture, name: str) -> bool:
+    """Whether a tensor is of DeepSeek-V3's layers behind the last, which predict further tokens."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return a.family == "deepseek_v3" and layer is not None and int(layer[1]) >= a.num_layers
 
 
 def _some(names: Sequence[str]) -> str:

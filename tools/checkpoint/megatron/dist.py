@@ -196,7 +196,9 @@ class MegatronDistReader:
                     one, *rest = [tuple(replace(key, name=names[key.name]) for key in keys) for keys in present]
                     found[tensor.name] = _Found(one, tuple(key for keys in rest for key in keys))
                     self._faults += self._misshapen(tensor, one)
-                elif kind == "weight" or not (tensor.is_added or (kind == "master" and self._is_fp32(tensor))):
+                elif kind == "weight" or not (
+                    tensor.is_added or tensor.is_buffer or (kind == "master" and self._is_fp32(tensor))
+                ):
                     where = "" if kind == "weight" else f" ({kind})"
                     self._faults.append(f"{tensor.name} {list(tensor.shape)}{where} is missing")
         return found

@@ -9,7 +9,7 @@ decoder.layers.mlp.experts.experts.linear_fc1.weight   (layers, experts, rows, c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from dynapipe_ext.models.architecture import Architecture
@@ -17,9 +17,15 @@ from dynapipe_ext.tools.checkpoint.megatron.names import MegatronTensor
 
 _LAYER = re.compile(r"(?P<stem>(?:en|de)coder\.layers)\.(?P<layer>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
+_EXPERT_APART = re.compile(r"\.experts\.experts\.\d")
 _FUSED_NORMS = {
     "input_layernorm": "self_attention.linear_qkv.layer_norm",
     "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm",
+}
+_FUSED_LATENT_NORMS = {
+    "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm",
+    "self_attention.q_layernorm": "self_attention.linear_q_up_proj.layer_norm",
+    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj.layer_norm",
 }
 _EXTRA_STATE = re.compile(r"(?:.*\.)?_extra_state(?:/.*)?")
 _HAS_STATE = re.compile(r"(?:.*\.)?(?:linear_\w+|output_layer|\w*layernorm)")
@@ -47,7 +53,7 @@ def keys_of(architecture: Architecture, tensor: MegatronTensor) -> tuple[tuple[S
         return tuple(way for name in names for way in _ways(tensor, name, (), ()))
     layer, count = int(match["layer"]), _num_layers(architecture, match["stem"])
     found: list[tuple[StoredKey, ...]] = []
-    for rest in _rests(match["rest"]):
+    for rest in _rests(match["rest"], _FUSED_LATENT_NORMS if architecture.latent else _FUSED_NORMS):
         expert = _EXPERT.fullmatch(rest)
         if expert is None:
             found += _ways(tensor, f"{match['stem']}.{rest}", (layer,), (count,))
@@ -62,9 +68,12 @@ def keys_of(architecture: Architecture, tensor: MegatronTensor) -> tuple[tuple[S
 
 
 def written_keys(architecture: Architecture, tensor: MegatronTensor) -> tuple[StoredKey, ...]:
-    """The keys to write a tensor under: stacked layers, and each name that a model of Megatron may ask for."""
+    """The keys to write a tensor under: stacked layers, or each by itself where not all are alike, and each name that
+    a model of Megatron may ask for."""
     ways = [way[0] for way in keys_of(architecture, tensor) if len(way) == 1]
-    return tuple(key for key in ways if _LAYER.fullmatch(key.name) is None)
+    apart = tensor.layer >= 0 and architecture.num_dense_layers > 0
+    keys = [key for key in ways if (_LAYER.fullmatch(key.name) is not None) == apart]
+    return tuple(key for key in keys if not _EXPERT_APART.search(key.name))
 
 
 def extra_state_keys(architecture: Architecture, tensor: MegatronTensor) -> tuple[str, ...]:
@@ -87,10 +96,10 @@ def extra_state(name: str) -> bool:
     return _EXTRA_STATE.fullmatch(name) is not None
 
 
-def _rests(rest: str) -> Iterator[str]:
+def _rests(rest: str, fused_norms: Mapping[str, str]) -> Iterator[str]:
     """The name within a layer, and what it is where a linear layer holds the norm before it."""
     module, _, kind = rest.rpartition(".")
-    fused = _FUSED_NORMS.get(module)
+    fused = fused_norms.get(module)
     if fused is not None:
         yield f"{fused}_{kind}"
     yield rest

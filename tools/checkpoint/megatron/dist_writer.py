@@ -26,7 +26,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
-from dynapipe_ext.tools.checkpoint.formats import CheckpointPiece, CheckpointReader, Source, StateKind, WriterOptions
+from dynapipe_ext.tools.checkpoint.formats import (
+    CheckpointPiece,
+    CheckpointReader,
+    Source,
+    StateKind,
+    WriterOptions,
+    states_of,
+)
 from dynapipe_ext.tools.checkpoint.megatron.dist_names import extra_state_keys, written_keys
 from dynapipe_ext.tools.checkpoint.megatron.folder import finish_folder, iteration_name
 from dynapipe_ext.tools.checkpoint.megatron.launch_options import launch_options, usage
@@ -89,7 +96,7 @@ class MegatronDistWriter:
         yield self._piece(number, pending)
 
     def _piece(self, number: int, groups: Sequence[TensorGroup]) -> CheckpointPiece:
-        return CheckpointPiece(f"{number:05d}", tuple((group, kind) for kind in self._kinds for group in groups))
+        return CheckpointPiece(f"{number:05d}", states_of(groups, self._kinds))
 
     def write(self, piece: CheckpointPiece, source: Source) -> Mapping[str, Any]:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -103,7 +103,8 @@ class MegatronLegacyReader:
         for rank, named in self._named(ranks, stages):
             self._take(rank, named)
             added = frozenset(name for name in named if name in self._tensors and self._tensors[name].is_added)
-            optimizers.append(RankOptimizer(rank.path, rank.tp_rank, named, rank.content.get("optimizer"), added))
+            trained = {n: t for n, t in named.items() if n not in self._tensors or not self._tensors[n].is_buffer}
+            optimizers.append(RankOptimizer(rank.path, rank.tp_rank, trained, rank.content.get("optimizer"), added))
         found, why = optimizer_tensors(optimizers)
         self._places |= {kind: self._without_copies(tensors) for kind, tensors in found.items()}
         self.kinds: tuple[StateKind, ...] = tuple(self._places)
@@ -115,7 +116,8 @@ class MegatronLegacyReader:
         for kind, places in self._places.items():
             for tensor in self._tensors.values():
                 found = places.get(tensor.name, {})
-                if not found and kind != "weight" and (tensor.is_added or (kind == "master" and self._is_fp32(tensor))):
+                has_none = tensor.is_added or tensor.is_buffer or (kind == "master" and self._is_fp32(tensor))
+                if not found and kind != "weight" and has_none:
                     continue
                 where = "" if kind == "weight" else f" ({kind})"
                 shape = list(self._layout.local_shape(tensor))

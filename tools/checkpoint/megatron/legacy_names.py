@@ -24,10 +24,13 @@ _OUTSIDE = (
     "decoder.final_layernorm",
 )  # fmt: skip
 _INSIDE = (
-    "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", "self_attention.q_layernorm",
-    "self_attention.k_layernorm", "pre_cross_attn_layernorm", "cross_attention.linear_proj", "cross_attention.linear_q",
-    "cross_attention.linear_kv", "pre_mlp_layernorm", "mlp.router", "mlp.experts", "mlp.shared_experts.gate_weight",
-    "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2", "mlp.linear_fc1", "mlp.linear_fc2",
+    "input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv",
+    "self_attention.linear_q_proj", "self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj", "self_attention.linear_kv_up_proj", "self_attention.q_layernorm",
+    "self_attention.k_layernorm", "self_attention.kv_layernorm", "pre_cross_attn_layernorm",
+    "cross_attention.linear_proj", "cross_attention.linear_q", "cross_attention.linear_kv", "pre_mlp_layernorm",
+    "mlp.router", "mlp.experts", "mlp.shared_experts.gate_weight", "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2", "mlp.linear_fc1", "mlp.linear_fc2",
 )  # fmt: skip
 _HAS_EXTRA_STATE = re.compile(r".*(linear_\w+|output_layer)\.(weight|bias)\d*$")
 StagePlace = tuple[int, int, int, int, int, int, str]

@@ -12,7 +12,14 @@ import torch
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
-from dynapipe_ext.tools.checkpoint.formats import CheckpointPiece, CheckpointReader, Source, StateKind, WriterOptions
+from dynapipe_ext.tools.checkpoint.formats import (
+    CheckpointPiece,
+    CheckpointReader,
+    Source,
+    StateKind,
+    WriterOptions,
+    states_of,
+)
 from dynapipe_ext.tools.checkpoint.megatron.archive import ArchiveWriter, Planned
 from dynapipe_ext.tools.checkpoint.megatron.folder import finish_folder, iteration_name
 from dynapipe_ext.tools.checkpoint.megatron.launch_options import launch_options, usage
@@ -77,6 +84,11 @@ class MegatronLegacyWriter:
             raise ConfigError(f"transformer_impl {transformer_impl!r} is not known: {' or '.join(IMPLEMENTATIONS)}")
         if reader.architecture.family == "t5" and options.pp > 1:
             raise ConfigError(f"--pp {options.pp}: megatron-core's T5 has no pipeline stages: give --pp 1")
+        if reader.architecture.latent and transformer_impl == "transformer_engine":
+            raise ConfigError(
+                "--transformer-impl transformer_engine: its layers hold projections to latent vectors whole on every"
+                " tensor parallel rank, and this layout is not written so: use --to megatron, which both kinds read"
+            )
         self.directory = directory
         self._reader, self._options, self._implementation = reader, options, transformer_impl
         self._layout = RankLayout.of(reader.architecture, options)
@@ -98,9 +110,7 @@ class MegatronLegacyWriter:
 
     def pieces(self) -> Sequence[CheckpointPiece]:
         return [
-            CheckpointPiece(
-                f"stage-{stage:03d}", tuple((group, kind) for kind in self._kinds for group in self._of_stage(stage))
-            )
+            CheckpointPiece(f"stage-{stage:03d}", states_of(self._of_stage(stage), self._kinds))
             for stage in range(self._layout.pp)
         ]
 
@@ -172,7 +182,7 @@ class MegatronLegacyWriter:
         planned: dict[tuple[str, StateKind], Planned] = {}
         for entry in ordered:
             for kind in self._kinds:
-                if kind == "master" and entry.is_fp32:
+                if (kind == "master" and entry.is_fp32) or (kind != "weight" and entry.tensor.is_buffer):
                     continue
                 dtype = entry.dtype if kind == "weight" else torch.float32
                 planned[entry.name, kind] = Planned(dtype, self._layout.local_shape(entry.tensor))
@@ -213,7 +223,8 @@ class MegatronLegacyWriter:
         states: dict[int, dict[str, Any]] = {}
         masters = []
         for settings in param_groups(self._state):
-            own = [entry for entry in ordered if has_decay(entry.name, entry.tensor.shape) == decays(settings)]
+            trained = [entry for entry in ordered if not entry.tensor.is_buffer]
+            own = [entry for entry in trained if has_decay(entry.name, entry.tensor.shape) == decays(settings)]
             first = len(states)
             for i, entry in enumerate(own):
                 step = torch.tensor(float(self._state.optimizer_step))

@@ -54,8 +54,17 @@ _IN_LAYER: Mapping[GroupKind, tuple[str, int | None]] = {
     "router": ("mlp.router", None),
     "shared_in": ("mlp.shared_experts.linear_fc1", 0),
     "shared_out": ("mlp.shared_experts.linear_fc2", 1),
+    "router_bias": ("mlp.router", None),
     "shared_gate": ("mlp.shared_experts", None),
+    "q_proj": ("self_attention.linear_q_proj", 0),
+    "q_down": ("self_attention.linear_q_down_proj", 0),
+    "q_latent_norm": ("self_attention.q_layernorm", None),
+    "q_up": ("self_attention.linear_q_up_proj", 0),
+    "kv_down": ("self_attention.linear_kv_down_proj", 0),
+    "kv_latent_norm": ("self_attention.kv_layernorm", None),
+    "kv_up": ("self_attention.linear_kv_up_proj", 0),
 }
+_PARTS: Mapping[GroupKind, str] = {"shared_gate": "gate_weight", "router_bias": "expert_bias"}
 _NORMS = ("attention_norm", "attention_post_norm", "cross_norm", "mlp_norm", "mlp_post_norm", "final_norm")
 _TRANSPOSED = ("attention_in", "attention_out", "mlp_in", "mlp_out")  # of GPT-2
 
@@ -67,7 +76,7 @@ class MegatronTensor:
     Ranks cut along `tp_dim` (None: all hold it whole), after a split into `tp_parts` equal parts of which each rank has
     a slice. `vocabulary`: dimension 0 is padded to a multiple of the ranks. `layer` counts from 0 on its `side`, -1
     outside layers. `aliases` are further names of the same storage in Megatron's state_dict. `is_added`: Hugging Face
-    has no such weight; it is zero on the way in and must be zero on the way back.
+    has no such weight; it is zero on the way in and must be zero on the way back. `is_buffer`: no parameter.
     """
 
     name: str
@@ -79,6 +88,7 @@ class MegatronTensor:
     side: ModelSide = ""
     aliases: tuple[str, ...] = ()
     is_added: bool = False
+    is_buffer: bool = False
 
 
 def megatron_tensors(architecture: Architecture, group: TensorGroup) -> tuple[MegatronTensor, ...]:
@@ -129,11 +139,12 @@ def _layer_tensors(a: Architecture, group: TensorGroup, layer: str) -> Iterator[
         return
     first = group.tensors[0].shape
     rows = sum(_oriented(a, group, tensor.shape)[0] for tensor in group.tensors)
-    part = "bias" if group.kind.endswith("_bias") else "gate_weight" if group.kind == "shared_gate" else "weight"
+    part = _PARTS.get(group.kind) or ("bias" if group.kind.endswith("_bias") else "weight")
     parts = 2 if a.gated_mlp and group.kind in ("mlp_in", "mlp_in_bias", "shared_in") else 1
     if a.qk_norm_whole and group.kind in ("q_norm", "k_norm"):
         tp_dim = 0
-    yield MegatronTensor(f"{layer}.{module}.{part}", (rows, *_oriented(a, group, first)[1:]), tp_dim, parts)
+    shape = (rows, *_oriented(a, group, first)[1:])
+    yield MegatronTensor(f"{layer}.{module}.{part}", shape, tp_dim, parts, is_buffer=group.is_buffer)
 
 
 def _norm_parts(a: Architecture) -> tuple[str, ...]:
