@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,7 @@ from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.megatron.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.megatron.datasets import PlannedDatasets, planned_iterators, real_flops
-from dynapipe_ext.executor.megatron.drop_in import ForwardBackward
+from dynapipe_ext.executor.megatron.drop_in import ForwardBackward, _say_planned
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
 from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, batch_once, data_planner
 from dynapipe_ext.executor.megatron.samples import Conversations, megatron_arrays, open_samples, split_source
@@ -158,6 +159,17 @@ def test_every_stage_reads_its_data_and_each_micro_batch_once() -> None:
     assert next(read) is micro_batches[0]
     with pytest.raises(ConfigError, match="twice for one planned micro-batch"):
         next(read)
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_what_a_loss_of_the_older_kind_weighs_is_said(
+    per_token: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    _say_planned(Namespace(calculate_per_token_loss=per_token), PlanChoices(layout="packed"))
+    said = capsys.readouterr().out
+    assert "planned micro-batches, rows packed" in said
+    assert ("every micro-batch weighs the same" in said) == (not per_token)
 
 
 @pytest.mark.parametrize(
