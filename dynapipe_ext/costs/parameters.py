@@ -15,7 +15,8 @@ def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topolo
     """The topology with the model's layers on its stages. Errors: ConfigError for what does not divide."""
     if a.num_decoder_layers:
         raise ConfigError(f"a {a.family} model has a decoder side: count it by EncoderDecoderCosts")
-    sizes = {**a.divided_sizes, "num_query_groups": a.num_query_groups, "vocab_size": a.vocab_size}
+    sizes = {"num_heads": a.num_heads, "num_query_groups": a.num_query_groups}
+    sizes |= {**a.divided_sizes, "vocab_size": a.vocab_size}
     for name, size in sizes.items():
         if size % topology.tp:
             raise ConfigError(f"{name} {size} does not divide over tp {topology.tp}: lower tp or pad it")
