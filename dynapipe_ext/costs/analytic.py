@@ -244,15 +244,11 @@ class AnalyticCosts:
             flops = self._layer_flops(kind, tokens, routed)
             matmul = matmul + count * flops
             again = again + count * np.where(full, flops, 0)
-            layer_none = self._layer_bytes(kind, tokens, squares, "none")
-            layer = np.where(
-                full,
-                self._layer_bytes(kind, tokens, squares, "full"),
-                np.where(selective, self._layer_bytes(kind, tokens, squares, "selective"), layer_none),
-            )
+            whole, least, less = (self._layer_bytes(kind, tokens, squares, k) for k in ("none", "full", "selective"))
+            layer = np.where(full, least, np.where(selective, less, whole))
             widest = values * max(kind.fc1_size // tp, a.hidden_size) * routed
             stored = stored + count * layer
-            working = np.maximum(working, np.where(count > 0, layer_none - layer + widest, 0))
+            working = np.maximum(working, np.where(count > 0, whole - layer + widest, 0))
         forward = matmul + layers * attention_flops
         logits = tokens * (a.vocab_size // tp)
         head_bytes = 2 * self._split(values * a.hidden_size * tokens) + 4 * logits

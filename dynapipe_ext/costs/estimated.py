@@ -254,7 +254,8 @@ class EstimatedCosts:
     def _num_mixtures(self) -> IntArray:
         """Layers of experts on every stage, shape (S, 1)."""
         kinds = kinds_of_stages(self.base.architecture, tuple(map(int, self._layers[:, 0])))
-        return np.array([counts for kind, counts in kinds if kind.num_experts], np.int64).sum(axis=0)[:, None]
+        counts: IntArray = np.array([own for kind, own in kinds if kind.num_experts], np.int64)
+        return counts.sum(axis=0, keepdims=True).T
 
     def _replicas_ns(self) -> tuple[IntArray, IntArray]:
         """Of every stage and micro-batch: gathering weights, scattering gradients; shape (S, 1)."""

@@ -15,7 +15,8 @@ def checked_topology(a: Architecture, topology: Topology, ep: int = 1) -> Topolo
     """The topology with the model's layers on its stages. Errors: ConfigError for what does not divide."""
     if a.num_decoder_layers:
         raise ConfigError(f"a {a.family} model has a decoder side: count it by EncoderDecoderCosts")
-    sizes = {**a.divided_sizes, "num_query_groups": a.num_query_groups, "vocab_size": a.vocab_size}
+    sizes = {"num_heads": a.num_heads, "num_query_groups": a.num_query_groups}
+    sizes |= {**a.divided_sizes, "vocab_size": a.vocab_size}
     for name, size in sizes.items():
         if size % topology.tp:
             raise ConfigError(f"{name} {size} does not divide over tp {topology.tp}: lower tp or pad it")
@@ -55,9 +56,9 @@ def replica_and_expert_parameters(a: Architecture, topology: Topology, ep: int) 
     """Shape (2, stages): parameters of one rank that every replica has, and those of experts."""
     topology = checked_topology(a, topology, ep)
     h, embedding = a.hidden_size, a.vocab_size * a.hidden_size // topology.tp
-    kinds = kinds_of_stages(a, topology.layers_per_stage)
-    stages: IntArray = sum(np.outer(layer_parameters(kind, topology.tp, ep), counts) for kind, counts in kinds)
-    stages = stages.astype(np.int64)
+    stages: IntArray = np.zeros((2, topology.num_stages), np.int64)
+    for kind, counts in kinds_of_stages(a, topology.layers_per_stage):
+        stages += np.outer(layer_parameters(kind, topology.tp, ep), counts)
     stages[0, 0] += embedding + (a.max_seq_len * h if a.position == "learned" else 0)
     stages[0, -1] += h * (2 if a.norm == "layernorm" else 1)
     if not a.tied_embeddings or topology.num_stages > 1:

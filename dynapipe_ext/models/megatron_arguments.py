@@ -128,7 +128,7 @@ def read_arguments(arguments: Mapping[str, Any], where: str = "Megatron argument
             dtype=next((dtype for dtype, flag in _DTYPES.items() if a.flag(flag)), "float32"),
         )
         if a.flag("multi_latent_attention"):
-            found = replace(found, **latent_values(arguments, where))
+            found = replace(found, **latent_values(arguments, where, ffn))
         _refuse_strange(found, where)
     except ConfigError as error:
         raise ConfigError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error

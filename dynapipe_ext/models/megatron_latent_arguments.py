@@ -58,7 +58,7 @@ def router_arguments(architecture: Architecture) -> dict[str, Any]:
     return found
 
 
-def latent_values(arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
+def latent_values(arguments: Mapping[str, Any], where: str, dense_ffn_hidden_size: int) -> dict[str, Any]:
     """The fields of an Architecture that `multi_latent_attention` changes. Errors: ConfigError naming the argument."""
 
     def number(name: str, default: float | None = None) -> Any:
@@ -102,7 +102,7 @@ def latent_values(arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
         "rope_scaling": None if kind == "rope" or yarn.factor == 1 else yarn,
         "qk_norm": False,
         "num_dense_layers": num_dense,
-        "dense_ffn_hidden_size": number("ffn_hidden_size") if num_dense else 0,
+        "dense_ffn_hidden_size": dense_ffn_hidden_size if num_dense else 0,
         "router_score": score,
         "router_bias": bool(arguments.get("moe_router_enable_expert_bias")),
         "router_num_groups": number("moe_router_num_groups", 0),

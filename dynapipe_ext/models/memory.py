@@ -101,11 +101,11 @@ def stage_parameters(
         else:
             outside[side, kind] += size
     for stage, (_, num_decoder) in enumerate(layers):
-        runs = [(sides[0], kind, counts[stage]) for kind, (_, counts) in enumerate(first_side)]
-        for side, kind, count in [*runs, (sides[1], 0, num_decoder)] if a.num_decoder_layers else runs:
-            common[stage] += count * per_layer[side, kind, False] + (outside[side, "relative_bias"] if count else 0)
-            experts[stage] += count * per_layer[side, kind, True]
-            whole = per_layer[side, kind, False] + per_layer[side, kind, True]
+        runs = [(sides[0], number, counts[stage]) for number, (_, counts) in enumerate(first_side)]
+        for side, number, count in [*runs, (sides[1], 0, num_decoder)] if a.num_decoder_layers else runs:
+            common[stage] += count * per_layer[side, number, False] + (outside[side, "relative_bias"] if count else 0)
+            experts[stage] += count * per_layer[side, number, True]
+            whole = per_layer[side, number, False] + per_layer[side, number, True]
             unit[stage] = max(unit[stage], whole if count else 0)
     with_embedding = {0, first_decoder} if a.family == "t5" else {0}
     if not a.tied_embeddings:

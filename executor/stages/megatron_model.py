@@ -196,9 +196,9 @@ def build_model(
     else:
         model = _build_gpt(a, topology, stage, config)
     model.to(device=device, dtype=config.params_dtype)
-    for module in model.modules():
-        if hasattr(module, "_maintain_float32_expert_bias"):
-            module._maintain_float32_expert_bias()
+    routers: list[Any] = [m for m in model.modules() if hasattr(m, "_maintain_float32_expert_bias")]
+    for router in routers:
+        router._maintain_float32_expert_bias()
     if seed is not None:
         initialize_weights(model, config, seed=seed)
     else:

@@ -28,6 +28,7 @@ _SMALL = {
 }  # fmt: skip
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 8192}  # fmt: skip
+_EXPERTS = {"num_key_value_heads": 4, "n_routed_experts": 16, "num_experts_per_tok": 8, "moe_intermediate_size": 32}
 _CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _SMALL),
     "llama, tied": ("llama", _SMALL | {"tie_word_embeddings": True}),
@@ -62,6 +63,8 @@ _CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["sliding_attention", "full_attention"]}
         | {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}},
     ),
+    "deepseek v2 lite": ("deepseek_v2", _SMALL | _EXPERTS | {"q_lora_rank": None, "first_k_dense_replace": 1}),
+    "deepseek v3": ("deepseek_v3", _SMALL | _EXPERTS | {"first_k_dense_replace": 1}),
     "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 131}),
     "t5": ("t5", {"d_model": 64, "d_kv": 8, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 131}),
     "t5 1.1": (
@@ -83,7 +86,8 @@ def _built(family: str, values: dict[str, Any]) -> tuple[Any, Any]:
 def _published_parameters(model: Any, family: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes as files have them: transformers 5 fuses experts in memory only."""
     found = {}
-    for name, parameter in model.named_parameters():
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for name, parameter in [*model.named_parameters(), *biases]:
         shape = tuple(parameter.shape)
         gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         moe = name.replace(".mlp.", ".block_sparse_moe.") if family == "mixtral" else name
