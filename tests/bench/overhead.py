@@ -9,7 +9,8 @@ growth: a tiny model trains on 8 ranks (TP2 x PP2 x DP2) with batches of many sh
 what the store uses, after 200 steps and on. What a rank has to itself also grows as it writes to pages that it shared
 with the process it was forked from; what is resident does not grow by these.
 heap: what malloc has given out and not had back, thousand after thousand of calls: of steps of the null stage over the
-inline transport; of plain torch.distributed, two ranks over gloo, that add up tensors of one size or of many.
+inline transport; of plain torch.distributed, two ranks over gloo, that add up tensors of one size or of many. The
+first 2,000 collectives fill the ring of torch's flight recorder, 1 KB each (not with TORCH_FR_BUFFER_SIZE=0).
 """
 
 from __future__ import annotations
