@@ -87,6 +87,7 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
     described = config.deepspeed.described or {}
     offloads = bool(described.get("zero_optimization", {}).get("offload_optimizer"))
     asked = _asked_of_megatron(config) | {
+        "keep_best": config.checkpoint.keep_best,
         f"pieces {plan.pieces}": plan.pieces != "off",
         "nan_policy skip with an offloaded optimizer": config.optimizer.nan_policy == "skip" and offloads,
     }

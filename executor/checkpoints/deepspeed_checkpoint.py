@@ -28,12 +28,12 @@ def engine_saver(
     num_steps: int,
     adapts: bool = False,
 ) -> SavingTogether:
-    """`save_model(folder)`, which all ranks call, saves the model of a checkpoint that is the last of `num_steps`, or
-    of any where the best is kept. Of a model that `adapts`, frozen weights are left out."""
+    """`save_model(folder)`, which all ranks call, saves the model of a checkpoint that is the last of `num_steps`.
+    Of a model that `adapts`, frozen weights are left out."""
 
     def write(folder: Path, run: RunState) -> None:
         engine.save_checkpoint(str(root), folder.name, save_latest=False, exclude_frozen_parameters=adapts)
-        if settings.output and (settings.keep_best or run.step >= num_steps):
+        if settings.output and run.step >= num_steps:
             save_model(folder / MODEL_FOLDER)
 
     def point(folder: Path) -> None:

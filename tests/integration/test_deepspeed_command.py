@@ -53,7 +53,7 @@ RUNS = {
     "zero3": (FILE, ["--dp", "2"]),
     "zero1": (
         FILE | {"zero_optimization": {"stage": 1}},
-        ["--dp", "2", "--pp", "2", "--placement", "v", "--split-backward", "--strict", "--keep-best"],
+        ["--dp", "2", "--pp", "2", "--placement", "v", "--split-backward", "--strict"],
     ),
 }
 
