@@ -47,7 +47,7 @@ FILE = {
 
 
 @pytest.fixture(scope="module")
-def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder with the model, the run of 20 steps, `trained`, and the run resumed at step 16; what the first said."""
     folder = tmp_path_factory.mktemp("deepspeed")
     model = model_folder("qwen3", folder / "model")
@@ -62,11 +62,11 @@ def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> tuple
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--save-every", str(SAVED), "--keep-last", "0"]
     given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
     given += ["--eval-fraction", "0.2", "--eval-every", str(STEPS)]
-    said = preloaded.train(*given, cwd=folder)
+    said = preloaded_transformers.train(*given, cwd=folder)
     shutil.copytree(folder / "run", folder / "again")
     for later in sorted((folder / "again" / "checkpoints").glob("iter_*"))[1:]:
         shutil.rmtree(later)
-    preloaded.train("--resume", "again", "--overwrite", cwd=folder)
+    preloaded_transformers.train("--resume", "again", "--overwrite", cwd=folder)
     return folder, said
 
 
