@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 
+from dynapipe_ext.costs.abilities import unadapted
 from dynapipe_ext.costs.adapted import AdaptedCosts, MeasuredAction, adapted, prediction_error, times_by_letter
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
@@ -32,7 +33,8 @@ def measured_actions(
     if not spans:
         return ()
     predicted = times_by_letter(costs.evaluate(plan.micro_batches))
-    before = times_by_letter(costs.base.evaluate(plan.micro_batches)) if isinstance(costs, AdaptedCosts) else predicted
+    fitted_from = unadapted(costs)
+    before = predicted if fitted_from is costs else times_by_letter(fitted_from.evaluate(plan.micro_batches))
     found = []
     for span in spans:
         label = _LABEL.fullmatch(span.label)

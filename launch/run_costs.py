@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.abilities import over_topology, recounted
-from dynapipe_ext.costs.adapted import AdaptedCosts
+from dynapipe_ext.costs.abilities import over_topology, recounted, unadapted
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
@@ -73,13 +72,13 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
         named = None
         if config.plan.costs:
             named = recounted(read_costs(config.plan.costs, topology_of(config))[0], configured)
-        if saved is None or (named is not None and not isinstance(saved, AdaptedCosts)):
+        if saved is None or (named is not None and unadapted(saved) is saved):
             assert named is not None
             return named
         placed = recounted(over_topology(saved, topology_of(config))[0], configured)
-        if isinstance(saved, AdaptedCosts) and not isinstance(placed, AdaptedCosts):
+        if unadapted(saved) is not saved and unadapted(placed) is placed:
             print("the costs that the run has fitted are of other stages: it starts from those before", file=sys.stderr)
-        is_fitted_to_named = isinstance(placed, AdaptedCosts) and named == placed.base
+        is_fitted_to_named = unadapted(placed) is not placed and named == unadapted(placed)
         return placed if named is None or is_fitted_to_named else named
     warnings.filterwarnings("ignore", module="megatron")
     from dynapipe_ext.executor.device import rank_device

@@ -13,7 +13,7 @@ import numpy as np
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import SplitRule
-from dynapipe_ext.costs.abilities import replica_collectives_of
+from dynapipe_ext.costs.abilities import prices_forwards_alone, replica_collectives_of
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
@@ -141,7 +141,7 @@ class Planner:
     @property
     def forward_only(self) -> bool:
         """Whether steps are forwards alone: the costs then say so."""
-        return isinstance(self.costs, ForwardCosts)
+        return prices_forwards_alone(self.costs)
 
     def for_forwards(self) -> Planner:
         """The planner of evaluation on the same ranks, for loaders of their own: steps of forwards alone.

@@ -20,7 +20,7 @@ env.limit_threads(1)  # before any test module imports torch
 from dynapipe_ext.launch.cluster import run_local  # noqa: E402
 from dynapipe_ext.launch.env import RankEnv  # noqa: E402
 from dynapipe_ext.launch.redis_server import RedisServer  # noqa: E402
-from tests.support.preloaded import Preloaded  # noqa: E402
+from tests.support.preloaded import TRANSFORMERS, Preloaded  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {
@@ -94,6 +94,13 @@ def preloaded() -> Iterator[Preloaded]:
     """`preloaded.run(["train", …], timeout=60)`: commands as processes that need not import torch and megatron."""
     with Preloaded() as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def preloaded_transformers(preloaded: Preloaded) -> Preloaded:
+    """The same, whose commands need not import transformers, peft and DeepSpeed either."""
+    preloaded.load(*TRANSFORMERS)
+    return preloaded
 
 
 @pytest.fixture(scope="session")

@@ -90,6 +90,16 @@ def with_exact_sums(costs: CostModel, value_bytes: int) -> CostModel:
     return costs
 
 
+def unadapted(costs: CostModel) -> CostModel:
+    """`unadapted`: the costs before a run has fitted times to them. Without it nothing was fitted: as they are."""
+    return cast(CostModel, getattr(costs, "unadapted", costs))
+
+
+def prices_forwards_alone(costs: CostModel) -> bool:
+    """`prices_forwards_alone`: whether no backward follows a forward. Not without it."""
+    return bool(getattr(costs, "prices_forwards_alone", False))
+
+
 def costs_as_json(costs: CostModel) -> dict[str, Any]:
     """`to_json`: what other processes read costs from. Errors: ConfigError without it."""
     if (to_json := getattr(costs, "to_json", None)) is None:

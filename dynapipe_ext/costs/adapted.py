@@ -106,6 +106,10 @@ class AdaptedCosts:
     def prices_pieces(self) -> bool:
         return abilities.prices_pieces(self.base)
 
+    @property
+    def unadapted(self) -> CostModel:
+        return self.base
+
     def over(self, topology: Topology | None) -> tuple[CostModel, Topology]:
         """Over the same stages with any number of replicas. Over other stages what was fitted says nothing: `base`."""
         ours, before = abilities.over_topology(self.base, None)

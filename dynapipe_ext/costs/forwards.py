@@ -48,6 +48,10 @@ class ForwardCosts:
     def activation_format(self) -> ActivationFormat | None:
         return activation_format_of(self.base)
 
+    @property
+    def prices_forwards_alone(self) -> bool:
+        return True
+
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
         """Errors: PlanError for a micro-batch that asks for recomputation, and for what `base` cannot price."""
         refuse_carried(micro_batches, "forwards alone")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 import transformers
+from transformers import PreTrainedModel
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.protocols import Batch
@@ -249,7 +250,7 @@ def _key_draws(model: Any, seed: int) -> None:
         return seeded
 
     for module in names:  # a model within the model draws for itself
-        if isinstance(module, transformers.PreTrainedModel):
+        if isinstance(module, PreTrainedModel):
             module._init_weights = keyed(module._init_weights)  # type: ignore[method-assign]
 
 

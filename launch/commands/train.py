@@ -223,13 +223,17 @@ def _import_once(config: TrainConfig) -> None:
     """What the ranks need, imported before they are forked: once instead of once a rank."""
     say_loading("torch", "megatron-core")
     from dynapipe_ext.executor.stages import megatron_cpu
-    from dynapipe_ext.launch import variant_run  # noqa: F401  (the ranks find it loaded)
 
     megatron_cpu.install()
+    needed = ["launch.variant_run", "executor.store.redis"]
     if config.model.uses_transformers:
-        importlib.import_module("dynapipe_ext.launch.transformers_run")
+        needed.append("launch.transformers_run")
+    else:
+        needed += ["launch.megatron_run", "executor.checkpoints.megatron_tensors"]
     if config.lora.enabled:
-        importlib.import_module("dynapipe_ext.executor.stages.transformers_adapters")
+        needed.append("executor.stages.transformers_adapters")
+    for name in needed:
+        importlib.import_module(f"dynapipe_ext.{name}")
 
 
 def _num_cores() -> int | None:

@@ -59,7 +59,7 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
     """A folder with the model; of each of RUNS its 20 steps, NAME-trained, and what went on from step 16, NAME-again;
     what each said."""
     folder = tmp_path_factory.mktemp("deepspeed")
@@ -78,9 +78,9 @@ def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> tuple
     for name, (file, ranks) in RUNS.items():
         (folder / "ds.json").write_text(json.dumps(file))
         where = ["--run-dir", name, "--output", f"{name}-trained"]
-        said[name] = preloaded.train(*given, *ranks, *where, cwd=folder)
+        said[name] = preloaded_transformers.train(*given, *ranks, *where, cwd=folder)
         interrupted(folder / name, folder / f"{name}-again")
-        preloaded.train("--resume", f"{name}-again", "--overwrite", cwd=folder)
+        preloaded_transformers.train("--resume", f"{name}-again", "--overwrite", cwd=folder)
     return folder, said
 
 

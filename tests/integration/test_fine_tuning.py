@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.stages import megatron_cpu
-from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.initial_weights import load_initial_weights
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
@@ -35,6 +32,7 @@ from dynapipe_ext.topology import Topology
 from tests.integration.test_train_command import report_of
 from tests.support.checkpoints import differences, saved, tensors_in, tiny
 from tests.support.model_folders import VOCABULARY, model_folder, write_chats, write_pairs, write_texts
+from tests.support.preloaded import Preloaded
 
 STEPS, BATCH, SAMPLES, DECAY = 20, 4, 20, 0.1
 LR, LEAST, WARMUP = 2e-3, 2e-4, 4
@@ -67,10 +65,9 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with model, data, run and trained model of each case, by its name."""
     root = tmp_path_factory.mktemp("fine-tuning")
-    commands = []
     for case in CASES:
         folder = root / case.name
         names = ("n_layer", "layer_norm_epsilon") if case.family == "gpt2" else ("num_hidden_layers", "rms_norm_eps")
@@ -86,31 +83,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--num-workers", "0", "--memory-limit-gb", "1"]
         given += ["--lr", str(LR), "--min-lr", str(LEAST), "--weight-decay", str(DECAY)]
         given += ["--lr-schedule", case.schedule, "--warmup", "0.2", "--betas", "0.9,0.95"]
-        commands.append([*given, "--eval-fraction", "0.2", "--eval-every", str(STEPS)])
-    assert trainings(commands) == 0
+        preloaded_transformers.train(*given, "--eval-fraction", "0.2", "--eval-every", str(STEPS))
     return root
-
-
-def trainings(commands: Sequence[Sequence[str]]) -> int:
-    """Run `dynapipe train` with each of these arguments, in forks of one process that has imported all they need; the
-    first exit status that is not 0."""
-    first = os.fork()
-    if first == 0:
-        status = 1
-        try:
-            megatron_cpu.install()
-            for name in ("launch.variant_run", "tools.checkpoint.converter", "tools.show.loss_curve"):
-                importlib.import_module(f"dynapipe_ext.{name}")
-            importlib.import_module("matplotlib.backends.backend_agg")
-            for arguments in commands:
-                child = os.fork()
-                if child == 0:
-                    os._exit(main(["train", *arguments]))
-                if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-                    break
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
 
 
 @dataclass(frozen=True)

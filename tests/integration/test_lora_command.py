@@ -47,7 +47,7 @@ RANKS = {
 
 
 @pytest.fixture(scope="module")
-def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of 20 steps for each of RANKS, and what each has left in NAME-adapter; of a run in 16 bits
     with dropout, `wide`, and what went on from its step 4, `again`."""
     folder = tmp_path_factory.mktemp("lora")
@@ -65,16 +65,18 @@ def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = {"gradient_clipping": "auto", "zero_optimization": {"stage": stage}}
         (folder / f"zero{stage}.json").write_text(json.dumps(file))
     for name, ranks in RANKS.items():
-        said = preloaded.train(*given, *long, *ranks, "--run-dir", name, "--output", f"{name}-adapter", cwd=folder)
+        said = preloaded_transformers.train(
+            *given, *long, *ranks, "--run-dir", name, "--output", f"{name}-adapter", cwd=folder
+        )
         assert "lora: 896 weights of adapters train (" in said
         assert "rank 4 beside q_proj, v_proj" in said
     wide = ["--lora-target-modules", "all-linear", "--lora-dropout", "0.2", "--dtype", "bf16"]
     wide += ["--steps", "6", "--save-every", "4"]
-    preloaded.train(*given, *wide, "--run-dir", "wide", cwd=folder)
+    preloaded_transformers.train(*given, *wide, "--run-dir", "wide", cwd=folder)
     interrupted(folder / "wide", folder / "again")
-    preloaded.train("--resume", "again", cwd=folder)
+    preloaded_transformers.train("--resume", "again", cwd=folder)
     interrupted(folder / "zero3", folder / "zero3-again")
-    preloaded.train("--resume", "zero3-again", "--overwrite", cwd=folder)
+    preloaded_transformers.train("--resume", "zero3-again", "--overwrite", cwd=folder)
     return folder
 
 

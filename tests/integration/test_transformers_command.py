@@ -54,7 +54,7 @@ def model_folder(family: str, folder: Path, **settings: float) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run of 20 steps that left `trained`, and from its step 16 `again` and, on one rank, `moved`.
 
     The model has soft-capped scores, windows in some layers and tied ends, over stages and replicas.
@@ -72,10 +72,10 @@ def ran(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--num-workers", "0", "--weight-decay", str(DECAY)]
     given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
     given += ["--betas", "0.9,0.95", "--eval-fraction", "0.2", "--eval-every", str(STEPS)]
-    preloaded.train(*given, "--save-every", str(SAVED), cwd=folder)
+    preloaded_transformers.train(*given, "--save-every", str(SAVED), cwd=folder)
     for name, ranks in (("again", RANKS[:0]), ("moved", ("--pp", "1", "--dp", "1", "--placement", "linear"))):
         interrupted(folder / "run", folder / name)
-        preloaded.train("--resume", name, "--output", f"trained-{name}", *ranks, cwd=folder)
+        preloaded_transformers.train("--resume", name, "--output", f"trained-{name}", *ranks, cwd=folder)
     return folder
 
 
@@ -127,7 +127,7 @@ def test_a_run_goes_on_over_other_ranks(ran: Path) -> None:
 
 
 def test_sixteen_bits_and_dropout_go_on_to_the_bit_and_the_best_weights_are_the_output(
-    preloaded: Preloaded, tmp_path: Path
+    preloaded_transformers: Preloaded, tmp_path: Path
 ) -> None:
     """Float32 masters, random numbers that go by step and sample, and a learning rate that is soon too high."""
     model_folder("gpt2", tmp_path / "model", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
@@ -136,9 +136,9 @@ def test_sixteen_bits_and_dropout_go_on_to_the_bit_and_the_best_weights_are_the_
     given += ["--run-dir", "run", "--pp", "2", "--num-workers", "0", "--dtype", "bf16", "--memory-limit-gb", "1"]
     given += ["--steps", "6", "--batch-size", str(BATCH), "--lr", "0.1", "--lr-schedule", "constant", "--warmup", "0"]
     given += ["--eval-fraction", "0.2", "--eval-every", "2", "--keep-best", "--save-every", "2", "--keep-last", "0"]
-    preloaded.train(*given, cwd=tmp_path)
+    preloaded_transformers.train(*given, cwd=tmp_path)
     interrupted(tmp_path / "run", tmp_path / "again")
-    preloaded.train("--resume", "again", "--overwrite", cwd=tmp_path)
+    preloaded_transformers.train("--resume", "again", "--overwrite", cwd=tmp_path)
     assert report_of(tmp_path / "again")["losses"] == report_of(tmp_path / "run")["losses"]
     whole, resumed = last_tensors(tmp_path / "run"), last_tensors(tmp_path / "again")
     assert {tensor.dtype for tensor in whole.values()} == {torch.bfloat16, torch.float32}
@@ -185,7 +185,7 @@ def test_a_family_that_nobody_can_cut_is_refused_with_those_that_are_known(tmp_p
 
 
 def test_long_samples_run_in_pieces_with_the_losses_of_a_plain_loop(
-    preloaded: Preloaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    preloaded_transformers: Preloaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model_folder("llama", tmp_path / "model")
@@ -194,7 +194,7 @@ def test_long_samples_run_in_pieces_with_the_losses_of_a_plain_loop(
     given += ["--pp", "2", "--pieces", "16", "--plan-dir", "plans", "--memory-limit-gb", "1", "--num-workers", "0"]
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--weight-decay", str(DECAY), "--betas", "0.9,0.95"]
     given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
-    preloaded.train(*given, "--eval-fraction", "0.2", "--eval-every", str(STEPS))
+    preloaded_transformers.train(*given, "--eval-fraction", "0.2", "--eval-every", str(STEPS))
     assert any('"carried"' in file.read_text() for file in (tmp_path / "plans").glob("step-*.json"))
     train, _ = samples_of(tmp_path / "run")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -29,9 +29,21 @@ _MODULES = (
     "dynapipe_ext.launch.variant_run",
     "dynapipe_ext.launch.megatron_run",
     "dynapipe_ext.executor.store.redis",
+    "dynapipe_ext.executor.checkpoints.megatron_tensors",
+    "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
+)
+# What commands of models that transformers computes import besides.
+TRANSFORMERS = (
+    "dynapipe_ext.launch.transformers_run",
+    "dynapipe_ext.executor.stages.transformers_adapters",
+    "dynapipe_ext.launch.deepspeed_run",
+    "transformers.integrations.deepspeed",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "deepspeed",
 )
 _REQUEST_BYTES = 1 << 17
 
@@ -70,6 +82,10 @@ class Preloaded:
     def __exit__(self, *_: object) -> None:
         self._requests.close()
         self._process.wait(60)
+
+    def load(self, *modules: str) -> None:
+        """Import these, too, before the next command begins."""
+        self._requests.send(json.dumps({"modules": modules}).encode())
 
     @contextmanager
     def started(
@@ -134,12 +150,16 @@ def _serve(requests: socket.socket) -> None:
         request, streams, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
         if not request:
             return
+        given = json.loads(request)
+        if "modules" in given:
+            _load(given["modules"])
+            continue
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             requests.close()
             *standard, status = streams
             if (pid := os.fork()) == 0:
-                _become(standard, status, **json.loads(request))
+                _become(standard, status, **given)
             for stream in standard:
                 os.close(stream)
             exit_status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -147,6 +167,12 @@ def _serve(requests: socket.socket) -> None:
             os._exit(0)
         for stream in streams:
             os.close(stream)
+
+
+def _load(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    gc.freeze()  # what is loaded is not searched for garbage by every command
 
 
 def _reap() -> None:
@@ -193,7 +219,5 @@ if __name__ == "__main__":
     from dynapipe_ext.executor.stages import megatron_cpu
 
     megatron_cpu.install()  # before anything of megatron is imported
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
-    gc.freeze()  # what is loaded is not searched for garbage by every command
+    _load(sys.argv[1:])
     _serve(socket.socket(fileno=0))
