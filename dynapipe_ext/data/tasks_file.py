@@ -100,7 +100,7 @@ def check_tasks(tasks: Tasks, data: TokenDataset) -> None:
         sides, of_task = tasks.bounds.of(task), np.flatnonzero(data.task_ids == number)
         bounded = [("input", sides.input, data.first_target), ("target", sides.target, targets)]
         for side, most, counts in bounded:
-            longer = of_task[counts[of_task] > most] if most else ()
+            longer = of_task[(counts[of_task] > most) & (most > 0)]
             if len(longer):
                 raise DataError(
                     f"{data.directory}: sample {longer[0]} (task {task!r}) has {counts[longer[0]]} {side} tokens but"
