@@ -198,8 +198,9 @@ def data_lines(config: TrainConfig, data: RunData) -> list[str]:
     tokens = counted(int(read[:, :2].sum()), "token")
     lines = [f"data: {counted(len(whole), 'sample')}, {tokens}{truncated}"]
     part = data.train.data if isinstance(data.train, PairDataset) else data.train
-    for share in _shares(config, whole) if isinstance(part, SampleSubset) else ():
-        drawn, size = int(np.isin(part.indices, share.samples).sum()), len(share.samples)
+    indices = part.indices if isinstance(part, SampleSubset) else np.arange(len(whole))
+    for share in _shares(config, whole):
+        drawn, size = int(np.isin(indices, share.samples).sum()), len(share.samples)
         percents = percent(drawn / len(data.train))
         lines.append(f"  {share.name}: {percents} of the samples, {drawn / size:.3g} times its {size:,} an epoch")
     if data.held_out is not None:

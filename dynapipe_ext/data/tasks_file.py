@@ -98,8 +98,9 @@ def check_tasks(tasks: Tasks, data: TokenDataset) -> None:
     targets = data.lengths[:, 0] + 1 - data.first_target
     for number, task in enumerate(data.tasks):
         sides, of_task = tasks.bounds.of(task), np.flatnonzero(data.task_ids == number)
-        for side, most, counts in ("input", sides.input, data.first_target), ("target", sides.target, targets):
-            longer = of_task[counts[of_task] > most] if most else ()
+        bounded = [("input", sides.input, data.first_target), ("target", sides.target, targets)]
+        for side, most, counts in bounded:
+            longer = of_task[(counts[of_task] > most) & (most > 0)]
             if len(longer):
                 raise DataError(
                     f"{data.directory}: sample {longer[0]} (task {task!r}) has {counts[longer[0]]} {side} tokens but"

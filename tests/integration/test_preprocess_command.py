@@ -225,7 +225,7 @@ def test_a_mistake_is_one_line_that_names_it_and_status_2(tmp_path, monkeypatch,
     assert len(error) == 1
     assert error[0].startswith("dynapipe: error: ")
     assert says in error[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "d.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.jsonl", "chat.jsonl", "d.jsonl"]
 
 
 def test_help_shows_examples(capsys):

@@ -1,0 +1,39 @@
+"""Arguments of samplers that are of a wrong type: refused by name, before any plan is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.sampling.samplers import DistributedTokenBatchSampler
+from dynapipe_ext.sampling.streaming import StreamingTokenBatches
+
+sampler = partial(DistributedTokenBatchSampler, [5], num_replicas=1, rank=0)
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "make"),
+    [
+        (ConfigError, "max_tokens is '8' but must be an integer", lambda: sampler(max_tokens="8")),
+        (ConfigError, r"max_tokens is 8\.5 but must be an integer", lambda: sampler(max_tokens=8.5)),
+        (ConfigError, "coefficients are 3 but must be two numbers", lambda: sampler(max_tokens=8, coefficients=3)),
+        (ConfigError, r"epoch is 1\.5 but must be an integer", lambda: sampler(max_tokens=8).set_epoch(1.5)),
+        (ConfigError, "num_batches is '3' but must be an integer", lambda: sampler(max_tokens=8).state_dict("3")),
+        (ConfigError, r"rank is 0\.5 but", lambda: DistributedTokenBatchSampler([5], max_tokens=8, rank=0.5)),
+        (DataError, "the state has format None but", lambda: sampler(max_tokens=8).load_state_dict(None)),
+        (
+            ConfigError,
+            r"open_stream is \[5\] and",
+            lambda: StreamingTokenBatches([5], len, max_tokens=8),
+        ),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_refused_by_name(
+    error: type[Exception], says: str, make: Callable[[], Any]
+) -> None:
+    with pytest.raises(error, match=says):
+        make()
