@@ -60,7 +60,7 @@ Schedules = tuple[PipelineSchedule, ...]
 ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica
 
 _LESS = 4  # of the effort, one part in so many for cuts and replicas of forwards alone, which leave less to choose
-_AGAIN = 16  # of the effort, one part in so many to make a plan fit in less memory
+_AGAIN = 4  # of the effort, one part in so many to make a plan fit in less memory
 _PLACES = 8  # moves of effort for which one micro-batch of theirs tries all places in the order
 
 

@@ -8,6 +8,7 @@ import random
 import struct
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -135,6 +136,14 @@ def test_the_round_trip_covers_every_instruction() -> None:
 
 def test_one_plan_has_one_encoding() -> None:
     assert wire.encode(example_plan(), KEY) == wire.encode(example_plan(), KEY)
+
+
+def test_ranks_that_share_micro_batches_are_written_as_each_by_itself() -> None:
+    plan = example_plan()
+    several = [plan, replace(plan, pp_rank=plan.pp_rank + 1), replace(plan, micro_batches=plan.micro_batches[:1]), plan]
+    contexts = [b"a", b"b", b"c", b"d"]
+    alone = [wire.encode(one, KEY, context=context) for one, context in zip(several, contexts, strict=True)]
+    assert list(wire.encode_all(several, KEY, contexts=contexts)) == alone
 
 
 @pytest.mark.parametrize("flip", [0x01, 0x80])

@@ -101,6 +101,20 @@ def test_where_nothing_fits_beside_the_most_in_flight_a_plan_with_less_in_flight
     assert tight.asked == [limit, limit - too_many, limit - large, limit - 2 * too_many]
 
 
+def test_a_plan_made_to_fit_keeps_its_micro_batches_and_is_the_same_whether_the_first_is_given_or_not() -> None:
+    tight = planner()
+    first, second = tight.plan(SAMPLES), tight.plan(SAMPLES, reserve_bytes=500)
+    assert tight.plan(SAMPLES, reserve_bytes=500, unreserved=first) == second
+    assert first.peak_bytes > 3500 >= second.peak_bytes
+    assert {m.samples for m in second.batch.micro_batches} == {m.samples for m in first.batch.micro_batches}
+
+
+def test_micro_batches_that_cannot_be_made_to_fit_are_cut_anew() -> None:
+    roomy, room = planner(LARGE.costs, memory_limit_bytes=10_000, recompute="none"), 2000
+    assert max(m.padded_tokens for m in roomy.plan(SAMPLES).batch.micro_batches) * 100 > room
+    assert roomy.plan(SAMPLES, reserve_bytes=10_000 - room).peak_bytes <= room
+
+
 def test_where_nothing_fits_with_its_buffers_the_planner_says_why() -> None:
     with pytest.raises(PlanError, match="nothing fits"):
         prove_step(Filling(10_000, {10_000: WHOLE}), SAMPLES, step=0)
