@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -74,8 +75,13 @@ def as_length_array(lengths: npt.ArrayLike) -> LengthArray:
     return table
 
 
-def checked_samples(samples: Sequence[SampleLength]) -> list[SampleLength]:
-    """The same samples, which may be of anybody's making. Errors: DataError for the first that cannot be planned."""
+def as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) -> list[SampleLength]:
+    """Samples of anybody's making, or of their lengths. Errors: DataError for the first that cannot be planned."""
+    is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str | bytes)
+    if not is_list and not (isinstance(lengths, np.ndarray) and lengths.ndim):
+        raise DataError(f"lengths are {short(lengths)} but must be a list of SampleLength or of integers, or an array")
+    given = len(lengths) and isinstance(lengths[0], SampleLength)
+    samples = list(cast("Sequence[SampleLength]", lengths)) if given else sample_lengths(cast(LengthArray, lengths))
     for s in samples:
         if not isinstance(s, SampleLength):
             raise DataError(f"{short(s)} stands among samples but is no SampleLength: give those alone")
@@ -90,4 +96,4 @@ def checked_samples(samples: Sequence[SampleLength]) -> list[SampleLength]:
                 " from 0 on, an encoder side of 1 to 2^31 positions, a decoder side of at most as many, and no"
                 " more targets than positions"
             )
-    return list(samples)
+    return samples

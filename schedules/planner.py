@@ -17,8 +17,8 @@ from dynapipe_ext.costs.abilities import prices_forwards_alone, replica_collecti
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
-from dynapipe_ext.errors import ConfigError, DataError, PlanError, short
-from dynapipe_ext.lengths import LengthArray, SampleLength, checked_samples, sample_lengths
+from dynapipe_ext.errors import ConfigError, PlanError, short
+from dynapipe_ext.lengths import LengthArray, SampleLength, as_samples
 from dynapipe_ext.pieces import chains
 from dynapipe_ext.plan import (
     LAYER_RECOMPUTES,
@@ -45,7 +45,7 @@ from dynapipe_ext.schedules.planner_settings import (
     check_pieces,
     check_types,
 )
-from dynapipe_ext.schedules.search.flow_shop import forward_schedule, injection_order
+from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
 from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, step_spans
@@ -192,7 +192,7 @@ class Planner:
         already: it changes nothing but saves making it again. Bounds are those under the whole limit. Raises PlanError,
         naming the sample or micro-batch, where nothing fits the limits; DataError for what are no lengths of samples.
         """
-        samples = _as_samples(lengths)
+        samples = as_samples(lengths)
         for name, value in (("step", step), ("reserve_bytes", reserve_bytes)):
             if type(value) is not int or value < 0:
                 raise ConfigError(f"{name} is {short(value)} but must be an integer from 0 on: leave it out for 0")
@@ -310,7 +310,10 @@ class Planner:
         index, found = optimize_best([proposal.start for proposal in proposed], settings)
         replicas = proposed[index].replicas(found.replicas)
         # Forwards alone are searched with backwards that take no time: good cuts and replicas, another order to come.
-        return self._forwards_in_order(replicas) if self.forward_only else (replicas, found.schedules, None)
+        if not self.forward_only:
+            return replicas, found.schedules, None
+        effort = self.effort // (_PLACES * self.topology.dp)
+        return forwards_in_order(replicas, self.costs, self.topology.stage_ranks, effort=effort)
 
     def _best_published(self, splits: Sequence[Replicas], step: int) -> StepPlan:
         """Of several splits under a published schedule, the first to end."""
@@ -363,20 +366,6 @@ class Planner:
             return clustered_cyclic(costs, memory_limit_bytes=int(self.memory_limit_bytes))
         return published_schedule(self.schedule, pp, count, stages_per_rank=self.topology.num_stages // pp)
 
-    def _forwards_in_order(self, replicas: Replicas) -> tuple[Replicas, Schedules, ReplicaCosts]:
-        """A split for forwards alone, each replica in a good order, with that order's schedules and costs."""
-        stage_ranks, effort = self.topology.stage_ranks, self.effort // (_PLACES * self.topology.dp)
-        ordered: Replicas = []
-        schedules: list[PipelineSchedule] = []
-        priced: list[MicroBatchCosts] = []
-        for replica in replicas:
-            costs = self.costs.evaluate(replica)
-            order = injection_order(costs, stage_ranks, effort=effort)
-            ordered.append([replica[m] for m in order])
-            priced.append(costs.take(order))
-            schedules.append(forward_schedule(priced[-1], stage_ranks))
-        return ordered, tuple(schedules), tuple(priced)
-
     def to_json(self) -> dict[str, Any]:
         """Everything that changes a plan; `from_json` makes an equal planner in another process."""
         raw = {name: getattr(self, name) for name in _PLAIN_FIELDS}
@@ -403,11 +392,3 @@ class Planner:
 
 
 _PLAIN_FIELDS = tuple(f.name for f in fields(Planner) if f.name not in ("topology", "costs", "format", "collectives"))
-
-
-def _as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) -> list[SampleLength]:
-    is_list = isinstance(lengths, Sequence) and not isinstance(lengths, str | bytes)
-    if not is_list and not (isinstance(lengths, np.ndarray) and lengths.ndim):
-        raise DataError(f"lengths are {short(lengths)} but must be a list of SampleLength or of integers, or an array")
-    given = len(lengths) and isinstance(lengths[0], SampleLength)
-    return checked_samples(lengths if given else sample_lengths(lengths))  # type: ignore[arg-type]

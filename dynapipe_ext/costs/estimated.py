@@ -255,7 +255,8 @@ class EstimatedCosts:
         """Layers of experts on every stage, shape (S, 1)."""
         kinds = kinds_of_stages(self.base.architecture, tuple(map(int, self._layers[:, 0])))
         counts: IntArray = np.array([own for kind, own in kinds if kind.num_experts], np.int64)
-        return counts.sum(axis=0, keepdims=True).T
+        per_stage: IntArray = counts.sum(axis=0, keepdims=True).T
+        return per_stage
 
     def _replicas_ns(self) -> tuple[IntArray, IntArray]:
         """Of every stage and micro-batch: gathering weights, scattering gradients; shape (S, 1)."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 
 _FEW = 6  # micro-batches whose orders are all tried
@@ -159,3 +160,17 @@ def forward_schedule(costs: MicroBatchCosts, stage_ranks: Sequence[int]) -> Pipe
             hop_ns = transfer[stage][m] if stage_ranks[stage + 1] != rank else 0
             arrival[stage + 1][m] = free[rank] + hop_ns
     return PipelineSchedule("forward-only", tuple(map(tuple, ranks)), tuple(stage_ranks), forward_only=True)
+
+
+def forwards_in_order(
+    replicas: Sequence[Sequence[MicroBatch]], model: CostModel, stage_ranks: Sequence[int], *, effort: int
+) -> tuple[list[list[MicroBatch]], tuple[PipelineSchedule, ...], tuple[MicroBatchCosts, ...]]:
+    """A split for forwards alone, each replica in a good order, with that order's schedules and costs."""
+    ordered, schedules, priced = [], [], []
+    for replica in replicas:
+        costs = model.evaluate(replica)
+        order = injection_order(costs, stage_ranks, effort=effort)
+        ordered.append([replica[m] for m in order])
+        priced.append(costs.take(order))
+        schedules.append(forward_schedule(priced[-1], stage_ranks))
+    return ordered, tuple(schedules), tuple(priced)

@@ -67,14 +67,8 @@ class Question:
         return "fp32" if self.precision == "fp32" else self.recipe
 
     def costs(self, strategy: Strategy, layout: Layout) -> EstimatedCosts:
-        return estimated_costs(
-            self.architecture,
-            self.cluster,
-            strategy,
-            precision=self.precision,
-            recipe=self.states_recipe,
-            layout=layout,
-        )
+        a, recipe = self.architecture, self.states_recipe
+        return estimated_costs(a, self.cluster, strategy, precision=self.precision, recipe=recipe, layout=layout)
 
 
 class Dropped:
