@@ -253,7 +253,7 @@ def _fitting(problem: Problem, start: Start, limit_bytes: int) -> list[Run]:
             f"micro-batch {m} alone needs {int(needed[:, rank, m].min()) + most} B on rank {rank} but the limit is"
             f" {limit_bytes} B: make the micro-batch smaller, recompute more of it, or raise tp or pp"
         )
-    own = np.array([kind for _, _, kind in runs])
+    own = np.array([kind for _, _, kind in runs], np.int64)
     kinds = np.where(fits[own, np.arange(len(runs))], own, fits.argmax(axis=0))
     for chain in start.chains:
         pieces = np.array(chain)

@@ -90,6 +90,11 @@ def read_architecture(
             except (OSError, ValueError) as error:
                 raise DataError(f"{config} cannot be read ({error}): put the model's configuration there") from error
             found = read_config(raw, str(config))
+            if arguments.get("multi_latent_attention") and not found.latent:
+                raise DataError(
+                    f"{folder}: multi_latent_attention is on but {config} is of a model without latent attention: put"
+                    " the checkpoint's own there"
+                )
             notices += _contradictions(found, arguments, config)
         elif "lost" in arguments and (folder / MANIFEST).is_file():  # a run's own, which says what arguments cannot
             found = Architecture.from_json(read_manifest(folder).run.model)
