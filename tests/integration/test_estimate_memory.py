@@ -88,7 +88,7 @@ def _tiny(family: str) -> Architecture:
     if a.latent:
         latent = LatentAttention(48 if a.latent.q_rank else 0, 32, plain_dim=16, rotary_dim=8, value_dim=16)
         groups = min(a.router_num_groups, 2)
-        a = replace(a, latent=latent, router_num_groups=groups, router_group_topk=min(groups, 1))
+        a = replace(a, latent=latent, head_dim=24, router_num_groups=groups, router_group_topk=min(groups, 1))
         a = replace(a, num_dense_layers=1, dense_ffn_hidden_size=112)
     return replace(
         a,
