@@ -37,10 +37,12 @@ from dynapipe_ext.data.reading import Example, read_examples
 from dynapipe_ext.data.tasks_file import Tasks, check_tasks, read_tasks
 from dynapipe_ext.data.tokenizer import FILE_NAME
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
+from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.executor.plans.step_positions import array_digest
 from dynapipe_ext.launch.data_form import DataForm, form_of, identity_of, tokenizer_to_train_with
 from dynapipe_ext.launch.file_lock import FileLock
 from dynapipe_ext.launch.run_directory import runs_folder
-from dynapipe_ext.lengths import LengthArray
+from dynapipe_ext.lengths import LengthArray, as_length_array
 from dynapipe_ext.tools.wording import counted, percent
 from dynapipe_ext.tools.writing import writing_in
 
@@ -239,6 +241,17 @@ def _same_tokens(held_out: TokenDataset, whole: TokenDataset) -> TokenDataset:
             " with the tokenizer of the training data, or give its text"
         )
     return held_out
+
+
+def refuse_other_data(checkpoint: Path, config: TrainConfig, data: RunData) -> None:
+    """Errors: DataError for other data than those that a run has trained on, before anything of it is changed."""
+    if read_manifest(checkpoint).run.loader.get("lengths") == array_digest(as_length_array(data.train.lengths)):
+        return
+    paths = ", ".join(_paths(config)) if not _is_tokens(config) else config.data.path
+    raise DataError(
+        f"{checkpoint} was trained on data of other lengths than {paths or 'the generator'} gives in {Path.cwd()}: go"
+        " on in the directory in which the run was started, with the same settings of its data, or name it by --data"
+    )
 
 
 def _refuse_other_tokens(config: TrainConfig, prepared: TokenDataset) -> None:
