@@ -249,8 +249,8 @@ def refuse_other_data(checkpoint: Path, config: TrainConfig, data: RunData) -> N
         return
     paths = ", ".join(_paths(config)) if not _is_tokens(config) else config.data.path
     raise DataError(
-        f"{checkpoint} was trained on data of other lengths than {paths or 'the generator'} gives in {Path.cwd()}: go"
-        " on in the directory in which the run was started, with the same settings of its data, or name it by --data"
+        f"{checkpoint} was trained on other data than {paths or 'the generator'} in {Path.cwd()} by these settings"
+        " (their lengths differ): resume with the same data and settings, where the run was started or with --data"
     )
 
 
