@@ -246,9 +246,10 @@ class Dispatcher {
     const int lowest = machine_.rank_stages[r].front();
     i64 held = rank_[r].held - rank_[r].pending_bytes + taken<kChains>(s, m);
     const int end = std::max(stage_[lowest].entered, s == lowest ? m + 1 : 0);
+    i64 lasting = machine_.working_in_backward ? most_working : 0;
     int q = kChains ? oldest(lowest, m) : stage_[lowest].returned;
     for (; q < end; ++q) {
-      i64 mine = 0, missing = 0, working = machine_.working_in_backward ? most_working : 0;
+      i64 mine = 0, missing = 0, working = lasting;
       const bool ends = !kChains || returns_->last[q] == q;
       for (int t : machine_.rank_stages[r]) {
         if (q >= stage_[t].entered && !(t == s && q == m)) {
@@ -264,6 +265,7 @@ class Dispatcher {
       }
       if (held + missing + working > machine_.free_bytes[r]) return false;
       held += missing - mine;
+      if (machine_.working_in_backward && !ends) lasting = working;  // the chain is inside while others come and go
     }
     return true;
   }

@@ -268,6 +268,8 @@ class Architecture:
                 f"shared_ffn_hidden_size is {short(self.shared_ffn_hidden_size)} but must be 0 to {MOST:,}"
             )
         check_experts(self)
+        if self.latent and self.head_dim != (width := self.latent.plain_dim + self.latent.rotary_dim):
+            raise ConfigError(f"head_dim is {self.head_dim} but latent attention has queries of {width}: give that")
         if self.qk_norm_whole and not self.qk_norm:
             raise ConfigError("qk_norm_whole is true but qk_norm false: it says over what queries and keys are normed")
         for name in ("sliding_window", "full_attention_every", "query_pre_attn_scalar", "dense_ffn_hidden_size"):

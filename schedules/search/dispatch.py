@@ -193,8 +193,9 @@ class _Run:
         pipe, returns, first = self.pipe, self.returns, self.mine[rank][0]
         held = self.held[rank] - self.pending_bytes[rank] + self.taken[s][m]
         end = max(self.entered[first], m + 1 if s == first else 0)
+        lasting = most_working if pipe.working_in_backward else 0
         for q in range(min(self._inside(first), default=m), end):
-            own, missing, working = 0, 0, most_working if pipe.working_in_backward else 0
+            own, missing, working = 0, 0, lasting
             for t in self.mine[rank]:
                 if q >= self.entered[t] and (t, q) != (s, m):
                     missing += self.taken[t][q]
@@ -208,6 +209,8 @@ class _Run:
             if held + missing + working > pipe.free_bytes[rank]:
                 return False
             held += missing - own
+            if pipe.working_in_backward and returns.last_of[q] != q:
+                lasting = working  # the chain is inside while others come and go
         return True
 
     def _start(self, rank: int, now: int, chosen: Chosen) -> int:

@@ -9,6 +9,7 @@ import pytest
 from dynapipe_ext.executor.stages.megatron_model import build_model, transformer_config
 from dynapipe_ext.models.architecture import FAMILIES, Architecture
 from dynapipe_ext.models.huggingface import read_config
+from dynapipe_ext.models.latent import LatentAttention
 from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.models.presets import PRESETS
 from dynapipe_ext.topology import Topology
@@ -84,6 +85,11 @@ def _tiny(family: str) -> Architecture:
     name = next(name for name, raw in PRESETS.items() if raw["model_type"] == family)
     a = read_config(PRESETS[name])
     heads = 4
+    if a.latent:
+        latent = LatentAttention(48 if a.latent.q_rank else 0, 32, plain_dim=16, rotary_dim=8, value_dim=16)
+        groups = min(a.router_num_groups, 2)
+        a = replace(a, latent=latent, head_dim=24, router_num_groups=groups, router_group_topk=min(groups, 1))
+        a = replace(a, num_dense_layers=1, dense_ffn_hidden_size=112)
     return replace(
         a,
         num_layers=2,
@@ -91,7 +97,7 @@ def _tiny(family: str) -> Architecture:
         hidden_size=64,
         num_heads=heads,
         num_query_groups=heads if a.num_query_groups == a.num_heads else 2,
-        head_dim=24 if family in ("qwen3", "qwen3_moe", "t5") else 16,
+        head_dim=24 if a.latent or family in ("qwen3", "qwen3_moe", "t5") else 16,
         ffn_hidden_size=96,
         vocab_size=500,
         max_seq_len=128,

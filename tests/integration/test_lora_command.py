@@ -39,8 +39,7 @@ from dynapipe_ext.executor.stages.transformers_adapters import add_adapters  # n
 
 RANKS = {
     "alone": (),
-    "stages": ("--pp", "2", "--placement", "v", "--split-backward"),
-    "replicas": ("--dp", "2"),
+    "spread": ("--pp", "2", "--dp", "2", "--placement", "v", "--split-backward"),
     "zero1": ("--deepspeed", "zero1.json", "--pp", "2"),
     "zero3": ("--deepspeed", "zero3.json", "--dp", "2", "--save-every", "16", "--keep-last", "0"),
 }

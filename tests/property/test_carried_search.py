@@ -15,7 +15,7 @@ from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
 from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.search.carried import Returns, chain_positions
-from dynapipe_ext.schedules.search.dispatch import NEVER, Pipeline, dispatch, rules
+from dynapipe_ext.schedules.search.dispatch import NEVER, NO_CAP, DispatchRule, Pipeline, dispatch, rules
 from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize_best
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)]
@@ -138,6 +138,39 @@ def test_no_order_blocks_where_every_chain_fits_with_all_that_stands_between_its
     for rule in rules(split=split):
         if rule.rhythm < 2:  # which waits for forwards that memory may keep back
             assert dispatch(pipe, rule) < NEVER
+
+
+def test_what_a_chain_works_with_stays_while_others_come_and_go() -> None:
+    """Pieces (2, 3, 6) come to the last stage before 4, and stay: with 7 on the first one nothing would go on."""
+    pipe = Pipeline(
+        stage_ranks=(0, 1, 2, 2, 1, 0), free_bytes=(260, 179, 203), split=True, working_in_backward=True,
+        forward=[
+            [3, 15, 9, 31, 31, 6, 9, 23], [10, 34, 34, 11, 29, 7, 18, 6], [20, 23, 13, 26, 35, 26, 26, 29],
+            [30, 16, 4, 2, 12, 25, 35, 31], [19, 8, 36, 39, 7, 16, 26, 21], [26, 2, 36, 32, 20, 5, 7, 7],
+        ],
+        gradient=[
+            [22, 28, 9, 14, 28, 12, 28, 21], [25, 16, 3, 19, 11, 30, 22, 23], [13, 3, 20, 14, 5, 25, 8, 21],
+            [22, 6, 20, 29, 11, 11, 21, 8], [7, 19, 25, 4, 20, 22, 7, 14], [27, 1, 22, 22, 10, 28, 15, 4],
+        ],
+        weight=[
+            [22, 28, 9, 14, 27, 12, 28, 20], [25, 15, 3, 19, 11, 29, 21, 23], [12, 2, 19, 13, 5, 24, 7, 20],
+            [22, 6, 20, 28, 10, 11, 21, 8], [7, 18, 24, 4, 20, 21, 7, 13], [27, 1, 21, 22, 10, 28, 15, 3],
+        ],
+        stored=[
+            [26, 15, 16, 22, 19, 24, 11, 1], [25, 12, 13, 23, 1, 26, 8, 1], [15, 22, 8, 16, 25, 3, 18, 26],
+            [5, 22, 22, 6, 11, 8, 29, 24], [29, 18, 6, 9, 14, 25, 11, 10], [29, 22, 18, 27, 20, 24, 28, 27],
+        ],
+        working=[
+            [14, 3, 4, 8, 10, 1, 10, 13], [13, 3, 6, 12, 9, 11, 12, 13], [2, 8, 5, 4, 5, 4, 9, 11],
+            [6, 3, 3, 9, 13, 2, 1, 0], [13, 2, 4, 3, 12, 9, 7, 1], [1, 6, 2, 2, 4, 6, 14, 9],
+        ],
+        transfer=[
+            [2, 1, 4, 0, 1, 5, 4, 0], [0, 7, 1, 6, 2, 2, 2, 5], [2, 5, 2, 2, 4, 1, 2, 2],
+            [4, 2, 2, 6, 6, 3, 4, 4], [3, 0, 5, 0, 0, 2, 2, 2],
+        ],
+        chains=((2, 3, 6), (1, 5)),
+    )  # fmt: skip
+    assert dispatch(pipe, DispatchRule(extra=0, rhythm=1, most_pending=NO_CAP)) < NEVER
 
 
 def _by_first(start: Start, group: list[int]) -> list[int]:

@@ -14,6 +14,7 @@ import pytest
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, RopeScaling
 from dynapipe_ext.models.huggingface import read_config, write_config
+from dynapipe_ext.models.latent import LatentAttention
 from dynapipe_ext.models.megatron_argument_names import FOLLOWED, LEFT_AS_IT_IS, is_harmless
 from dynapipe_ext.models.megatron_arguments import command_line, read_arguments, unsayable, write_arguments
 from dynapipe_ext.models.tensors import num_parameters, tensor_groups
@@ -214,6 +215,9 @@ def test_rope_is_read_from_new_and_old_fields() -> None:
 def test_sizes_that_cannot_be_are_refused() -> None:
     sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "ffn_hidden_size", "vocab_size", "max_seq_len"), 8)
     sizes |= {"num_layers": 1, "num_heads": 2, "num_query_groups": 2, "head_dim": 4, "tied_embeddings": False}
+    latent = LatentAttention(0, 8, plain_dim=16, rotary_dim=8, value_dim=16)
+    with pytest.raises(ConfigError, match="head_dim is 4 but latent attention has queries of 24"):
+        Architecture(family="deepseek_v3", latent=latent, **sizes)
     with pytest.raises(ConfigError, match="top_k is 3"):
         Architecture(family="mixtral", num_experts=2, top_k=3, **sizes)
     with pytest.raises(ConfigError, match="num_decoder_layers"):
