@@ -8,6 +8,8 @@ from typing import Literal
 from dynapipe_ext.data.mixture import weighted_files
 from dynapipe_ext.errors import ConfigError
 
+TemplateChoice = Literal["auto", "chat", "prompt", "text"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
@@ -24,7 +26,7 @@ class DataSettings:
     num_samples: int = 4000
     tokenizer: str = "bpe"
     vocab_size: int = 1024
-    template: Literal["auto", "chat", "prompt", "text"] = "auto"
+    template: TemplateChoice = "auto"
     input_key: str = ""
     target_key: str = ""
     text_key: str = ""

@@ -1,17 +1,21 @@
-"""What the records of a run's text are, settled by the settings and the first record before anything is tokenized."""
+"""Which tokenizer reads text to train on, and what its records are: settled by the settings and the first records
+before anything is tokenized, for a run and for `dynapipe preprocess` alike.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dynapipe_ext.config_data import DataSettings
-from dynapipe_ext.data.preprocessing.encoders import Encoder
-from dynapipe_ext.data.preprocessing.inputs import BlockStream, find_inputs
+from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, is_own, load_encoder, with_separator
+from dynapipe_ext.data.preprocessing.inputs import BlockStream, InputFile
 from dynapipe_ext.data.preprocessing.records import TextRecord, records
 from dynapipe_ext.data.preprocessing.rendering import MESSAGES, PAIRS, RecordFields, Template, template_of
-from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
-from dynapipe_ext.data.tokenizer import Tokenizer
+from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder, load_model_tokenizer
+from dynapipe_ext.data.tokenizer import FILE_NAME, Tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
 
 
@@ -30,16 +34,56 @@ class DataForm:
         return [asdict(self)]
 
 
-def form_of(data: DataSettings, path: Path, tokenizer: Encoder | Tokenizer | str) -> DataForm:
-    """The form of the records in `path`. Errors: DataError for a first record of no known kind, or that cannot be read;
-    ConfigError for a template that the tokenizer does not have.
+def tokenizer_to_train_with(name: str, *, encoder_decoder: bool) -> Encoder:
+    """The tokenizer that a name means (`load_encoder`): a model's folder's with all that it does to whole samples; for
+    an encoder-decoder any, with a separator behind inputs."""
+    if encoder_decoder:
+        return with_separator(load_encoder(name))
+    return load_model_tokenizer(Path(name)) if is_model_folder(name) else load_encoder(name)
+
+
+def is_model_folder(name: str) -> bool:
+    """Whether a tokenizer's name is a folder of transformers, no data prepared earlier."""
+    return Path(name).is_dir() and not is_own(Path(name) / FILE_NAME)
+
+
+def is_encoder_decoder(name: str) -> bool:
+    """Whether the config.json of a model's folder says that an encoder reads inputs apart."""
+    try:
+        config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("is_encoder_decoder") is True
+
+
+def identity_of(encoder: Encoder) -> str:
+    """The same for encoders that make the same tokens of everything, wherever their files lie."""
+    return encoder.behaviour if isinstance(encoder, FolderEncoder) else digest_of(encoder)
+
+
+def form_of(data: DataSettings, files: Sequence[InputFile], tokenizer: Encoder | Tokenizer | str) -> DataForm:
+    """The form of the records of all `files`, by their first ones.
+
+    Errors: DataError for a first record of no known kind, or that cannot be read; ConfigError for a template that the
+    tokenizer does not have, or files of several forms.
     """
+    form, *others = (_form_of_file(data, file, tokenizer) for file in files)
+    for file, other in zip(files[1:], others, strict=True):
+        if other != form:
+            raise ConfigError(
+                f"the records of {file.path} are of another form ({other.template or other.fields}) than those of"
+                f" {files[0].path} ({form.template or form.fields}): give files of one form"
+            )
+    return form
+
+
+def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Tokenizer | str) -> DataForm:
     named = RecordFields(
         (data.input_key, data.target_key) if data.input_key else PAIRS[0],
         data.text_key or "text",
     )
     try:
-        where, record = _first(path, named)
+        where, record = _first(file, named)
     except DataError:
         if isinstance(tokenizer, FolderEncoder):
             raise
@@ -61,9 +105,9 @@ def form_of(data: DataSettings, path: Path, tokenizer: Encoder | Tokenizer | str
     return DataForm(None, fields)
 
 
-def _first(path: Path, named: RecordFields) -> tuple[str, TextRecord]:
+def _first(file: InputFile, named: RecordFields) -> tuple[str, TextRecord]:
     columns = {MESSAGES, named.text, *named.pair, *(name for pair in PAIRS for name in pair)}
-    for block in BlockStream(find_inputs([path]), columns=columns):
+    for block in BlockStream([file], columns=columns):
         for where, record in records(block, text_key=named.text):
             return where, record
-    raise DataError(f"{path} is empty (it has no records): give a file with at least one")
+    raise DataError(f"{file.path} is empty (it has no records): give a file with at least one")

@@ -91,7 +91,7 @@ def begin_run(run_dir: Path, config: TrainConfig, costs: CostModel, facts: RunFa
     write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
     # With --costs, this file makes another run plan exactly as this one does.
     write_atomic(run_dir / "costs.json", json.dumps(cost_model_to_json(costs)) + "\n")
-    link(run_dir / "data", Path(os.path.relpath(data_folder(config).resolve(), run_dir.resolve())))
+    _link_data(run_dir, config)
     labels = [VariantLabel(one.name, one.config.plan.layout, one.config.plan.schedule) for one in chosen]
     start_events(run_dir / EVENTS_FILE, facts, labels, num_steps=config.run.steps)
     point_latest_at(run_dir)
@@ -100,9 +100,14 @@ def begin_run(run_dir: Path, config: TrainConfig, costs: CostModel, facts: RunFa
 def resume_run(run_dir: Path, config: TrainConfig, facts: RunFacts, step: int) -> None:
     """Make a directory one of a run that goes on after `step` steps: what came later is run again."""
     write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
+    _link_data(run_dir, config)  # it may have been moved
     forget_fitted(run_dir, step)
     resume_events(run_dir / EVENTS_FILE, step, facts, num_steps=config.run.steps)
     point_latest_at(run_dir)
+
+
+def _link_data(run_dir: Path, config: TrainConfig) -> None:
+    link(run_dir / "data", Path(os.path.relpath(data_folder(config).resolve(), run_dir.resolve())))
 
 
 def write_outcome(

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.config_data import DataSettings
 from dynapipe_ext.data.dataset import (
     TokenDataset,
     TokenizerKind,
@@ -28,20 +27,22 @@ from dynapipe_ext.data.held_out import SampleSubset, hold_out
 from dynapipe_ext.data.length_bounds import SideBounds, TaskBounds
 from dynapipe_ext.data.mixture import samples_of_epoch, weighted_files
 from dynapipe_ext.data.pairs import PairDataset, pair_lengths
-from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, is_own, load_encoder, with_separator
+from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.inputs import find_inputs
 from dynapipe_ext.data.preprocessing.preprocess import preprocess
 from dynapipe_ext.data.preprocessing.rendering import RecordFields
-from dynapipe_ext.data.preprocessing.transformers_encoder import load_model_tokenizer
+from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.reading import Example, read_examples
 from dynapipe_ext.data.tasks_file import Tasks, check_tasks, read_tasks
 from dynapipe_ext.data.tokenizer import FILE_NAME
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
-from dynapipe_ext.launch.data_form import DataForm, form_of
+from dynapipe_ext.executor.checkpoints.manifest import read_manifest
+from dynapipe_ext.executor.plans.step_positions import array_digest
+from dynapipe_ext.launch.data_form import DataForm, form_of, identity_of, tokenizer_to_train_with
 from dynapipe_ext.launch.file_lock import FileLock
 from dynapipe_ext.launch.run_directory import runs_folder
-from dynapipe_ext.lengths import LengthArray
+from dynapipe_ext.lengths import LengthArray, as_length_array
 from dynapipe_ext.tools.wording import counted, percent
 from dynapipe_ext.tools.writing import writing_in
 
@@ -87,7 +88,9 @@ def _tasks(config: TrainConfig) -> Tasks:
 
 def _prepared(config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], None] | None) -> TokenDataset:
     if _is_tokens(config):
-        return open_prepared(config.data.path, max_seq_len=config.model.max_seq_len)
+        dataset = open_prepared(config.data.path, max_seq_len=config.model.max_seq_len)
+        _refuse_other_tokens(config, dataset)
+        return dataset
     source = _source(config)
     lock = source.folder.with_name(f".{source.folder.name}.lock")
     with FileLock(lock, f"the tokenized data in {source.folder}", wait_s=PREPARE_LIMIT_S), writing_in(source.folder):
@@ -144,7 +147,7 @@ def _parts(
     if is_prepared(settings.path):
         return train, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole)
     encoder = whole.tokenizer()
-    form = form_of(config.data, Path(settings.path), encoder)
+    form = form_of(config.data, find_inputs([settings.path]), encoder)
     made_by = [digest_of(encoder), *form.described(), *_lengths(config)]
     folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
     if is_prepared(folder):
@@ -232,12 +235,47 @@ def refuse_pieces(config: TrainConfig, data: RunData, *, compare: bool) -> None:
 
 def _same_tokens(held_out: TokenDataset, whole: TokenDataset) -> TokenDataset:
     """Errors: DataError for data whose ids mean something else than those that the model trains on."""
-    if digest_of(held_out.tokenizer()) != digest_of(whole.tokenizer()):
+    if identity_of(held_out.tokenizer()) != identity_of(whole.tokenizer()):
         raise DataError(
             f"[eval] path {held_out.directory} was prepared with another tokenizer than {whole.directory}: prepare it"
             " with the tokenizer of the training data, or give its text"
         )
     return held_out
+
+
+def refuse_other_data(checkpoint: Path, config: TrainConfig, data: RunData) -> None:
+    """Errors: DataError for other data than those that a run has trained on, before anything of it is changed."""
+    if read_manifest(checkpoint).run.loader.get("lengths") == array_digest(as_length_array(data.train.lengths)):
+        return
+    paths = ", ".join(_paths(config)) if not _is_tokens(config) else config.data.path
+    raise DataError(
+        f"{checkpoint} was trained on other data than {paths or 'the generator'} in {Path.cwd()} by these settings"
+        " (their lengths differ): resume with the same data and settings, where the run was started or with --data"
+    )
+
+
+def _refuse_other_tokens(config: TrainConfig, prepared: TokenDataset) -> None:
+    """Errors: DataError for prepared data that the settings' tokenizer or template would have made otherwise, as far as
+    both say: by default the tokenizer is the data's own, and imported data does not say how its samples were made."""
+    named, template, encoder_decoder = config.data.tokenizer, config.data.template, config.model.num_decoder_layers > 0
+    again = f"prepare it again (`dynapipe preprocess --tokenizer {named}"
+    if template not in ("auto", prepared.template) and prepared.template != "unknown":
+        raise DataError(
+            f"{prepared.directory} was prepared by the template {prepared.template or 'of no model'} and [data]"
+            f" template is {template}: {again} --template {template}`), or leave that out"
+        )
+    if named == "bpe" or not (prepared.directory / FILE_NAME).is_file():
+        return
+    own = prepared.tokenizer()
+    if encoder_decoder and own.separator is None:
+        return  # refused for that, with what to do
+    expected = tokenizer_to_train_with(named, encoder_decoder=encoder_decoder)
+    no_template = isinstance(expected, FolderEncoder) and prepared.template is None
+    if no_template or identity_of(own) != identity_of(expected):
+        raise DataError(
+            f"{prepared.directory} was prepared by another tokenizer than {named}, or without what that puts around"
+            f" samples, so a model of {named} would train on other tokens: {again}`), or name the tokenizer of the data"
+        )
 
 
 def _tokenized(config: TrainConfig, made_from: list[object]) -> Path:
@@ -264,15 +302,12 @@ def _source(config: TrainConfig) -> _Source:
                     f"[data] tokenizer is {data.tokenizer!r} but no path is given: the built-in generator's text takes"
                     " bpe or bytes; name your own data"
                 )
-            if config.model.num_decoder_layers:
-                tokenizer = with_separator(load_encoder(data.tokenizer))
-            else:
-                tokenizer = _own_tokenizer(Path(data.tokenizer)) or load_encoder(data.tokenizer)
+            tokenizer = tokenizer_to_train_with(data.tokenizer, encoder_decoder=config.model.num_decoder_layers > 0)
             made_by = [digest_of(tokenizer)]
     if paths:
-        form = _form_of_all(data, paths, tokenizer)
-        examples = partial(_examples_of, paths, form)
         prints = [fingerprint_of_source(path) for path in paths]
+        form = form_of(data, find_inputs(paths), tokenizer)
+        examples = partial(_examples_of, paths, form)
         fingerprint = prints[0] if len(paths) == 1 else hashlib.sha256(json.dumps(prints).encode()).hexdigest()
     else:
         form = DataForm(None, RecordFields())
@@ -289,13 +324,6 @@ def _lengths(config: TrainConfig) -> list[object]:
     return [config.model.max_seq_len, config.data.truncate, *sides]
 
 
-def _own_tokenizer(path: Path) -> Encoder | None:
-    """That of a model's folder, with all that it does; None where `path` is no such folder."""
-    if not path.is_dir() or is_own(path / FILE_NAME):
-        return None
-    return load_model_tokenizer(path)
-
-
 def _paths(config: TrainConfig) -> list[str]:
     """The files to tokenize; none where the generator makes the text.
 
@@ -305,18 +333,6 @@ def _paths(config: TrainConfig) -> list[str]:
     if prepared := [path for path in paths if is_prepared(path)]:
         raise ConfigError(f"[data] mixture names {prepared[0]}, which is tokenized already: name the files of text")
     return paths or ([config.data.path] if config.data.path else [])
-
-
-def _form_of_all(data: DataSettings, paths: Sequence[str], tokenizer: Encoder | str) -> DataForm:
-    """Errors: ConfigError for files of several forms."""
-    form, *others = (form_of(data, Path(path), tokenizer) for path in paths)
-    for path, other in zip(paths[1:], others, strict=True):
-        if other != form:
-            raise ConfigError(
-                f"the records of {path} are of another form ({other.template or other.fields}) than those of {paths[0]}"
-                f" ({form.template or form.fields}): give files of one form"
-            )
-    return form
 
 
 def _examples_of(paths: Sequence[str], form: DataForm) -> Iterator[Example]:

@@ -111,7 +111,14 @@ def run_to_resume(named: str) -> Path:
     path = _RUNS / _LATEST if named == _LATEST else Path(named)
     if not path.is_dir():
         raise ConfigError(f"--resume {named}: there is no directory {path}: name that of a run")
-    return path.resolve() if path.is_symlink() else path
+    return path.resolve() if path.is_symlink() or path.name in ("", "..") else path
+
+
+def place_of_resumed(said: str, path: Path) -> str:
+    """What `run_dir` says of a run that goes on in `path`: what its settings `said`, or after a move where it is now,
+    so that what lies beside runs is looked for there, and written there."""
+    before = Path(said) if said else _RUNS / path.name
+    return said if before.resolve() == path.resolve() else str(path)
 
 
 def clear_run(path: Path) -> None:

@@ -57,6 +57,7 @@ from dynapipe_ext.launch.run_data import (
     data_folder,
     data_lines,
     prepare_data,
+    refuse_other_data,
     refuse_pieces,
     run_data,
 )
@@ -210,6 +211,7 @@ def _run(
     config = settled_steps(config, data.train.lengths)
     if job.resumed is not None:
         refuse_done(job.resumed, config)
+        refuse_other_data(job.resumed, config, data)
     agreed = cost_model_from_json(shared["costs"])
     if job.costs is None:  # dynapipe train has checked this before it forked the ranks
         check_data(data, lambda lengths: check_batches(config, lengths))

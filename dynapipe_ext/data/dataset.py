@@ -142,6 +142,12 @@ class TokenDataset:
         return tuple(sizes) if isinstance(sizes, list) else ()
 
     @property
+    def template(self) -> str | None:
+        """By which a model's own tokenizer read the records, None where none did; "unknown" where nobody wrote it."""
+        records = self.meta.get("records")
+        return str(records["template"] or "") or None if isinstance(records, dict) else "unknown"
+
+    @property
     def tasks(self) -> tuple[str, ...]:
         """Task names, in the order that `task_ids` counts them."""
         names = self.meta["tasks"]

@@ -14,18 +14,18 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from dynapipe_ext.config_data import TemplateChoice
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.indexed_dataset import index_lengths, is_indexed, lengths_path, read_index, write_lengths
-from dynapipe_ext.data.length_bounds import SideBounds
 from dynapipe_ext.data.preprocessing import preprocess as work
-from dynapipe_ext.data.preprocessing.encoders import Encoder, Specials, gpt2_encoder, load_encoder, lost_characters
+from dynapipe_ext.data.preprocessing.encoders import Encoder, Specials, lost_characters
 from dynapipe_ext.data.preprocessing.encoding import EncodeSettings
 from dynapipe_ext.data.preprocessing.indexed_import import import_indexed
 from dynapipe_ext.data.preprocessing.inputs import Form, InputFile, TextUnit, find_inputs
 from dynapipe_ext.data.preprocessing.ray_workers import RayWorkers
 from dynapipe_ext.data.preprocessing.workers import ProcessWorkers, Workers, usable_cores
 from dynapipe_ext.data.reading import COMPRESSED
-from dynapipe_ext.data.tasks_file import Tasks, read_tasks, unknown_tasks
+from dynapipe_ext.data.tasks_file import unknown_tasks
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import (
     MAX_INPUT_HELP,
@@ -33,9 +33,9 @@ from dynapipe_ext.launch.command_parser import (
     TASKS_HELP,
     add_json,
     add_truncate,
-    cut_at,
     ending,
 )
+from dynapipe_ext.launch.commands.preprocess_choices import chosen_encoding, chosen_tasks, named_encoder
 from dynapipe_ext.launch.env import child_environment
 from dynapipe_ext.tools.console import deliver
 
@@ -43,6 +43,10 @@ _OF_TEXT = (  # options that an .idx cannot follow
     "input_format",
     "json_keys",
     "pair_keys",
+    "template",
+    "input_key",
+    "target_key",
+    "text_key",
     "append_eod",
     "separator",
     "special_tokens",
@@ -58,6 +62,7 @@ _ALONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # one core
 _EPILOG = """examples:
   dynapipe preprocess --input 'data/*.jsonl.gz' --tokenizer tokenizer.json --output prepared --workers 8
   dynapipe preprocess --input corpus.parquet --tokenizer my-llama/ --json-keys content --output prepared
+  dynapipe preprocess --input chats.jsonl --tokenizer my-llama/ --template chat --output prepared
   dynapipe preprocess --input pairs.jsonl --tokenizer bpe --vocab-size 8192 --max-seq-len 4096 --output prepared
   dynapipe preprocess --input corpus.jsonl --vocab-file vocab.json --merge-file merges.txt --append-eod \\
       --output-prefix my-gpt2
@@ -65,9 +70,11 @@ _EPILOG = """examples:
   dynapipe preprocess --input my-gpt2_text_document --vocab-size 50257 --output prepared
   dynapipe plan --lengths prepared/lengths.npy --pp 4
 
---output writes what `dynapipe train` and DynaPipeDataLoader read: pairs of input and target, or text, each sample with
-the end of text behind it. --output-prefix writes Megatron's .bin and .idx, and lengths beside them. A run that was
-stopped, by Ctrl-C or a kill, goes on where it was when it is started again.
+--output writes what `dynapipe train` and DynaPipeDataLoader read: chats, pairs of input and target, or text, each
+sample with the end of text behind it. A model's folder as tokenizer does what `dynapipe train --model FOLDER` has it
+do, beginning of text included, unless --eod-token, --separator or --special-tokens make another one. --output-prefix
+writes Megatron's .bin and .idx, and lengths beside them. A run that was stopped, by Ctrl-C or a kill, goes on where it
+was when it is started again.
 """
 
 
@@ -82,8 +89,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSONL, Parquet, text (.gz .xz .zst .bz2), globs; .idx; a folder, whose tree the output mirrors",
     )
     reading.add_argument("--input-format", choices=get_args(Form), help="where a file's name does not say it")
-    reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields or columns with text (default: text)")
-    reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="of a pair (default: input target)")
+    reading.add_argument(
+        "--template", choices=get_args(TemplateChoice), help="what records are; auto, the default: as the first one"
+    )
+    reading.add_argument("--input-key", metavar="KEY", help="field of the prompt (input, prompt)")
+    reading.add_argument("--target-key", metavar="KEY", help="field of the response (target, response)")
+    reading.add_argument("--text-key", metavar="KEY", help="field of plain text (text)")
+    reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="--input-key and --target-key")
+    reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields with text, whatever others there are")
     reading.add_argument("--text-unit", choices=get_args(TextUnit), default="line", help="a sample of a text file")
     reading.add_argument("--skip-empty", action="store_true", help="leave out, and count, what has nothing to train on")
 
@@ -137,8 +150,7 @@ def run(args: argparse.Namespace) -> int:
     output = args.output_prefix if args.output is None else args.output
     parts = _parts(args, output)
     files = tuple(file for inputs, _ in parts for file in inputs)
-    settings = _settings(args)
-    encoder = _encoder(args, files, settings, console)
+    settings, encoder = chosen_encoding(args, files, console)
     if lost := lost_characters(encoder):
         console.print(f"warning: the tokenizer has no token for {', '.join(lost)} and drops such characters unsaid")
     started_s, outcomes = time.monotonic(), []
@@ -158,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - started_s
     if args.tasks:
         found = {task: None for _, target in parts for task in TokenDataset.open(target).tasks}
-        if said := unknown_tasks(_tasks(args), found):
+        if said := unknown_tasks(chosen_tasks(args), found):
             console.print(f"warning: {said}", soft_wrap=True)
     _report(
         args,
@@ -203,91 +215,6 @@ def _parts(args: argparse.Namespace, output: str) -> list[tuple[tuple[InputFile,
     return [(files, target) for target, files in parts.items()]
 
 
-def _tasks(args: argparse.Namespace) -> Tasks:
-    return read_tasks(args.tasks or "", SideBounds(args.max_input_len, args.max_target_len))
-
-
-def _settings(args: argparse.Namespace) -> EncodeSettings:
-    if args.output_prefix is not None and args.pair_keys:
-        raise ConfigError(".bin/.idx has no place for pairs of input and target: use --json-keys, or --output DIR")
-    if args.output is not None and args.dataset_impl:
-        raise ConfigError(f"--dataset-impl {args.dataset_impl} is for --output-prefix: a dataset folder has one form")
-    if args.output is not None and args.add_special_tokens:
-        raise ConfigError(
-            "--add-special-tokens is for --output-prefix: a dataset folder has its own borders of samples"
-        )
-    if args.pair_keys and args.json_keys:
-        raise ConfigError("--json-keys reads plain text and --pair-keys pairs: give one of them")
-    tasks = _tasks(args).bounds
-    truncate = None if tasks.bind and args.max_seq_len is None and args.truncate is True else args.truncate
-    cut = cut_at(truncate, args.max_seq_len)
-    if cut is not None and args.max_seq_len not in (None, cut):
-        raise ConfigError(f"--truncate cuts at {cut} and --max-seq-len is {args.max_seq_len}: give one of them")
-    return EncodeSettings(
-        target="megatron" if args.output is None else "dataset",
-        keys=tuple(args.json_keys or ("text",)),
-        keys_only=bool(args.json_keys),
-        pair=tuple(args.pair_keys or ("input", "target")),
-        unit=args.text_unit,
-        append_eod=args.append_eod or args.output is not None,
-        max_seq_len=args.max_seq_len if cut is None else cut,
-        truncate=args.truncate is not None,
-        tasks=tasks,
-        skip_empty=args.skip_empty,
-    )
-
-
-def _encoder(
-    args: argparse.Namespace, files: tuple[InputFile, ...], settings: EncodeSettings, console: Console
-) -> Encoder:
-    choices: dict[str, Any] = {
-        "eos": args.eod_token,
-        "separator": args.separator,
-        "specials": args.special_tokens,
-        "add_special_tokens": args.add_special_tokens,
-    }
-    which = _which_tokenizer(args)
-    if which is None:
-        return gpt2_encoder(args.vocab_file, args.merge_file, **choices)
-    if which != "bpe":
-        if args.vocab_size is not None:
-            raise ConfigError("--vocab-size goes with --tokenizer bpe, which is trained: other tokenizers have theirs")
-        return load_encoder(which, **choices)
-    if args.vocab_size is None:
-        raise ConfigError("--tokenizer bpe is trained on the input: say how large with --vocab-size, for example 8192")
-    if any(choices.values()):
-        raise ConfigError(
-            "--tokenizer bpe has special tokens of its own: leave out --eod-token, --separator, --special-tokens and"
-            " --add-special-tokens"
-        )
-    console.print(f"training a BPE of {args.vocab_size:,} ids")
-    return work.train_bpe(files, settings, args.vocab_size)
-
-
-def _which_tokenizer(args: argparse.Namespace) -> str | None:
-    """What `load_encoder` gets; None for a vocabulary and its merges."""
-    if bool(args.vocab_file) != bool(args.merge_file):
-        raise ConfigError("--vocab-file and --merge-file go together: give both")
-    if args.tokenizer_type not in (None, "GPT2BPETokenizer", "HuggingFaceTokenizer"):
-        raise ConfigError(
-            f"--tokenizer-type is {args.tokenizer_type!r}: give GPT2BPETokenizer, HuggingFaceTokenizer, or what"
-            " --tokenizer takes"
-        )
-    if args.tokenizer and args.tokenizer_model and args.tokenizer != args.tokenizer_model:
-        raise ConfigError("--tokenizer and --tokenizer-model mean the same thing: give one")
-    which: str | None = args.tokenizer or args.tokenizer_model
-    if which and args.vocab_file:
-        raise ConfigError("--tokenizer and --vocab-file are two tokenizers: give one")
-    if args.tokenizer_type == "GPT2BPETokenizer" and not args.vocab_file:
-        raise ConfigError("GPT2BPETokenizer needs --vocab-file and --merge-file")
-    if which is None and not args.vocab_file:
-        raise ConfigError(
-            "no tokenizer: name one with --tokenizer (a tokenizer.json, a folder, an encoding of tiktoken, bytes, bpe)"
-            " or with --vocab-file and --merge-file"
-        )
-    return which
-
-
 def _workers(args: argparse.Namespace, settings: EncodeSettings, encoder: Encoder) -> Workers:
     if args.workers is not None and args.workers < 1:
         raise ConfigError(f"--workers is {args.workers} but must be at least 1")
@@ -314,7 +241,7 @@ def _from_index(args: argparse.Namespace, console: Console) -> int:
         left_out = write_lengths(lengths_path(prefix), index.lengths)
         rows, tokens, outputs = len(index.lengths) - left_out, int(index.lengths.sum()), lengths_path(prefix)
     else:
-        encoder = load_encoder(args.tokenizer) if args.tokenizer else None
+        encoder = named_encoder(args, args.tokenizer) if args.tokenizer else None
         vocab_size = args.vocab_size or (encoder.vocab_size if encoder else None)
         if vocab_size is None:
             raise ConfigError("an .idx does not say how many ids there are: give --vocab-size, or --tokenizer")

@@ -34,8 +34,15 @@ from dynapipe_ext.launch.placement import followed_placement, settled_placement,
 from dynapipe_ext.launch.process_title import set_process_title
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
-from dynapipe_ext.launch.run_data import check_data, data_lines, prepare_data, refuse_pieces, run_data
-from dynapipe_ext.launch.run_directory import RunDirectory, run_to_resume
+from dynapipe_ext.launch.run_data import (
+    check_data,
+    data_lines,
+    prepare_data,
+    refuse_other_data,
+    refuse_pieces,
+    run_data,
+)
+from dynapipe_ext.launch.run_directory import RunDirectory, place_of_resumed, run_to_resume
 from dynapipe_ext.launch.setting_flags import add_setting_flags, given_settings
 from dynapipe_ext.launch.train import (
     TrainingJob,
@@ -94,6 +101,9 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         if not settings.is_file():
             raise ConfigError(f"--resume {args.resume} holds no run, as it has no config.toml: name a run's directory")
         config = TrainConfig.read(settings)
+    if args.resume:
+        place = place_of_resumed(config.run.run_dir, run_to_resume(args.resume))
+        config = config.with_values(run={"run_dir": place})
     if args.model:
         config = _with_model(config, args)
     tables: dict[str, dict[str, Any]] = given_settings(args, {"debug": debug_settings()})
@@ -191,6 +201,7 @@ def run(args: argparse.Namespace) -> int:
         config = settled_steps(config, data.train.lengths)
         if resumed is not None:
             refuse_done(resumed, config)
+            refuse_other_data(resumed, config, data)
         has_costs = config.plan.costs or resumed is not None
         given = settle_costs(config, dataset.vocab_size, resumed_costs(resumed)) if has_costs else None
         _import_once(config)

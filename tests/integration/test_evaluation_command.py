@@ -87,7 +87,10 @@ def test_a_run_with_a_part_held_out_goes_on_with_the_same_part_and_refuses_anoth
     result = RunReport.read(tmp_path / "runs" / "part" / "report.json").result
     assert [done.number for done in result.evaluations] == [3, 5, 6]
     assert len({done.num_samples for done in result.evaluations}) == 1
+    kept = [tmp_path / "runs" / "part" / name for name in ("config.toml", "events.jsonl", "report.json")]
+    before = [file.read_bytes() for file in kept]
     other = ["train", "--resume", "runs/part", "--steps", "8", "--eval-fraction", "0.5"]
     refused = preloaded.run(other, cwd=tmp_path, timeout=120)
-    assert refused.returncode != 0
+    assert refused.returncode == 2
     assert "resume with the same data and settings" in " ".join(refused.stderr.split())
+    assert [file.read_bytes() for file in kept] == before

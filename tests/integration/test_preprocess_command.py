@@ -186,7 +186,7 @@ BASE = ("--tokenizer", "bytes", "--output", "out")
         ),
         (
             ("--input", "chat.jsonl", *BASE),
-            "chat.jsonl, line 1: the record is a chat: give the file to",
+            "chat.jsonl, line 1: the record has 'messages', which needs the chat template",
         ),
         (("--input", "d.jsonl", *BASE, "--workers", "0"), "--workers is 0 but must be at least 1"),
         (("--input", "d.jsonl", *BASE, "--json-keys", "a", "b"), "one text a record but 2 keys are given"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
+from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.tools.account.report import RunReport
@@ -57,7 +59,8 @@ def signalled_at(step: int, number: signal.Signals, start: AbstractContextManage
 
 
 def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(preloaded: Preloaded, tmp_path: Path) -> None:
-    """All losses to the bit, with dropout; costs are those that the first start measured."""
+    """All losses to the bit, with dropout, in a directory that is moved in between; costs are those that the first
+    start measured."""
 
     def train(*arguments: str) -> AbstractContextManager[Command]:
         return preloaded.started(["train", *arguments], cwd=tmp_path, environment={"GLOO_SOCKET_IFNAME": "lo"})
@@ -69,21 +72,28 @@ def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(preload
     first = read_manifest(latest(broken / "checkpoints")).run
     assert 3 <= first.step < 40
     assert RunReport.read(broken / "report.json").unfinished == "ended by a signal (SIGTERM)"
-    second = train("--resume", str(broken), "--save-every", "3")
+    second = train("--resume", "latest", "--save-every", "3")
     status, said = signalled_at(first.step + 5, signal.SIGKILL, second)
     assert status == -signal.SIGKILL, said
     assert f"step {first.step + 1} (1/" in said
     saved = read_manifest(latest(broken / "checkpoints")).run
     assert first.step < saved.step < 40
-    status, said = ended(train("--resume", "latest"))
+    moved = tmp_path / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    broken.rename(moved)
+    shutil.rmtree(tmp_path / "runs")
+    status, said = ended(train("--resume", "elsewhere/moved"))
     assert status == 0, said
-    status, said = ended(train("--config", str(config), "--run-dir", str(whole), "--costs", str(broken / "costs.json")))
+    assert not (tmp_path / "runs").exists()  # nothing is looked for, or written, where the run was
+    assert (moved / "data").resolve().parent == tmp_path / "elsewhere" / "tokenized"
+    assert TrainConfig.read(moved / "config.toml").run.run_dir == "elsewhere/moved"
+    status, said = ended(train("--config", str(config), "--run-dir", str(whole), "--costs", str(moved / "costs.json")))
     assert status == 0, said
-    a, b = (RunReport.read(run / "report.json").result for run in (broken, whole))
+    a, b = (RunReport.read(run / "report.json").result for run in (moved, whole))
     assert len(a.losses) == 40
     assert a.losses == b.losses
     assert a.real_tokens_per_step == b.real_tokens_per_step
-    last = [read_manifest(latest(run / "checkpoints")).run for run in (broken, whole)]
+    last = [read_manifest(latest(run / "checkpoints")).run for run in (moved, whole)]
     assert last[0].num_samples == last[1].num_samples
     assert last[0].loader == last[1].loader
     status, said = ended(train("--resume", str(whole)))

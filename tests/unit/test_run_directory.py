@@ -11,7 +11,7 @@ import pytest
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.file_lock import FileLock
-from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, point_latest_at
+from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, place_of_resumed, point_latest_at, run_to_resume
 from dynapipe_ext.tools.account.run_events import EVENTS_FILE
 from dynapipe_ext.tools.json_file import write_atomic
 
@@ -121,3 +121,20 @@ def test_a_latest_that_is_no_link_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="runs/latest is a directory but links to the newest run now"):
         RunDirectory("")
     assert files() == {"runs/latest"}
+
+
+def test_a_resumed_run_is_where_its_directory_is_now_and_keeps_its_name_where_it_has_stayed(
+    tmp_path: Path,
+) -> None:
+    for name in ("runs/a", "runs/copy", "away/a"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "away/link").symlink_to(tmp_path / "runs/a")
+
+    def place(said: str, resumed: str) -> str:
+        return place_of_resumed(said, run_to_resume(resumed))
+
+    assert (place("runs/a", "runs/a"), place("away/link", "runs/a"), place("", "runs/a")) == ("runs/a", "away/link", "")
+    assert place("runs/a", str(tmp_path / "runs/a")) == "runs/a"
+    assert (place("runs/a", "runs/copy"), place("", "away/a")) == ("runs/copy", "away/a")
+    os.chdir("away/a")
+    assert place("runs/a", ".") == str(tmp_path / "away/a")

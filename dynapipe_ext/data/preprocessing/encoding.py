@@ -184,10 +184,14 @@ def _encode_rendered(
         settings.bounds,
     )
     dtype, tasks = settings.dtype(encoder), dict[str, int]()
-    samples, task_ids = [], []
+    samples, task_ids, num_skipped = [], [], 0
     for where, record in rows:
         task = string_field(record, TASK, where=where) if TASK in record else "unnamed"
-        samples.append(renderer.render(record, where, task))
+        sample = renderer.render(record, where, task)
+        if sample is None:
+            num_skipped += _skipped(where, settings)
+            continue
+        samples.append(sample)
         task_ids.append(tasks.setdefault(task, len(tasks)))
     sizes = [len(one.tokens) for one in samples]
     streams = {
@@ -206,7 +210,7 @@ def _encode_rendered(
         len(samples),
         sum(sizes),
         sum(one.truncated for one in samples),
-        0,
+        num_skipped,
     )
 
 
@@ -251,8 +255,8 @@ def _example(where: str, record: TextRecord, settings: EncodeSettings) -> Exampl
         return Example("unnamed", "", string_field(record, key, where=where))
     if MESSAGES in record and settings.keys[0] not in record and not all(name in record for name in settings.pair):
         raise DataError(
-            f"{where}: the record is a chat: give the file to `dynapipe train` as it is, which renders chats by the"
-            " template of --model or --tokenizer FOLDER"
+            f"{where}: the record is a chat, which the chat template of a model's folder reads: name that folder as"
+            " --tokenizer, or as --model of `dynapipe train`"
         )
     return example_of(record, where=where, pair=settings.pair, text=settings.keys[0], may_be_empty=True)
 

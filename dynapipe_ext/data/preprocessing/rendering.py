@@ -89,8 +89,9 @@ class Renderer:
             )
         return cls(template, fields, tokenizer, bounds, tuple(tokenizer.start))
 
-    def render(self, record: Mapping[str, object], where: str, task: str) -> Rendered:
-        """Errors: DataError, opening with `where`, for a record that is not of the template, or is too long."""
+    def render(self, record: Mapping[str, object], where: str, task: str) -> Rendered | None:
+        """None for an empty record. Errors: DataError, opening with `where`, for one that is not of the template, or is
+        too long."""
         match self.template:
             case "chat":
                 return self._chat(record, where)
@@ -102,17 +103,17 @@ class Renderer:
             case _:
                 assert_never(self.template)
 
-    def _prompt(self, record: Mapping[str, object], where: str, task: str) -> Rendered:
+    def _prompt(self, record: Mapping[str, object], where: str, task: str) -> Rendered | None:
         """The response's tokens are those that follow the prompt's in the whole text; where the two flow into one
         token there, those of the response alone: the prompt's are always what the model will be asked with."""
         prompt, response = _strings(record, self.fields.pair, where)
         asked, whole, alone = (list(ids) for ids in self.tokenizer.encode([prompt, prompt + response, response]))
         return self._ended(asked, whole[len(asked) :] if whole[: len(asked)] == asked else alone, where, task)
 
-    def _ended(self, prompt: list[int], target: list[int], where: str, task: str) -> Rendered:
+    def _ended(self, prompt: list[int], target: list[int], where: str, task: str) -> Rendered | None:
         """Between START and END, shortened at the prompt's start first, then at the target's end."""
         if not prompt and not target:
-            raise DataError(f"{where}: the record is empty (nothing to train on): remove it or fill it")
+            return None
         assert self.tokenizer.eos is not None
         if not target or target[-1] != self.tokenizer.eos:
             target = [*target, self.tokenizer.eos]

@@ -63,6 +63,15 @@ class FolderEncoder:
         )
 
     @property
+    def behaviour(self) -> str:
+        """All that its tokens depend on, as text; other files of the folder leave it as it is."""
+        specials, start = [self._specials, self._add_special_tokens], self.start
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        words = self._files if backend is None else backend.to_str()
+        ends = [self.eos, self.separator, start]
+        return json.dumps([type(self._tokenizer).__name__, words, self._tokenizer.chat_template, ends, specials])
+
+    @property
     def start(self) -> list[int]:
         """What the tokenizer puts before a text by itself: mostly its beginning of text, or nothing."""
         (bare,), (whole,) = (_called(self._tokenizer, ["a"], self._specials, added) for added in (False, True))
