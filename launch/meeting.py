@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.device import process_group_backend
@@ -30,9 +31,8 @@ class Meeting:
     def __init__(self, env: RankEnv, *, limit_s: float) -> None:
         self._rank, self._world_size, self._limit_s = env.rank, env.world_size, limit_s
         with named_collectives("meeting of all ranks"):
-            self._store: Any = next(
-                dist.rendezvous(env.init_method, env.rank, env.world_size, timeout=timedelta(seconds=limit_s))
-            )[0]
+            met = rendezvous(env.init_method, env.rank, env.world_size, timeout=timedelta(seconds=limit_s))
+            self._store: Any = next(met)[0]
 
     def arrive(self, what: str) -> None:
         """Return once all ranks have called this with the same `what`, which no rank may give twice.
