@@ -1,4 +1,4 @@
-"""Ranks that meet: who prepares is waited for long, who should connect or answer is not; both limits name what waits."""
+"""Ranks that meet: who prepares is waited for long, who should connect or answer is not; both limits say who waits."""
 
 from __future__ import annotations
 
@@ -61,14 +61,19 @@ def test_a_connection_that_stands_still_ends_its_rank_within_the_limit(run_ranks
                     announce_like_rank_0(meeting._store, silent.getsockname()[1])
                 meeting.arrive("end")
             return ""
-        with pytest.raises(ExecutionError) as caught, named_collectives("what rank 0 has settled"):
-            meeting.connect(CPU, timeout_s=1.0)
-            dist.broadcast(torch.zeros(1), src=1)
+        with pytest.raises(ExecutionError) as caught:
+            connect_and_hear_rank_1(meeting)
         meeting.arrive("end")
         return str(caught.value)
 
     said = run_ranks(2, main)[0]
-    assert said.startswith(("connection of all ranks: another rank", "what rank 0 has settled: another rank"))
+    assert said.startswith(("connection of all ranks: another rank", "what rank 1 says: another rank"))
+
+
+@named_collectives("what rank 1 says")
+def connect_and_hear_rank_1(meeting):
+    meeting.connect(CPU, timeout_s=1.0)
+    dist.broadcast(torch.zeros(1), src=1)
 
 
 def announce_like_rank_0(store, port):
