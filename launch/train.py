@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +71,8 @@ from dynapipe_ext.tools.show.samples import sample_text
 from dynapipe_ext.tools.wording import counted
 from dynapipe_ext.topology import Topology
 
-if TYPE_CHECKING:  # it imports torch and Megatron
+if TYPE_CHECKING:  # they import torch, one of them Megatron
+    from dynapipe_ext.launch.meeting import Meeting
     from dynapipe_ext.launch.variant_run import RankContext
 
 
@@ -109,7 +109,8 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
     import torch
     import torch.distributed as dist
 
-    from dynapipe_ext.executor.device import compute_deterministically, process_group_backend, rank_device
+    from dynapipe_ext.executor.device import compute_deterministically, rank_device
+    from dynapipe_ext.launch.meeting import Meeting
 
     config = job.config
     refuse_unsupported(config)
@@ -144,17 +145,12 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
         job = replace(job, config=config)
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
-    with named_collectives("meeting of all ranks"):
-        dist.init_process_group(
-            process_group_backend(device),
-            init_method=env.init_method,
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timedelta(seconds=max(config.job.timeout_s, PREPARE_LIMIT_S)),
-        )
+    meeting = Meeting(env, limit_s=max(config.job.timeout_s, PREPARE_LIMIT_S))
+    meeting.arrive("meeting of all ranks")
+    meeting.connect(device, timeout_s=config.job.timeout_s)  # from here on nobody may be silent for longer
     # A rank that fails keeps its process groups until it has said why: others fail once they are closed.
     with ExitStack() as stack:
-        context, spans = _run(env, job, costs, device, log, stack)
+        context, spans = _run(env, meeting, job, costs, device, log, stack)
         with named_collectives("end of the job"):
             dist.barrier()
     dist.destroy_process_group()
@@ -167,11 +163,16 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
 
 
 def _run(
-    env: RankEnv, job: TrainingJob, costs: CostModel | None, device: Any, log: RankLog | None, stack: ExitStack
+    env: RankEnv,
+    meeting: Meeting,
+    job: TrainingJob,
+    costs: CostModel | None,
+    device: Any,
+    log: RankLog | None,
+    stack: ExitStack,
 ) -> tuple[RankContext, list[Spans]]:
     """Runs the variants; what rank 0 gets back with the rank's context are the spans of all ranks in the first one."""
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _set_pg_timeout
 
     from dynapipe_ext.executor.device import device_bytes, device_name
     from dynapipe_ext.executor.stages.megatron_model import initialize_parallel
@@ -206,7 +207,7 @@ def _run(
     shared = json.loads(broadcast_bytes(settled, device))
     config = replace(config, topology=TrainConfig.from_json({"topology": shared["topology"]}).topology)
     topology = topology_of(config)
-    data = _data(env, config)
+    data = _data(env, meeting, config)
     refuse_pieces(config, data, compare=job.compare)
     config = settled_steps(config, data.train.lengths)
     if job.resumed is not None:
@@ -216,7 +217,6 @@ def _run(
     if job.costs is None:  # dynapipe train has checked this before it forked the ranks
         check_data(data, lambda lengths: check_batches(config, lengths))
         check_data(data, lambda lengths: check_fits(config, agreed, lengths))
-    _set_pg_timeout(timedelta(seconds=config.job.timeout_s))  # from here on nobody may be silent for longer
     patience_s = store_patience_s(config.job.timeout_s)
     address = StoreAddress.from_json(shared["store"])
     store = open_store(address, namespace=shared["namespace"], connect_s=patience_s, reconnect_s=patience_s)
@@ -313,19 +313,15 @@ def job_cores(env: RankEnv, device: Any) -> int | None:
     return None if device.type != "cpu" else num_cores() * env.world_size // env.local_world_size
 
 
-def _data(env: RankEnv, config: TrainConfig) -> RunData:
+def _data(env: RankEnv, meeting: Meeting, config: TrainConfig) -> RunData:
     """Rank 0 prepares the data, then the first rank of every other node (a shared file system finds it done)."""
-    import torch.distributed as dist
-
     folder = data_folder(config)
     if env.rank == 0:
         run_data(config, prepare_data(config))
-    with named_collectives("preparation of the data"):
-        dist.barrier()
+    meeting.arrive("preparation of the data by rank 0")
     if env.local_rank == 0 and env.rank != 0:
         run_data(config, prepare_data(config))
-    with named_collectives("preparation of the data"):
-        dist.barrier()
+    meeting.arrive("preparation of the data on every node")
     return run_data(config, TokenDataset.open(folder))
 
 

@@ -56,6 +56,7 @@ RIM = {
         "launch/megatron_run.py",
         "launch/transformers_run.py",
         "launch/megatron_core.py",  # a training script to copy from
+        "launch/meeting.py",  # torch's store, and the process group of all ranks
         "launch/variant_run.py",
         "launch/train.py",
         "launch/rank_program.py",  # the store of torchrun's agent, and its record of failures

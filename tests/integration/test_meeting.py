@@ -1,0 +1,85 @@
+"""Ranks that meet: who prepares is waited for long, who should connect or answer is not; both limits say who waits."""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dynapipe_ext.errors import ExecutionError
+from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.launch.meeting import Meeting
+
+CPU = torch.device("cpu")
+
+
+def test_a_rank_that_prepares_for_longer_than_a_connection_may_take_is_waited_for(run_ranks):
+    def main(env):
+        meeting = Meeting(env, limit_s=30.0)
+        for what in ("meeting", "preparation"):
+            if env.rank == 1:
+                time.sleep(1.5)  # the work that others wait for
+            meeting.arrive(what)
+            if what == "meeting":
+                meeting.connect(CPU, timeout_s=1.0)
+        total = torch.tensor([env.rank])
+        dist.all_reduce(total)
+        return int(total)
+
+    assert run_ranks(3, main) == [3, 3, 3]
+
+
+def test_ranks_that_never_arrive_are_named(run_ranks):
+    def main(env):
+        meeting = Meeting(env, limit_s=1.0)
+        if env.rank in (1, 2):
+            return ""
+        with pytest.raises(ExecutionError) as caught:
+            meeting.arrive("preparation of the data")
+        return str(caught.value)
+
+    said = run_ranks(4, main)
+    for rank in (0, 3):
+        assert said[rank].startswith(f"preparation of the data: rank {rank} waited 1 s for ranks 1, 2: look at what")
+
+
+@pytest.mark.parametrize("answers", ["nothing", "swallows"])
+def test_a_connection_that_stands_still_ends_its_rank_within_the_limit(run_ranks, answers):
+    """However long its ranks may prepare: the peer has arrived, and then gives no address, or one that is never read,
+    to which this rank connects or from which it awaits a connection."""
+
+    def main(env):
+        meeting = Meeting(env, limit_s=3600.0)
+        meeting.arrive("meeting")
+        if env.rank == 1:
+            with socket.create_server(("127.0.0.1", 0)) as silent:
+                if answers == "swallows":
+                    announce_like_rank_0(meeting._store, silent.getsockname()[1])
+                meeting.arrive("end")
+            return ""
+        with pytest.raises(ExecutionError) as caught:
+            connect_and_hear_rank_1(meeting)
+        meeting.arrive("end")
+        return str(caught.value)
+
+    said = run_ranks(2, main)[0]
+    assert said.startswith(("connection of all ranks: another rank", "what rank 1 says: another rank"))
+
+
+@named_collectives("what rank 1 says")
+def connect_and_hear_rank_1(meeting):
+    meeting.connect(CPU, timeout_s=1.0)
+    dist.broadcast(torch.zeros(1), src=1)
+
+
+def announce_like_rank_0(store, port):
+    """What gloo writes of a rank to connect: rank 0's as rank 1's, with another port right before the address."""
+    store.wait(["0//cpu//0/0"], timedelta(seconds=20))
+    said = bytearray(store.get("0//cpu//0/0"))
+    place = said.index(socket.inet_aton("127.0.0.1")) - 2
+    said[place : place + 2] = port.to_bytes(2, "big")
+    store.set("0//cpu//0/1", bytes(said))
