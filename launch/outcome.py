@@ -100,7 +100,8 @@ def begin_run(run_dir: Path, config: TrainConfig, costs: CostModel, facts: RunFa
 def resume_run(run_dir: Path, config: TrainConfig, facts: RunFacts, step: int) -> None:
     """Make a directory one of a run that goes on after `step` steps: what came later is run again."""
     write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
-    _link_data(run_dir, config)  # it may have been moved
+    if (run_dir / "data").is_symlink() or not (run_dir / "data").exists():  # else a copy that holds the data itself
+        _link_data(run_dir, config)  # it may have been moved
     forget_fitted(run_dir, step)
     resume_events(run_dir / EVENTS_FILE, step, facts, num_steps=config.run.steps)
     point_latest_at(run_dir)
