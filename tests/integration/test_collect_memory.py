@@ -154,7 +154,7 @@ def test_held_out_errors_are_printed_and_small(
     assert summary["num_records"] == 90
     assert [one["threshold"] for one in summary["coverage"]] == [0.01, 0.025, 0.05, 0.1, 0.2]
     for one in summary["coverage"]:
-        assert one["above_limit"] <= 2 * one["threshold"] + 0.12  # of nine held out, one is 0.11
+        assert one["above_limit"] <= 2 * one["threshold"] + 0.05
     assert again.read_text() == out.read_text()  # the same records and seed, the same file
 
 
