@@ -28,7 +28,7 @@ from dynapipe_ext.launch.placement import followed_placement, placement_trials, 
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import Layout
 from dynapipe_ext.schedule_names import ScheduleName
-from dynapipe_ext.schedules.judge.certificate import with_bounds
+from dynapipe_ext.schedules.judge.certificate import free_batch_ns, with_bounds
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.placements import PlacementTrial
 from dynapipe_ext.schedules.planner import Planner
@@ -142,8 +142,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         proven, num_tried = best_in_time(planner, samples, args.step or 0, args.time_limit)
     planning_s = time.perf_counter() - start_s
-    plan, certificate = proven.step_plan, proven.step_plan.certificate
-    assert certificate is not None  # a Planner's plans have one
+    plan = proven.step_plan
+    assert plan.certificate is not None  # a Planner's plans have one
+    certificate = replace(plan.certificate, free_batch_ns=free_batch_ns(plan, planner.costs, samples))
     console.print(
         f"batch: {chosen}, {counted(len(samples), 'sample')}, {counted(sum(s.tokens for s in samples), 'token')}"
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dynapipe_ext.costs.model import CostModel
@@ -32,7 +31,7 @@ class Certificate:
     without split backwards, unless the plan has them; and of whole samples, unless the plan has long ones in pieces:
     then of either. None where no such bound is known: a cost model other than the four of this package, or samples cut
     at the ends of fixed rows. `free_batch_ns`: the same wherever layers live on as many ranks, with any memory: the
-    least work of the samples over the ranks.
+    least work of the samples over the ranks. `certify` leaves it to who shows it (`free_batch_ns`).
     """
 
     makespan_ns: int
@@ -72,27 +71,11 @@ def certify(
         replica_bounds(schedule, priced, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes)
         for schedule, priced in zip(step_plan.schedules, step_plan.costs, strict=True)
     )
-    micro_batches = step_plan.batch.micro_batches
-    pieces = any(m.attention == "carried" for m in micro_batches)
-    batch_ns = free_batch_ns = None
-    if pieces or sum(len(m.samples) for m in micro_batches) == len(samples):
-        ranks, dp = step_plan.schedules[0].stage_ranks, len(step_plan.schedules)
-        least_ns = partial(
-            batch_floor_ns,
-            costs,
-            samples,
-            split=any(schedule.is_split for schedule in step_plan.schedules),
-            packed=any(m.layout == "packed" for m in micro_batches),
-            pieces=pieces,
-        )
-        batch_ns = least_ns(ranks, dp=dp, memory_limit_bytes=memory_limit_bytes)
-        work_ns = least_ns((0,) * len(ranks), dp=1)  # all of it on one rank
-        free_batch_ns = None if work_ns is None else work_ns // (len(set(ranks)) * dp)
+    ranks, dp = step_plan.schedules[0].stage_ranks, len(step_plan.schedules)
     certificate = Certificate(
         makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),
         replicas=replicas,
-        batch_ns=batch_ns,
-        free_batch_ns=free_batch_ns,
+        batch_ns=_least_ns(step_plan, costs, samples, ranks, dp, memory_limit_bytes),
     )
     for name, bound_ns in (("these micro-batches", certificate.bound_ns), ("this batch", certificate.batch_ns or 0)):
         if bound_ns > certificate.makespan_ns:
@@ -101,6 +84,38 @@ def certify(
                 f" take less than {bound_ns} ns: it was priced by another cost model or limit; plan it again"
             )
     return certificate
+
+
+def free_batch_ns(step_plan: StepPlan, costs: CostModel, samples: Sequence[SampleLength]) -> int | None:
+    """A certificate's `free_batch_ns`: all work on one rank, over the number of ranks."""
+    ranks = step_plan.schedules[0].stage_ranks
+    work_ns = _least_ns(step_plan, costs, samples, (0,) * len(ranks), 1, None)
+    return None if work_ns is None else work_ns // (len(set(ranks)) * len(step_plan.schedules))
+
+
+def _least_ns(
+    step_plan: StepPlan,
+    costs: CostModel,
+    samples: Sequence[SampleLength],
+    stage_ranks: Sequence[int],
+    dp: int,
+    memory_limit_bytes: int | None,
+) -> int | None:
+    """The floor of all plans of the kind that this one is, on such ranks."""
+    micro_batches = step_plan.batch.micro_batches
+    pieces = any(m.attention == "carried" for m in micro_batches)
+    if not pieces and sum(len(m.samples) for m in micro_batches) != len(samples):
+        return None
+    return batch_floor_ns(
+        costs,
+        samples,
+        stage_ranks,
+        dp=dp,
+        split=any(schedule.is_split for schedule in step_plan.schedules),
+        packed=any(m.layout == "packed" for m in micro_batches),
+        pieces=pieces,
+        memory_limit_bytes=memory_limit_bytes,
+    )
 
 
 def batch_floor_ns(

@@ -33,6 +33,8 @@ from contenders import (
 )
 
 from dynapipe_ext.errors import DataError, DynaPipeError, PlanError
+from dynapipe_ext.lengths import sample_lengths
+from dynapipe_ext.schedules.judge.certificate import free_batch_ns
 from dynapipe_ext.tools.account.report import RunReport, RunResult
 from dynapipe_ext.tools.json_file import read_json
 from dynapipe_ext.topology import Topology
@@ -96,8 +98,8 @@ def simulated(
             found = (plan.makespan_s, plan.batch.padding_efficiency, plan.bubble_ratio, cpu_s)
             for name, value in zip(FIGURES, found, strict=True):
                 figures[name].setdefault(column, []).append(value)
-            if column == PLACED and plan.certificate and plan.certificate.free_batch_ns:
-                figures["free"].setdefault("bound", []).append(plan.certificate.free_batch_ns / 1e9)
+            if column == PLACED and (free_ns := free_batch_ns(plan, over, sample_lengths(batch.lengths))):
+                figures["free"].setdefault("bound", []).append(free_ns / 1e9)
     makespan_s = figures["makespan_s"]
     makespan_s["bound"] = [batch_bound_s(costs, batch.lengths, dp=TOPOLOGY.dp) for batch in batches]
     references = [batch.reference for batch in batches if batch.reference is not None]
