@@ -187,10 +187,11 @@ class Planner:
     ) -> StepPlan:
         """The best plan found for one global batch that leaves `reserve_bytes` of every rank free.
 
-        A reserve is some room for buffers, so the plan without one is made to fit: its micro-batches, recomputed,
-        ordered and dealt out anew with a small part of the effort. `unreserved` is that plan, where it is known
-        already: it changes nothing but saves making it again. Bounds are those under the whole limit. Raises PlanError,
-        naming the sample or micro-batch, where nothing fits the limits; DataError for what are no lengths of samples.
+        A reserve is some room for buffers, so an adaptive plan of training without one, of whole samples, is made to
+        fit where that goes: its micro-batches, recomputed, ordered and dealt out anew with a small part of the effort;
+        others are planned anew. `unreserved` is that plan, where it is known already: it changes nothing but saves
+        making it again. Bounds are those under the whole limit. Raises PlanError, naming the sample or micro-batch,
+        where nothing fits the limits; DataError for what are no lengths of samples.
         """
         samples = as_samples(lengths)
         for name, value in (("step", step), ("reserve_bytes", reserve_bytes)):
@@ -215,7 +216,7 @@ class Planner:
         if room <= 0:
             raise PlanError(f"{room} B are left for a rank: raise memory_limit_bytes")
         less = replace(self, memory_limit_bytes=room)
-        if self.schedule == "adaptive" and self.pieces == "off" and not self.forward_only:
+        if self.schedule == "adaptive" and not self._piece_sizes(samples) and not self.forward_only:
             before = unreserved or self._found(samples, step)
             splits = [[list(replica.micro_batches) for replica in before.batch.replicas]]
             with suppress(PlanError):  # these micro-batches do not fit; others may
@@ -225,7 +226,7 @@ class Planner:
 
     def _found(self, samples: list[SampleLength], step: int) -> StepPlan:
         """The best plan, without its bounds: of long samples in pieces, where that is asked for or ends earlier."""
-        sizes = piece_sizes(self.pieces, max(s.encoder for s in samples), self.max_tokens)
+        sizes = self._piece_sizes(samples)
         if not sizes:
             return self._found_whole(samples, step)
         try:
@@ -238,6 +239,10 @@ class Planner:
             return self._found_cut(samples, step, cuts)
         whole, in_pieces = partial(self._found_whole, samples, step), partial(self._found_cut, samples, step, cuts)
         return whole_or_pieces(cuts, self._least_whole_ns(samples), whole, in_pieces)
+
+    def _piece_sizes(self, samples: Sequence[SampleLength]) -> Sequence[int]:
+        """Sizes of pieces to try; none where samples stay whole."""
+        return piece_sizes(self.pieces, max(s.encoder for s in samples), self.max_tokens)
 
     def _found_cut(self, samples: list[SampleLength], step: int, cuts: PieceCuts) -> StepPlan:
         """All pieces of a sample are held at once: where memory makes any be recomputed, stages may be as a whole, and

@@ -20,14 +20,19 @@ def whole_or_pieces(
     Errors: PlanError where neither fits, with what whole samples say.
     """
     found: list[StepPlan] = []
+    refused: PlanError | None = None
     pieces_first = cuts.makespan_ns <= least_whole_ns
     if not pieces_first:
-        with suppress(PlanError):
+        try:
             found.append(whole())
+        except PlanError as error:
+            refused = error
     if not found or cuts.hoped_ns < found[0].makespan_ns:
         with suppress(PlanError):
             found.append(in_pieces())
     if not found:
+        if refused:
+            raise refused
         return whole()
     if pieces_first and found[0].makespan_ns > least_whole_ns:
         with suppress(PlanError):
