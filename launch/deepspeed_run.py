@@ -12,9 +12,8 @@ from dynapipe_ext.costs.states import state_bytes
 from dynapipe_ext.deepspeed_config import engine_config
 from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
 from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import engine_saver, load_engine
-from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer, gathered, make_engine
+from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer, make_engine
 from dynapipe_ext.executor.stages.deepspeed_stage import engine_model, engine_stage
-from dynapipe_ext.executor.stages.transformers_saving import save_parts
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.built_model import BuiltModel
 from dynapipe_ext.launch.job import topology_of, trained_recipe
@@ -54,13 +53,9 @@ def build_deepspeed(config: TrainConfig, architecture: Architecture, device: tor
     optimizer = DeepSpeedOptimizer(engine, config.optimizer, num_steps=num_steps, parallel=parallel, device=device)
     description = model_description(config, architecture) | {"zero_stage": settings.zero_stage}
 
-    def save_model(folder: Path) -> None:
-        with gathered(engine, trained_alone=adapts):
-            save_parts(parts, folder, parallel=parallel, writes=parallel.coordinates.dp_rank == 0)
-
     def saver(root: Path) -> SavingTogether:
         return engine_saver(
-            root, engine, optimizer, config.checkpoint, save_model=save_model, num_steps=num_steps, adapts=adapts
+            root, engine, parts, optimizer, config.checkpoint, parallel, num_steps=num_steps, adapts=adapts
         )
 
     return BuiltModel(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar, cast
@@ -55,8 +56,9 @@ class SavingRanks:
 class SavingTogether:
     """Saves a run below `root`, a folder that all ranks reach; each checkpoint appears there whole or not at all.
 
-    Every rank calls `write(folder, run)`; once all have, rank 0 calls `join(folder)`, and `published(folder)` where the
-    checkpoint has its name. `place` says where the optimizer stands, `framework` is the package whose version is kept.
+    Every rank takes each of `steps(folder, run)` once all have taken the one before: what ranks wait for each other in
+    is a step of its own. Then rank 0 calls `join(folder)`, and `published(folder)` where the checkpoint has its name.
+    `place` says where the optimizer stands, `framework` is the package whose version is kept.
     Errors: ExecutionError on all ranks where one of them cannot write (`faults`); what was saved before stays.
     """
 
@@ -65,7 +67,7 @@ class SavingTogether:
         root: Path,
         settings: CheckpointSettings,
         device: torch.device,
-        write: Callable[[Path, RunState], object],
+        steps: Sequence[Callable[[Path, RunState], object]],
         *,
         place: Callable[[], OptimizerPlace],
         framework: str,
@@ -74,7 +76,7 @@ class SavingTogether:
         faults: tuple[type[Exception], ...] = (OSError, RuntimeError),
     ) -> None:
         self._root, self._settings, self._framework = root, settings, framework
-        self._write, self._join, self._published, self._place = write, join, published, place
+        self._steps, self._join, self._published, self._place = steps, join, published, place
         self._ranks = SavingRanks(root, device, faults=faults)
         self.most = self._ranks.most
         if dist.get_rank() == 0:
@@ -84,7 +86,8 @@ class SavingTogether:
         part = folders.part_folder(self._root, run.step)
         with named_collectives(f"checkpoint of step {run.step}"):
             self._ranks.on_first(lambda: folders.begin(self._root, run.step))
-            self._ranks.on_every(lambda: self._write(part, run))
+            for step in self._steps:
+                self._ranks.on_every(partial(step, part, run))
             self._ranks.on_first(lambda: self._publish(part, run))
 
     def _publish(self, part: Path, run: RunState) -> None:

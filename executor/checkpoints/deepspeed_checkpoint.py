@@ -5,7 +5,7 @@ output may be made of the model itself, in MODEL_FOLDER."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,10 @@ from dynapipe_ext.config import CheckpointSettings
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
 from dynapipe_ext.executor.checkpoints.manifest import MODEL_FOLDER, RunState, read_manifest, refuse_other_model
-from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer
+from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer, gathered
+from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
+from dynapipe_ext.executor.stages.transformers_saving import SAVING_FAULTS, join_stages, write_stages
+from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 
 _LATEST = "latest"
 
@@ -21,20 +24,29 @@ _LATEST = "latest"
 def engine_saver(
     root: Path,
     engine: Any,
+    parts: Sequence[TransformersPart],
     optimizer: DeepSpeedOptimizer,
     settings: CheckpointSettings,
+    parallel: ParallelContext,
     *,
-    save_model: Callable[[Path], None],
     num_steps: int,
     adapts: bool = False,
 ) -> SavingTogether:
-    """`save_model(folder)`, which all ranks call, saves the model of a checkpoint that is the last of `num_steps`.
-    Of a model that `adapts`, frozen weights are left out."""
+    """In a checkpoint that is the last of `num_steps` lies the model, too, where an output is made of it. Of one that
+    `adapts`, frozen weights are left out."""
 
-    def write(folder: Path, run: RunState) -> None:
+    def write(folder: Path, _run: RunState) -> None:
         engine.save_checkpoint(str(root), folder.name, save_latest=False, exclude_frozen_parameters=adapts)
+
+    def write_model(folder: Path, run: RunState) -> None:
         if settings.output and run.step >= num_steps:
-            save_model(folder / MODEL_FOLDER)
+            with gathered(engine, trained_alone=adapts):
+                if parallel.coordinates.dp_rank == 0:
+                    write_stages(parts, folder / MODEL_FOLDER)
+
+    def join(folder: Path) -> None:
+        if (folder / MODEL_FOLDER).is_dir():
+            join_stages(folder / MODEL_FOLDER, parts[0].place.num_stages)
 
     def point(folder: Path) -> None:
         latest = root / f".{_LATEST}.part"
@@ -42,7 +54,15 @@ def engine_saver(
         os.replace(latest, root / _LATEST)
 
     return SavingTogether(
-        root, settings, engine.device, write, published=point, place=lambda: optimizer.place, framework="deepspeed"
+        root,
+        settings,
+        engine.device,
+        [write, write_model],
+        join=join,
+        published=point,
+        place=lambda: optimizer.place,
+        framework="deepspeed",
+        faults=SAVING_FAULTS,
     )
 
 

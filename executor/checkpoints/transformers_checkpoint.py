@@ -24,7 +24,13 @@ from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
 from dynapipe_ext.executor.checkpoints.manifest import OPTIMIZER_FILES, RunState, read_manifest, refuse_other_model
 from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, parts_of_folder
-from dynapipe_ext.executor.stages.transformers_saving import ADAPTER_FILE, join_stages, load_adapters, write_stages
+from dynapipe_ext.executor.stages.transformers_saving import (
+    ADAPTER_FILE,
+    SAVING_FAULTS,
+    join_stages,
+    load_adapters,
+    write_stages,
+)
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 
 
@@ -47,11 +53,11 @@ def parts_saver(
         root,
         settings,
         next(parts[0].parameters()).device,
-        write,
+        [write],
         join=lambda folder: join_stages(folder, parts[0].place.num_stages),
         place=lambda: optimizer.place,
         framework="transformers",
-        faults=(OSError, RuntimeError, SafetensorError),
+        faults=SAVING_FAULTS,
     )
 
 
