@@ -98,8 +98,10 @@ def simulated(
             found = (plan.makespan_s, plan.batch.padding_efficiency, plan.bubble_ratio, cpu_s)
             for name, value in zip(FIGURES, found, strict=True):
                 figures[name].setdefault(column, []).append(value)
-            if column == PLACED and (free_ns := free_batch_ns(plan, over, sample_lengths(batch.lengths))):
-                figures["free"].setdefault("bound", []).append(free_ns / 1e9)
+            if column == PLACED:
+                free_ns = free_batch_ns(plan, over, sample_lengths(batch.lengths))
+                assert free_ns is not None  # of a CostTable or TokenCosts
+                figures["free"].setdefault(column, []).append(free_ns / 1e9)
     makespan_s = figures["makespan_s"]
     makespan_s["bound"] = [batch_bound_s(costs, batch.lengths, dp=TOPOLOGY.dp) for batch in batches]
     references = [batch.reference for batch in batches if batch.reference is not None]
@@ -118,8 +120,9 @@ def simulated_rows(tokens: int, figures: Mapping[str, Columns]) -> list[Row]:
         return {column: statistics.median(values) for column, values in figures[name].items()}
 
     makespan_s, notes = figures["makespan_s"], {}
-    for column, bounds in (("ours", makespan_s["bound"]), (PLACED, figures["free"].get("bound", []))):
-        if over := [found / bound for found, bound in zip(makespan_s.get(column, []), bounds, strict=False)]:
+    for column, bounds in (("ours", makespan_s["bound"]), (PLACED, figures["free"].get(PLACED, []))):
+        if column in makespan_s:
+            over = [found / bound for found, bound in zip(makespan_s[column], bounds, strict=True)]
             notes[column] = f"{statistics.median(over):.3f} x its bound"
     step_s, efficiency, bubble, cpu_s = (medians(name) for name in FIGURES)
     return [

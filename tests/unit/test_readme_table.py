@@ -153,7 +153,7 @@ def test_every_column_is_simulated_on_every_batch_and_none_beats_the_bound(bench
     assert {*bench["contenders"].COLUMNS, "bound"} <= makespans.keys()
     for column, values in makespans.items():
         assert len(values) == len(batches)
-        bounds = found["free"]["bound"] if column == "ours, placed, split" else makespans["bound"]
+        bounds = found["free"][column] if column == "ours, placed, split" else makespans["bound"]
         assert all(value >= bound for value, bound in zip(values, bounds, strict=True)), column
     assert all(0 < x <= 1 for column in found["padding_efficiency"].values() for x in column)
     assert found["padding_efficiency"].keys() == makespans.keys() - {"bound"}
@@ -165,16 +165,13 @@ def few_bytes(topology: Topology) -> TokenCosts:
 
 def test_a_column_that_fits_nowhere_stays_empty(bench: Any, table: Any, capsys: pytest.CaptureFixture[str]) -> None:
     batch = bench["contenders"].Batch(LENGTHS)
-    found = table.simulated(
-        few_bytes, [batch], limit_bytes=160_000
-    )  # a row of 120 positions fits, half of the batch not
+    found = table.simulated(few_bytes, [batch], limit_bytes=160_000)  # a row of 120 fits, half of the batch not
     assert "packing" not in found["makespan_s"]
     assert "packing: " in capsys.readouterr().err
     row = table.simulated_rows(65536, found)[0]
     cells = [cell.strip() for cell in table.markdown([row], []).splitlines()[3].split("|")[1:-1]]
     assert cells[2] == ""
-    assert cells[1]
-    assert cells[5]
+    assert all(cell for i, cell in enumerate(cells) if i != 2)
 
 
 def test_rows_are_medians_and_the_bound_says_how_far_ours_is(table: Any, figures: Any) -> None:
@@ -183,7 +180,7 @@ def test_rows_are_medians_and_the_bound_says_how_far_ours_is(table: Any, figures
     assert row.values["ours"] == statistics.median(found["makespan_s"]["ours"])
     over = [a / b for a, b in zip(found["makespan_s"]["ours"], found["makespan_s"]["bound"], strict=True)]
     assert row.notes["ours"] == f"{np.median(over):.3f} x its bound"
-    placed = zip(found["makespan_s"]["ours, placed, split"], found["free"]["bound"], strict=True)
+    placed = zip(found["makespan_s"]["ours, placed, split"], found["free"]["ours, placed, split"], strict=True)
     assert row.notes["ours, placed, split"] == f"{np.median([a / b for a, b in placed]):.3f} x its bound"
 
 
