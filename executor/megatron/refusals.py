@@ -10,9 +10,7 @@ from dynapipe_ext.errors import ConfigError
 _NO_FSDP = (
     "use Megatron's DistributedDataParallel with the distributed optimizer; FSDP gathers in the order of micro-batches"
 )
-_ONE_INSTANCE = (
-    "give 1: with more, buckets whose reductions a plan starts would be reduced again at the end of the step"
-)
+_INSTANCES = "num_distributed_optimizer_instances"
 
 # Settings of a TransformerConfig that another schedule than Megatron's own cannot follow, and what to do instead.
 UNSUPPORTED_CONFIG: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -44,7 +42,10 @@ UNSUPPORTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_megatron_fsdp": ((False,), _NO_FSDP),
     "use_torch_fsdp2": ((False,), _NO_FSDP),
     "use_tp_pp_dp_mapping": ((False,), "leave it out: ranks are taken in the order tp-cp-ep-dp-pp"),
-    "num_distributed_optimizer_instances": ((1,), _ONE_INSTANCE),
+    _INSTANCES: (
+        (1,),
+        "give 1: with more, buckets whose reductions a plan starts would be reduced again at the end of the step",
+    ),
     "perform_rl_step": ((False,), "leave it out: reinforcement learning makes its micro-batches itself"),
 }
 
@@ -112,7 +113,7 @@ def check_config(config: Any, chunks: Sequence[Any]) -> None:
     _check(config, UNSUPPORTED_CONFIG)
     for chunk in chunks:
         ddp_config = getattr(chunk, "ddp_config", None)
-        _check(ddp_config, {"num_distributed_optimizer_instances": ((1,), _ONE_INSTANCE)})
+        _check(ddp_config, {_INSTANCES: UNSUPPORTED_ARGUMENTS[_INSTANCES]})
         if getattr(ddp_config, "use_megatron_fsdp", False) or "FSDP" in type(chunk).__name__:
             raise ConfigError(f"the model is a {type(chunk).__name__}, sharded by FSDP: {_NO_FSDP}")
 

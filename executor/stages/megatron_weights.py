@@ -31,7 +31,8 @@ def global_names(model: Any, named: Iterable[tuple[str, Any]] | None = None) -> 
     """A part's parameters, or what else is `named`, by their names in the whole model: layers number themselves."""
     sides = (getattr(getattr(model, side, None), "layers", ()) for side in ("decoder", "encoder"))
     first = [layers[0].layer_number - 1 if layers else 0 for layers in sides]
-    return ((global_name(name, *first), parameter) for name, parameter in named or model.named_parameters())
+    own = model.named_parameters() if named is None else named
+    return ((global_name(name, *first), parameter) for name, parameter in own)
 
 
 def held_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
