@@ -208,7 +208,7 @@ def run_local(
     ranks: list[Supervised] = []
     with ending_signals_raise(), stacks_asked_for() as asked, ScratchDirectory() as scratch:
         init_method = f"file://{scratch.path / 'rendezvous'}"  # torch takes the path as it is, with no %20
-        port = free_port()
+        port = free_port()  # for libraries that insist on one: ranks meet in a file
         try:
             with ending_signals_blocked():  # a rank that is not in the list yet would be forgotten
                 for rank in range(world_size):

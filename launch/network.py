@@ -86,9 +86,8 @@ def _is_loopback(name: str, address: str) -> bool:
     return name == "lo" or address.startswith("127.") or address in ("::1",)
 
 
-def free_port() -> int:
-    """A loopback port that nobody listens on now, for libraries that insist on one; ranks meet in a file."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of an address of this machine that nobody listens on now, for who must name one beforehand."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         port: int = probe.getsockname()[1]
         return port

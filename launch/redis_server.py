@@ -21,6 +21,7 @@ from dynapipe_ext.errors import ConfigError, StoreError
 from dynapipe_ext.executor.parent_death import before_exec, ends_within
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.executor.wire import MAX_PLAN_BYTES
+from dynapipe_ext.launch.network import free_port
 from dynapipe_ext.launch.scratch import ScratchDirectory
 from dynapipe_ext.launch.store_certificate import make_certificate
 
@@ -94,7 +95,7 @@ class RedisServer:
             raise ConfigError(f"the store's port is {port} but must be in 1..65535")
         binaries = _server_binaries(binary)
         self._tls_host = tls_host
-        self._port = _free_port(tls_host) if tls_host and port is None else port
+        self._port = free_port(tls_host) if tls_host and port is None else port
         self._owner_pid = os.getpid()
         self._scratch = _scratch_for_socket(directory)
         self._socket = self._scratch.path / "store.sock"
@@ -301,12 +302,6 @@ def _scratch_for_socket(directory: Path | None) -> ScratchDirectory:
         return scratch
     scratch.close()
     return ScratchDirectory(Path("/tmp"))
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _say(text: str) -> None:

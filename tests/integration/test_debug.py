@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from dynapipe_ext.costs.interchange import cost_model_to_json, read_cost_file
 from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
+from dynapipe_ext.launch.network import free_port
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.tools.account.report import RunReport
 from tests.support.preloaded import Preloaded
@@ -52,9 +52,7 @@ def folder(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Pa
     config = TrainConfig.read(folder / "settings.toml")
     costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=1e7, overhead_ns=0)
     (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))  # this machine is much faster
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    port = free_port()
     with RedisServer(port=port) as server:
         variables = {
             "GLOO_SOCKET_IFNAME": "lo",

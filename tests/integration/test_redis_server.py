@@ -18,6 +18,7 @@ import pytest
 from dynapipe_ext.errors import ConfigError, StoreError
 from dynapipe_ext.executor.store.address import StoreAddress
 from dynapipe_ext.launch import redis_server as module
+from dynapipe_ext.launch.network import free_port
 from dynapipe_ext.launch.redis_server import RedisServer, find_server_binary
 
 
@@ -30,12 +31,6 @@ def ask(address: StoreAddress, *commands: str) -> str:
         connection.sendall("".join(f"{command}\r\n" for command in (*commands, "QUIT")).encode())
         with connection.makefile("rb") as stream:
             return stream.read().decode()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_it_answers_with_the_password_and_refuses_without() -> None:

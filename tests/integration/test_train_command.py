@@ -7,7 +7,6 @@ import lzma
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
+from dynapipe_ext.launch.network import free_port
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import read_events
@@ -328,7 +328,7 @@ def test_torchrun_trains_as_the_launcher_does(
     assert sum(taken.layers_per_stage) == 4
     report = report_of(tmp_path / "embedded")
     assert report["layers_per_stage"] == list(taken.layers_per_stage)
-    port = _free_port()
+    port = free_port()
     with RedisServer(port=port) as server:
         monkeypatch.setenv("DYNAPIPE_STORE_PASSWORD", server.address.password or "")
         launched = train("--store", f"redis://127.0.0.1:{port}", config=tmp_path / "auto.toml")
@@ -339,10 +339,3 @@ def test_torchrun_trains_as_the_launcher_does(
 def torchrun(num_ranks: int, config: Path) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return run([*words, "-m", "dynapipe_ext.launch.train", "--config", str(config)])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
