@@ -23,6 +23,7 @@ def named_files(config: TrainConfig) -> dict[str, str]:
         "[data] tokenizer": data.tokenizer,
         "[eval] path": config.eval.path,
         "[plan] costs": config.plan.costs,
+        "[deepspeed] config": config.deepspeed.config,
     }
     return {setting: path for setting, path in named.items() if path}
 

@@ -158,39 +158,45 @@ def _parts(
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """Samples of the whole data, in order, that have a weight together: a file's or a task's."""
+class _Shares:
+    """Files or tasks with weights, and of each sample of the whole data the number of its own."""
 
-    name: str
-    weight: Fraction
-    samples: npt.NDArray[np.int64]
+    names: Sequence[str]
+    weights: Sequence[Fraction]
+    of_sample: npt.NDArray[np.int64]
+
+    def counts(self, samples: npt.NDArray[np.int64] | slice = slice(None)) -> npt.NDArray[np.int64]:
+        """How many of these samples each share has."""
+        return np.bincount(self.of_sample[samples], minlength=len(self.names))
 
 
-def _shares(config: TrainConfig, whole: TokenDataset) -> list[_Share]:
+def _shares(config: TrainConfig, whole: TokenDataset) -> _Shares | None:
     """None where nothing has a weight."""
     files, weights = weighted_files(config.data.mixture), _tasks(config).weights
     if weights:
-        of_task = (np.flatnonzero(whole.task_ids == number) for number in range(len(whole.tasks)))
-        return [_Share(f"task {task}", weights[task], found) for task, found in zip(whole.tasks, of_task, strict=True)]
+        names = [f"task {task}" for task in whole.tasks]
+        return _Shares(names, [weights[task] for task in whole.tasks], np.asarray(whole.task_ids, np.int64))
     if len(files) < 2 or not files[0].weight:
-        return []
-    of_file = np.split(np.arange(len(whole)), np.cumsum(whole.file_sizes)[:-1])
-    return [_Share(file.path, file.weight, found) for file, found in zip(files, of_file, strict=True)]
+        return None
+    of_sample = np.repeat(np.arange(len(files)), whole.file_sizes)
+    return _Shares([file.path for file in files], [file.weight for file in files], of_sample)
 
 
 def _mixed(config: TrainConfig, part: TokenDataset | SampleSubset) -> TokenDataset | SampleSubset:
     """The samples of an epoch, where files or tasks have weights: a function of these, of the data and the seed."""
     whole = part.whole if isinstance(part, SampleSubset) else part
     shares = _shares(config, whole)
-    if not shares:
+    if shares is None:
         return part
-    parts = [share.samples for share in shares]
-    if isinstance(part, SampleSubset):
-        parts = [np.intersect1d(samples, part.indices, assume_unique=True) for samples in parts]
-    if empty := [share.name for share, samples in zip(shares, parts, strict=True) if not len(samples)]:
-        raise ConfigError(f"{empty[0]} has no samples left to train on: lower [eval] fraction")
-    names, weights = [share.name for share in shares], [share.weight for share in shares]
-    return SampleSubset.of(whole, samples_of_epoch(parts, weights, names=names, seed=config.run.seed))
+    indices = np.sort(part.indices) if isinstance(part, SampleSubset) else np.arange(len(whole))
+    grouped, counts = indices[np.argsort(shares.of_sample[indices], kind="stable")], shares.counts(indices)
+    if not counts.all():
+        raise ConfigError(
+            f"{shares.names[int(counts.argmin())]} has no samples left to train on: lower [eval] fraction"
+        )
+    parts = np.split(grouped, np.cumsum(counts)[:-1])
+    drawn = samples_of_epoch(parts, shares.weights, names=shares.names, seed=config.run.seed)
+    return SampleSubset.of(whole, drawn)
 
 
 def data_lines(config: TrainConfig, data: RunData) -> list[str]:
@@ -202,10 +208,10 @@ def data_lines(config: TrainConfig, data: RunData) -> list[str]:
     lines = [f"data: {counted(len(whole), 'sample')}, {tokens}{truncated}"]
     part = data.train.data if isinstance(data.train, PairDataset) else data.train
     indices = part.indices if isinstance(part, SampleSubset) else np.arange(len(whole))
-    for share in _shares(config, whole):
-        drawn, size = int(np.isin(indices, share.samples).sum()), len(share.samples)
-        percents = percent(drawn / len(data.train))
-        lines.append(f"  {share.name}: {percents} of the samples, {drawn / size:.3g} times its {size:,} an epoch")
+    if shares := _shares(config, whole):
+        for name, drawn, size in zip(shares.names, shares.counts(indices), shares.counts(), strict=True):
+            percents = percent(drawn / len(data.train))
+            lines.append(f"  {name}: {percents} of the samples, {drawn / size:.3g} times its {size:,} an epoch")
     if data.held_out is not None:
         tokens = counted(int(data.held_out.lengths[:, :2].sum()), "token")
         lines.append(f"held out for evaluation: {counted(len(data.held_out), 'sample')}, {tokens}")

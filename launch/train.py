@@ -212,9 +212,10 @@ def _run(
     config = settled_steps(config, data.train.lengths)
     if job.resumed is not None:
         refuse_done(job.resumed, config)
-        refuse_other_data(job.resumed, config, data)
     agreed = cost_model_from_json(shared["costs"])
     if job.costs is None:  # dynapipe train has checked this before it forked the ranks
+        if job.resumed is not None:
+            refuse_other_data(job.resumed, config, data)
         check_data(data, lambda lengths: check_batches(config, lengths))
         check_data(data, lambda lengths: check_fits(config, agreed, lengths))
     patience_s = store_patience_s(config.job.timeout_s)

@@ -15,7 +15,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,10 @@ import numpy as np
 from dynapipe_ext.config_values import refuse_unknown
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.length_bounds import SideBounds, TaskBounds
-from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.errors import ConfigError, DataError, check_integer, short
 from dynapipe_ext.suggestion import did_you_mean
 
 _INPUT, _TARGET, _WEIGHT = "max_input_len", "max_target_len", "weight"
-_MOST_TOKENS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +44,8 @@ def read_tasks(path: str, others: SideBounds) -> Tasks:
 
     Errors: ConfigError naming file, task and value.
     """
-    if min(others.input, others.target) < 0 or max(others.input, others.target) > _MOST_TOKENS:
-        raise ConfigError(
-            f"{_INPUT} is {others.input} and {_TARGET} {others.target} but both must be at least 0, at most"
-            f" {_MOST_TOKENS:,}: 0 is no bound"
-        )
+    for name, most in _sides(others):
+        check_integer(name, most, least=0)
     if not path:
         return Tasks(TaskBounds(others))
     named, weights = {}, {}
@@ -58,8 +54,10 @@ def read_tasks(path: str, others: SideBounds) -> Tasks:
         if not isinstance(table, dict):
             raise ConfigError(f"{where} is {short(table)} but must be a table with {_INPUT}, {_TARGET} or {_WEIGHT}")
         refuse_unknown(table, (_INPUT, _TARGET, _WEIGHT), where)
-        sides = (_tokens(table.get(name, most), f"{where}: {name}") for name, most in _sides(others))
-        named[task] = SideBounds(*sides)
+        sides = {name: table.get(name, most) for name, most in _sides(others)}
+        for name, most in sides.items():
+            check_integer(f"{where}: {name}", most, least=0)
+        named[task] = SideBounds(*sides.values())
         if _WEIGHT in table:
             weights[task] = _weight(table[_WEIGHT], f"{where}: {_WEIGHT}")
     if not named:
@@ -96,16 +94,14 @@ def check_tasks(tasks: Tasks, data: TokenDataset) -> None:
             f"{data.directory} holds chats, whose turns are no input and target: leave out {_INPUT} and {_TARGET}"
         )
     targets = data.lengths[:, 0] + 1 - data.first_target
-    for number, task in enumerate(data.tasks):
-        sides, of_task = tasks.bounds.of(task), np.flatnonzero(data.task_ids == number)
-        bounded = [("input", sides.input, data.first_target), ("target", sides.target, targets)]
-        for side, most, counts in bounded:
-            longer = of_task[(counts[of_task] > most) & (most > 0)]
-            if len(longer):
-                raise DataError(
-                    f"{data.directory}: sample {longer[0]} (task {task!r}) has {counts[longer[0]]} {side} tokens but"
-                    f" max_{side}_len is {most}: raise it, or prepare the data again with it and --truncate"
-                )
+    sides = np.array([astuple(tasks.bounds.of(task)) for task in data.tasks], np.int64)[data.task_ids]
+    for side, most, counts in zip(("input", "target"), sides.T, (data.first_target, targets), strict=True):
+        for sample in np.flatnonzero((most > 0) & (counts > most))[:1]:
+            raise DataError(
+                f"{data.directory}: sample {sample} (task {data.tasks[data.task_ids[sample]]!r}) has"
+                f" {counts[sample]} {side} tokens but max_{side}_len is {most[sample]}: raise it, or prepare the data"
+                " again with it and --truncate"
+            )
 
 
 def _sides(others: SideBounds) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -121,12 +117,6 @@ def _tables(path: str) -> dict[str, Any]:
     if not isinstance(tables, dict):
         raise ConfigError(f"{path} must hold an object of tasks, but holds {short(tables)}")
     return tables
-
-
-def _tokens(value: object, where: str) -> int:
-    if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
-        raise ConfigError(f"{where} is {short(value)} but must be a number of tokens, or 0 for no bound")
-    return value
 
 
 def _weight(value: object, where: str) -> Fraction:

@@ -267,10 +267,8 @@ def world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         num_replicas = int(distributed.get_world_size()) if in_use else 1
     if rank is None:
         rank = int(distributed.get_rank()) if in_use else 0
-    check_integer("num_replicas", num_replicas, least=0)
-    check_integer("rank", rank, least=-1)
-    if num_replicas < 1 or not 0 <= rank < num_replicas:
-        raise ConfigError(f"rank is {rank} of num_replicas {num_replicas}: it must lie between 0 and one less")
+    check_integer("num_replicas", num_replicas, least=1)
+    check_integer("rank", rank, least=0, most=num_replicas - 1)
     return num_replicas, rank
 
 

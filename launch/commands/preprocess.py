@@ -170,7 +170,10 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - started_s
     if args.tasks:
         found = {task: None for _, target in parts for task in TokenDataset.open(target).tasks}
-        if said := unknown_tasks(chosen_tasks(args), found):
+        tasks = chosen_tasks(args)
+        if tasks.weights:
+            console.print("note: weights of tasks are for dynapipe train --tasks: a prepared folder keeps none")
+        if said := unknown_tasks(tasks, found):
             console.print(f"warning: {said}", soft_wrap=True)
     _report(
         args,

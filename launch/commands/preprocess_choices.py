@@ -72,6 +72,8 @@ def _refuse_together(args: argparse.Namespace) -> None:
     flags = [f"--{name.replace('_', '-')}" for name in of_records]
     if args.output_prefix is not None and args.pair_keys:
         raise ConfigError(".bin/.idx has no place for pairs of input and target: use --json-keys, or --output DIR")
+    if args.output_prefix is not None and args.tasks:
+        raise ConfigError("--tasks is for samples, which --output DIR has: .bin/.idx holds texts, by --json-keys")
     if args.output_prefix is not None and flags:
         raise ConfigError(f"{flags[0]} is for samples, which --output DIR has: .bin/.idx holds texts, by --json-keys")
     if args.output is not None and args.dataset_impl:

@@ -73,9 +73,9 @@ def test_a_bound_that_a_task_does_not_have_is_that_of_all_tasks_in_toml_and_json
     ("text", "said"),
     [
         ("[copy]\nmax_inputs_len = 3", r"task 'copy': unknown .*did you mean 'max_input_len'\?"),
-        ("[copy]\nmax_input_len = -1", "task 'copy': max_input_len is -1 but must be a number of tokens"),
-        ("[copy]\nmax_input_len = true", "max_input_len is True but must be a number of tokens"),
-        ("[copy]\nmax_input_len = 1.5", r"max_input_len is 1\.5 but must be a number of tokens"),
+        ("[copy]\nmax_input_len = -1", "task 'copy': max_input_len is -1 but must be an integer of at least 0"),
+        ("[copy]\nmax_input_len = true", "max_input_len is True but must be an integer of at least 0"),
+        ("[copy]\nmax_input_len = 1.5", r"max_input_len is 1\.5 but must be an integer of at least 0"),
         ("[copy]\nweight = nan", "weight is nan but must be a number above 0"),
         ("[copy]\nweight = 0", "weight is 0 but must be a number above 0"),
         ("[copy]\nweight = 1\n[sum]", "task 'sum' has no weight but other tasks have"),
