@@ -126,11 +126,11 @@ def forward_flops(architecture: Architecture, positions: Positions, *, causal: b
     per_square = 2 * (a.query_size + a.attended_size)
     if a.family != "t5":
         return ForwardFlops(
-            layers=2 * sum(len(layers) * _layer_weights(kind) for kind, layers in layer_kinds(a)) * p.encoder,
+            layers=2 * sum(len(layers) * _with_gates(kind) for kind, layers in layer_kinds(a)) * p.encoder,
             attention=a.num_layers * per_square * p.encoder_squares // half,
             head=head * p.encoder,
         )
-    layer, queries = _layer_weights(a), a.hidden_size * a.query_size
+    layer, queries = _with_gates(a), a.hidden_size * a.query_size
     keys, output = a.hidden_size * 2 * a.kv_size, queries
     cross = 2 * (queries + output) * p.decoder + 2 * keys * p.encoder
     return ForwardFlops(
@@ -141,12 +141,13 @@ def forward_flops(architecture: Architecture, positions: Positions, *, causal: b
     )
 
 
-def _layer_weights(a: Architecture) -> int:
-    """What a token is multiplied with in one layer of a model of equal ones."""
-    if not a.num_experts:
-        return a.attention_parameters + a.mlp_parameters
-    gates = a.num_experts + int(a.shared_expert_gate)
-    return a.attention_parameters + a.top_k * a.mlp_parameters + a.shared_parameters + a.hidden_size * gates
+def layer_weights(a: Architecture) -> int:
+    """What a token is multiplied with in one layer of a model of equal ones, choices of experts aside."""
+    return a.attention_parameters + (a.top_k or 1) * a.mlp_parameters + a.shared_parameters
+
+
+def _with_gates(a: Architecture) -> int:
+    return layer_weights(a) + a.hidden_size * (a.num_experts + int(a.shared_expert_gate))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from dynapipe_ext.models.architecture import Architecture
 
 
+@lru_cache(maxsize=64)
 def layer_kinds(architecture: Architecture) -> tuple[tuple[Architecture, range], ...]:
     """Runs of layers of one make, from the first on: the model as if all of its layers were such, and which they are.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
 from typing import Literal, get_args
@@ -49,11 +49,6 @@ class RowTime:
         tokens = max(1.0, two - one - 3 * squares)
         overhead_ns = max(0.0, one - tokens - squares)
         return cls(overhead_ns=overhead_ns, token_ns=tokens / x, square_ns=squares / x / x)
-
-    @property
-    def in_proportion(self) -> RowTime:
-        """As if time were proportional to tokens."""
-        return replace(self, square_ns=0.0)
 
     def work_ns(self, length: int, count: int) -> float:
         """Of a sample in so many pieces."""
@@ -117,7 +112,7 @@ class PieceCut:
 
     def rows(self, samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, rule: RowRule) -> list[MicroBatch]:
         """`carried_rows` of it."""
-        return carried_rows(samples, self.time if self.cut_by == "time" else self.time.in_proportion, evaluate, rule)
+        return carried_rows(samples, self.time if self.cut_by == "time" else RowTime(), evaluate, rule)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from dynapipe_ext.costs.states import StateRecipe
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import Cluster, Precision
+from dynapipe_ext.models.flops import layer_weights
 from dynapipe_ext.models.layer_kinds import layer_kinds
 from dynapipe_ext.models.memory import OFFLOADS, Offload
 from dynapipe_ext.plan import RECOMPUTES, Layout, Pieces, Recompute
@@ -217,7 +218,7 @@ def balanced_layers(a: Architecture, topology: Topology) -> tuple[int, ...]:
     num_stages = topology.num_stages
     if a.num_decoder_layers or num_stages == 1:
         return ()
-    each = [weights for kind, run in layer_kinds(a) for weights in [_taken_weights(kind)] * len(run)]
+    each = [weights for kind, run in layer_kinds(a) for weights in [layer_weights(kind)] * len(run)]
     before = [0.0, *accumulate(weights / each[-1] for weights in each)]  # in layers like the last
     head = a.vocab_size * a.hidden_size / each[-1]
     layers = [1] * num_stages
@@ -228,11 +229,6 @@ def balanced_layers(a: Architecture, topology: Topology) -> tuple[int, ...]:
         least = min(range(num_stages), key=lambda s: (round(work[s], 6), -s))
         layers[least] += 1
     return () if tuple(layers) == even else tuple(layers)
-
-
-def _taken_weights(a: Architecture) -> int:
-    """Weights of one layer that a token is multiplied with."""
-    return a.attention_parameters + (a.top_k or 1) * a.mlp_parameters + a.shared_parameters
 
 
 def _divisors(number: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from dynapipe_ext.tools.checkpoint.deepspeed.pipeline import read_pipeline
 from dynapipe_ext.tools.checkpoint.deepspeed.universal import is_universal, read_universal
 from dynapipe_ext.tools.checkpoint.deepspeed.whole import read_whole
 from dynapipe_ext.tools.checkpoint.deepspeed.zero import ZeroState, read_zero
+from dynapipe_ext.tools.checkpoint.formats import StateKind
 
 
 def read_tag(tag: Path, architecture: Architecture) -> DeepSpeedContents:
@@ -114,8 +114,10 @@ def _of_stages(tag: Path, models: Sequence[Path], optimizers: Mapping[tuple[int,
         for name, weight in contents.weights.items():
             if not same_bytes(weights.setdefault(name, weight), weight):
                 raise DataError(f"{tag}: {name} of pipeline rank {stage} differs from the copy of an earlier one")
-    kinds = {kind for contents in found for kind in contents.states}
-    states = {kind: dict(ChainMap(*(dict(contents.states.get(kind, {})) for contents in found))) for kind in kinds}
+    states: dict[StateKind, dict[str, SplitTensor]] = {}
+    for contents in found:
+        for kind, of_stage in contents.states.items():
+            states[kind] = {**of_stage, **states.get(kind, {})}
     notices = dict.fromkeys(notice for contents in found for notice in contents.notices)
     return replace(found[0], weights=weights, states=states, notices=tuple(notices))
 
