@@ -270,7 +270,7 @@ def test_one_forward_pass_is_measured_without_new_tokens(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (("--model", "absent"), "absent does not exist: give a model's folder, or its config.json"),
+        (("--model", "."), ". is no folder with a config.json"),
         (("--generate", "-1"), "-1 new tokens cannot be made"),
         (("--generate", "100"), "prompts of 64 tokens and 100 new ones are more than the model has positions"),
         (("--max-tokens", "63"), "max_tokens is 63, less than one text of max_length 64"),

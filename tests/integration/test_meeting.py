@@ -22,10 +22,10 @@ def test_a_rank_that_prepares_for_longer_than_a_connection_may_take_is_waited_fo
         meeting = Meeting(env, limit_s=30.0)
         for what in ("meeting", "preparation"):
             if env.rank == 1:
-                time.sleep(1.5)  # the work that others wait for
+                time.sleep(4.0)  # the work that others wait for
             meeting.arrive(what)
             if what == "meeting":
-                meeting.connect(CPU, timeout_s=1.0)
+                meeting.connect(CPU, timeout_s=3.0)
         total = torch.tensor([env.rank])
         dist.all_reduce(total)
         return int(total)
@@ -35,7 +35,7 @@ def test_a_rank_that_prepares_for_longer_than_a_connection_may_take_is_waited_fo
 
 def test_ranks_that_never_arrive_are_named(run_ranks):
     def main(env):
-        meeting = Meeting(env, limit_s=1.0)
+        meeting = Meeting(env, limit_s=4.0)
         if env.rank in (1, 2):
             return ""
         with pytest.raises(ExecutionError) as caught:
@@ -44,7 +44,7 @@ def test_ranks_that_never_arrive_are_named(run_ranks):
 
     said = run_ranks(4, main)
     for rank in (0, 3):
-        assert said[rank].startswith(f"preparation of the data: rank {rank} waited 1 s for ranks 1, 2: look at what")
+        assert said[rank].startswith(f"preparation of the data: rank {rank} waited 4 s for ranks 1, 2: look at what")
 
 
 @pytest.mark.parametrize("answers", ["nothing", "swallows"])

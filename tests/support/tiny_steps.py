@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,4 +74,5 @@ def learned(
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert set(found) == set(expected)
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()), msg=name)
+        largest, said = float(gradient.abs().max()), partial("{}: {}".format, name)
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5 * largest, msg=said)
