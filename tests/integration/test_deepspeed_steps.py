@@ -254,9 +254,11 @@ def test_micro_batches_vary_and_a_replica_may_have_none_where_gradients_are_redu
 
 @pytest.mark.parametrize("name", [name for name in ENGINES | PIPELINES if "bf16" in name])
 def test_bfloat16_engines_come_as_close_as_bfloat16_does(ran, plain, name):
+    # Without grad_accum_dtype an engine of ZeRO 0 sums gradients over micro-batches in bfloat16, the others in fp32.
+    rel = 2e-2 if "data_types" in ALL[name].others else 3e-2
     for told, _ in ran:
         expected = plain[ALL[name].fewer]
-        assert [loss for loss, _, _ in told[name]] == pytest.approx([loss for loss, _ in expected], rel=2e-2)
+        assert [loss for loss, _, _ in told[name]] == pytest.approx([loss for loss, _ in expected], rel=rel)
         assert told[name][0][1] == pytest.approx(expected[0][1], rel=0.03)  # a wrong division is a factor
 
 
