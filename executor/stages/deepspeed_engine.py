@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from dynapipe_ext.executor.checkpoints.manifest import OptimizerPlace
 from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.collectives import named_collectives
 from dynapipe_ext.executor.stages.deepspeed_groups import ModelParallelUnit
+from dynapipe_ext.executor.stages.megatron_cpu import uncompiled
 from dynapipe_ext.executor.stages.megatron_optimizer import learning_rates
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.executor.update import ExecutedStep, Refused, SkipPolicy
@@ -32,13 +34,12 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: Par
     """
     logging.disable(logging.WARNING)  # that there is no accelerator, from every rank
     import deepspeed
-    import deepspeed.ops
 
     logging.disable(logging.NOTSET)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of what DeepSpeed calls
     deepspeed.utils.logger.setLevel(logging.WARNING if dist.get_rank() == 0 else logging.ERROR)
     if parallel.device.type == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        compile_nothing()
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -55,6 +56,16 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: Par
     except (ValueError, AssertionError) as error:  # as it has them for fields of a section and names of classes
         raise ConfigError(f"DeepSpeed refuses its configuration, so correct the file: {in_one_line(error)}") from error
     return engine
+
+
+def compile_nothing() -> None:
+    """Have DeepSpeed's engines on a CPU start without a compiler: of an extension for sums over a machine's ranks, and
+    torch's, which takes 3 s of each rank to load and comes with an optimizer that engines import to know it."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with uncompiled(), suppress(ImportError):  # older ones do not have it
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def leave_to_other_stage(weight: torch.nn.Parameter) -> None:

@@ -8,6 +8,7 @@ nothing), which is why nothing here happens at import.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import sys
@@ -130,16 +131,21 @@ def install() -> bool:
 
 def _import_megatron_uncompiled() -> None:
     """Megatron decorates small functions with torch.compile at import: minutes of C++ compilation on a CPU."""
-    import torch._dynamo  # torch.optim needs it; its tables must be built before anything is redirected
+    importlib.import_module("torch._dynamo")  # for torch.optim; its tables are built before anything is redirected
+    with uncompiled(), warnings.catch_warnings(), triton_named():
+        warnings.simplefilter("ignore")  # on what Transformer Engine and Apex would do, which need CUDA
+        from megatron.core import jit
 
+        jit.disable_jit_fuser()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, `torch.compile` leaves functions as they are."""
     compile_function = torch.compile
     torch.compile = lambda function, *_, **__: function  # type: ignore[assignment]
     try:
-        with warnings.catch_warnings(), triton_named():
-            warnings.simplefilter("ignore")  # on what Transformer Engine and Apex would do, which need CUDA
-            from megatron.core import jit
-
-            jit.disable_jit_fuser()
+        yield
     finally:
         torch.compile = compile_function
 

@@ -341,7 +341,7 @@ def test_there_is_no_batch_bound_of_an_unknown_model_or_of_a_sample_that_cannot_
 PLACEMENTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 1, 0)}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     stages=st.sampled_from(sorted(PLACEMENTS)),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dynapipe_ext.costs.grid import Grid
 
-STEADY = settings(deadline=None, derandomize=True)
+STEADY = settings(derandomize=True)
 AXES = st.lists(st.integers(1, 500), min_size=2, max_size=4, unique=True).map(sorted)
 
 

@@ -89,7 +89,7 @@ def lowered(seed: int, stage_ranks: tuple[int, ...], num_micro_batches: int):
 plans = st.tuples(st.integers(0, 10**6), st.sampled_from(PLACEMENTS), st.integers(1, 6))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(plans)
 def test_every_schedule_that_simulates_lowers_to_a_plan_that_is_proven(drawn):
     schedule, programs = lowered(*drawn)
@@ -97,7 +97,7 @@ def test_every_schedule_that_simulates_lowers_to_a_plan_that_is_proven(drawn):
     assert (max(peaks) > 0) == (len(set(schedule.stage_ranks)) > 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(plans)
 def test_every_send_has_one_recv_in_the_same_place_of_its_queue(drawn):
     _, programs = lowered(*drawn)
@@ -115,7 +115,7 @@ def test_every_send_has_one_recv_in_the_same_place_of_its_queue(drawn):
     assert all(channel == (sender > receiver) for sender, receiver, channel in sends)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(plans)
 def test_each_rank_runs_exactly_its_schedule_and_loads_each_micro_batch_once(drawn):
     schedule, programs = lowered(*drawn)
@@ -157,7 +157,7 @@ def damaged(rng: random.Random, programs):
     return [*programs[:rank], tuple(program), *programs[rank + 1 :]]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(plans, st.integers(0, 10**6))
 def test_a_damaged_plan_is_refused(drawn, seed):
     schedule, programs = lowered(*drawn)
@@ -214,7 +214,7 @@ def test_a_transfer_that_the_other_side_never_posts_is_named():
         verify([[i for i in without_send if isinstance(i, Load | Forward)], programs[1]], schedule.stage_ranks, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=24), st.integers(1, 4), st.floats(1.0, 3.0))
 def test_no_published_plan_exceeds_the_limit_with_its_buffers_in_flight(lengths, num_stages, room):
     """The limit is what one micro-batch needs alone, with its buffers, times some room."""

@@ -28,7 +28,7 @@ COSTS = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.5, overhead_ns=30
 BY_SHAPE, BY_BATCH = shape_evaluate(COSTS, min_in_flight=3), micro_batch_evaluate(COSTS, min_in_flight=3)
 # An overhead worth several samples, so that splits differ in more than the longest sample.
 MERGING = shape_evaluate(TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=30_000))
-STEADY = settings(deadline=None, derandomize=True)
+STEADY = settings(derandomize=True)
 LENGTH = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 400))
 
 

@@ -13,7 +13,7 @@ from dynapipe_ext.tools.check.recomputed_bounds import replica_bounds_ns
 PLACEMENTS = {1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (0, 1, 1, 0)}
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10**6),
     stages=st.sampled_from(sorted(PLACEMENTS)),

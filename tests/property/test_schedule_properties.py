@@ -125,7 +125,6 @@ def fixpoint_ends(schedule: PipelineSchedule, costs: MicroBatchCosts) -> dict[Ac
     return ends if len(ends) == sum(map(len, schedule.ranks)) else None
 
 
-@settings(deadline=None)
 @given(random_costs(), st.integers(0, 2**32), st.booleans())
 def test_the_simulation_agrees_to_the_digit_with_a_fixpoint_of_the_rules(
     costs: MicroBatchCosts, seed: int, split: bool
@@ -138,7 +137,6 @@ def test_the_simulation_agrees_to_the_digit_with_a_fixpoint_of_the_rules(
     assert makespan_ns(schedule, costs) == max(ends.values(), default=0)
 
 
-@settings(deadline=None)
 @given(random_costs(4, 4), st.integers(0, 2**32), st.booleans())
 def test_shuffled_lists_deadlock_in_the_simulation_exactly_where_the_fixpoint_and_the_validator_say(
     costs: MicroBatchCosts, seed: int, split: bool
@@ -161,7 +159,6 @@ def test_shuffled_lists_deadlock_in_the_simulation_exactly_where_the_fixpoint_an
         validate(schedule, costs.num_micro_batches)
 
 
-@settings(deadline=None)
 @given(random_costs(), st.integers(0, 2**32), st.integers(1, 6))
 def test_ranks_that_share_cores_are_never_faster_and_waste_nothing(
     costs: MicroBatchCosts, seed: int, cores: int
@@ -176,7 +173,6 @@ def test_ranks_that_share_cores_are_never_faster_and_waste_nothing(
         assert shared.makespan_s * 1e9 <= work_ns + len(shared.spans) + 1  # each end is rounded up by less than 1 ns
 
 
-@settings(deadline=None)
 @given(random_costs(), st.integers(0, 2**32))
 def test_sharing_with_a_core_per_rank_is_the_plain_simulation(costs: MicroBatchCosts, seed: int) -> None:
     schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=True)
@@ -184,7 +180,6 @@ def test_sharing_with_a_core_per_rank_is_the_plain_simulation(costs: MicroBatchC
     assert shared == simulate(schedule, costs)
 
 
-@settings(deadline=None)
 @given(random_costs(), st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 3))
 def test_replicas_that_share_cores_take_their_work_over_the_cores_and_their_tp_ranks_count(
     costs: MicroBatchCosts, seed: int, cores: int, tp: int
@@ -201,7 +196,6 @@ def test_replicas_that_share_cores_take_their_work_over_the_cores_and_their_tp_r
     assert same == simulate(schedule, costs)
 
 
-@settings(deadline=None)
 @given(random_costs(), st.integers(0, 2**32), st.sampled_from(["FBI", "F", "", "FBIW"]))
 def test_peak_bytes_are_the_largest_sum_over_what_is_held_at_any_action(
     costs: MicroBatchCosts, seed: int, kinds: str
@@ -226,7 +220,7 @@ def test_peak_bytes_are_the_largest_sum_over_what_is_held_at_any_action(
         )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(random_costs(), st.integers(0, 2**32), st.booleans())
 def test_no_schedule_beats_the_lower_bound_of_its_placement(costs: MicroBatchCosts, seed: int, split: bool) -> None:
     schedule = random_schedule(seed, costs.num_stages, costs.num_micro_batches, split=split)
@@ -237,7 +231,6 @@ def test_no_schedule_beats_the_lower_bound_of_its_placement(costs: MicroBatchCos
     assert lower_bound_ns(schedule, costs, split=True) <= lower_bound_ns(schedule, costs, split=False)
 
 
-@settings(deadline=None)
 @given(random_costs(), st.booleans())
 def test_the_bound_includes_each_ranks_work_and_each_micro_batchs_chain(costs: MicroBatchCosts, split: bool) -> None:
     """The heads-and-tails and chain bounds in closed form, for a linear placement."""
@@ -258,7 +251,6 @@ def test_the_bound_includes_each_ranks_work_and_each_micro_batchs_chain(costs: M
     assert lower_bound_ns(range(stages), costs, split=split) >= simple
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=6))
 def test_the_preemptive_bound_is_the_largest_over_subsets_of_head_work_and_tail(
     jobs: list[tuple[int, int, int]],
@@ -275,7 +267,7 @@ def needed_bytes(costs: MicroBatchCosts) -> int:
     return int(max(costs.static_bytes.max(), alone.max(initial=0)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(random_costs(), st.floats(0, 1), st.integers(0, 2**32), st.sampled_from(["FBI", "F"]))
 def test_cyclic_is_a_whole_order_that_keeps_the_limit_and_the_injection_order(
     costs: MicroBatchCosts, slack: float, seed: int, working_in: Literal["FBI", "F"]
@@ -295,7 +287,6 @@ def test_cyclic_is_a_whole_order_that_keeps_the_limit_and_the_injection_order(
         assert max(inside, default=0) <= 2 * (stages - stage) - 1
 
 
-@settings(deadline=None)
 @given(random_costs(), st.floats(0, 1))
 def test_the_best_order_of_clusters_is_no_slower_than_any_of_them(costs: MicroBatchCosts, slack: float) -> None:
     """Three parts of the micro-batches by their time on the stage where it is largest, as even as can be."""
@@ -311,7 +302,6 @@ def test_the_best_order_of_clusters_is_no_slower_than_any_of_them(costs: MicroBa
     assert makespan_ns(found, costs) == min(makespan_ns(schedule, costs) for schedule in possible)
 
 
-@settings(deadline=None)
 @given(random_costs(), st.floats(0, 1), st.booleans())
 def test_every_dispatch_rule_makes_a_whole_order_within_the_limit(
     costs: MicroBatchCosts, slack: float, split: bool
@@ -343,7 +333,6 @@ def test_every_dispatch_rule_makes_a_whole_order_within_the_limit(
         assert split or rule.rhythm == 2 or makespan_ns(found, costs) == makespan
 
 
-@settings(deadline=None)
 @given(random_costs())
 def test_a_micro_batch_that_does_not_fit_alone_is_refused_and_one_that_just_does_is_taken(
     costs: MicroBatchCosts,
@@ -364,7 +353,7 @@ def _largest(costs: MicroBatchCosts) -> int:
     return int(np.unravel_index(need.argmax(), need.shape)[1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(random_costs(), st.floats(0, 1), st.integers(0, 2**64 - 1), st.integers(0, 12), st.booleans())
 def test_the_search_is_repeatable_and_never_worse_than_its_start(
     costs: MicroBatchCosts, slack: float, seed: int, effort: int, split: bool
@@ -377,7 +366,6 @@ def test_the_search_is_repeatable_and_never_worse_than_its_start(
     assert makespan_ns(found, costs) >= lower_bound_ns(found, costs, split=split, memory_limit_bytes=limit)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 12))
 def test_lines_of_actions_round_trip(seed: int, stages: int, num: int) -> None:
     schedule = random_schedule(seed, stages, num, split=True)

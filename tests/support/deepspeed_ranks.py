@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import deepspeed.ops
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -25,12 +24,12 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from dynapipe_ext.executor.stages.deepspeed_engine import compile_nothing
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.env import RankEnv
 from tests.support.checkpoints import tiny
 
-# Without this the first process group compiles an extension, and a killed compilation hangs every later run.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+compile_nothing()  # a killed compilation hangs every later run
 
 VOCAB, TIMEOUT_S = 101, 120
 

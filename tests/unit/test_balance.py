@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.splits.balance import assign_replicas, karmarkar_karp, load_floor
 
-STEADY = settings(deadline=None, derandomize=True)
+STEADY = settings(derandomize=True)
 
 
 def heavy_tail(name: str, num_items: int, num_replicas: int, seed: int) -> list[int]:

@@ -59,7 +59,7 @@ def tensors(length: int, generator: torch.Generator, dtype: torch.dtype = torch.
     return [torch.randn(length, heads, WIDTH, generator=generator, dtype=torch.float64).to(dtype) for heads in HEADS]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 def test_pieces_attend_and_learn_as_the_whole_sample_does(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=2, max_size=5))

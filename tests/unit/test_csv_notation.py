@@ -43,7 +43,7 @@ def valid_schedules(draw: st.DrawFn) -> PipelineSchedule:
     return PipelineSchedule("drawn", tuple(map(tuple, ranks)), placement)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(valid_schedules())
 def test_every_schedule_comes_back_with_its_placement(schedule: PipelineSchedule) -> None:
     validate(schedule, schedule.num_micro_batches)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynapipe_ext.errors import ConfigError, DataError
@@ -52,7 +52,6 @@ def complete(batches: RecordBatches, lengths: list[int]) -> bool:
     return sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 9), st.booleans())
 def test_fixed_size_fills_every_batch_but_the_last(lengths: list[int], batch_size: int, smart: bool) -> None:
     batches = fixed_size(lengths, batch_size, smart=smart)
@@ -62,7 +61,6 @@ def test_fixed_size_fills_every_batch_but_the_last(lengths: list[int], batch_siz
     assert order == (sorted(order, key=lambda i: (-lengths[i], i)) if smart else sorted(order))
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(30, 120), st.integers(0, 5), st.sampled_from([None, 1, 4]), st.booleans())
 def test_a_limit_is_kept_by_every_batch(
     lengths: list[int], limit: int, per_record: int, max_records: int | None, smart: bool
@@ -81,7 +79,6 @@ def test_a_limit_may_be_in_bytes() -> None:
     assert all(len(b) * (100_000 + 12_000 * max(lengths[i] for i in b)) <= 2_000_000 for b in batches)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(12, 40), st.integers(0, 4))
 def test_no_grouping_under_the_limit_has_fewer_batches(lengths: list[int], limit: int, per_record: int) -> None:
     limit += per_record
@@ -89,7 +86,6 @@ def test_no_grouping_under_the_limit_has_fewer_batches(lengths: list[int], limit
     assert len(limited(lengths, limit, per_record=per_record)) == best
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 12), min_size=1, max_size=8),
     st.integers(0, 5),
@@ -109,7 +105,6 @@ def test_no_grouping_under_the_length_difference_and_a_token_limit_has_fewer_bat
     assert len(batches) == fewest(lengths, allowed)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 12))
 def test_long_records_are_cut_and_every_token_is_in_one_piece(lengths: list[int], max_length: int) -> None:
     cut = pieces(lengths, max_length)
@@ -143,7 +138,6 @@ def test_an_arrangement_orders_batches_and_changes_none(descending: bool) -> Non
     assert sorted(by_records) == sorted(by_padding) == sorted(shuffled) == sorted(batches)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=9), min_size=1, max_size=6), st.integers(1, 4))
 def test_padding_is_on_the_side_asked_for_and_masked(rows: list[list[int]], multiple: int) -> None:
     for side in ("left", "right"):

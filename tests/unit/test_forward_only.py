@@ -54,7 +54,7 @@ def planner(
     return Planner(topology, costs, limit, **needed, **options).for_forwards()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 100), min_size=1, max_size=25),
     shape=st.sampled_from([(1, 1, ()), (2, 1, ()), (3, 2, ()), (4, 4, ()), (2, 2, (0, 1, 1, 0)), (2, 1, (0, 1, 0, 1))]),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynapipe_ext.config import TrainConfig
@@ -60,7 +60,6 @@ def test_runs_beside_each_other_share_what_was_tokenized_from_the_same_text_alik
     assert data_folder(config) != folder
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=4),
     st.integers(0, 2**64 - 1),

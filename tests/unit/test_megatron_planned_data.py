@@ -285,7 +285,7 @@ def test_conversations_teach_what_the_assistant_says(tmp_path: Path) -> None:
         split_source(Source(), "a,b")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     pp=st.integers(1, 4),
     chunks=st.sampled_from([1, 2]),

@@ -75,7 +75,7 @@ def test_every_spread_over_ranks_comes_back(name: str, tp: int, pp: int, publish
     across=st.booleans(),
     padding=st.integers(0, 3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_ranks_hold_makes_up_the_whole_again(
     rows: int, columns: int, tp: int, parts: int, across: bool, padding: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -82,7 +82,7 @@ def test_a_model_read_from_its_file_predicts_the_same_bits_with_numpy_alone(
     assert loaded == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 32), st.integers(2, LONGEST), st.integers(1, 2000), st.integers(1, LONGEST), st.integers(0, 500),
     st.integers(0, 100), st.booleans(),
@@ -188,7 +188,7 @@ def walked(limits: ShapeLimits, choice: Choice, fails: Callable[[Shape], bool], 
     return done
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.builds(
         lambda rows, length, times, count: ShapeLimits(

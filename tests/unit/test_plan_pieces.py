@@ -108,7 +108,7 @@ def test_the_readme_and_its_picture_tell_what_the_bench_found(root: Path) -> Non
         assert row["peak_gb"] <= 72
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=14), st.integers(0, 9), st.booleans())
 def test_auto_is_never_slower_than_whole_samples_and_never_under_its_bound(lengths, seed, split) -> None:
     both = [planner(p, seed=seed, split_backward=split).plan(sample_lengths(lengths)) for p in ("off", "auto")]
@@ -217,7 +217,7 @@ def test_a_pieces_stage_that_is_recomputed_keeps_what_it_received_and_carried_ke
     assert not stage.weight_ns.any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(2, 50_000),
     st.integers(1, 9000),

@@ -167,7 +167,7 @@ LENGTH = st.one_of(st.integers(1, 9), st.integers(1, 400))
 BATCH = st.lists(st.tuples(LENGTH, LENGTH), min_size=1, max_size=14)
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=300)
 @given(
     BATCH,
     st.booleans(),
@@ -252,7 +252,7 @@ def test_max_tokens_below_a_sample_is_refused_before_the_launch(layout: str, max
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(st.integers(1, 70), st.integers(8, 80), st.sampled_from([1, 8]))
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(derandomize=True, max_examples=60)
 def test_max_tokens_is_refused_exactly_where_the_planner_would(
     layout: str, longest: int, max_tokens: int, multiple: int
 ) -> None:

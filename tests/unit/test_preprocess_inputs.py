@@ -5,7 +5,7 @@ import json
 import lzma
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynapipe_ext.data.preprocessing import inputs
@@ -205,7 +205,6 @@ def test_a_line_longer_than_a_block_comes_whole(tmp_path, monkeypatch):
     assert [len(record["text"]) for _, record in read(path)] == [500, 1, 300]
 
 
-@settings(deadline=None)
 @given(
     lines=st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), min_size=1, max_size=30),
     block_bytes=st.integers(1, 60),

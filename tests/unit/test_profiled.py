@@ -87,7 +87,7 @@ def padded(rows: int, length: int, recompute: Recompute = "none") -> MicroBatch:
     return MicroBatch(tuple(SampleLength(i, length) for i in range(rows)), recompute=recompute)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.floats(1e-6, 1e-3), st.floats(1e-9, 1e-6), st.floats(1e-12, 1e-9), st.integers(0, 99))
 def test_a_surface_is_exact_where_costs_are_a_polynomial(a: float, b: float, c: float, seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -85,7 +85,7 @@ def token_costs(topology: Topology) -> TokenCosts:
 
 
 @pytest.mark.parametrize("make_costs", [cost_table, token_costs])
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_plan_beats_the_bound(bench: Any, make_costs: Any, data: st.DataObject) -> None:
     topology = Topology(pp=data.draw(st.integers(1, 3)), dp=data.draw(st.integers(1, 2)))

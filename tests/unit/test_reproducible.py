@@ -49,7 +49,7 @@ def test_exponentials_and_logarithms_are_those_of_the_library_to_the_last_places
     assert log([0.0, 1.0]).tolist() == [-np.inf, 0.0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SEEDS, st.integers(1, 12), st.integers(1, 5))
 def test_products_and_solutions_are_those_of_lapack(seed: int, size: int, columns: int) -> None:
     random = np.random.default_rng(seed)
@@ -61,7 +61,7 @@ def test_products_and_solutions_are_those_of_lapack(seed: int, size: int, column
     assert rank(np.concatenate([a, product(a, b)], axis=1)) == size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SEEDS, st.integers(1, 40), st.integers(1, 9), st.booleans())
 def test_non_negative_least_squares_are_as_near_as_scipys(seed: int, rows: int, columns: int, exact: bool) -> None:
     random = np.random.default_rng(seed)

@@ -11,7 +11,7 @@ from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, ReplicaPlan, check_cover
 from tests.bench.peer_rules import first_fit_in_order, verl_rule
 
-STEADY = settings(deadline=None, derandomize=True)
+STEADY = settings(derandomize=True)
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=60)
 
 

@@ -65,7 +65,7 @@ def test_every_bit_that_the_library_wrote_is_read(tmp_path: Path) -> None:
     shapes=st.lists(st.lists(st.integers(0, 4), max_size=4), max_size=5),
     kinds=st.lists(st.sampled_from(DTYPES), min_size=5, max_size=5),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_shapes_survive(shapes: list[list[int]], kinds: list[torch.dtype], tmp_path: Path) -> None:
     values = {f"é{i}": torch.ones(shape, dtype=kinds[i]) for i, shape in enumerate(shapes)}
     write_safetensors(tmp_path / "a", specs(values), values.items())

@@ -32,7 +32,7 @@ def work_ns(plan: StepPlan) -> int:
     return sum(int((costs.forward_ns + costs.backward_ns).sum()) for costs in plan.costs)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 300), min_size=2, max_size=8))
 def test_no_cut_of_the_sorted_samples_has_much_less_work(lengths: list[int]) -> None:
     samples = sorted(sample_lengths(lengths), key=lambda sample: sample.encoder)
