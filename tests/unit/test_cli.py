@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.launch import cli
+from dynapipe_ext.launch import cli, subcommands
 from dynapipe_ext.launch.cluster import JobError
 
 Define = Callable[[Callable[[], int]], None]
@@ -26,7 +27,7 @@ def define(monkeypatch: pytest.MonkeyPatch) -> Define:
         module.add_arguments = lambda parser: parser.add_argument("--steps", type=int)  # type: ignore[attr-defined]
         module.run = lambda args: body()  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "trial_command", module)
-        monkeypatch.setattr(cli, "SUBCOMMANDS", (cli.Subcommand("trial", "trial_command", "a trial"),))
+        monkeypatch.setattr(subcommands, "SUBCOMMANDS", (subcommands.Subcommand("trial", "trial_command", "a trial"),))
 
     return install
 
@@ -58,6 +59,20 @@ def test_a_failed_rank_decides_the_status(define: Define, capsys: pytest.Capture
 def test_an_interrupt_is_status_130_without_a_traceback(define: Define, capsys: pytest.CaptureFixture[str]) -> None:
     define(_raises(KeyboardInterrupt()))
     assert cli.main(["trial"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_while_the_command_is_imported_is_status_130_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == subcommands.__name__:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.delitem(sys.modules, subcommands.__name__)
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err == ""
 
 
