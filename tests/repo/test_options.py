@@ -104,9 +104,19 @@ for arguments in [*words, *(["convert", *one, "--to", "hf"] for one in mistaken)
         os._exit(0)
     assert os.wait()[1] == 0
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    (tmp_path / "here").mkdir()
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert run.returncode == 0, run.stderr
-    wanted = [f"{one.name} --help" for one in cli.SUBCOMMANDS] + ["convert nothere there --to hf"]
+    assert [line.rpartition(": ")[2].strip() for line in run.stderr.splitlines() if "error" in line] == [
+        "give the folder of a checkpoint",
+        "give the folder that holds one of these",
+        "choose another DST, or remove it",
+        "leave out --tp",
+    ]
+    wanted = [f"{one.name} --help" for one in subcommands.SUBCOMMANDS]
+    wanted += [f"convert {one} --to hf" for one in ("nothere there", "here there", "here here", "here there --tp 2")]
     if not torch.version.cuda:
         wanted.append("doctor")
     assert run.stdout.splitlines()[: len(wanted)] == wanted
