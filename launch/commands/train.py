@@ -92,6 +92,8 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         raise ConfigError(f"--show-samples is {args.show_samples} but must be at least 0")
     if args.epochs == 0:
         raise ConfigError("--epochs is 0, no pass over the data: give more, or --steps")
+    if args.epochs is not None and args.steps is not None:
+        raise ConfigError(f"--epochs {args.epochs:g} and --steps {args.steps} both say how long to train: give one")
     config = TrainConfig()
     if args.config:
         config = TrainConfig.read(args.config)
@@ -111,7 +113,7 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         optimizer["min_lr"] = config.optimizer.min_lr * optimizer["lr"] / config.optimizer.lr
     if args.warmup is not None:
         optimizer |= _warmup(args.warmup)
-    if args.steps is not None and args.epochs is None:
+    if args.steps is not None:
         tables["run"]["epochs"] = 0.0
     if args.placement is not None:  # another one's stages and layers are not for it
         tables["topology"] = {"stages_per_rank": 0, "layers_per_stage": ()} | tables["topology"]

@@ -139,6 +139,7 @@ def test_a_mistake_shows_the_usage_of_its_subcommand_and_what_may_be_meant(
     ("arguments", "says"),
     [
         (["train", "--show-samples", "-1"], "--show-samples is -1 but must be at least 0"),
+        (["train", "--epochs", "2", "--steps", "9"], "--epochs 2 and --steps 9 both say how long to train: give one"),
         (["train", "--epochs", "0"], "--epochs is 0, no pass over the data: give more, or --steps"),
         (["train", "--betas", "0.9,1"], "betas is (0.9, 1.0) but must be two numbers of 0 to below 1"),
         (["train", "--pp", "9" * 20], "pp is " + "9" * 20 + " but must be at most 65,536"),
