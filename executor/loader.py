@@ -342,6 +342,8 @@ class DynaPipeDataLoader:
             samples = [self.dataset[sample.index] for sample in micro_batch.samples]
             if self._collate_fn is not None:
                 arrays = self._collate_fn(micro_batch, samples)
+                if not isinstance(arrays, Mapping):
+                    raise DataError(f"collate_fn gave {type(arrays).__name__}: it must map names to tensors or arrays")
             elif micro_batch.decoder_len:
                 arrays = collate_pairs(micro_batch, samples, loss_norm=plan.loss_norm)
             else:
@@ -378,9 +380,7 @@ def _to_torch(arrays: Mapping[str, Any], *, pin_memory: bool) -> Batch:
     import torch
 
     tensors = {name: torch.from_numpy(a) if isinstance(a, np.ndarray) else a for name, a in arrays.items()}
-    if (
-        pin_memory and torch.cuda.is_available()
-    ):  # as torch's loader: without an accelerator there is nothing to pin for
+    if pin_memory and torch.cuda.is_available():  # as torch's loader: else there is nothing to pin for
         return {name: t.pin_memory() if isinstance(t, torch.Tensor) else t for name, t in tensors.items()}
     return tensors
 

@@ -324,6 +324,11 @@ def test_settings_that_cannot_work_are_refused_with_the_next_move(settings: dict
         loader(**settings)
 
 
+def test_a_collate_function_that_gives_no_mapping_is_told_what_to_give() -> None:
+    with pytest.raises(DataError, match="collate_fn gave list: it must map names to tensors"):
+        next(iter(loader(collate_fn=lambda micro_batch, samples: samples)))
+
+
 def test_a_dataset_without_lengths_is_told_what_to_give() -> None:
     with pytest.raises(ConfigError, match="list has no attribute `lengths`"):
         DynaPipeDataLoader([1, 2, 3], planner(), batch_size=1)
