@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynapipe_ext.errors import ConfigError, DynaPipeError, in_one_line
+from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, in_one_line
 from dynapipe_ext.launch.cluster import USER_ERROR_STATUS, JobError
 from dynapipe_ext.launch.command_parser import CommandParser, ending
 from dynapipe_ext.launch.env import keep_cuda_forkable
+from dynapipe_ext.tools.writing import NO_ROOM
 
 _BROKEN_PIPE_STATUS = 141  # 128 + SIGPIPE
 
@@ -96,15 +97,34 @@ def run_subcommand(arguments: Sequence[str]) -> int:
     keep_cuda_forkable()  # some commands fork ranks once they have asked for devices
     try:
         status = _run(arguments)
-        sys.stdout.flush()  # here, so that a reader who has gone is noticed inside this try
+        if sys.stdout is not None:  # it was closed before we came
+            sys.stdout.flush()  # here, so that a reader who has gone is noticed inside this try
         return status
     except DynaPipeError as error:
-        print(f"dynapipe: error: {in_one_line(error)}", file=sys.stderr)
-        return error.exit_status if isinstance(error, JobError) else USER_ERROR_STATUS
+        return _said(error, error.exit_status if isinstance(error, JobError) else USER_ERROR_STATUS)
     except BrokenPipeError:
-        # Python flushes standard output once more at exit: let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_output()
         return _BROKEN_PIPE_STATUS
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _leave_output()
+        full = DataError(f"there is no room to write, on standard output or a disk ({error.strerror}): make some")
+        return _said(full, USER_ERROR_STATUS)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich's way to end
+            return _BROKEN_PIPE_STATUS
+        raise
+
+
+def _said(error: DynaPipeError, status: int) -> int:
+    print(f"dynapipe: error: {in_one_line(error)}", file=sys.stderr)
+    return status
+
+
+def _leave_output() -> None:
+    """Python flushes standard output once more at exit: let that go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: Sequence[str]) -> int:

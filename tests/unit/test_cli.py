@@ -202,15 +202,36 @@ def test_help_and_version_load_no_subcommand(capsys: pytest.CaptureFixture[str])
     assert output.stdout.splitlines()[-1] == "set()"
 
 
-def test_a_reader_that_has_gone_is_no_traceback() -> None:
+def _ended_writing_to(output: int, *words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "dynapipe_ext.launch.cli", *words]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr
+
+
+SHOWN = ("show-schedule", "gpipe", "--pp", "2", "--micro-batches", "2")
+
+
+@pytest.mark.parametrize("words", [("doctor", "--json"), SHOWN], ids=["JSON", "a table"])
+def test_a_reader_that_has_gone_is_no_traceback(words: tuple[str, ...]) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    script = "import sys; from dynapipe_ext.launch.cli import main; sys.exit(main(['doctor', '--json']))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120, check=False
-    )
+    assert _ended_writing_to(write_end, *words) == (141, "")
     os.close(write_end)
-    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_output_that_finds_no_room_is_one_line_and_status_2() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    status, said = _ended_writing_to(full, *SHOWN)
+    os.close(full)
+    assert status == 2
+    assert said.startswith("dynapipe: error: there is no room to write, on standard output or a disk (No space left")
+    assert len(said.splitlines()) == 1
+
+
+def test_a_command_whose_output_was_closed_ends_well(define: Define, monkeypatch: pytest.MonkeyPatch) -> None:
+    define(lambda: 0)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["trial"]) == 0
 
 
 def test_doctor_reports_every_part_as_json_and_says_whether_a_run_can_start(

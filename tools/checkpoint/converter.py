@@ -33,9 +33,9 @@ from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, sett
 from dynapipe_ext.tools.checkpoint.journal import ConversionJournal, Finished
 from dynapipe_ext.tools.checkpoint.recognise import Format, format_of, recognise
 from dynapipe_ext.tools.console import say_loading
+from dynapipe_ext.tools.writing import NO_ROOM
 
 PieceKey = tuple[str, StateKind]  # a group's name, and what of it
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ def _said_plainly(partial: Path) -> Iterator[None]:
         if not isinstance(error, OSError):
             raise
         where = error.filename or partial
-        if error.errno in _NO_ROOM:
+        if error.errno in NO_ROOM:
             raise DataError(
                 f"{where} cannot be written, the disk or the quota is full ({error.strerror}): free some space and run"
                 f" the same command again: it goes on with {partial}"
