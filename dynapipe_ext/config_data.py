@@ -17,7 +17,8 @@ class DataSettings:
     "a.jsonl=0.7", or none: the shares of the samples that training sees. `tokenizer`: "bpe" (trained on the data,
     `vocab_size` ids), "bytes", or what `dynapipe preprocess --tokenizer` takes. Of a model's folder of transformers the
     tokenizer does what that model was trained with: `template` says of what the records are ("auto": what the first one
-    has), the keys name their fields where these are not input and target, prompt and response, or text. `max_input_len`
+    has), the keys name their fields where these are not input and target, prompt and response, or text; `text_key`
+    alone reads texts, whatever else there is. `max_input_len`
     and `max_target_len` bound the sides of samples beside their whole (0: not), and `tasks` is a file that gives tasks
     other bounds, and weights. Exactly one of `tokens_per_batch` and `batch_size` is above 0."""
 

@@ -46,7 +46,11 @@ Collate = Callable[[MicroBatch, Sequence[Any]], Mapping[str, Any]]
 
 
 class Dataset(Protocol):
-    """Random access to samples, and the lengths of all of them: (N,), (N, 2) or (N, 3), as in `lengths.py`."""
+    """Random access to samples, and the lengths of all of them: (N,), (N, 2) or (N, 3), as in `lengths.py`.
+
+    A loader's state tells one that has a `samples_fingerprint`, a text that changes with any sample, from others of the
+    same lengths.
+    """
 
     @property
     def lengths(self) -> npt.NDArray[np.integer[Any]]: ...
@@ -144,7 +148,9 @@ class DynaPipeDataLoader:
         self._resumed_order: str | None = None
         self._epoch_cache: tuple[int, GlobalBatches, SampleOrder | None] | None = None
         self._pass: Generator[LoadedStep, None, None] | None = None
-        self._lengths_digest = array_digest(self._lengths)
+        said = getattr(dataset, "samples_fingerprint", None)
+        data = said if isinstance(said, str) else None
+        self._identity = {"lengths": array_digest(self._lengths), "data": data}
         if sampler is None:
             self._batches(0)  # refuses settings that cannot work before anything is started
         self._channel: PlanChannel | None = None
@@ -211,7 +217,7 @@ class DynaPipeDataLoader:
             "epoch": self._place.epoch,
             "step": self._place.step,
             "global_step": self._place.global_step,
-            "lengths": self._lengths_digest,
+            **self._identity,
             "rule": self._rule.to_json(),
             "order": None if order is None else array_digest(order),
         }
@@ -222,10 +228,11 @@ class DynaPipeDataLoader:
         Raises DataError, naming what differs, for a state of other data or settings.
         """
         check_state(state)
-        ours = {"lengths": self._lengths_digest, **self._rule.to_json()}
-        theirs = {"lengths": state["lengths"], **state["rule"]}
+        ours = {**self._identity, **self._rule.to_json()}
+        theirs = {"lengths": state["lengths"], "data": state.get("data"), **state["rule"]}
         for name, value in ours.items():
-            if theirs.get(name) != value:
+            unknown = name == "data" and None in (value, theirs["data"])
+            if theirs.get(name) != value and not unknown:
                 raise DataError(
                     f"the saved loader has {name} {theirs.get(name)!r} but this one has {value!r}: resume with the same"
                     " data and settings, or start the loader anew without its state"
@@ -335,6 +342,8 @@ class DynaPipeDataLoader:
             samples = [self.dataset[sample.index] for sample in micro_batch.samples]
             if self._collate_fn is not None:
                 arrays = self._collate_fn(micro_batch, samples)
+                if not isinstance(arrays, Mapping):
+                    raise DataError(f"collate_fn gave {type(arrays).__name__}: it must map names to tensors or arrays")
             elif micro_batch.decoder_len:
                 arrays = collate_pairs(micro_batch, samples, loss_norm=plan.loss_norm)
             else:
@@ -371,9 +380,7 @@ def _to_torch(arrays: Mapping[str, Any], *, pin_memory: bool) -> Batch:
     import torch
 
     tensors = {name: torch.from_numpy(a) if isinstance(a, np.ndarray) else a for name, a in arrays.items()}
-    if (
-        pin_memory and torch.cuda.is_available()
-    ):  # as torch's loader: without an accelerator there is nothing to pin for
+    if pin_memory and torch.cuda.is_available():  # as torch's loader: else there is nothing to pin for
         return {name: t.pin_memory() if isinstance(t, torch.Tensor) else t for name, t in tensors.items()}
     return tensors
 

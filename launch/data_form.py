@@ -78,10 +78,8 @@ def form_of(data: DataSettings, files: Sequence[InputFile], tokenizer: Encoder |
 
 
 def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Tokenizer | str) -> DataForm:
-    named = RecordFields(
-        (data.input_key, data.target_key) if data.input_key else PAIRS[0],
-        data.text_key or "text",
-    )
+    usual = None if data.text_key else PAIRS[0]  # a field that is named counts before those that are not
+    named = RecordFields((data.input_key, data.target_key) if data.input_key else usual, data.text_key or "text")
     try:
         where, record = _first(file, named)
     except DataError:
@@ -93,7 +91,7 @@ def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Toke
     else:
         template = data.template
         fitting = [pair for pair in PAIRS if not data.input_key and all(name in record for name in pair)]
-        fields = replace(named, pair=fitting[0]) if fitting else named
+        fields = replace(named, pair=fitting[0] if fitting else named.pair or PAIRS[0])
     if isinstance(tokenizer, FolderEncoder):
         return DataForm(template, fields)
     if template == "chat":
@@ -106,7 +104,7 @@ def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Toke
 
 
 def _first(file: InputFile, named: RecordFields) -> tuple[str, TextRecord]:
-    columns = {MESSAGES, named.text, *named.pair, *(name for pair in PAIRS for name in pair)}
+    columns = {MESSAGES, named.text, *(named.pair or ()), *(name for pair in PAIRS for name in pair)}
     for block in BlockStream([file], columns=columns):
         for where, record in records(block, text_key=named.text):
             return where, record

@@ -28,7 +28,7 @@ from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch.cluster import JobError
 from dynapipe_ext.launch.job import Variant, make_planner, topology_of
 from dynapipe_ext.launch.run_costs import RunCosts
-from dynapipe_ext.launch.run_data import RunData, data_folder
+from dynapipe_ext.launch.run_data import RunData
 from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, forget_fitted, is_in_use, link, point_latest_at
 from dynapipe_ext.launch.traced_spans import Spans
 from dynapipe_ext.lengths import LengthArray, sample_lengths
@@ -85,30 +85,32 @@ def run_facts(
     )
 
 
-def begin_run(run_dir: Path, config: TrainConfig, costs: CostModel, facts: RunFacts, chosen: Sequence[Variant]) -> None:
+def begin_run(
+    run_dir: Path, config: TrainConfig, data: RunData, costs: CostModel, facts: RunFacts, chosen: Sequence[Variant]
+) -> None:
     """Fill a claimed directory with what the run starts from, in the place of an overwritten run."""
     clear_run(run_dir)
     write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
     # With --costs, this file makes another run plan exactly as this one does.
     write_atomic(run_dir / "costs.json", json.dumps(cost_model_to_json(costs)) + "\n")
-    _link_data(run_dir, config)
+    _link_data(run_dir, data)
     labels = [VariantLabel(one.name, one.config.plan.layout, one.config.plan.schedule) for one in chosen]
     start_events(run_dir / EVENTS_FILE, facts, labels, num_steps=config.run.steps)
     point_latest_at(run_dir)
 
 
-def resume_run(run_dir: Path, config: TrainConfig, facts: RunFacts, step: int) -> None:
+def resume_run(run_dir: Path, config: TrainConfig, data: RunData, facts: RunFacts, step: int) -> None:
     """Make a directory one of a run that goes on after `step` steps: what came later is run again."""
     write_atomic(run_dir / "config.toml", toml_of(config.to_json(), "The settings of this run, defaults included."))
     if (run_dir / "data").is_symlink() or not (run_dir / "data").exists():  # else a copy that holds the data itself
-        _link_data(run_dir, config)  # it may have been moved
+        _link_data(run_dir, data)  # it may have been moved
     forget_fitted(run_dir, step)
     resume_events(run_dir / EVENTS_FILE, step, facts, num_steps=config.run.steps)
     point_latest_at(run_dir)
 
 
-def _link_data(run_dir: Path, config: TrainConfig) -> None:
-    link(run_dir / "data", Path(os.path.relpath(data_folder(config).resolve(), run_dir.resolve())))
+def _link_data(run_dir: Path, data: RunData) -> None:
+    link(run_dir / "data", Path(os.path.relpath(data.whole.directory.resolve(), run_dir.resolve())))
 
 
 def write_outcome(

@@ -61,21 +61,57 @@ class _Source:
     folder: Path
 
 
-def data_folder(config: TrainConfig) -> Path:
-    """Where the tokens of a run are: in the user's own folder, or beside the run, by what they were made from, so that
-    the next run finds them. Errors: DataError for a file that cannot be read.
-    """
-    return Path(config.data.path) if _is_tokens(config) else _source(config).folder
+@dataclass(frozen=True, slots=True)
+class SampleShares:
+    """Files or tasks with weights, and of each sample of the whole data the number of its own."""
+
+    names: Sequence[str]
+    weights: Sequence[Fraction]
+    of_sample: npt.NDArray[np.int64]
+
+    def counts(self, samples: npt.NDArray[np.int64] | slice = slice(None)) -> npt.NDArray[np.int64]:
+        """How many of these samples each share has."""
+        return np.bincount(self.of_sample[samples], minlength=len(self.names))
 
 
-def prepare_data(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenDataset:
-    """Tokenize the user's file, or the generator's examples, into `data_folder`; opens what is already there, and a
-    folder that `dynapipe preprocess` wrote. Of several runs that want the same data at once, one makes them.
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """What a run trains on, and what it evaluates on, if anything."""
+
+    train: TokenDataset | SampleSubset | PairDataset
+    held_out: TokenDataset | SampleSubset | PairDataset | None
+    shares: SampleShares | None = None
+
+    @property
+    def whole(self) -> TokenDataset:
+        """The training data as they were prepared, held-out samples included."""
+        return self.train if isinstance(self.train, TokenDataset) else self.train.whole
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of all that is read of both."""
+        parts = [self.train.samples_fingerprint, self.held_out and self.held_out.samples_fingerprint]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def run_data(config: TrainConfig, progress: Callable[[int], None] | None = None) -> RunData:
+    """What a run of these settings reads: a folder that `dynapipe preprocess` wrote, or the user's files, or the
+    generator's examples, tokenized once and kept beside the runs; and the parts of it by `[eval]`.
+
+    Of several runs that want the same tokens at once, one makes them; `progress` gets its samples done. Held-out text
+    is tokenized with the training data's tokenizer. The tasks file is read once, here.
+
+    Errors: ConfigError and DataError for data that cannot be trained on, or evaluated on beside these.
     """
     tasks = _tasks(config)  # refused before any text is read
-    dataset = _prepared(config, tasks.bounds, progress)
-    check_tasks(tasks, dataset)
-    return dataset
+    whole = _prepared(config, tasks.bounds, progress)
+    check_tasks(tasks, whole)
+    shares = _shares(config, tasks, whole)
+    train, held_out = _parts(config, tasks.bounds, shares, whole)
+    if config.model.num_decoder_layers:
+        pairs = None if held_out is None else PairDataset.of(held_out)
+        return RunData(PairDataset.of(train), pairs, shares)
+    return RunData(train, held_out, shares)
 
 
 def _tasks(config: TrainConfig) -> Tasks:
@@ -91,11 +127,11 @@ def _prepared(config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], 
         dataset = open_prepared(config.data.path, max_seq_len=config.model.max_seq_len)
         _refuse_other_tokens(config, dataset)
         return dataset
-    source = _source(config)
+    source = _source(config, tasks)
     lock = source.folder.with_name(f".{source.folder.name}.lock")
     with FileLock(lock, f"the tokenized data in {source.folder}", wait_s=PREPARE_LIMIT_S), writing_in(source.folder):
         if not isinstance(source.tokenizer, str):
-            return _preprocessed(config, _paths(config), source.folder, source.tokenizer, source.form, progress)
+            return _preprocessed(config, tasks, _paths(config), source.folder, source.tokenizer, source.form, progress)
         return prepare(
             source.examples,
             source.folder,
@@ -109,85 +145,46 @@ def _prepared(config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], 
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RunData:
-    """What a run trains on, and what it evaluates on, if anything."""
-
-    train: TokenDataset | SampleSubset | PairDataset
-    held_out: TokenDataset | SampleSubset | PairDataset | None
-
-    @property
-    def whole(self) -> TokenDataset:
-        """The training data as they were prepared, held-out samples included."""
-        return self.train if isinstance(self.train, TokenDataset) else self.train.whole
-
-
-def run_data(config: TrainConfig, whole: TokenDataset) -> RunData:
-    """The parts of a run's data by `[eval]`; `whole` is the prepared training data.
-
-    Held-out text is tokenized with the training data's tokenizer, once. Errors: ConfigError and DataError for data that
-    cannot be evaluated on beside these.
-    """
-    train, held_out = _parts(config, whole)
-    if not config.model.num_decoder_layers:
-        return RunData(train, held_out)
-    return RunData(PairDataset.of(train), None if held_out is None else PairDataset.of(held_out))
-
-
 def _parts(
-    config: TrainConfig, whole: TokenDataset
+    config: TrainConfig, tasks: TaskBounds, shares: SampleShares | None, whole: TokenDataset
 ) -> tuple[TokenDataset | SampleSubset, TokenDataset | SampleSubset | None]:
-    settings = config.eval
+    settings, seed = config.eval, config.run.seed
     if settings.fraction:
-        trained, held_out = hold_out(whole, settings.fraction, seed=config.run.seed)
-        return _mixed(config, trained), held_out
-    train = _mixed(config, whole)
+        trained, held_out = hold_out(whole, settings.fraction, seed=seed)
+        return _mixed(shares, trained, seed), held_out
+    train = _mixed(shares, whole, seed)
     if not settings.path:
         return train, None
     if is_prepared(settings.path):
         return train, _same_tokens(open_prepared(settings.path, max_seq_len=config.model.max_seq_len), whole)
     encoder = whole.tokenizer()
     form = form_of(config.data, find_inputs([settings.path]), encoder)
-    made_by = [digest_of(encoder), *form.described(), *_lengths(config)]
+    made_by = [digest_of(encoder), *form.described(), *_lengths(config, tasks)]
     folder = _tokenized(config, [fingerprint_of_source(settings.path), *made_by])
     if is_prepared(folder):
         return train, TokenDataset.open(folder)
     lock = folder.with_name(f".{folder.name}.lock")
     with FileLock(lock, f"the tokenized data in {folder}", wait_s=PREPARE_LIMIT_S), writing_in(folder):
-        return train, _preprocessed(config, [settings.path], folder, encoder, form, None)
+        return train, _preprocessed(config, tasks, [settings.path], folder, encoder, form, None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shares:
-    """Files or tasks with weights, and of each sample of the whole data the number of its own."""
-
-    names: Sequence[str]
-    weights: Sequence[Fraction]
-    of_sample: npt.NDArray[np.int64]
-
-    def counts(self, samples: npt.NDArray[np.int64] | slice = slice(None)) -> npt.NDArray[np.int64]:
-        """How many of these samples each share has."""
-        return np.bincount(self.of_sample[samples], minlength=len(self.names))
-
-
-def _shares(config: TrainConfig, whole: TokenDataset) -> _Shares | None:
+def _shares(config: TrainConfig, tasks: Tasks, whole: TokenDataset) -> SampleShares | None:
     """None where nothing has a weight."""
-    files, weights = weighted_files(config.data.mixture), _tasks(config).weights
+    files, weights = weighted_files(config.data.mixture), tasks.weights
     if weights:
         names = [f"task {task}" for task in whole.tasks]
-        return _Shares(names, [weights[task] for task in whole.tasks], np.asarray(whole.task_ids, np.int64))
+        return SampleShares(names, [weights[task] for task in whole.tasks], np.asarray(whole.task_ids, np.int64))
     if len(files) < 2 or not files[0].weight:
         return None
     of_sample = np.repeat(np.arange(len(files)), whole.file_sizes)
-    return _Shares([file.path for file in files], [file.weight for file in files], of_sample)
+    return SampleShares([file.path for file in files], [file.weight for file in files], of_sample)
 
 
-def _mixed(config: TrainConfig, part: TokenDataset | SampleSubset) -> TokenDataset | SampleSubset:
+def _mixed(shares: SampleShares | None, part: TokenDataset | SampleSubset, seed: int) -> TokenDataset | SampleSubset:
     """The samples of an epoch, where files or tasks have weights: a function of these, of the data and the seed."""
-    whole = part.whole if isinstance(part, SampleSubset) else part
-    shares = _shares(config, whole)
     if shares is None:
         return part
+    whole = part.whole if isinstance(part, SampleSubset) else part
     indices = np.sort(part.indices) if isinstance(part, SampleSubset) else np.arange(len(whole))
     grouped, counts = indices[np.argsort(shares.of_sample[indices], kind="stable")], shares.counts(indices)
     if not counts.all():
@@ -195,11 +192,11 @@ def _mixed(config: TrainConfig, part: TokenDataset | SampleSubset) -> TokenDatas
             f"{shares.names[int(counts.argmin())]} has no samples left to train on: lower [eval] fraction"
         )
     parts = np.split(grouped, np.cumsum(counts)[:-1])
-    drawn = samples_of_epoch(parts, shares.weights, names=shares.names, seed=config.run.seed)
+    drawn = samples_of_epoch(parts, shares.weights, names=shares.names, seed=seed)
     return SampleSubset.of(whole, drawn)
 
 
-def data_lines(config: TrainConfig, data: RunData) -> list[str]:
+def data_lines(data: RunData) -> list[str]:
     """What a run trains and is evaluated on, for its log."""
     whole = data.whole
     truncated = f", {whole.num_truncated:,} truncated" if whole.num_truncated else ""
@@ -208,7 +205,7 @@ def data_lines(config: TrainConfig, data: RunData) -> list[str]:
     lines = [f"data: {counted(len(whole), 'sample')}, {tokens}{truncated}"]
     part = data.train.data if isinstance(data.train, PairDataset) else data.train
     indices = part.indices if isinstance(part, SampleSubset) else np.arange(len(whole))
-    if shares := _shares(config, whole):
+    if shares := data.shares:
         for name, drawn, size in zip(shares.names, shares.counts(indices), shares.counts(), strict=True):
             percents = percent(drawn / len(data.train))
             lines.append(f"  {name}: {percents} of the samples, {drawn / size:.3g} times its {size:,} an epoch")
@@ -251,12 +248,15 @@ def _same_tokens(held_out: TokenDataset, whole: TokenDataset) -> TokenDataset:
 
 def refuse_other_data(checkpoint: Path, config: TrainConfig, data: RunData) -> None:
     """Errors: DataError for other data than those that a run has trained on, before anything of it is changed."""
-    if read_manifest(checkpoint).run.loader.get("lengths") == array_digest(as_length_array(data.train.lengths)):
+    trained = read_manifest(checkpoint).run.loader
+    same_lengths = trained.get("lengths") == array_digest(as_length_array(data.train.lengths))
+    if same_lengths and trained.get("data") in (None, data.train.samples_fingerprint):
         return
+    differing = "tokens, of the same lengths," if same_lengths else "lengths"
     paths = ", ".join(_paths(config)) if not _is_tokens(config) else config.data.path
     raise DataError(
         f"{checkpoint} was trained on other data than {paths or 'the generator'} in {Path.cwd()} by these settings"
-        " (their lengths differ): resume with the same data and settings, where the run was started or with --data"
+        f" (their {differing} differ): resume with the same data and settings, where the run was started or with --data"
     )
 
 
@@ -294,7 +294,7 @@ def _is_tokens(config: TrainConfig) -> bool:
     return bool(config.data.path) and is_prepared(config.data.path)
 
 
-def _source(config: TrainConfig) -> _Source:
+def _source(config: TrainConfig, tasks: TaskBounds) -> _Source:
     data, seed, paths = config.data, config.run.seed, _paths(config)
     tokenizer: TokenizerKind | Encoder
     made_by: list[object]
@@ -310,23 +310,30 @@ def _source(config: TrainConfig) -> _Source:
                 )
             tokenizer = tokenizer_to_train_with(data.tokenizer, encoder_decoder=config.model.num_decoder_layers > 0)
             made_by = [digest_of(tokenizer)]
+    if data.template != "auto" and not isinstance(tokenizer, FolderEncoder):
+        raise ConfigError(
+            f"[data] template is {data.template} but the tokenizer is {data.tokenizer!r}, and templates are how a"
+            " decoder-only model's own tokenizer reads records: leave it out; to read texts where records have more,"
+            " name their field by text_key"
+        )
     if paths:
         prints = [fingerprint_of_source(path) for path in paths]
         form = form_of(data, find_inputs(paths), tokenizer)
         examples = partial(_examples_of, paths, form)
         fingerprint = prints[0] if len(paths) == 1 else hashlib.sha256(json.dumps(prints).encode()).hexdigest()
+    elif data.input_key or data.text_key:
+        raise ConfigError("[data] input_key, target_key and text_key name fields of files: name your data, too")
     else:
         form = DataForm(None, RecordFields())
         examples = partial(generate_examples, num_samples=data.num_samples, seed=seed)
         fingerprint = fingerprint_of_source(generator_settings(num_samples=data.num_samples, seed=seed))
-    made_from = [fingerprint, *made_by, *form.described(), *_lengths(config)]
+    made_from = [fingerprint, *made_by, *form.described(), *_lengths(config, tasks)]
     return _Source(examples, fingerprint, tokenizer, form, _tokenized(config, made_from))
 
 
-def _lengths(config: TrainConfig) -> list[object]:
+def _lengths(config: TrainConfig, tasks: TaskBounds) -> list[object]:
     """The bounds of samples, as part of what tokens were made from."""
-    bounds = _tasks(config).bounds
-    sides = [asdict(bounds)] if bounds.bind else []
+    sides = [asdict(tasks)] if tasks.bind else []
     return [config.model.max_seq_len, config.data.truncate, *sides]
 
 
@@ -348,6 +355,7 @@ def _examples_of(paths: Sequence[str], form: DataForm) -> Iterator[Example]:
 
 def _preprocessed(
     config: TrainConfig,
+    tasks: TaskBounds,
     paths: Sequence[str],
     folder: Path,
     encoder: Encoder,
@@ -367,7 +375,7 @@ def _preprocessed(
                 template=form.template,
                 max_seq_len=longest,
                 truncate=truncate,
-                tasks=_tasks(config).bounds,
+                tasks=tasks,
             ),
             encoder=encoder,
             overwrite=True,

@@ -56,7 +56,11 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "--input-key": ("data", "input_key", {"metavar": "KEY", "help": "field of the prompt (input, prompt)"}),
     "--target-key": ("data", "target_key", {"metavar": "KEY", "help": "field of the response (target, response)"}),
-    "--text-key": ("data", "text_key", {"metavar": "KEY", "help": "field of plain text (text)"}),
+    "--text-key": (
+        "data",
+        "text_key",
+        {"metavar": "KEY", "help": "field of plain text (text), read though pairs are there"},
+    ),
     "--max-input-len": ("data", "max_input_len", {"type": int, "metavar": "N", "help": MAX_INPUT_HELP}),
     "--max-target-len": ("data", "max_target_len", {"type": int, "metavar": "N", "help": MAX_TARGET_HELP}),
     "--tasks": ("data", "tasks", {"metavar": "FILE", "help": f"{TASKS_HELP}, and weights"}),

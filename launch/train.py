@@ -25,7 +25,7 @@ from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.data.dataset import TokenDataset
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.executor.checkpoints.periodic import EndRequest
@@ -53,9 +53,7 @@ from dynapipe_ext.launch.run_data import (
     PREPARE_LIMIT_S,
     RunData,
     check_data,
-    data_folder,
     data_lines,
-    prepare_data,
     refuse_other_data,
     refuse_pieces,
     run_data,
@@ -80,6 +78,7 @@ if TYPE_CHECKING:  # they import torch, one of them Megatron
 class TrainingJob:
     """What `dynapipe train` has settled before it forks ranks; under torchrun rank 0 settles it.
 
+    `data` are read once, so that all forked ranks train on the same, whatever becomes of the files meanwhile.
     `run_dir` is the directory that rank 0 fills; its owner has claimed it, and holds it for as long as the ranks run.
     `resumed` is the checkpoint to go on from. `end_signals` ask a rank to save and end. `overwrite`: the trained model
     may take the place of what its folder holds. `num_shown`: samples to print, where the rank prepares the data.
@@ -90,6 +89,7 @@ class TrainingJob:
     run_dir: Path
     address: StoreAddress | None = None
     costs: CostModel | None = None
+    data: RunData | None = None
     resumed: Path | None = None
     end_signals: tuple[signal.Signals, ...] = (signal.SIGUSR1,)
     overwrite: bool = False
@@ -136,13 +136,12 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
         print("\n".join(line for line in said if line), file=sys.stderr)
         progress, advance = data_progress(config)
         with progress:
-            dataset = prepare_data(config, advance)
-        prepared = run_data(config, dataset)
-        print("\n".join(data_lines(config, prepared)), file=sys.stderr)
-        show_samples(dataset, job.num_shown, Console(stderr=True, highlight=False))
-        costs = settle_costs(config, dataset.vocab_size, resumed_costs(job.resumed))
-        config, costs, trials = settled_placement(config, costs, prepared.train.lengths, job_cores(env, device))
-        job = replace(job, config=config)
+            data = run_data(config, advance)
+        print("\n".join(data_lines(data)), file=sys.stderr)
+        show_samples(data.whole, job.num_shown, Console(stderr=True, highlight=False))
+        costs = settle_costs(config, data.whole.vocab_size, resumed_costs(job.resumed))
+        config, costs, trials = settled_placement(config, costs, data.train.lengths, job_cores(env, device))
+        job = replace(job, config=config, data=data)
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
     meeting = Meeting(env, limit_s=max(config.job.timeout_s, PREPARE_LIMIT_S))
@@ -192,12 +191,14 @@ def _run(
         address = job.address
         assert costs is not None
         assert address is not None
+        assert job.data is not None
         settled = json.dumps(
             {
                 "store": address.to_json(),
                 "plan_key": secrets.token_hex(32),
                 "namespace": f"run-{secrets.token_hex(8)}",
                 "costs": cost_model_to_json(costs),
+                "data": job.data.fingerprint,
                 "topology": config.to_json()["topology"],
                 "num_cores": job_cores(env, device),
                 "checkpoints": str((job.run_dir / CHECKPOINTS).resolve()),
@@ -207,7 +208,11 @@ def _run(
     shared = json.loads(broadcast_bytes(settled, device))
     config = replace(config, topology=TrainConfig.from_json({"topology": shared["topology"]}).topology)
     topology = topology_of(config)
-    data = _data(env, meeting, config)
+    data = _data(env, meeting, config, job.data)
+    if data.fingerprint != shared["data"]:
+        raise DataError(
+            f"rank {env.rank} reads other data in {data.whole.directory} than rank 0: have the same files on every node"
+        )
     refuse_pieces(config, data, compare=job.compare)
     config = settled_steps(config, data.train.lengths)
     if job.resumed is not None:
@@ -252,10 +257,10 @@ def _run(
         cores = context.num_cores or num_cores()
         facts = run_facts(config, data.whole, info, device=name, device_bytes=device_bytes(device), num_cores=cores)
         if job.resumed is None:
-            begin_run(job.run_dir, config, agreed, facts, chosen)
+            begin_run(job.run_dir, config, data, agreed, facts, chosen)
             keep_model_files(config, job.run_dir)
         else:
-            resume_run(job.run_dir, config, facts, first_step)
+            resume_run(job.run_dir, config, data, facts, first_step)
     request = EndRequest(config.checkpoint.grace_s)
     checkpoints = RunCheckpoints(Path(shared["checkpoints"]), resumed, request, job.end_signals)
     for turn in turns(len(chosen), device.type):
@@ -314,20 +319,18 @@ def job_cores(env: RankEnv, device: Any) -> int | None:
     return None if device.type != "cpu" else num_cores() * env.world_size // env.local_world_size
 
 
-def _data(env: RankEnv, meeting: Meeting, config: TrainConfig) -> RunData:
-    """Rank 0 prepares the data, then the first rank of every other node (a shared file system finds it done)."""
-    folder = data_folder(config)
-    if env.rank == 0:
-        run_data(config, prepare_data(config))
+def _data(env: RankEnv, meeting: Meeting, config: TrainConfig, settled: RunData | None) -> RunData:
+    """What was settled before ranks met; else rank 0 has prepared it by now, then the first rank of every other node
+    does (a shared file system finds it done), and the others open that."""
     meeting.arrive("preparation of the data by rank 0")
-    if env.local_rank == 0 and env.rank != 0:
-        run_data(config, prepare_data(config))
+    if settled is None and env.local_rank == 0:
+        settled = run_data(config)
     meeting.arrive("preparation of the data on every node")
-    return run_data(config, TokenDataset.open(folder))
+    return settled or run_data(config)
 
 
 def data_progress(config: TrainConfig) -> tuple[WorkProgress, Callable[[int], None]]:
-    """A progress display for `prepare_data` and the function that feeds it with samples done so far."""
+    """A progress display for `run_data` and the function that feeds it with samples done so far."""
     total = None if config.data.path or config.data.mixture else config.data.num_samples
     progress, done = WorkProgress("tokenizing", total), 0
 

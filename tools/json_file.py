@@ -48,7 +48,9 @@ def write_atomic(path: str | Path, text: str) -> None:
     Errors: DataError where the place cannot be written.
     """
     target = Path(path)
-    if target.exists() and not target.is_file() and not target.is_dir():
+    if target.is_dir():
+        raise DataError(f"{target} is a folder: name a file to write")
+    if target.exists() and not target.is_file():
         try:
             target.write_text(text, encoding="utf-8")
         except OSError as error:

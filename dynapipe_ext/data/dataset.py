@@ -127,6 +127,13 @@ class TokenDataset:
         return str(self.meta["fingerprint"])
 
     @property
+    def samples_fingerprint(self) -> str | None:
+        """The same without the tokenizer, whose files may change and yet make the same tokens; None where nobody wrote
+        it down."""
+        said = self.meta.get("samples_fingerprint")
+        return said if isinstance(said, str) else None
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids, special ones included."""
         return int(str(self.meta["vocab_size"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +25,13 @@ class SampleSubset:
     @classmethod
     def of(cls, whole: TokenDataset, indices: npt.NDArray[np.int64]) -> SampleSubset:
         return cls(whole, indices, whole.lengths[indices])
+
+    @property
+    def samples_fingerprint(self) -> str | None:
+        """sha256 of the whole data's, and of which samples of them these are; None where that is not known."""
+        if (whole := self.whole.samples_fingerprint) is None:
+            return None
+        return hashlib.sha256(whole.encode() + np.ascontiguousarray(self.indices, "<i8").tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -63,6 +63,10 @@ class PairDataset:
     def whole(self) -> TokenDataset:
         return self.data.whole if isinstance(self.data, SampleSubset) else self.data
 
+    @property
+    def samples_fingerprint(self) -> str | None:
+        return self.data.samples_fingerprint
+
     def __len__(self) -> int:
         return len(self.data)
 

@@ -41,14 +41,14 @@ class Example:
 
 
 def read_examples(
-    path: str | Path, *, pair: tuple[str, str] = ("input", "target"), text: str = "text"
+    path: str | Path, *, pair: tuple[str, str] | None = ("input", "target"), text: str = "text"
 ) -> Iterator[Example]:
     """The records of a JSON Lines file in order, in constant memory (one line at a time).
 
     `.gz`, `.xz`, `.zst` and `.bz2` are decompressed; any other name is plain text. A record is an object with "input"
     and "target", or with "text" (then everything is target), or with the fields named instead; "task" is an optional
     name, other fields are ignored, as are blank lines and a byte order mark. A record with all three of them is an
-    input and a target.
+    input and a target, or a text where `pair` is None.
 
     Errors: DataError with file and line number, at the call for a missing file, else when the line is reached.
     """
@@ -71,7 +71,7 @@ def check_readable(file: Path) -> None:
         raise DataError(f"{file} may not be read by this user: check its permissions")
 
 
-def _examples(file: Path, pair: tuple[str, str], text: str) -> Iterator[Example]:
+def _examples(file: Path, pair: tuple[str, str] | None, text: str) -> Iterator[Example]:
     found = False
     for number, line in _numbered_lines(file):
         if line.strip():
@@ -87,7 +87,7 @@ def _empty(file: Path) -> DataError:
 
 
 def parse_record(
-    line: bytes, *, where: str, pair: tuple[str, str] = ("input", "target"), text: str = "text"
+    line: bytes, *, where: str, pair: tuple[str, str] | None = ("input", "target"), text: str = "text"
 ) -> Example:
     """The example in one line of JSON; `where` opens the message of a DataError."""
     return example_of(parse_object(line, where=where, fields=_FIELDS), where=where, pair=pair, text=text)
@@ -117,15 +117,17 @@ def example_of(
     record: Mapping[str, object],
     *,
     where: str,
-    pair: tuple[str, str] = ("input", "target"),
+    pair: tuple[str, str] | None = ("input", "target"),
     text: str = "text",
     may_be_empty: bool = False,
 ) -> Example:
     """The example in a record: the two fields of `pair`, else the field `text` as target. Errors: DataError."""
-    if all(name in record for name in pair):
+    if pair is not None and all(name in record for name in pair):
         prompt, target = (string_field(record, name, where=where) for name in pair)
     elif text in record:
         prompt, target = "", string_field(record, text, where=where)
+    elif pair is None:
+        raise lacking(record, [text], where=where, fields="all records must have the field that is named for texts")
     else:
         missing = [name for name in pair if name not in record]
         given = f'{{"{pair[0]}", "{pair[1]}"}} or {{"{text}"}}'

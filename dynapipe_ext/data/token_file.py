@@ -41,7 +41,8 @@ def seal(
     """Write all files of a dataset beside its tokens.bin: arrays, tokenizer.json if given, and meta.json, with `facts`.
 
     `sizes` are tokens of each sample. Beside tokens.bin may lie targets.bin, a byte a token: 1 where it is a target;
-    else all tokens from `first_target` on are. The fingerprint is the sha256 of tokens, arrays and tokenizer.
+    else all tokens from `first_target` on are. The fingerprint is the sha256 of tokens, arrays and
+    tokenizer, that of samples without the tokenizer.
 
     Errors: DataError where the disk has no room.
     """
@@ -78,12 +79,14 @@ def seal(
             digest.update(array[start : start + _CHUNK_SAMPLES].tobytes())
         array.flush()
         assert name in ARRAYS
+    samples = digest.hexdigest()
     if tokenizer_json is not None:
         (folder / FILE_NAME).write_text(tokenizer_json, encoding="utf-8")
         digest.update(tokenizer_json.encode())
     meta = {
         "format": FORMAT,
         "fingerprint": digest.hexdigest(),
+        "samples_fingerprint": samples,
         "num_samples": num_samples,
         "num_tokens": end,
         "dtype": dtype.str,

@@ -65,6 +65,7 @@ class TorchStage:
         self._stages = tuple(modules) if isinstance(modules, Mapping) else None
         self._calls = [with_batch(chunk, chunk) for chunk in chunks]
         self._loss, self._parallel, self._restarts_attention = loss, parallel, restarts_attention
+        self._doubts_loss = True  # until it was seen to heed the weights of positions
         self._runner = ChunkRunner(
             len(chunks),
             accumulator(trained, parallel.sum_over_replicas if parallel else None),
@@ -122,7 +123,12 @@ class TorchStage:
                 raise DataError(f'stage 0 reads batch["tokens"], but the collate function gave {sorted(batch)}')
             inputs = (batch["tokens"],)
         output = self._calls[self._plan.stages.index(stage)](*inputs, batch)
-        return self._loss(output, batch) if stage == self._plan.num_stages - 1 else output
+        if stage != self._plan.num_stages - 1:
+            return output
+        loss = self._loss(output, batch)
+        if self._doubts_loss:
+            self._doubts_loss = not _heeds_weights(self._loss, output, batch, loss)
+        return loss
 
 
 def _chunks(modules: Any) -> list[Module]:
@@ -148,6 +154,26 @@ def _refuse_other_arguments(loss: LossFunction) -> None:
         signature.bind(None, None)
     except TypeError:
         raise ConfigError(f"the loss takes {signature} but must be a function of (output, batch)") from None
+
+
+def _heeds_weights(function: LossFunction, output: Any, batch: Batch, loss: Any) -> bool:
+    """Whether the loss changes with the weights of its positions; False where this micro-batch does not tell.
+
+    Errors: ConfigError for one that does not: a mean, or a sum over padding and inputs, too.
+    """
+    weights = batch.get("loss_weights")
+    if not isinstance(weights, torch.Tensor) or not isinstance(loss, torch.Tensor) or loss.dim():
+        return False
+    if not loss.isfinite() or not loss:
+        return False
+    with torch.no_grad():
+        doubled = function(output, {**batch, "loss_weights": 2 * weights})
+    if torch.equal(doubled, loss):
+        raise ConfigError(
+            'the loss stays as it is where batch["loss_weights"] are doubled: it is a mean, or leaves them aside, and'
+            ' the step would not be that of its target tokens: return (losses * batch["loss_weights"]).sum()'
+        )
+    return True
 
 
 def _refuse_ownerless(chunks: Iterable[Module]) -> None:

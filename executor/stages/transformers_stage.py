@@ -65,6 +65,7 @@ class TransformersStage(TorchStage):
         if weight is not None and weight.requires_grad and parallel is not None:  # on both ranks, or on none
             accumulator = partial(accumulator, copies={weight: parallel.sum_over_ends})
         super().__init__(self._parts, loss, accumulator=accumulator, parallel=parallel, restarts_attention=True)
+        self._doubts_loss = loss is not token_loss_sum
         self._device = next(self._parts[0].parameters()).device
 
     def start_step(self, plan: ExecutionPlan) -> None:

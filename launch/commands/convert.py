@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.command_parser import add_json, ending, numbers
 from dynapipe_ext.models.tensors import num_parameters
-from dynapipe_ext.tools.console import deliver, say_loading
+from dynapipe_ext.tools.console import deliver
 from dynapipe_ext.tools.progress import WorkProgress
 
 _INTERRUPTED_STATUS = 130
@@ -66,9 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if not args.source.exists():  # said before torch is loaded
-        raise DataError(f"{args.source} does not exist: give the folder of a checkpoint")
-    say_loading("torch")
     from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 
     started_s = time.perf_counter()

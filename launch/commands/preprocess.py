@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     reading.add_argument("--input-key", metavar="KEY", help="field of the prompt (input, prompt)")
     reading.add_argument("--target-key", metavar="KEY", help="field of the response (target, response)")
-    reading.add_argument("--text-key", metavar="KEY", help="field of plain text (text)")
+    reading.add_argument("--text-key", metavar="KEY", help="field of plain text (text), read though pairs are there")
     reading.add_argument("--pair-keys", nargs=2, metavar=("INPUT", "TARGET"), help="--input-key and --target-key")
     reading.add_argument("--json-keys", nargs="+", metavar="KEY", help="fields with text, whatever others there are")
     reading.add_argument("--text-unit", choices=get_args(TextUnit), default="line", help="a sample of a text file")

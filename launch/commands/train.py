@@ -37,7 +37,6 @@ from dynapipe_ext.launch.run_costs import resumed_costs, settle_costs
 from dynapipe_ext.launch.run_data import (
     check_data,
     data_lines,
-    prepare_data,
     refuse_other_data,
     refuse_pieces,
     run_data,
@@ -93,6 +92,8 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         raise ConfigError(f"--show-samples is {args.show_samples} but must be at least 0")
     if args.epochs == 0:
         raise ConfigError("--epochs is 0, no pass over the data: give more, or --steps")
+    if args.epochs is not None and args.steps is not None:
+        raise ConfigError(f"--epochs {args.epochs:g} and --steps {args.steps} both say how long to train: give one")
     config = TrainConfig()
     if args.config:
         config = TrainConfig.read(args.config)
@@ -112,7 +113,7 @@ def config_from(args: argparse.Namespace) -> TrainConfig:
         optimizer["min_lr"] = config.optimizer.min_lr * optimizer["lr"] / config.optimizer.lr
     if args.warmup is not None:
         optimizer |= _warmup(args.warmup)
-    if args.steps is not None and args.epochs is None:
+    if args.steps is not None:
         tables["run"]["epochs"] = 0.0
     if args.placement is not None:  # another one's stages and layers are not for it
         tables["topology"] = {"stages_per_rank": 0, "layers_per_stage": ()} | tables["topology"]
@@ -192,10 +193,9 @@ def run(args: argparse.Namespace) -> int:
             greet_store(address)  # refused here, once, rather than by every rank
         progress, advance = data_progress(config)
         with progress:
-            dataset = prepare_data(config, advance)
-        data = run_data(config, dataset)
-        console.print("\n".join(data_lines(config, data)), markup=False, soft_wrap=True)
-        show_samples(dataset, args.show_samples, console)
+            data = run_data(config, advance)
+        console.print("\n".join(data_lines(data)), markup=False, soft_wrap=True)
+        show_samples(data.whole, args.show_samples, console)
         refuse_pieces(config, data, compare=args.compare)
         check_data(data, lambda lengths: check_batches(config, lengths))
         config = settled_steps(config, data.train.lengths)
@@ -203,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
             refuse_done(resumed, config)
             refuse_other_data(resumed, config, data)
         has_costs = config.plan.costs or resumed is not None
-        given = settle_costs(config, dataset.vocab_size, resumed_costs(resumed)) if has_costs else None
+        given = settle_costs(config, data.whole.vocab_size, resumed_costs(resumed)) if has_costs else None
         _import_once(config)
         # Its report is written once everything has ended.
         with keeping_what_ran(directory), ExitStack() as stack:
@@ -211,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
                 server = stack.enter_context(RedisServer(binary=config.job.redis_server or None))
                 address = server.address
                 console.print(f"store: embedded {server.name} {server.version} on a unix socket")
-            costs = given or _measure(config, dataset.vocab_size)
+            costs = given or _measure(config, data.whole.vocab_size)
             if said := "\n".join(line for line in (followed_placement(config), adapters_line(config)) if line):
                 console.print(said, markup=False, soft_wrap=True)
             config, costs, trials = settled_placement(config, costs, data.train.lengths, _num_cores())
@@ -219,7 +219,9 @@ def run(args: argparse.Namespace) -> int:
                 console.print(trials_table(trials))
             check_data(data, lambda lengths: check_fits(config, costs, lengths))
             console.print(ranks_line(topology), soft_wrap=True)
-            job = TrainingJob(config, args.compare, directory.path, address, costs, resumed, overwrite=args.overwrite)
+            job = TrainingJob(
+                config, args.compare, directory.path, address, costs, data, resumed, overwrite=args.overwrite
+            )
             limits = {"save_s": config.checkpoint.grace_s, "stopped_s": config.job.timeout_s}
             run_local(partial(_rank, job), topology.world_size, **limits)
     return 0

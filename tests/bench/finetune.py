@@ -46,7 +46,7 @@ from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub
-from dynapipe_ext.launch.run_data import prepare_data
+from dynapipe_ext.launch.run_data import run_data
 from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.models.transformers_sizes import read_sizes
 from dynapipe_ext.packing.attention import register_document_attention
@@ -100,7 +100,7 @@ def write_data(path: Path, folder: Path, every: int) -> dict[str, Path]:
 def tokens_of(path: Path, tokenizer: Path) -> TokenDataset:
     data = {"path": str(path), "tokenizer": str(tokenizer), "truncate": True}
     run, model = {"run_dir": str(path.parent / "run")}, {"max_seq_len": LONGEST}
-    return prepare_data(TrainConfig().with_values(data=data, run=run, model=model))
+    return run_data(TrainConfig().with_values(data=data, run=run, model=model)).whole
 
 
 def feature(sample: TokenSample) -> dict[str, Any]:

@@ -292,7 +292,7 @@ def _pause(env: RankEnv) -> int:
 
 JOB = textwrap.dedent("""
     import os, signal, sys, types
-    from dynapipe_ext.launch import cli
+    from dynapipe_ext.launch import cli, subcommands
     from dynapipe_ext.launch.cluster import Supervised, run_local
     from dynapipe_ext.launch.redis_server import RedisServer
 
@@ -308,7 +308,7 @@ JOB = textwrap.dedent("""
         return 0
 
     sys.modules["job"] = types.SimpleNamespace(add_arguments=lambda parser: None, run=run)
-    cli.SUBCOMMANDS = (cli.Subcommand("job", "job", "a job"),)
+    subcommands.SUBCOMMANDS = (subcommands.Subcommand("job", "job", "a job"),)
     sys.exit(cli.main(["job"]))
 """)
 JOB_PROCESSES = 5

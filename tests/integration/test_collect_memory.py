@@ -21,7 +21,6 @@ from dynapipe_ext.inference.memory_model import LearnedMemory
 from dynapipe_ext.inference.memory_profiling import load_model, measured_on, profiled_peak
 from dynapipe_ext.inference.memory_records import read_records
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.cli import Subcommand
 from dynapipe_ext.launch.commands import collect_memory as collect_memory_command
 
 pytest.importorskip("transformers")
@@ -30,16 +29,6 @@ pytest.importorskip("sklearn")
 WORDS, NEW_TOKENS = 95, 3
 SETTINGS = ("--device", "cpu", "--generate", str(NEW_TOKENS), "--max-length", "64", "--max-rows", "96")
 SETTINGS += ("--max-tokens", "640", "--batches", "90")
-
-
-@pytest.fixture(autouse=True)
-def commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {one.name for one in cli.SUBCOMMANDS}
-    mine = (
-        Subcommand("collect-memory", "dynapipe_ext.launch.commands.collect_memory", ""),
-        Subcommand("train-memory-model", "dynapipe_ext.launch.commands.train_memory_model", ""),
-    )
-    monkeypatch.setattr(cli, "SUBCOMMANDS", cli.SUBCOMMANDS + tuple(one for one in mine if one.name not in known))
 
 
 def config_of(kind: str, **changes: Any) -> Any:

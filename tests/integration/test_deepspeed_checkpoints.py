@@ -18,8 +18,9 @@ import transformers
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
-from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint, recognises
+from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint
 from dynapipe_ext.tools.checkpoint.formats import StateKind, WriterOptions
+from dynapipe_ext.tools.checkpoint.recognise import is_deepspeed
 from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny, tiny_variant
 from tests.support.deepspeed_ranks import (
     FROZEN,
@@ -171,7 +172,7 @@ def test_the_place_in_training_is_read(runs: Path) -> None:
 @pytest.mark.parametrize("name", ["stage1", "stage3", "stage2-bf16-frozen", "stage3-bf16-frozen"])
 def test_deepspeeds_universal_checkpoint_reads_as_what_it_was_made_from(runs: Path, tmp_path: Path, name: str) -> None:
     universal_by_deepspeed(runs / name, tmp_path / "universal")
-    assert recognises(tmp_path / "universal")
+    assert is_deepspeed(tmp_path / "universal")
     source, universal = open_checkpoint(runs / name), open_checkpoint(tmp_path / "universal")
     assert universal.kinds == source.kinds
     for kind in source.kinds:
@@ -375,8 +376,8 @@ def test_what_belongs_to_no_model_here_is_said(runs: Path, tmp_path: Path) -> No
     (folder / "latest").write_text("global_step9")
     with pytest.raises(DataError, match="latest names no folder"):
         open_checkpoint(folder)
-    assert recognises(tag)
-    assert not recognises(tmp_path)
+    assert is_deepspeed(tag)
+    assert not is_deepspeed(tmp_path)
 
 
 def test_a_layer_whose_place_cannot_be_told_is_refused_by_name(pipelines: Path, tmp_path: Path) -> None:

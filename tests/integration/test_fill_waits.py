@@ -23,6 +23,7 @@ from dynapipe_ext.launch import variant_run as rank
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.job import Variant, analytic_costs, architecture_of, make_planner, variants
 from dynapipe_ext.launch.redis_server import RedisServer
+from dynapipe_ext.launch.run_data import run_data
 from dynapipe_ext.launch.train import TrainingJob, train_rank
 
 megatron_cpu.install()
@@ -62,6 +63,7 @@ def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]
     On late ranks no transfer looks as if it had arrived.
     """
     costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+    data = run_data(config)
 
     def main(env: RankEnv) -> Outcome:
         asked: list[bool] = []
@@ -86,7 +88,8 @@ def trained(config: TrainConfig, server: RedisServer, late_ranks: frozenset[int]
         rank.WatchedTransport = Noted  # this process is a fork: the test's own modules stay as they are
         megatron_run.build_model = noted_build
         rank.SpanRecorder.record = noted_record
-        job = TrainingJob(config, compare=False, run_dir=Path(config.run.run_dir), address=server.address, costs=costs)
+        place = Path(config.run.run_dir)
+        job = TrainingJob(config, compare=False, run_dir=place, address=server.address, costs=costs, data=data)
         assert train_rank(env, job) == 0
         (model,) = models
         return Outcome(len(asked), labels, {n: p.detach().numpy().copy() for n, p in model.named_parameters()})

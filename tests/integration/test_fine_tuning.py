@@ -17,7 +17,6 @@ import transformers
 from dynapipe_ext.config import OptimizerSettings, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.launch.env import RankEnv
@@ -98,7 +97,7 @@ def samples_of(run: Path) -> tuple[list[Sample], list[Sample]]:
     from dynapipe_ext.launch.run_data import run_data
 
     config = TrainConfig.read(run / "config.toml")
-    data = run_data(config, TokenDataset.open(run / "data"))
+    data = run_data(config.with_values(data={"path": str(run / "data")}))
     assert data.held_out is not None
 
     def samples(part: Any) -> list[Sample]:

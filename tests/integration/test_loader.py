@@ -26,10 +26,11 @@ from dynapipe_ext.topology import Coordinates, Topology
 class CountingDataset:
     """Decoder-only samples of seeded lengths; remembers which were read."""
 
-    def __init__(self, num_samples: int = 40, seed: int = 0) -> None:
+    def __init__(self, num_samples: int = 40, seed: int = 0, samples: str | None = "some") -> None:
         sizes = np.random.default_rng(seed).integers(4, 90, num_samples)
         self.lengths: LengthArray = np.stack([sizes, np.zeros_like(sizes), sizes], axis=1)
         self.read: list[int] = []
+        self.samples_fingerprint = samples
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -126,12 +127,13 @@ def test_an_iteration_left_half_way_is_followed_by_the_next_epoch() -> None:
     loading = loader(shuffle=True)
     next(iter(loading))
     next(iter(loading))
-    assert loading.state_dict() | {"lengths": "", "rule": {}} == {
+    assert loading.state_dict() | {"lengths": "", "data": "", "rule": {}} == {
         "format": "dynapipe-loader/1",
         "epoch": 1,
         "step": 1,
         "global_step": 2,
         "lengths": "",
+        "data": "",
         "rule": {},
         "order": None,
     }
@@ -175,12 +177,14 @@ def test_a_resumed_loader_goes_on_with_exactly_the_same_plans(stop: int | str, t
         ({"shuffle": False}, "shuffle"),
         ({"drop_last": True}, "drop_last"),
         ({"dataset": CountingDataset(seed=1)}, "lengths"),
+        ({"dataset": CountingDataset(samples="others")}, "data 'some' but this one has 'others'"),
     ],
 )
 def test_a_state_of_other_data_or_settings_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
     state = loader(shuffle=True, seed=5).state_dict()
     with pytest.raises(DataError, match=named):
         loader(**{"shuffle": True, "seed": 5, **changed}).load_state_dict(state)
+    loader(CountingDataset(samples=None), shuffle=True, seed=5).load_state_dict(state)  # which cannot be told
     with pytest.raises(DataError, match="format"):
         loader().load_state_dict({})
 
@@ -318,6 +322,11 @@ def test_an_error_of_the_dataset_reaches_the_consumer() -> None:
 def test_settings_that_cannot_work_are_refused_with_the_next_move(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loader(**settings)
+
+
+def test_a_collate_function_that_gives_no_mapping_is_told_what_to_give() -> None:
+    with pytest.raises(DataError, match="collate_fn gave list: it must map names to tensors"):
+        next(iter(loader(collate_fn=lambda micro_batch, samples: samples)))
 
 
 def test_a_dataset_without_lengths_is_told_what_to_give() -> None:

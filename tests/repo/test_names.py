@@ -12,7 +12,6 @@ OF_EVERY = {
     "main": "programs",
     "add_arguments": "commands",
     "run": "commands",
-    "recognises": "checkpoint formats",
     "open_checkpoint": "checkpoint formats",
 }
 

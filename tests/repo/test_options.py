@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
 
-from dynapipe_ext.launch import cli
+from dynapipe_ext.launch import subcommands
 from dynapipe_ext.launch.command_parser import CommandParser
 
 # Where one word means a choice of another set in another subcommand: figures of a GPU, or torch's device.
@@ -24,7 +25,7 @@ SEARCHED.add(("profile", "recompute"))
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     made = {}
-    for subcommand in cli.SUBCOMMANDS:
+    for subcommand in subcommands.SUBCOMMANDS:
         made[subcommand.name] = CommandParser(prog=f"dynapipe {subcommand.name}")
         importlib.import_module(subcommand.module).add_arguments(made[subcommand.name])
     return made
@@ -82,15 +83,16 @@ def test_every_help_says_what_each_option_is_with_examples_and_exit_statuses(com
         assert not re.search(r"\((\d|none|line)[^)]*\)$", said), f"{said}: say (default: …)"
 
 
-def test_no_help_and_no_early_mistake_loads_what_is_slow_to_load() -> None:
+def test_no_help_and_no_early_mistake_loads_what_is_slow_to_load(tmp_path: Path) -> None:
     """Each in a process of its own; of a CUDA build of torch, doctor asks for its devices."""
     script = """
 import io, os, sys
 from contextlib import redirect_stdout
 import numpy, rich.console, rich.table
-from dynapipe_ext.launch import cli
-words = [[one.name, "--help"] for one in cli.SUBCOMMANDS]
-for arguments in [*words, ["convert", "nothere", "there", "--to", "hf"], ["doctor"]]:
+from dynapipe_ext.launch import cli, subcommands
+words = [[one.name, "--help"] for one in subcommands.SUBCOMMANDS]
+mistaken = (["nothere", "there"], ["here", "there"], ["here", "here"], ["here", "there", "--tp", "2"])
+for arguments in [*words, *(["convert", *one, "--to", "hf"] for one in mistaken), ["doctor"]]:
     if os.fork() == 0:
         with redirect_stdout(io.StringIO()):
             try:
@@ -102,9 +104,19 @@ for arguments in [*words, ["convert", "nothere", "there", "--to", "hf"], ["docto
         os._exit(0)
     assert os.wait()[1] == 0
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    (tmp_path / "here").mkdir()
+    run = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert run.returncode == 0, run.stderr
-    wanted = [f"{one.name} --help" for one in cli.SUBCOMMANDS] + ["convert nothere there --to hf"]
+    assert [line.rpartition(": ")[2].strip() for line in run.stderr.splitlines() if "error" in line] == [
+        "give the folder of a checkpoint",
+        "give the folder that holds one of these",
+        "choose another DST, or remove it",
+        "leave out --tp",
+    ]
+    wanted = [f"{one.name} --help" for one in subcommands.SUBCOMMANDS]
+    wanted += [f"convert {one} --to hf" for one in ("nothere there", "here there", "here here", "here there --tp 2")]
     if not torch.version.cuda:
         wanted.append("doctor")
     assert run.stdout.splitlines()[: len(wanted)] == wanted

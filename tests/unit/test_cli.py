@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.launch import cli
+from dynapipe_ext.launch import cli, subcommands
 from dynapipe_ext.launch.cluster import JobError
 
 Define = Callable[[Callable[[], int]], None]
@@ -26,7 +27,7 @@ def define(monkeypatch: pytest.MonkeyPatch) -> Define:
         module.add_arguments = lambda parser: parser.add_argument("--steps", type=int)  # type: ignore[attr-defined]
         module.run = lambda args: body()  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "trial_command", module)
-        monkeypatch.setattr(cli, "SUBCOMMANDS", (cli.Subcommand("trial", "trial_command", "a trial"),))
+        monkeypatch.setattr(subcommands, "SUBCOMMANDS", (subcommands.Subcommand("trial", "trial_command", "a trial"),))
 
     return install
 
@@ -58,6 +59,20 @@ def test_a_failed_rank_decides_the_status(define: Define, capsys: pytest.Capture
 def test_an_interrupt_is_status_130_without_a_traceback(define: Define, capsys: pytest.CaptureFixture[str]) -> None:
     define(_raises(KeyboardInterrupt()))
     assert cli.main(["trial"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_while_the_command_is_imported_is_status_130_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == subcommands.__name__:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.delitem(sys.modules, subcommands.__name__)
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err == ""
 
 
@@ -124,6 +139,7 @@ def test_a_mistake_shows_the_usage_of_its_subcommand_and_what_may_be_meant(
     ("arguments", "says"),
     [
         (["train", "--show-samples", "-1"], "--show-samples is -1 but must be at least 0"),
+        (["train", "--epochs", "2", "--steps", "9"], "--epochs 2 and --steps 9 both say how long to train: give one"),
         (["train", "--epochs", "0"], "--epochs is 0, no pass over the data: give more, or --steps"),
         (["train", "--betas", "0.9,1"], "betas is (0.9, 1.0) but must be two numbers of 0 to below 1"),
         (["train", "--pp", "9" * 20], "pp is " + "9" * 20 + " but must be at most 65,536"),
@@ -186,15 +202,36 @@ def test_help_and_version_load_no_subcommand(capsys: pytest.CaptureFixture[str])
     assert output.stdout.splitlines()[-1] == "set()"
 
 
-def test_a_reader_that_has_gone_is_no_traceback() -> None:
+def _ended_writing_to(output: int, *words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "dynapipe_ext.launch.cli", *words]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr
+
+
+SHOWN = ("show-schedule", "gpipe", "--pp", "2", "--micro-batches", "2")
+
+
+@pytest.mark.parametrize("words", [("doctor", "--json"), SHOWN], ids=["JSON", "a table"])
+def test_a_reader_that_has_gone_is_no_traceback(words: tuple[str, ...]) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    script = "import sys; from dynapipe_ext.launch.cli import main; sys.exit(main(['doctor', '--json']))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=120, check=False
-    )
+    assert _ended_writing_to(write_end, *words) == (141, "")
     os.close(write_end)
-    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_output_that_finds_no_room_is_one_line_and_status_2() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    status, said = _ended_writing_to(full, *SHOWN)
+    os.close(full)
+    assert status == 2
+    assert said.startswith("dynapipe: error: there is no room to write, on standard output or a disk (No space left")
+    assert len(said.splitlines()) == 1
+
+
+def test_a_command_whose_output_was_closed_ends_well(define: Define, monkeypatch: pytest.MonkeyPatch) -> None:
+    define(lambda: 0)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["trial"]) == 0
 
 
 def test_doctor_reports_every_part_as_json_and_says_whether_a_run_can_start(

@@ -17,6 +17,7 @@ from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.tools.checkpoint.converter import ConversionOutcome, convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
+from dynapipe_ext.tools.checkpoint.recognise import is_huggingface
 from tests.support.checkpoints import (
     VARIANTS,
     differences,
@@ -258,9 +259,9 @@ def test_ranks_make_no_sense_for_a_folder_without_ranks(tmp_path: Path) -> None:
 
 def test_a_folder_is_recognised_by_config_and_weights(tmp_path: Path) -> None:
     source = saved(tiny("gpt2"), tmp_path / "source")
-    assert huggingface.recognises(source)
+    assert is_huggingface(source)
     (source / "config.json").unlink()
-    assert not huggingface.recognises(source)
+    assert not is_huggingface(source)
 
 
 def test_weights_that_are_there_twice_are_read_as_transformers_does_and_said(tmp_path: Path) -> None:

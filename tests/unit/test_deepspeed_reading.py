@@ -12,8 +12,9 @@ import torch
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import tensor_groups
 from dynapipe_ext.tools.checkpoint.deepspeed.contents import plain_number
-from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint, recognises
+from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint
 from dynapipe_ext.tools.checkpoint.files import stored_tensor
+from dynapipe_ext.tools.checkpoint.recognise import is_deepspeed
 from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny, tiny_variant
 
 SMALL = {
@@ -268,12 +269,12 @@ def test_pipelines_that_are_not_known_are_refused(tmp_path: Path) -> None:
 def test_a_tag_is_told_from_what_is_none(tmp_path: Path) -> None:
     model = tiny("llama", **SMALL)
     folder = module_file(tmp_path / "ds", model, model.state_dict())
-    assert recognises(folder)
-    assert recognises(folder / "step1")
+    assert is_deepspeed(folder)
+    assert is_deepspeed(folder / "step1")
     (tmp_path / "mp_rank_00").mkdir()  # as Megatron names folders
-    assert not recognises(tmp_path)
+    assert not is_deepspeed(tmp_path)
     (folder / "latest").write_text("../ds/step1")
-    assert not recognises(folder)
+    assert not is_deepspeed(folder)
     with pytest.raises(DataError, match="latest names no folder with"):
         open_checkpoint(folder)
 

@@ -11,7 +11,7 @@ from dynapipe_ext.data.dataset import TokenDataset, prepare
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.data.held_out import hold_out
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.launch.run_data import check_data, prepare_data, run_data
+from dynapipe_ext.launch.run_data import check_data, run_data
 
 
 def prepared(folder: Path, tokenizer: str = "bytes", seed: int = 0) -> TokenDataset:
@@ -59,21 +59,21 @@ def test_held_out_text_is_tokenized_once_with_the_trained_tokenizer_and_other_to
     config = TrainConfig().with_values(
         data={"num_samples": 50, "vocab_size": 300, "truncate": True}, eval={"every": 1, "path": "held.jsonl"}
     )
-    whole = prepare_data(config)
-    data = run_data(config, whole)
-    assert data.train is data.whole is whole
+    data = run_data(config)
+    whole = data.whole
+    assert data.train is whole
     assert isinstance(data.held_out, TokenDataset)
     assert data.held_out.tokenizer().as_json() == whole.tokenizer().as_json()
     end = [whole.tokenizer().eos]
     assert whole.tokenizer().decode(data.held_out[0].tokens[data.held_out[0].first_target :]) == "1 2 3"
     assert data.held_out[0].tokens[-1:].tolist() == end == whole[0].tokens[-1:].tolist()
-    again = run_data(config, whole).held_out
+    again = run_data(config).held_out
     assert isinstance(again, TokenDataset)
     assert again.directory == data.held_out.directory
     for name, tokenizer in (("other", "bytes"), ("another", "bpe")):
         prepared(tmp_path / name, tokenizer, seed=9)
         with pytest.raises(DataError, match=f"{name} was prepared with another tokenizer than"):
-            run_data(config.with_values(eval={"path": name}), whole)
+            run_data(config.with_values(eval={"path": name}))
 
     def check(lengths: object) -> None:
         if lengths is not whole.lengths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
@@ -13,13 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.dataset import prepare
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.data.mixture import samples_of_epoch
 from dynapipe_ext.data.tokenizer import train_tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
-from dynapipe_ext.launch.run_data import data_folder, data_lines, prepare_data, run_data
+from dynapipe_ext.executor.checkpoints.manifest import Manifest, OptimizerPlace, RunState
+from dynapipe_ext.executor.loader import DynaPipeDataLoader
+from dynapipe_ext.launch.run_data import data_lines, refuse_other_data, run_data
+from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.tools.toml_file import toml_of
+from dynapipe_ext.topology import Topology
+
+PLANNER = Planner(Topology(), TokenCosts(1), 1e9)
 
 
 def test_a_prepared_folder_is_trained_on_as_it_is(tmp_path: Path) -> None:
@@ -31,14 +39,14 @@ def test_a_prepared_folder_is_trained_on_as_it_is(tmp_path: Path) -> None:
         truncate=True,
     )
     config = TrainConfig.from_json({"data": {"path": str(tmp_path / "prepared")}, "run": {"run_dir": str(tmp_path)}})
-    assert data_folder(config) == tmp_path / "prepared"
-    opened = prepare_data(config)
+    opened = run_data(config).whole
+    assert opened.directory == tmp_path / "prepared"
     assert opened.lengths.tolist() == written.lengths.tolist()
     assert not (tmp_path / "data").exists()
     longest = int(written.lengths[:, 0].max())
     short = config.with_values(model={"max_seq_len": longest - 1})
     with pytest.raises(DataError, match=f"has {longest} tokens but max_seq_len is {longest - 1}"):
-        prepare_data(short)
+        run_data(short)
 
 
 def test_runs_beside_each_other_share_what_was_tokenized_from_the_same_text_alike(
@@ -48,16 +56,45 @@ def test_runs_beside_each_other_share_what_was_tokenized_from_the_same_text_alik
     path = tmp_path / "my.jsonl"
     path.write_text('{"input": "a", "target": "b"}\n')
     config = TrainConfig.from_json({"data": {"path": str(path), "tokenizer": "bytes"}})
-    folder = data_folder(config)
-    assert folder.parent == Path("runs/tokenized")
-    written = prepare_data(config)
-    again = prepare_data(config.with_values(run={"run_dir": "runs/mine"}), lambda _: pytest.fail("tokenized again"))
-    assert again.directory == written.directory == folder
-    assert data_folder(config.with_values(run={"run_dir": "elsewhere/mine"})).parent == Path("elsewhere/tokenized")
-    others = [{"data": {"truncate": True}}, {"model": {"max_seq_len": 64}}, {"data": {"tokenizer": "bpe"}}]
-    assert len({data_folder(config.with_values(**tables)) for tables in others} | {folder}) == 4
+
+    def folder(progress: Callable[[int], None] | None = None, **tables: dict[str, object]) -> Path:
+        return run_data(config.with_values(**tables), progress).whole.directory
+
+    first = folder()
+    assert first.parent == Path("runs/tokenized")
+    assert folder(lambda _: pytest.fail("tokenized again"), run={"run_dir": "runs/mine"}) == first
+    assert folder(run={"run_dir": "elsewhere/mine"}).parent == Path("elsewhere/tokenized")
+    bpe = {"tokenizer": "bpe", "vocab_size": 258}
+    others: list[dict[str, dict[str, object]]] = [{"data": {"truncate": True}}, {"model": {"max_seq_len": 64}}]
+    assert len({folder(**tables) for tables in (*others, {"data": bpe})} | {first}) == 4
     path.write_text('{"input": "a", "target": "c"}\n{"input": "a", "target": "b"}\n')
-    assert data_folder(config) != folder
+    assert folder() != first
+
+
+def test_a_run_goes_on_with_the_samples_it_was_trained_on_alone_though_their_file_was_touched(tmp_path: Path) -> None:
+    path = tmp_path / "my.jsonl"
+    path.write_text('{"input": "a", "target": "b"}\n' * 4)
+    tables = {"data": {"path": str(path), "tokenizer": "bytes"}, "run": {"run_dir": str(tmp_path / "run")}}
+    config = TrainConfig.from_json(tables)
+    split = config.with_values(eval={"every": 1, "fraction": 0.25}, run={"seed": 4})
+    for trained, others in (
+        (config, split.with_values(eval={"fraction": 0.5})),
+        (split, split.with_values(run={"seed": 5})),
+    ):
+        data = run_data(trained)
+        run = RunState(
+            step=1, num_samples=4, model={}, settings={}, costs={}, costs_fingerprint="", losses=(1.0,),
+            loader=DynaPipeDataLoader(data.train, PLANNER, tokens_per_batch=64).state_dict(),
+        )  # fmt: skip
+        manifest = Manifest(run=run, optimizer=OptimizerPlace(1, {}), versions={}, files={}, tensors={})
+        (tmp_path / "dynapipe.json").write_bytes(manifest.encode())
+        path.touch()
+        refuse_other_data(tmp_path, trained, run_data(trained))
+        with pytest.raises(DataError, match=r"was trained on other data .* differ"):
+            refuse_other_data(tmp_path, others, run_data(others))
+    path.write_text('{"input": "a", "target": "c"}\n' * 4)
+    with pytest.raises(DataError, match=r"was trained on other data .*\(their tokens, of the same lengths, differ\)"):
+        refuse_other_data(tmp_path, split, run_data(split))
 
 
 @given(
@@ -96,20 +133,20 @@ def test_files_with_weights_are_recorded_and_come_to_the_same_samples_again(tmp_
         texts = [example.target for example in generate_examples(num_samples=40, seed=0, families=["copy"])]
         (tmp_path / "own" / "tokenizer.json").write_text(train_tokenizer([*texts, "ab"], 300).as_json())
     config = mixed(tmp_path, tokenizer)
-    whole = prepare_data(config)
+    data = run_data(config)
+    whole = data.whole
     assert whole.file_sizes == (10, 30)
-    data = run_data(config, whole)
     indices = data.train.indices
     assert [int((indices < 10).sum()), int((indices >= 10).sum())] == [90, 30]
     assert [data.train[i].tokens.tolist() for i in (0, 9, 119)] == [whole[i].tokens.tolist() for i in (0, 1, 39)]
     (tmp_path / "config.toml").write_text(toml_of(config.to_json()))
     again = TrainConfig.read(tmp_path / "config.toml")
     assert again == config
-    assert run_data(again, prepare_data(again)).train.indices.tolist() == indices.tolist()
+    assert run_data(again).train.indices.tolist() == indices.tolist()
     other = config.with_values(data={"mixture": (f"{tmp_path}/a.jsonl=1", f"{tmp_path}/b.jsonl=1")})
-    assert data_folder(other) == data_folder(config)  # weights tokenize nothing again
-    assert data_lines(config, data)[1].strip() == f"{tmp_path}/a.jsonl: 75.0 % of the samples, 9 times its 10 an epoch"
-    held = run_data(config.with_values(eval={"every": 1, "fraction": 0.25}), whole)
+    assert run_data(other).whole.directory == whole.directory  # weights tokenize nothing again
+    assert data_lines(data)[1].strip() == f"{tmp_path}/a.jsonl: 75.0 % of the samples, 9 times its 10 an epoch"
+    held = run_data(config.with_values(eval={"every": 1, "fraction": 0.25}))
     assert held.held_out is not None
     assert not {*held.train.indices.tolist()} & {*held.held_out.indices.tolist()}
 
@@ -132,7 +169,7 @@ def test_a_mixture_that_cannot_be_is_refused(
     Path("prepared").mkdir()
     Path("prepared", "meta.json").write_text("{}")
     with pytest.raises((ConfigError, DataError), match=says):
-        prepare_data(TrainConfig.from_json({"data": {"mixture": mixture, "tokenizer": "bytes"}}))
+        run_data(TrainConfig.from_json({"data": {"mixture": mixture, "tokenizer": "bytes"}}))
 
 
 @pytest.mark.parametrize("of_a_folder", [False, True])
@@ -144,4 +181,4 @@ def test_a_sample_that_is_too_long_is_named_by_file_and_line(tmp_path: Path, of_
         (tmp_path / "own" / "tokenizer.json").write_text(train_tokenizer(["c"], 258).as_json())
     config = mixed(tmp_path, tokenizer, num_workers=0).with_values(model={"max_seq_len": 20})
     with pytest.raises(DataError, match=r"b\.jsonl, line 21: .*sample.* has 21 tokens but .*max.seq.len is 20"):
-        prepare_data(config)
+        run_data(config)

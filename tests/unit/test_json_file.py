@@ -28,5 +28,9 @@ def test_a_file_is_replaced_in_one_step_and_its_folder_made(tmp_path: Path) -> N
     write_atomic(target, "two")
     assert target.read_text() == "two"
     assert [entry.name for entry in target.parent.iterdir()] == ["file.json"]
+    (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):
-        write_atomic(tmp_path / "new", "text")
+        write_atomic(tmp_path / "file" / "inside.json", "text")
+    for folder in (tmp_path / "new", ".", "/"):
+        with pytest.raises(DataError, match="is a folder: name a file to write"):
+            write_atomic(folder, "text")

@@ -13,7 +13,7 @@ from dynapipe_ext.data.preprocessing.workers import InlineWorkers
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.launch import cli
 from dynapipe_ext.launch.commands import preprocess as preprocess_command
-from dynapipe_ext.launch.run_data import prepare_data
+from dynapipe_ext.launch.run_data import run_data
 from tests.support.model_folders import write_chats, write_lines, write_model_tokenizer, write_pairs, write_texts
 
 BEGIN = 0  # <s>, which the tokenizer puts before a text
@@ -47,7 +47,7 @@ def trained_on(tmp_path, path, tokenizer, **data):
         "data": {"path": str(path), "tokenizer": str(tokenizer)} | data,
         "run": {"run_dir": str(tmp_path / "r" / "a")},
     }
-    return prepare_data(TrainConfig().with_values(**settings))
+    return run_data(TrainConfig().with_values(**settings)).whole
 
 
 def named_fields(path, count):
@@ -102,8 +102,8 @@ def test_an_encoder_decoders_folder_ends_inputs_as_a_run_does(tmp_path, folder, 
         run={"run_dir": str(tmp_path / "r" / "a")},
     )
     prepared = preprocessed(tmp_path, "--input", path, "--tokenizer", t5)
-    assert TokenDataset.open(prepared).fingerprint == prepare_data(config).fingerprint
-    assert len(prepare_data(config.with_values(data={"path": str(prepared)}))) == 9
+    assert TokenDataset.open(prepared).fingerprint == run_data(config).whole.fingerprint
+    assert len(run_data(config.with_values(data={"path": str(prepared)})).whole) == 9
 
 
 def test_a_run_refuses_tokens_of_another_tokenizer_or_template_and_takes_those_of_a_copy(tmp_path, folder, here):

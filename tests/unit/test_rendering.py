@@ -15,7 +15,8 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.data.collate import collate
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DynaPipeError
-from dynapipe_ext.launch.run_data import data_folder, prepare_data, run_data
+from dynapipe_ext.launch import cli
+from dynapipe_ext.launch.run_data import run_data
 from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.tools.show.samples import sample_text
@@ -64,7 +65,7 @@ def prepared(
     config = TrainConfig.from_json(
         {"data": tables, "model": {"max_seq_len": max_seq_len}, "run": {"run_dir": str(folder / "run")}}
     )
-    return prepare_data(config)
+    return run_data(config).whole
 
 
 def shown(dataset: TokenDataset, index: int = 0) -> str:
@@ -133,9 +134,18 @@ def test_fields_are_found_by_their_usual_names_or_by_those_given(tokenizers: Pat
     own = [{"question": "two", "answer": "three", "body": "fine"}]
     assert shown(prepared(tokenizers / "none", own, tmp_path, input_key="question", target_key="answer")) == wanted
     assert shown(prepared(tokenizers / "none", own, tmp_path, text_key="body")) == "<s>⟦fine</s>⟧"
+    both = [own[0] | {"input": "two", "target": "three"}]
+    assert shown(prepared(tokenizers / "none", both, tmp_path, text_key="body")) == "<s>⟦fine</s>⟧"
+    path = write_lines(tmp_path / "both.jsonl", both)
+    run = {"run_dir": str(tmp_path / "run")}
+    texts = TrainConfig.from_json({"data": {"path": str(path), "tokenizer": "bytes", "text_key": "body"}, "run": run})
+    assert shown(run_data(texts).whole) == "⟨separator⟩⟦fine⟨eos⟩⟧"
+    words = ["preprocess", "--input", str(path), "--tokenizer", "bytes", "--workers", "1", "--text-key", "body"]
+    assert cli.main([*words, "--output", str(tmp_path / "texts")]) == 0
+    assert shown(TokenDataset.open(tmp_path / "texts")) == "⟨separator⟩⟦fine⟨eos⟩⟧"
     path = write_lines(tmp_path / "own.jsonl", own)
     data = {"path": str(path), "tokenizer": "bytes", "input_key": "question", "target_key": "answer"}
-    plain = prepare_data(TrainConfig.from_json({"data": data, "run": {"run_dir": str(tmp_path / "run")}}))
+    plain = run_data(TrainConfig.from_json({"data": data, "run": run})).whole
     assert shown(plain) == "two⟨separator⟩⟦three⟨eos⟩⟧"
 
 
@@ -192,15 +202,39 @@ def test_what_no_template_can_say_is_refused_with_its_line(
         prepared(tokenizers / name, records, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            {"template": "text"},
+            r"template is text but the tokenizer is 'bytes', and templates .*: leave it out; to",
+        ),
+        (
+            {"text_key": "body"},
+            r"own\.jsonl, line 1: the record lacks 'body' \(it has 'input', 'target'\): name a",
+        ),
+        ({"path": "", "text_key": "body"}, "name fields of files: name your data, too"),
+        ({"path": "", "template": "chat"}, "template is chat but the tokenizer is 'bytes'"),
+    ],
+)
+def test_what_says_how_to_read_records_and_cannot_is_refused(
+    tmp_path: Path, data: dict[str, object], said: str
+) -> None:
+    path = write_lines(tmp_path / "own.jsonl", [{"input": "two", "target": "three"}])
+    config = TrainConfig.from_json({"data": {"path": str(path), "tokenizer": "bytes"} | data})
+    with pytest.raises(DynaPipeError, match=said):
+        run_data(config)
+
+
 def test_a_chat_needs_a_models_tokenizer_and_a_broken_line_is_named(tokenizers: Path, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "data.jsonl", [CHAT])
     config = TrainConfig.from_json({"data": {"path": str(path), "tokenizer": "bytes"}})
     with pytest.raises(DynaPipeError, match=r"line 1: the record has 'messages', .* the tokenizer is 'bytes': name"):
-        prepare_data(config)
+        run_data(config)
     path.write_text(json.dumps(CHAT) + "\n" + json.dumps(CHAT)[:-4] + "\n")
     config = config.with_values(data={"tokenizer": str(tokenizers / "chatml")}, run={"run_dir": str(tmp_path / "run")})
     with pytest.raises(DynaPipeError, match=r"data\.jsonl, line 2, column \d+: not JSON"):
-        prepare_data(config)
+        run_data(config)
 
 
 def test_chats_are_prepared_once_and_evaluated_by_the_same_tokenizer(tokenizers: Path, tmp_path: Path) -> None:
@@ -211,11 +245,11 @@ def test_chats_are_prepared_once_and_evaluated_by_the_same_tokenizer(tokenizers:
         "run": {"run_dir": str(tmp_path / "run")},
     }
     config = TrainConfig.from_json(tables)
-    first = prepare_data(config)
-    assert prepare_data(config, lambda _: pytest.fail("prepared again")).directory == first.directory
+    first = run_data(config).whole
+    assert run_data(config, lambda _: pytest.fail("prepared again")).whole.directory == first.directory
     other = config.with_values(data={"tokenizer": str(tokenizers / "marked")})
-    assert data_folder(other) != first.directory
-    evaluated = run_data(config, first).held_out
+    assert run_data(other).whole.directory != first.directory
+    evaluated = run_data(config).held_out
     assert evaluated is not None
     assert [evaluated[i].tokens.tolist() for i in range(2)] == [first[i].tokens.tolist() for i in range(2)]
     assert np.array_equal(evaluated.lengths, first.lengths)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.length_bounds import LengthBounds, SideBounds, TaskBounds
-from dynapipe_ext.data.tasks_file import read_tasks
+from dynapipe_ext.data.tasks_file import Tasks, read_tasks
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
 from dynapipe_ext.launch import cli
-from dynapipe_ext.launch.run_data import data_lines, prepare_data, run_data
+from dynapipe_ext.launch import run_data as run_data_module
+from dynapipe_ext.launch.run_data import data_lines, run_data
 from dynapipe_ext.tools.show.samples import sample_text
 from tests.support.model_folders import write_model_tokenizer
 from tests.support.preprocessing import jsonl
@@ -104,7 +105,7 @@ def shown(data: TokenDataset) -> list[str]:
 def test_train_and_preprocess_cut_the_sides_of_each_task_alike(tmp_path: Path) -> None:
     settings = config(tmp_path)
     expected = ["one two⟨separator⟩⟦one ⟧", "three⟨separator⟩⟦two⟨eos⟩⟧", "three⟨separator⟩⟦thre⟧"]
-    data = prepare_data(settings)
+    data = run_data(settings).whole
     assert shown(data) == expected
     words = ["preprocess", "--input", str(tmp_path / "data.jsonl"), "--tokenizer", "bytes", "--workers", "1"]
     bounds = ["--tasks", str(tmp_path / "tasks.toml"), "--truncate"]
@@ -113,18 +114,27 @@ def test_train_and_preprocess_cut_the_sides_of_each_task_alike(tmp_path: Path) -
     assert cli.main([*words, "--output", str(tmp_path / "two"), "--max-input-len", "3", "--truncate"]) == 0
     assert shown(TokenDataset.open(tmp_path / "two"))[0] == "wo⟨separator⟩⟦one two⟨eos⟩⟧"
     write_model_tokenizer(tmp_path / "model")
-    own = prepare_data(settings.with_values(data={"tokenizer": str(tmp_path / "model"), "max_input_len": 2}))
+    own = run_data(settings.with_values(data={"tokenizer": str(tmp_path / "model"), "max_input_len": 2})).whole
     assert own.first_target.tolist() == [2, 4, 2]
     assert own.lengths[:, 2].max() == 4
     unbound = settings.with_values(data={"tasks": ""})
-    assert shown(prepare_data(unbound))[0] == "one two⟨separator⟩⟦one two⟨eos⟩⟧", "tokens of other bounds were taken"
+    assert shown(run_data(unbound).whole)[0] == "one two⟨separator⟩⟦one two⟨eos⟩⟧", "tokens of other bounds were taken"
 
 
-def test_weights_of_tasks_are_their_shares_of_the_samples(tmp_path: Path) -> None:
+def test_weights_of_tasks_are_their_shares_of_the_samples_as_the_file_says_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = config(tmp_path)
-    data = run_data(settings, prepare_data(settings))
+    reads: list[str] = []
+
+    def read_once(path: str, others: SideBounds) -> Tasks:
+        assert reads.append(path) or len(reads) == 1
+        return read_tasks(path, others)
+
+    monkeypatch.setattr(run_data_module, "read_tasks", read_once)
+    data = run_data(settings)
     assert sorted(data.train.indices.tolist()) == [0, 1, 1, 1, 1, 1, 1, 2]
-    assert data_lines(settings, data)[1:] == [
+    assert data_lines(data)[1:] == [
         "  task copy: 25.0 % of the samples, 1 times its 2 an epoch",
         "  task sum: 75.0 % of the samples, 6 times its 1 an epoch",
     ]
@@ -140,10 +150,10 @@ def test_weights_of_tasks_are_their_shares_of_the_samples(tmp_path: Path) -> Non
 )
 def test_prepared_data_that_do_not_fit_the_tasks_are_refused(tmp_path: Path, tasks: str, said: str) -> None:
     settings = config(tmp_path, tasks="", truncate=False)
-    prepared = prepare_data(settings)
+    prepared = run_data(settings).whole
     (tmp_path / "tasks.toml").write_text(tasks)
     with pytest.raises(DynaPipeError, match=said):
-        prepare_data(config_of(settings, prepared.directory, tmp_path / "tasks.toml"))
+        run_data(config_of(settings, prepared.directory, tmp_path / "tasks.toml"))
 
 
 def config_of(settings: TrainConfig, folder: Path, tasks: Path) -> TrainConfig:
@@ -156,7 +166,7 @@ def test_a_chat_has_no_sides_to_bound(tmp_path: Path) -> None:
     chats = jsonl(tmp_path / "chats.jsonl", [{"messages": turns}])
     data = {"path": str(chats), "tasks": "", "tokenizer": str(tmp_path / "model"), "max_target_len": 9}
     with pytest.raises(ConfigError, match="chats, whose turns are no input and target: leave out max_input_len and"):
-        prepare_data(config(tmp_path, **data))
+        run_data(config(tmp_path, **data))
 
 
 def test_tasks_that_no_record_has_are_told_by_preprocess(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,6 +142,11 @@ def nothing(*_) -> None: ...
         (lambda m: run(TorchStage(m, losses_of)), r"loss is a tensor of shape \(\d+, \d+\) but must be a scalar"),
         (lambda m: run(TorchStage(m, lambda logits, batch: 1.0)), "loss is float but must be a scalar tensor"),
         (lambda m: run(TorchStage(m, lambda x, batch: loss_sum(x.detach(), batch))), "stage 0 returns has no gradient"),
+        (lambda m: run(TorchStage(m, lambda x, batch: losses_of(x, batch).mean())), "stays as it is .* it is a mean"),
+        (
+            lambda m: run(TorchStage(m, lambda x, batch: loss_sum(x, batch) / batch["loss_weights"].sum())),
+            r"where batch\[\"loss_weights\"\] are doubled: it is a mean",
+        ),
         (lambda m: run(TorchStage({1: m}, loss_sum)), r"stages \(0,\) of the plan but has modules for \(1,\)"),
         (
             lambda m: TorchStage(m, loss_sum).start_step(plan_of(pp=2)),

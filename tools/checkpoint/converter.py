@@ -21,7 +21,6 @@ from typing import Any
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint import journal as journals
-from dynapipe_ext.tools.checkpoint.files.stored_tensor import tensor_digest
 from dynapipe_ext.tools.checkpoint.formats import (
     CheckpointPiece,
     CheckpointReader,
@@ -33,9 +32,10 @@ from dynapipe_ext.tools.checkpoint.formats import (
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, settle_config
 from dynapipe_ext.tools.checkpoint.journal import ConversionJournal, Finished
 from dynapipe_ext.tools.checkpoint.recognise import Format, format_of, recognise
+from dynapipe_ext.tools.console import say_loading
+from dynapipe_ext.tools.writing import NO_ROOM
 
 PieceKey = tuple[str, StateKind]  # a group's name, and what of it
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,7 @@ def prepare_conversion(
     if source.name.endswith(".partial") and (source / journals.NAME).exists():
         raise DataError(f"{source} is an unfinished conversion: run its command again first, then give what it makes")
     written_as = format_of(target)
+    say_loading("torch")  # not before: what is refused above needs none
     reader = read_as.open(source)
     if drop_mtp and hasattr(reader, "drop_prediction_layers"):
         reader.drop_prediction_layers()
@@ -295,7 +296,7 @@ def _said_plainly(partial: Path) -> Iterator[None]:
         if not isinstance(error, OSError):
             raise
         where = error.filename or partial
-        if error.errno in _NO_ROOM:
+        if error.errno in NO_ROOM:
             raise DataError(
                 f"{where} cannot be written, the disk or the quota is full ({error.strerror}): free some space and run"
                 f" the same command again: it goes on with {partial}"
@@ -307,6 +308,8 @@ def _said_plainly(partial: Path) -> Iterator[None]:
 
 
 def _digests(tensors: GroupTensors) -> dict[str, str]:
+    from dynapipe_ext.tools.checkpoint.files.stored_tensor import tensor_digest  # torch, which refusals need not
+
     return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
 
 

@@ -11,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.tensors import TensorGroup
 
+if TYPE_CHECKING:
+    import torch  # types alone: options are refused before it is loaded
+
 StateKind = Literal["weight", "master", "exp_avg", "exp_avg_sq"]  # Adam's fp32 copy of the weight and its moments
 STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)
-GroupTensors = Mapping[str, torch.Tensor]
-Source = Callable[[TensorGroup, StateKind], GroupTensors]
+GroupTensors: TypeAlias = "Mapping[str, torch.Tensor]"
+Source: TypeAlias = "Callable[[TensorGroup, StateKind], GroupTensors]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

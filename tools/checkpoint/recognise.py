@@ -1,15 +1,117 @@
-"""Which format a checkpoint has, and the modules that read and write each format."""
+"""Which format a checkpoint has, by the names of its files alone, and the modules that read and write each format.
+
+Nothing here needs torch: a folder that is no checkpoint is refused before that is loaded.
+"""
 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, CheckpointWriter, WriterOptions
+from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+# The first that is there counts, as in transformers.
+WEIGHT_FILES = ("model.safetensors", SAFETENSORS_INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+META_PARAMS = "params.json"
+TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
+_ITERATION = re.compile(r"iter_(\d{7,})|release")
+METADATA, COMMON, DIST_CONFIG = ".metadata", "common.pt", "metadata.json"
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
+TAG_FILES = ("latest", "latest_universal")
+MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+SHARD_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+LAYER_FILE = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
+
+
+def is_huggingface(path: Path) -> bool:
+    """Whether `path` is a folder with config.json and weights."""
+    return (path / CONFIG).is_file() and any((path / name).is_file() for name in WEIGHT_FILES)
+
+
+def is_meta(path: Path) -> bool:
+    """Whether `path` is a folder with params.json and the first rank's file."""
+    return (path / META_PARAMS).is_file() and (path / "consolidated.00.pth").is_file()
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether `path` holds, or is, an iteration of Megatron's dist_checkpointing."""
+    try:
+        folder = iteration_folder(path)
+    except DataError:
+        return any((entry / METADATA).is_file() for entry in path.iterdir() if entry.is_dir())
+    return (folder / METADATA).is_file() and any((folder / name).is_file() for name in (DIST_CONFIG, COMMON))
+
+
+def is_megatron_legacy(path: Path) -> bool:
+    """Whether `path` holds, or is, an iteration with mp_rank_XX."""
+    try:
+        folders = [iteration_folder(path)]
+    except DataError:
+        folders = [entry for entry in path.iterdir() if entry.is_dir()]
+    return any(rank_files(folder) for folder in folders)
+
+
+def is_deepspeed(path: Path) -> bool:
+    """Whether a folder holds a DeepSpeed checkpoint, or is one of its tags."""
+    return path.is_dir() and (is_tag(path) or any(told_tag(path, name) for name in TAG_FILES))
+
+
+def iteration_folder(path: Path) -> Path:
+    """The checkpoint that `path` means: itself, or the iteration that its tracker file names, or its only one.
+
+    Errors: DataError where that is not one folder.
+    """
+    if _ITERATION.fullmatch(path.name) or not path.is_dir():
+        return path
+    tracker = path / TRACKER
+    if tracker.is_file():
+        try:
+            text = tracker.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{tracker} cannot be read ({error}): write the iteration into it") from error
+        if text != RELEASE and not text.isdecimal():
+            raise DataError(f"{tracker} says {short(text)}: it must be a number or {RELEASE!r}")
+        return path / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
+    found = sorted(entry for entry in path.iterdir() if entry.is_dir() and _ITERATION.fullmatch(entry.name))
+    if len(found) > 1:
+        names = ", ".join(entry.name for entry in found)
+        raise DataError(f"{path} holds {names} and no {TRACKER}: give the one that you mean")
+    return found[0] if found else path
+
+
+def rank_files(folder: Path) -> list[Path]:
+    """The files of all ranks of an iteration with mp_rank_XX, by name."""
+    if not folder.is_dir():
+        return []
+    places = [entry / file for entry in folder.iterdir() if RANK_FOLDER.match(entry.name) for file in RANK_FILES]
+    return sorted(place for place in places if place.is_file())
+
+
+def is_tag(path: Path) -> bool:
+    """Whether `path` is one tag's folder of a DeepSpeed checkpoint."""
+    patterns = (MODEL_FILE, SHARD_FILE, LAYER_FILE)
+    try:
+        names = [file.name for file in path.iterdir() if file.is_file()]
+    except OSError:  # no folder, or not ours to read
+        return False
+    return any(pattern.fullmatch(name) for name in names for pattern in patterns)
+
+
+def told_tag(path: Path, name: str) -> Path | None:
+    """The tag's folder that a file like `latest` names, where both are there."""
+    try:
+        told = (path / name).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return path / told if told and Path(told).name == told and is_tag(path / told) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +119,10 @@ class Format:
     """A format by the name that `--to` and `--from` take. Its modules are imported when they are used."""
 
     name: str
-    module: str  # of `recognises` and `open_checkpoint`
+    recognises: Callable[[Path], bool]
+    module: str  # of `open_checkpoint`
     writer: str  # module and class; empty where the format is only read
     needs: str  # what a folder of the format holds, for the message where none is recognised
-
-    def recognises(self, path: Path) -> bool:
-        return bool(_member(self.module, "recognises")(path))
 
     def open(self, path: Path) -> CheckpointReader:
         """Errors: DataError, ConfigError naming the file and what is wrong."""
@@ -42,24 +142,33 @@ class Format:
 FORMATS = (
     Format(
         "hf",
+        is_huggingface,
         "huggingface.folder",
         "huggingface.folder.HuggingFaceWriter",
         "config.json with model*.safetensors or pytorch_model*.bin",
     ),
-    Format("meta", "meta.folder", "", "params.json with consolidated.00.pth"),
+    Format("meta", is_meta, "meta.folder", "", "params.json with consolidated.00.pth"),
     Format(
         "megatron",
+        is_megatron,
         "megatron.dist",
         "megatron.dist_writer.MegatronDistWriter",
         "iter_XXXXXXX with .metadata and *.distcp",
     ),
     Format(
         "megatron-legacy",
+        is_megatron_legacy,
         "megatron.legacy",
         "megatron.legacy_writer.MegatronLegacyWriter",
         "iter_XXXXXXX with mp_rank_XX[_YYY]",
     ),
-    Format("deepspeed", "deepspeed.reader", "deepspeed.writer.DeepSpeedWriter", "a tag folder with *model_states.pt"),
+    Format(
+        "deepspeed",
+        is_deepspeed,
+        "deepspeed.reader",
+        "deepspeed.writer.DeepSpeedWriter",
+        "a tag folder with *model_states.pt",
+    ),
 )
 TARGETS = tuple(known.name for known in FORMATS if known.writer)
 

@@ -42,7 +42,8 @@ class EncodeSettings:
     """What becomes of records. For Megatron each of `keys` is a data set of its own; else there is one.
 
     dataset: input and target by `pair`, else the text of `keys[0]` as target; a separator between them where the
-    tokenizer has one; the end of text at the end. `keys_only` has records with a pair read as plain text, too.
+    tokenizer has one; the end of text at the end. Without a `pair` all records are texts; `keys_only` reads no task,
+    either.
     With a `template` records become what that makes of them, by a model's own tokenizer.
     megatron: the tokens of each text, or of each sentence in a list of them, with the end of text after the last where
     `append_eod` says so; a text without tokens is a document without a sequence, as in Megatron's preprocess_data.py.
@@ -51,7 +52,7 @@ class EncodeSettings:
     target: Target
     keys: tuple[str, ...] = ("text",)
     keys_only: bool = False
-    pair: tuple[str, str] = ("input", "target")
+    pair: tuple[str, str] | None = ("input", "target")
     unit: TextUnit = "line"
     append_eod: bool = True
     max_seq_len: int | None = None
@@ -71,7 +72,7 @@ class EncodeSettings:
             return frozenset(self.keys)
         if self.template == "chat":
             return frozenset((MESSAGES, TOOLS, TASK))
-        return frozenset((*self.keys, *self.pair, "task"))
+        return frozenset((*self.keys, *(self.pair or ()), "task"))
 
     def digest(self, encoder: Encoder) -> str:
         """sha256 of all, beside the block, that the output of a block depends on."""
@@ -253,7 +254,8 @@ def _example(where: str, record: TextRecord, settings: EncodeSettings) -> Exampl
         (key,) = settings.keys
         _refuse_lacking(where, record, settings)
         return Example("unnamed", "", string_field(record, key, where=where))
-    if MESSAGES in record and settings.keys[0] not in record and not all(name in record for name in settings.pair):
+    has_pair = settings.pair is not None and all(name in record for name in settings.pair)
+    if MESSAGES in record and settings.keys[0] not in record and not has_pair:
         raise DataError(
             f"{where}: the record is a chat, which the chat template of a model's folder reads: name that folder as"
             " --tokenizer, or as --model of `dynapipe train`"

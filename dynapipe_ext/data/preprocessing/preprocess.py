@@ -313,7 +313,7 @@ def _finish_dataset(
             "num_skipped": run.totals["skipped"],
             "file_sizes": list(run.file_sizes.values()),
             "source": source,
-            "records": {"template": settings.template, "pair": list(settings.pair), "text": settings.keys[0]},
+            "records": {"template": settings.template, "pair": list(settings.pair or ()), "text": settings.keys[0]},
             "settings": {"preprocess": journal.key},
         },
     )

@@ -48,9 +48,9 @@ class ModelTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RecordFields:
-    """The names of the fields that a record is read by."""
+    """The names of the fields that a record is read by; without a pair it is a text, whatever else it has."""
 
-    pair: tuple[str, str] = PAIRS[0]
+    pair: tuple[str, str] | None = PAIRS[0]
     text: str = "text"
 
 
@@ -106,6 +106,7 @@ class Renderer:
     def _prompt(self, record: Mapping[str, object], where: str, task: str) -> Rendered | None:
         """The response's tokens are those that follow the prompt's in the whole text; where the two flow into one
         token there, those of the response alone: the prompt's are always what the model will be asked with."""
+        assert self.fields.pair is not None
         prompt, response = _strings(record, self.fields.pair, where)
         asked, whole, alone = (list(ids) for ids in self.tokenizer.encode([prompt, prompt + response, response]))
         return self._ended(asked, whole[len(asked) :] if whole[: len(asked)] == asked else alone, where, task)
@@ -214,10 +215,15 @@ _NO_ROLE = {
 
 
 def template_of(record: Mapping[str, object], named: RecordFields, where: str) -> tuple[Template, RecordFields]:
-    """What a record is by what it has, and the fields that say so; where none are `named`, any pair of `PAIRS` does.
+    """What a record is by what it has, and the fields that say so: a text where `named` has no pair; where it names the
+    usual one, any pair of `PAIRS` does.
 
     Errors: DataError for one that is nothing of all.
     """
+    if named.pair is None:
+        if named.text in record:
+            return "text", named
+        raise lacking(record, [named.text], where=where, fields="name a field that it has, or leave out --text-key")
     pairs = (named.pair,) if named.pair != PAIRS[0] else PAIRS
     if MESSAGES in record:
         return "chat", named

@@ -14,10 +14,7 @@ from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor
 from dynapipe_ext.tools.checkpoint.formats import StateKind, TrainingState
 
-MODEL_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-SHARD_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-LAYER_FILE = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 EXPERT_FILE = re.compile(r"(?:expp_rank_\d+|layer_\d+_expert_\d+)_.*\.pt")
 
 MOMENTS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")

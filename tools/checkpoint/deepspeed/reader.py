@@ -17,7 +17,7 @@ from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
-from dynapipe_ext.tools.checkpoint.deepspeed.contents import LAYER_FILE, MODEL_FILE, SHARD_FILE, named
+from dynapipe_ext.tools.checkpoint.deepspeed.contents import named
 from dynapipe_ext.tools.checkpoint.deepspeed.file import SplitTensor, same_bytes
 from dynapipe_ext.tools.checkpoint.deepspeed.names import ModulePlaces, canonical, tied_names
 from dynapipe_ext.tools.checkpoint.deepspeed.tag import read_tag
@@ -25,16 +25,11 @@ from dynapipe_ext.tools.checkpoint.deepspeed.writer import DeepSpeedWriter
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import refuse_faults
 from dynapipe_ext.tools.checkpoint.formats import STATE_KINDS, GroupTensors, StateKind
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, read_json_object
+from dynapipe_ext.tools.checkpoint.recognise import TAG_FILES, is_tag, told_tag
 
-__all__ = ["DeepSpeedReader", "DeepSpeedWriter", "open_checkpoint", "recognises"]
+__all__ = ["DeepSpeedReader", "DeepSpeedWriter", "open_checkpoint"]
 
-_TAG_FILES = ("latest", "latest_universal")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def recognises(path: Path) -> bool:
-    """Whether a folder holds a DeepSpeed checkpoint, or is one of its tags."""
-    return path.is_dir() and (_is_tag(path) or any(_told_tag(path, name) for name in _TAG_FILES))
 
 
 def open_checkpoint(path: Path) -> DeepSpeedReader:
@@ -150,29 +145,11 @@ def _with_own_head(architecture: Architecture, weights: Mapping[str, SplitTensor
     return replace(architecture, tied_embeddings=same_bytes(head, shared))
 
 
-def _is_tag(path: Path) -> bool:
-    patterns = (MODEL_FILE, SHARD_FILE, LAYER_FILE)
-    try:
-        names = [file.name for file in path.iterdir() if file.is_file()]
-    except OSError:  # no folder, or not ours to read
-        return False
-    return any(pattern.fullmatch(name) for name in names for pattern in patterns)
-
-
-def _told_tag(path: Path, name: str) -> Path | None:
-    """The folder that a file like `latest` names, where both are there."""
-    try:
-        told = (path / name).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return path / told if told and Path(told).name == told and _is_tag(path / told) else None
-
-
 def _tag(path: Path) -> Path:
-    if _is_tag(path):
+    if is_tag(path):
         return path
-    for name in _TAG_FILES:
-        if tag := _told_tag(path, name):
+    for name in TAG_FILES:
+        if tag := told_tag(path, name):
             return tag
         if (path / name).exists():
             raise DataError(f"{path / name} names no folder with *_model_states.pt: copy the folder that it names")

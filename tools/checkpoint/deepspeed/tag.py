@@ -13,10 +13,7 @@ from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.tools.checkpoint.deepspeed.contents import (
     EXPERT_FILE,
-    LAYER_FILE,
-    MODEL_FILE,
     OPTIMIZER_FILE,
-    SHARD_FILE,
     DeepSpeedContents,
     count,
     mapping,
@@ -34,6 +31,7 @@ from dynapipe_ext.tools.checkpoint.deepspeed.universal import is_universal, read
 from dynapipe_ext.tools.checkpoint.deepspeed.whole import read_whole
 from dynapipe_ext.tools.checkpoint.deepspeed.zero import ZeroState, read_zero
 from dynapipe_ext.tools.checkpoint.formats import StateKind
+from dynapipe_ext.tools.checkpoint.recognise import LAYER_FILE, MODEL_FILE, SHARD_FILE
 
 
 def read_tag(tag: Path, architecture: Architecture) -> DeepSpeedContents:

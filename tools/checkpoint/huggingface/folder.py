@@ -33,13 +33,11 @@ from dynapipe_ext.tools.checkpoint.formats import (
     WriterOptions,
 )
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, left_behind, read_json_object
+from dynapipe_ext.tools.checkpoint.recognise import SAFETENSORS_INDEX, WEIGHT_FILES
 from dynapipe_ext.tools.json_file import write_atomic
 
 SHARD_BYTES = 5_000_000_000
-_INDEX = "model.safetensors.index.json"
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
-# The first that is there counts, as in transformers.
-_WEIGHT_FILES = ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 _NOT_WEIGHTS = re.compile(
     r"transformer\.h\.\d+\.attn\.(bias|masked_bias)"  # GPT-2's causal mask
     r"|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
@@ -48,11 +46,6 @@ _NOT_WEIGHTS = re.compile(
 )
 _T5_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def recognises(path: Path) -> bool:
-    """Whether `path` is a folder with config.json and weights."""
-    return (path / CONFIG).is_file() and any((path / name).is_file() for name in _WEIGHT_FILES)
 
 
 def open_checkpoint(path: Path) -> HuggingFaceReader:
@@ -83,7 +76,7 @@ class HuggingFaceReader:
         self.notices: tuple[str, ...] = ()
         if buffers:
             self.notices += (f"{len(buffers)} buffers are no weights and are left out: {_some(buffers)}",)
-        if unread := [name for name in _WEIGHT_FILES if (path / name).is_file()][1:]:
+        if unread := [name for name in WEIGHT_FILES if (path / name).is_file()][1:]:
             self.notices += (f"{path} has its weights more than once: {_some(unread)} is not read",)
         if others := left_behind(path):
             self.notices += (f"not carried from {path}: {_some(others)}",)
@@ -190,7 +183,7 @@ class HuggingFaceWriter:
             weights = {name: shard for shard, record in records.items() for name in record["tensors"]}
             total = sum(record["bytes"] for record in records.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-            write_atomic(self._directory / _INDEX, json.dumps(index, indent=2) + "\n")
+            write_atomic(self._directory / SAFETENSORS_INDEX, json.dumps(index, indent=2) + "\n")
         for file in sorted(self._reader.files, key=lambda file: file.name == CONFIG):  # without it nothing looks whole
             shutil.copyfile(file, self._directory / file.name)
 
@@ -223,9 +216,9 @@ def _shard_names(count: int) -> list[str]:
 
 def _stored_tensors(path: Path) -> tuple[list[str], dict[str, StoredTensor]]:
     """What is wrong between index and shards, and all tensors by the names in the files."""
-    name = next((name for name in _WEIGHT_FILES if (path / name).is_file()), None)
+    name = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
     if name is None:
-        raise DataError(f"{path} has no weights: one of {', '.join(_WEIGHT_FILES)} is needed")
+        raise DataError(f"{path} has no weights: one of {', '.join(WEIGHT_FILES)} is needed")
     if name in _WHOLE:
         return [], _read_weights(path / name)
     told = read_json_object(path / name, "the index of the model's shards").get("weight_map")

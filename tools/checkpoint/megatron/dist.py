@@ -24,13 +24,13 @@ from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord, read_p
 from dynapipe_ext.tools.checkpoint.formats import GroupTensors, StateKind
 from dynapipe_ext.tools.checkpoint.megatron.dist_names import StoredKey, extra_state, keys_of
 from dynapipe_ext.tools.checkpoint.megatron.dist_writer import MegatronDistWriter as MegatronDistWriter
-from dynapipe_ext.tools.checkpoint.megatron.folder import carried, iteration_folder, read_architecture
+from dynapipe_ext.tools.checkpoint.megatron.folder import carried, read_architecture
 from dynapipe_ext.tools.checkpoint.megatron.names import EMBEDDING, MegatronTensor, from_megatron, megatron_tensors
 from dynapipe_ext.tools.checkpoint.megatron.pickles import read_archive, read_tensor_record
 from dynapipe_ext.tools.checkpoint.megatron.shards import Box, assemble, inner
 from dynapipe_ext.tools.checkpoint.megatron.state import read_contents
+from dynapipe_ext.tools.checkpoint.recognise import COMMON, DIST_CONFIG, METADATA, iteration_folder
 
-METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
 _STATE_KEYS: dict[str, StateKind] = {
     "fp32_param": "master",
     "param": "master",
@@ -68,15 +68,6 @@ class Stored:
             for chunk in chunks:
                 by_layer.setdefault(chunk.begin[0], []).append(chunk)
         return cls(shape, dtype, tuple(chunks), by_layer)
-
-
-def recognises(path: Path) -> bool:
-    """Whether `path` holds, or is, an iteration in this format."""
-    try:
-        folder = iteration_folder(path)
-    except DataError:
-        return any((entry / METADATA).is_file() for entry in path.iterdir() if entry.is_dir())
-    return (folder / METADATA).is_file() and any((folder / name).is_file() for name in (CONFIG, COMMON))
 
 
 def open_checkpoint(path: Path) -> MegatronDistReader:
@@ -268,7 +259,7 @@ def _unflatten(tensor: MegatronTensor, stored: Stored, key: StoredKey) -> torch.
 
 
 def _refuse_backend(folder: Path) -> None:
-    path = folder / CONFIG
+    path = folder / DIST_CONFIG
     if not path.is_file():
         return
     try:

@@ -1,4 +1,4 @@
-"""A folder of Megatron checkpoints: which iteration counts, what model it is, and how a written one is laid out.
+"""A folder of Megatron checkpoints: what model it is, and how a written one is laid out.
 
 ROOT/latest_checkpointed_iteration.txt     "10", or "release" for weights without a place in training
 ROOT/iter_0000010/                         the checkpoint
@@ -9,7 +9,6 @@ ROOT/megatron_args.sh                      options for Megatron-LM that load it
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,40 +25,15 @@ from dynapipe_ext.models.megatron_arguments import read_arguments, refuse_anothe
 from dynapipe_ext.tools.checkpoint.formats import TrainingState
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files
 from dynapipe_ext.tools.checkpoint.megatron.launch_options import write_script
+from dynapipe_ext.tools.checkpoint.recognise import RELEASE, TRACKER
 from dynapipe_ext.tools.json_file import write_atomic
 
-TRACKER = "latest_checkpointed_iteration.txt"
 CARRIED = "huggingface"
-RELEASE = "release"
-_ITERATION = re.compile(r"iter_(\d{7,})|release")
 _INVISIBLE = (  # in the shapes of tensors
     "num_heads", "num_query_groups", "activation", "norm_eps", "top_k", "norm_topk_prob", "rope_theta", "rope_scaling",
     "sliding_window", "router_score", "router_num_groups", "router_group_topk", "router_scale",
 )  # fmt: skip
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-
-def iteration_folder(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, or the iteration that its tracker file names, or its only one.
-
-    Errors: DataError where that is not one folder.
-    """
-    if _ITERATION.fullmatch(path.name) or not path.is_dir():
-        return path
-    tracker = path / TRACKER
-    if tracker.is_file():
-        try:
-            text = tracker.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{tracker} cannot be read ({error}): write the iteration into it") from error
-        if text != RELEASE and not text.isdecimal():
-            raise DataError(f"{tracker} says {short(text)}: it must be a number or {RELEASE!r}")
-        return path / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
-    found = sorted(entry for entry in path.iterdir() if entry.is_dir() and _ITERATION.fullmatch(entry.name))
-    if len(found) > 1:
-        names = ", ".join(entry.name for entry in found)
-        raise DataError(f"{path} holds {names} and no {TRACKER}: give the one that you mean")
-    return found[0] if found else path
 
 
 def carried(folder: Path) -> tuple[Path, ...]:

@@ -20,7 +20,7 @@ from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_faults
 from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord
 from dynapipe_ext.tools.checkpoint.formats import GroupTensors, StateKind
-from dynapipe_ext.tools.checkpoint.megatron.folder import carried, iteration_folder, read_architecture
+from dynapipe_ext.tools.checkpoint.megatron.folder import carried, read_architecture
 from dynapipe_ext.tools.checkpoint.megatron.legacy_names import whole_name
 from dynapipe_ext.tools.checkpoint.megatron.legacy_optimizer import RankOptimizer, optimizer_tensors
 from dynapipe_ext.tools.checkpoint.megatron.legacy_writer import MegatronLegacyWriter as MegatronLegacyWriter
@@ -34,9 +34,8 @@ from dynapipe_ext.tools.checkpoint.megatron.names import (
 from dynapipe_ext.tools.checkpoint.megatron.pickles import read_archive, scalar
 from dynapipe_ext.tools.checkpoint.megatron.shards import Box, RankLayout, assemble, rows_of
 from dynapipe_ext.tools.checkpoint.megatron.state import read_contents
+from dynapipe_ext.tools.checkpoint.recognise import RANK_FILES, RANK_FOLDER, iteration_folder, rank_files
 
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
-_FILES = ("model_optim_rng.pt", "model_rng.pt")
 _ADVICE = "Give the config.json that belongs to it, or the files of all ranks"
 _SIDES = ("encoder", "decoder")
 
@@ -58,15 +57,6 @@ class _Rank:
         if not found or not all(isinstance(model, Mapping) for model in found):
             raise DataError(f"{self.path} holds no model: give a checkpoint with weights")
         return found
-
-
-def recognises(path: Path) -> bool:
-    """Whether `path` holds, or is, an iteration in this layout."""
-    try:
-        folders = [iteration_folder(path)]
-    except DataError:
-        folders = [entry for entry in path.iterdir() if entry.is_dir()]
-    return any(_rank_files(folder) for folder in folders)
 
 
 def open_checkpoint(path: Path) -> MegatronLegacyReader:
@@ -256,18 +246,11 @@ class MegatronLegacyReader:
         ]
 
 
-def _rank_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    places = [entry / file for entry in folder.iterdir() if _RANK.match(entry.name) for file in _FILES]
-    return sorted(place for place in places if place.is_file())
-
-
 def _read_ranks(folder: Path) -> list[_Rank]:
     """Every rank's file, in the order of stages, then of tensor parallel ranks."""
     ranks = []
-    for path in _rank_files(folder):
-        match = _RANK.fullmatch(path.parent.name)
+    for path in rank_files(folder):
+        match = RANK_FOLDER.fullmatch(path.parent.name)
         if match is None:
             raise DataError(f"{path.parent} is of expert parallel ranks, which are not read: save it with torch_dist")
         content = read_archive(ArchiveRecord(path))
@@ -275,7 +258,7 @@ def _read_ranks(folder: Path) -> list[_Rank]:
             raise DataError(f"{path} holds {type(content).__name__} where a dictionary is needed: copy it again")
         ranks.append(_Rank(path, int(match[1]), int(match[2] or 0), content))
     if not ranks:
-        raise DataError(f"{folder} holds no mp_rank_XX/{_FILES[0]}: give the folder of an iteration")
+        raise DataError(f"{folder} holds no mp_rank_XX/{RANK_FILES[0]}: give the folder of an iteration")
     ranks.sort(key=lambda rank: (rank.pp_rank, rank.tp_rank))
     tp, pp = 1 + max(rank.tp_rank for rank in ranks), 1 + max(rank.pp_rank for rank in ranks)
     have = {(rank.tp_rank, rank.pp_rank) for rank in ranks}

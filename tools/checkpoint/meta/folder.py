@@ -22,10 +22,10 @@ from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refu
 from dynapipe_ext.tools.checkpoint.files.torch_file import read_torch_file
 from dynapipe_ext.tools.checkpoint.formats import GroupTensors, StateKind, TrainingState
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, left_behind, read_json_object
+from dynapipe_ext.tools.checkpoint.recognise import META_PARAMS
 
 ShardCut = Literal["rows", "columns", "none"]
 _SHARD = re.compile(r"consolidated\.(\d\d)\.pth")
-_PARAMS = "params.json"
 _NOT_WEIGHTS = ("rope.freqs",)
 _KNOWN_PARAMS = {
     "dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of", "ffn_dim_multiplier", "norm_eps",
@@ -52,11 +52,6 @@ _LLAMA3_VOCAB = 128_256
 _BLOCK_BYTES = 1 << 25
 
 
-def recognises(path: Path) -> bool:
-    """Whether `path` is a folder with params.json and the first rank's file."""
-    return (path / _PARAMS).is_file() and (path / "consolidated.00.pth").is_file()
-
-
 def open_checkpoint(path: Path) -> MetaReader:
     """Errors: DataError, ConfigError naming the file and the field."""
     return MetaReader(path)
@@ -74,12 +69,12 @@ class MetaReader:
             {name: tensor for name, tensor in read_torch_file(file).items() if name not in _NOT_WEIGHTS}
             for file in _shard_files(path)
         ]
-        params = read_json_object(path / _PARAMS, "the params.json that belongs to the weights")
+        params = read_json_object(path / META_PARAMS, "the params.json that belongs to the weights")
         params = params["model"] if isinstance(params.get("model"), dict) else params
         if unknown := sorted(params.keys() - _KNOWN_PARAMS):
             raise ConfigError(
-                f"{path / _PARAMS} has {', '.join(map(short, unknown))}: only Llama 1, 2 and 3 without images, LoRA or"
-                " quantization are known"
+                f"{path / META_PARAMS} has {', '.join(map(short, unknown))}: only Llama 1, 2 and 3 without images,"
+                " LoRA or quantization are known"
             )
         self._embedding_cut = self._cut_of_embedding(params)
         self.architecture = self._deduce(params)
@@ -123,7 +118,7 @@ class MetaReader:
                         f"{where}: {name} is {shard[name].dtype}, others {self._shards[0]['norm.weight'].dtype}"
                     )
             faults += [f"{where}: {name} {list(shard[name].shape)} is extra" for name in shard if name not in wanted]
-        refuse_faults(self.path, faults, f"Give the files that belong to {_PARAMS}")
+        refuse_faults(self.path, faults, f"Give the files that belong to {META_PARAMS}")
 
     def dtype(self, group: TensorGroup, kind: StateKind) -> torch.dtype:
         return self._find("norm.weight", 0).dtype
@@ -212,7 +207,7 @@ class MetaReader:
         return range(len(self._shards))
 
     def _deduce(self, params: Mapping[str, Any]) -> Architecture:
-        where = self.path / _PARAMS
+        where = self.path / META_PARAMS
         dim, heads = _integer(params, "dim", where), _integer(params, "n_heads", where)
         groups = _integer(params, "n_kv_heads", where) if params.get("n_kv_heads") is not None else heads
         if dim % heads or (dim // heads) % 2:

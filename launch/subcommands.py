@@ -1,0 +1,159 @@
+"""The table of subcommands, each imported when it is asked for, and what their errors become."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, in_one_line
+from dynapipe_ext.launch.cluster import USER_ERROR_STATUS, JobError
+from dynapipe_ext.launch.command_parser import CommandParser, ending
+from dynapipe_ext.launch.env import keep_cuda_forkable
+from dynapipe_ext.tools.writing import NO_ROOM
+
+_BROKEN_PIPE_STATUS = 141  # 128 + SIGPIPE
+
+
+@dataclass(frozen=True, slots=True)
+class Subcommand:
+    """A word on the command line; `module` has `add_arguments(parser)` and `run(args) -> int`."""
+
+    name: str
+    module: str
+    summary: str
+
+
+SUBCOMMANDS = (
+    Subcommand(
+        "estimate", "dynapipe_ext.launch.commands.estimate", "say what a model needs on a cluster, and how to train it"
+    ),
+    Subcommand("train", "dynapipe_ext.launch.commands.train", "train a model on ranks of this machine, with a report"),
+    Subcommand("launch", "dynapipe_ext.launch.commands.launch", "train on one machine or many, with restarts"),
+    Subcommand("plan", "dynapipe_ext.launch.commands.plan", "show the plan of a lengths file without training"),
+    Subcommand(
+        "check-plan", "dynapipe_ext.launch.commands.check_plan", "prove a plan's file, its bounds and its peaks"
+    ),
+    Subcommand("replay", "dynapipe_ext.launch.commands.replay", "plan a step of a run again, and show what differs"),
+    Subcommand(
+        "show-schedule",
+        "dynapipe_ext.launch.commands.show_schedule",
+        "draw a published schedule, or one from a file or plan",
+    ),
+    Subcommand(
+        "preprocess",
+        "dynapipe_ext.launch.commands.preprocess",
+        "tokenize a corpus to a dataset or to .bin/.idx",
+    ),
+    Subcommand(
+        "convert",
+        "dynapipe_ext.launch.commands.convert",
+        "convert a checkpoint between Hugging Face, Megatron, DeepSpeed and Meta",
+    ),
+    Subcommand("profile", "dynapipe_ext.launch.commands.profile_model", "measure a model here and write a cost table"),
+    Subcommand("flops", "dynapipe_ext.launch.commands.flops", "count FLOPs, MFU and HFU of a run, a log or a step"),
+    Subcommand("collect-memory", "dynapipe_ext.launch.commands.collect_memory", "measure peaks of inference batches"),
+    Subcommand(
+        "train-memory-model", "dynapipe_ext.launch.commands.train_memory_model", "learn batch sizes from measured peaks"
+    ),
+    Subcommand(
+        "doctor", "dynapipe_ext.launch.commands.doctor", "show what is installed and whether a run can start here"
+    ),
+)
+
+# What to install for an import that failed, by the name that was imported.
+_EXTRAS = {
+    "torch": "train",
+    "megatron": "train",
+    "tokenizers": "train",
+    "zstandard": "train",
+    "matplotlib": "train",
+    "psutil": "train",
+    "einops": "train",
+    "deepspeed": "deepspeed",
+    "transformers": "transformers",
+    "pyarrow": "data",
+    "tiktoken": "data",
+    "ray": "ray",
+    "sklearn": "inference",
+    "scipy": "inference",
+    "threadpoolctl": "inference",
+    "flash_attn": "flash",
+}
+
+_EPILOG = """examples:
+  dynapipe doctor
+  dynapipe train --steps 20
+  dynapipe train --data my.jsonl --tp 2 --pp 2 --dp 2 --layout packed
+  dynapipe COMMAND --help
+"""
+
+
+def run_subcommand(arguments: Sequence[str]) -> int:
+    """Do what the words of a command line ask for; returns the exit status."""
+    keep_cuda_forkable()  # some commands fork ranks once they have asked for devices
+    try:
+        status = _run(arguments)
+        if sys.stdout is not None:  # it was closed before we came
+            sys.stdout.flush()  # here, so that a reader who has gone is noticed inside this try
+        return status
+    except DynaPipeError as error:
+        return _said(error, error.exit_status if isinstance(error, JobError) else USER_ERROR_STATUS)
+    except BrokenPipeError:
+        _leave_output()
+        return _BROKEN_PIPE_STATUS
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _leave_output()
+        full = DataError(f"there is no room to write, on standard output or a disk ({error.strerror}): make some")
+        return _said(full, USER_ERROR_STATUS)
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich's way to end
+            return _BROKEN_PIPE_STATUS
+        raise
+
+
+def _said(error: DynaPipeError, status: int) -> int:
+    print(f"dynapipe: error: {in_one_line(error)}", file=sys.stderr)
+    return status
+
+
+def _leave_output() -> None:
+    """Python flushes standard output once more at exit: let that go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: Sequence[str]) -> int:
+    parser = CommandParser(
+        prog="dynapipe",
+        description="Training on samples of very different lengths: micro-batch plans, pipeline schedules, execution.",
+        epilog=ending(_EPILOG),
+    )
+    parser.add_argument("--version", action="version", version=f"dynapipe {importlib.metadata.version('dynapipe-ext')}")
+    words = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    try:
+        for subcommand in SUBCOMMANDS:
+            added = words.add_parser(subcommand.name, help=subcommand.summary, description=subcommand.summary)
+            if subcommand.name == asked:  # the others' modules stay unimported, and their parsers empty
+                module = importlib.import_module(subcommand.module)
+                module.add_arguments(added)
+                added.set_defaults(run=module.run)
+        args = parser.parse_args(arguments)
+        status: int = args.run(args)
+    except ModuleNotFoundError as error:
+        raise _missing_package(error) from error
+    return status
+
+
+def _missing_package(error: ModuleNotFoundError) -> Exception:
+    """What to tell somebody whose installation lacks a package; the error itself where the package is not optional."""
+    package = (error.name or "").partition(".")[0]
+    extra = _EXTRAS.get(package)
+    if extra is None:
+        return error
+    return ConfigError(f"this needs {package}, which is not installed: pip install 'dynapipe-ext[{extra}]'")
