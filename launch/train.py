@@ -204,7 +204,7 @@ def _run(
                 "resumed": str(job.resumed.resolve()) if job.resumed else "",
             }
         ).encode()
-    shared = json.loads(broadcast_bytes(settled, device))
+    shared = json.loads(broadcast_bytes(settled, "what rank 0 has settled", device))
     config = replace(config, topology=TrainConfig.from_json({"topology": shared["topology"]}).topology)
     topology = topology_of(config)
     data = _data(env, meeting, config)
@@ -281,7 +281,8 @@ def _run(
                 pass
         with named_collectives("end of the steps"):
             dist.barrier()
-    return context, [spans_from_bytes(data) for data in gather_bytes(spans_to_bytes(traced.spans), device)]
+    gathered = gather_bytes(spans_to_bytes(traced.spans), "traced actions of all ranks", device)
+    return context, [spans_from_bytes(data) for data in gathered]
 
 
 def turns(num_variants: int, device_type: str) -> list[list[int]]:
