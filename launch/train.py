@@ -131,6 +131,8 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
         if config.job.strict:
             raise ConfigError("[job] strict moves CPU tensors over gloo: leave it out on accelerators")
     costs = job.costs
+    limits = {"limit_s": max(config.job.timeout_s, PREPARE_LIMIT_S), "silent_s": config.job.timeout_s}
+    meeting = Meeting(env, **limits)
     if costs is None and env.rank == 0:
         said = (ranks_line(topology), followed_placement(config), adapters_line(config))
         print("\n".join(line for line in said if line), file=sys.stderr)
@@ -145,7 +147,6 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
         job = replace(job, config=config)
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
-    meeting = Meeting(env, limit_s=max(config.job.timeout_s, PREPARE_LIMIT_S))
     meeting.arrive("meeting of all ranks")
     meeting.connect(device, timeout_s=config.job.timeout_s)  # from here on nobody may be silent for longer
     # A rank that fails keeps its process groups until it has said why: others fail once they are closed.
@@ -324,6 +325,7 @@ def _data(env: RankEnv, meeting: Meeting, config: TrainConfig) -> RunData:
     if env.local_rank == 0 and env.rank != 0:
         run_data(config, prepare_data(config))
     meeting.arrive("preparation of the data on every node")
+    meeting.close()
     return run_data(config, TokenDataset.open(folder))
 
 
