@@ -173,7 +173,7 @@ def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
         "split_backward": plan.split_backward or plan.schedule in SPLIT_SCHEDULES,
     }
     if not costs.has_decoder:
-        settled |= {"zero_stage": config.deepspeed.zero_stage, "ep": 1}
+        settled |= {"zero_stage": config.deepspeed.zero_stage, "offload": config.deepspeed.offload, "ep": 1}
         if config.deepspeed.config:
             settled["state_recipe"] = "deepspeed"
     return replace(costs, **settled)
