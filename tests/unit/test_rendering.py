@@ -35,6 +35,14 @@ MARKED = (
 )
 
 
+# With tools, their calls and, in JSON, what they say.
+CALLS = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}",
+)
+
+
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tokenizers with chat templates of all sorts."""
@@ -48,6 +56,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "drops-system": "{% for m in messages if m.role != 'system' %}"
         + CHATML.removeprefix("{% for m in messages %}"),
         "forgets": CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else '' }}"),
+        "calls": CALLS,
+        "drops-tools": CALLS.replace("{{ m.content | tojson }}", ""),
         "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}",
     }
@@ -139,6 +149,21 @@ def test_fields_are_found_by_their_usual_names_or_by_those_given(tokenizers: Pat
     assert shown(plain) == "two⟨separator⟩⟦three⟨eos⟩⟧"
 
 
+def test_calls_of_tools_carry_loss_and_what_tools_say_does_not(tokenizers: Path, tmp_path: Path) -> None:
+    text = shown(prepared(tokenizers / "calls", [called()], tmp_path))
+    assert text.splitlines() == [
+        "weather<|im_start|>user",
+        "how<|im_end|>",
+        "<|im_start|>assistant",
+        '⟦{"name": "weather", "arguments": {"place": "here"}}<|im_end|>',
+        "⟧<|im_start|>tool",
+        '"five \\"two\\""<|im_end|>',
+        "<|im_start|>assistant",
+        "⟦fine<|im_end|>",
+        "⟧",
+    ]
+
+
 def test_one_template_may_be_chosen_where_records_have_several(tokenizers: Path, tmp_path: Path) -> None:
     records = [{"messages": TWO_TURNS, "text": "fine", "input": "two", "target": "three"}]
     assert shown(prepared(tokenizers / "chatml", records, tmp_path)).startswith("<|im_start|>system")
@@ -164,6 +189,21 @@ def test_cuts_take_the_prompts_start_and_the_chats_end(tokenizers: Path, tmp_pat
 
 CHAT = {"messages": TWO_TURNS[1:]}
 SYSTEM = {"messages": TWO_TURNS[:3]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def called() -> dict[str, Any]:
+    """A chat in which a tool is called."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"place": "here"}}}
+    return {
+        "messages": [
+            {"role": "user", "content": "how"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": 'five "two"'},
+            {"role": "assistant", "content": "fine"},
+        ],
+        "tools": [WEATHER],
+    }
 
 
 @pytest.mark.parametrize(
@@ -178,6 +218,13 @@ SYSTEM = {"messages": TWO_TURNS[:3]}
         ("chatml", [{"messages": ["hi"]}], 'line 1: message 1 must be an object with a "role"'),
         ("chatml", [{"messages": [{"role": "user"}]}], "line 1: message 1, of role 'user', lacks 'content'"),
         ("chatml", [{"messages": [{"role": "user", "content": 1}]}], "message 1: field 'content' is a number"),
+        (
+            "chatml",
+            [CHAT | {"tools": [WEATHER]}],
+            "line 1: the chat template leaves out the tools: give a template that",
+        ),
+        ("chatml", [called()], "line 1: the chat template leaves out the tool_calls of message 2: give a template"),
+        ("drops-tools", [called()], "line 1: the chat template leaves out message 3, of role 'tool'"),
         ("chatml", [CHAT | {"tools": 3}], "line 1: field 'tools' must be a list"),
         ("chatml", [CHAT, {"text": "a"}], "line 2: .*lacks 'messages' .*: all records .* must be of one kind"),
         ("chatml", [{"text": "a"}, CHAT], "line 2: .*lacks 'text' .*: all records .* must be of one kind"),
