@@ -134,6 +134,18 @@ def test_a_text_is_all_target_but_for_what_the_tokenizer_starts_it_with(tokenize
     assert shown(prepared(tokenizers / "none", [{"text": "how are you"}], tmp_path)) == "<s>⟦how are you</s>⟧"
 
 
+def test_a_beginning_and_an_end_of_text_that_records_have_themselves_are_there_once(
+    tokenizers: Path, tmp_path: Path
+) -> None:
+    """As a chat template applied beforehand leaves them."""
+    given = tokenizers / "chatml"
+    pair = prepared(
+        given, [{"prompt": "<s>how are", "response": " you</s>"}, {"prompt": "", "response": "<s>two"}], tmp_path
+    )
+    assert [shown(pair, index) for index in range(2)] == ["<s>how are⟦ you</s>⟧", "<s>⟦two</s>⟧"]
+    assert shown(prepared(given, [{"text": "<s>how are</s>"}], tmp_path)) == "<s>⟦how are</s>⟧"
+
+
 def test_fields_are_found_by_their_usual_names_or_by_those_given(tokenizers: Path, tmp_path: Path) -> None:
     wanted = "<s>two⟦three</s>⟧"
     for names in (("input", "target"), ("prompt", "response"), ("prompt", "completion"), ("inputs", "targets")):

@@ -4,7 +4,8 @@ chat      the model's own chat template; loss on what the assistant says
 prompt    START prompt response END; loss on the response and its end
 text      START text END; loss on all but what the tokenizer itself puts first
 
-START is what the model's tokenizer puts before a text (mostly a beginning of text, or nothing), END its end of text.
+START is what the model's tokenizer puts before a text (mostly a beginning of text, or nothing), END its end of text;
+where a record's own text begins or ends with these they are not put there again.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class Renderer:
 
     def _ended(self, prompt: list[int], target: list[int], where: str, task: str) -> Rendered | None:
         """Between START and END, shortened at the prompt's start first, then at the target's end."""
+        prompt, target = (self._bare(prompt), target) if prompt else (prompt, self._bare(target))
         if not prompt and not target:
             return None
         assert self.tokenizer.eos is not None
@@ -124,6 +126,11 @@ class Renderer:
         # The very first token follows nothing, so it is no label.
         is_target = [i >= max(1, len(tokens) - num_target) for i in range(len(tokens))]
         return _with_targets(Rendered(tokens, is_target, cut), where)
+
+    def _bare(self, tokens: list[int]) -> list[int]:
+        """Without START."""
+        num_start = len(self.start)
+        return tokens[num_start:] if tuple(tokens[:num_start]) == self.start else tokens
 
     def _chat(self, record: Mapping[str, object], where: str) -> Rendered:
         messages = _messages(record, where)
