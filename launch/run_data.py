@@ -126,12 +126,27 @@ def run_data(config: TrainConfig, whole: TokenDataset) -> RunData:
     """The parts of a run's data by `[eval]`; `whole` is the prepared training data.
 
     Held-out text is tokenized with the training data's tokenizer, once. Errors: ConfigError and DataError for data that
-    cannot be evaluated on beside these.
+    cannot be evaluated on beside these, or have ids that the run's model has not.
     """
     train, held_out = _parts(config, whole)
+    _refuse_unknown_ids(config, whole)
+    if isinstance(held_out, TokenDataset):
+        _refuse_unknown_ids(config, held_out)
     if not config.model.num_decoder_layers:
         return RunData(train, held_out)
     return RunData(PairDataset.of(train), None if held_out is None else PairDataset.of(held_out))
+
+
+def _refuse_unknown_ids(config: TrainConfig, data: TokenDataset) -> None:
+    """Errors: DataError. A tokenizer may have more ids than a published model, as long as no sample has them."""
+    model = config.model
+    if model.described is not None and (found := data.sample_beyond(model.described.vocab_size)):
+        sample, token = found
+        raise DataError(
+            f"sample {sample} of {data.directory} has the id {token} but {model.architecture} has a vocabulary of"
+            f" {model.described.vocab_size}: prepare the data with the model's own tokenizer, or give the model more"
+            " (resize_token_embeddings of transformers)"
+        )
 
 
 def _parts(

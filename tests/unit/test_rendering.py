@@ -278,3 +278,27 @@ def test_chats_are_prepared_once_and_evaluated_by_the_same_tokenizer(tokenizers:
     assert evaluated is not None
     assert [evaluated[i].tokens.tolist() for i in range(2)] == [first[i].tokens.tolist() for i in range(2)]
     assert np.array_equal(evaluated.lengths, first.lengths)
+
+
+def test_a_tokenizer_may_have_more_ids_than_the_model_but_no_sample(tokenizers: Path, tmp_path: Path) -> None:
+    """As where somebody has added a token for padding, and left the model as it was."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers / "chatml")
+    transformers.LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path / "more")
+    path, held = (write_lines(tmp_path / name, [CHAT, SYSTEM]) for name in ("data.jsonl", "held.jsonl"))
+    tables = {
+        "model": {"architecture": str(tmp_path / "model")},
+        "data": {"path": str(path), "tokenizer": str(tmp_path / "more")},
+        "eval": {"path": str(held), "every": 1},
+        "run": {"run_dir": str(tmp_path / "run")},
+    }
+    config = TrainConfig.from_json(tables)
+    assert run_data(config, prepare_data(config)).whole.vocab_size == len(tokenizer)
+    number = len(tokenizer) - 1
+    for spoilt in (held, path):
+        write_lines(spoilt, [CHAT, {"messages": [*SYSTEM["messages"][:2], {"role": "assistant", "content": "<more>"}]}])
+        with pytest.raises(
+            DynaPipeError, match=rf"sample 1 of .* has the id {number} but .* a vocabulary of {number}:"
+        ):
+            run_data(config, prepare_data(config))
