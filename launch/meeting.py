@@ -43,9 +43,9 @@ class Meeting:
         with named_collectives("meeting of all ranks"):
             met = rendezvous(env.init_method, env.rank, env.world_size, timeout=timedelta(seconds=limit_s))
             self._store: Any = next(met)[0]
-        if env.local_world_size < env.world_size:  # else whoever has started them sees how they are
-            self._answered("meeting of all ranks", self._sign)
-            Thread(target=self._give_signs, daemon=True).start()
+            if env.local_world_size < env.world_size:  # else whoever has started them sees how they are
+                self._answered("meeting of all ranks", self._sign)
+                Thread(target=self._give_signs, daemon=True).start()
 
     def arrive(self, what: str) -> None:
         """Return once all ranks have called this with the same `what`, which no rank may give twice.
