@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dynapipe_ext.costs.states import ZERO_STAGES, ZeroStage
+from dynapipe_ext.costs.states import ZERO_STAGES, Offload, ZeroStage
 from dynapipe_ext.errors import ConfigError, short
 
 if TYPE_CHECKING:
@@ -52,6 +52,30 @@ class DeepSpeedSettings:
     @property
     def zero_stage(self) -> ZeroStage:
         return zero_stage(self.described or {}, self.config)
+
+    @property
+    def offload(self) -> Offload:
+        """What of its states the engine leaves on the host. An optimizer of which a part (`ratio`) stays on the device
+        counts as if all of it did."""
+        weights = self._offloads("offload_param")
+        if not self.offloads_optimizer or self._zero["offload_optimizer"].get("ratio", 1.0) != 1.0:
+            return "weights" if weights else "none"
+        return "all" if weights else "optimizer"
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether, wholly or in part."""
+        return self._offloads("offload_optimizer")
+
+    def _offloads(self, section: str) -> bool:
+        """As DeepSpeed takes it: stage 0 has no offload, and stage 3 alone one of weights."""
+        least = {"offload_optimizer": 1, "offload_param": 3}[section]
+        return self.zero_stage >= least and (self._zero.get(section) or {}).get("device", "none") != "none"
+
+    @property
+    def _zero(self) -> Json:
+        found: Json = (self.described or {}).get("zero_optimization", {})
+        return found
 
     @property
     def meets_inside(self) -> bool:
@@ -104,6 +128,9 @@ def _refuse_misfits(raw: Json, path: str | Path) -> None:
     for name, value in (values | {"gradient_clipping": raw.get("gradient_clipping", "auto")}).items():
         if value != "auto" and type(value) not in (int, float):
             raise ConfigError(f'{path}: {name} is {short(value)} but must be a number or "auto"')
+    for name in ("offload_optimizer", "offload_param"):
+        if not isinstance(found := raw.get("zero_optimization", {}).get(name), dict | None):
+            raise ConfigError(f"{path}: zero_optimization.{name} is {short(found)} but must be an object")
     betas, enabled = parameters.get("betas", "auto"), raw.get("bf16", {}).get("enabled", "auto")
     if betas != "auto" and not (isinstance(betas, list) and len(betas) == 2 and {*map(type, betas)} <= {int, float}):
         raise ConfigError(f'{path}: optimizer.params.betas is {short(betas)} but must be two numbers or "auto"')

@@ -55,7 +55,8 @@ class CostWatch:
     `in_cpu_s`: actions take their CPU time, on ranks that share cores. With `adapts` the costs are fitted anew after
     steps 4, 8, 16 and so on (never to a process's first step), where actions are off by more than a fifth and fitted
     costs are much closer. `gather` gives rank 0 the bytes of all ranks, and the others nothing; `share` gives rank 0's
-    to all. `adopt` is told of new costs, with the number of the first plan to be made with them.
+    to all; both are told what these are, for errors. `adopt` is told of new costs, with the number of the first plan
+    to be made with them.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class CostWatch:
         *,
         in_cpu_s: bool = False,
         adapts: bool = False,
-        gather: Callable[[bytes], list[bytes]] = lambda mine: [mine],
-        share: Callable[[bytes], bytes] = lambda mine: mine,
+        gather: Callable[[bytes, str], list[bytes]] = lambda mine, what: [mine],
+        share: Callable[[bytes, str], bytes] = lambda mine, what: mine,
         adopt: Callable[[int, CostModel], None] = lambda step, costs: None,
     ) -> None:
         self.costs = costs
@@ -92,10 +93,11 @@ class CostWatch:
         if not self._adapts or step + 1 != next_fit(step):
             return None
         mine, self._observed = self._observed, []
-        ranks = self._gather(json.dumps([astuple(action) for action in mine]).encode())
+        measured = json.dumps([astuple(action) for action in mine]).encode()
+        ranks = self._gather(measured, f"step {step}, times of actions on all ranks")
         found = fitted_costs([_action(raw) for rank in ranks for raw in json.loads(rank)], self.costs)
         told = json.dumps(found and [cost_model_to_json(found[0]), *astuple(found[1])])
-        shared = json.loads(self._share(told.encode()))
+        shared = json.loads(self._share(told.encode(), f"step {step}, costs that rank 0 has fitted"))
         if shared is None:
             return None
         self.costs = cost_model_from_json(shared[0])

@@ -21,7 +21,7 @@ from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.errors import ConfigError, DataError, PlanError
+from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
 from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch, round_up
@@ -120,16 +120,9 @@ def topology_of(config: TrainConfig) -> Topology:
 def architecture_of(config: TrainConfig, vocab_size: int) -> Architecture:
     """The run's model, for data of so many ids: the one that is named, or one in the sizes of the settings, whose
     vocabulary is that of the data, padded (one multiple for all topologies: weights must not depend on tp).
-
-    Errors: DataError for data with more ids than the named model has.
     """
     m = config.model
     if m.described is not None:
-        if vocab_size > m.described.vocab_size:
-            raise DataError(
-                f"the data has ids up to {vocab_size - 1} but {m.architecture} has a vocabulary of"
-                f" {m.described.vocab_size}: prepare the data with the model's own tokenizer ([data] tokenizer)"
-            )
         return m.described
     sizes: dict[str, Any] = {
         "num_layers": m.num_layers,
@@ -173,7 +166,7 @@ def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
         "split_backward": plan.split_backward or plan.schedule in SPLIT_SCHEDULES,
     }
     if not costs.has_decoder:
-        settled |= {"zero_stage": config.deepspeed.zero_stage, "ep": 1}
+        settled |= {"zero_stage": config.deepspeed.zero_stage, "offload": config.deepspeed.offload, "ep": 1}
         if config.deepspeed.config:
             settled["state_recipe"] = "deepspeed"
     return replace(costs, **settled)

@@ -7,6 +7,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.abilities import over_topology, recounted, unadapted
@@ -67,7 +68,7 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
                     f"the costs in {where} are those of another model ({counted.architecture}), not of the configured"
                     f" one ({architecture.padded()}): leave them out to measure this machine"
                 )
-            return configured_costs(config, counted)
+            return _on_device(config, configured_costs(config, counted))
 
         named = None
         if config.plan.costs:
@@ -85,10 +86,20 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
     from dynapipe_ext.executor.measuring.rate import measure_rate
 
     rate = measure_rate(architecture, dtype=config.model.dtype, device=rank_device(0), layout=config.plan.layout)
-    counted = analytic_costs(config, architecture, flops_per_s=rate.flops_per_s, overhead_ns=0)
+    counted = _on_device(config, analytic_costs(config, architecture, flops_per_s=rate.flops_per_s, overhead_ns=0))
     return replace(
         counted,
         layer_overhead_ns=rate.layer_overhead_ns,
         layer_bytes_factor=rate.layer_bytes_factor,
         head_bytes_factor=rate.head_bytes_factor,
     )
+
+
+def _on_device(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
+    """Without what an engine offloads, where ranks compute on the host: it stays with them."""
+    if config.deepspeed.offload == "none":
+        return costs
+    from dynapipe_ext.executor.device import rank_device
+
+    unmoved: dict[str, Any] = {"offload": "none"}
+    return costs if rank_device(0).type != "cpu" else replace(costs, **unmoved)

@@ -101,13 +101,17 @@ def run_data(config: TrainConfig, progress: Callable[[int], None] | None = None)
     Of several runs that want the same tokens at once, one makes them; `progress` gets its samples done. Held-out text
     is tokenized with the training data's tokenizer. The tasks file is read once, here.
 
-    Errors: ConfigError and DataError for data that cannot be trained on, or evaluated on beside these.
+    Errors: ConfigError and DataError for data that cannot be trained on, or evaluated on beside these, or have ids that
+    the run's model has not.
     """
     tasks = _tasks(config)  # refused before any text is read
     whole = _prepared(config, tasks.bounds, progress)
     check_tasks(tasks, whole)
     shares = _shares(config, tasks, whole)
     train, held_out = _parts(config, tasks.bounds, shares, whole)
+    _refuse_unknown_ids(config, whole)
+    if isinstance(held_out, TokenDataset):
+        _refuse_unknown_ids(config, held_out)
     if config.model.num_decoder_layers:
         pairs = None if held_out is None else PairDataset.of(held_out)
         return RunData(PairDataset.of(train), pairs, shares)
@@ -142,6 +146,18 @@ def _prepared(config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], 
             tasks=tasks,
             source_fingerprint=source.fingerprint,
             progress=progress,
+        )
+
+
+def _refuse_unknown_ids(config: TrainConfig, data: TokenDataset) -> None:
+    """Errors: DataError. A tokenizer may have more ids than a published model, as long as no sample has them."""
+    model = config.model
+    if model.described is not None and (found := data.sample_beyond(model.described.vocab_size)):
+        sample, token = found
+        raise DataError(
+            f"sample {sample} of {data.directory} has the id {token} but {model.architecture} has a vocabulary of"
+            f" {model.described.vocab_size}: prepare the data with the model's own tokenizer, or give the model more"
+            " (resize_token_embeddings of transformers)"
         )
 
 

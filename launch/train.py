@@ -131,6 +131,8 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
         if config.job.strict:
             raise ConfigError("[job] strict moves CPU tensors over gloo: leave it out on accelerators")
     costs = job.costs
+    limits = {"limit_s": max(config.job.timeout_s, PREPARE_LIMIT_S), "silent_s": config.job.timeout_s}
+    meeting = Meeting(env, **limits)
     if costs is None and env.rank == 0:
         said = (ranks_line(topology), followed_placement(config), adapters_line(config))
         print("\n".join(line for line in said if line), file=sys.stderr)
@@ -144,7 +146,6 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
         job = replace(job, config=config, data=data)
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
-    meeting = Meeting(env, limit_s=max(config.job.timeout_s, PREPARE_LIMIT_S))
     meeting.arrive("meeting of all ranks")
     meeting.connect(device, timeout_s=config.job.timeout_s)  # from here on nobody may be silent for longer
     # A rank that fails keeps its process groups until it has said why: others fail once they are closed.
@@ -205,7 +206,7 @@ def _run(
                 "resumed": str(job.resumed.resolve()) if job.resumed else "",
             }
         ).encode()
-    shared = json.loads(broadcast_bytes(settled, device))
+    shared = json.loads(broadcast_bytes(settled, "what rank 0 has settled", device))
     config = replace(config, topology=TrainConfig.from_json({"topology": shared["topology"]}).topology)
     topology = topology_of(config)
     data = _data(env, meeting, config, job.data)
@@ -286,7 +287,8 @@ def _run(
                 pass
         with named_collectives("end of the steps"):
             dist.barrier()
-    return context, [spans_from_bytes(data) for data in gather_bytes(spans_to_bytes(traced.spans), device)]
+    gathered = gather_bytes(spans_to_bytes(traced.spans), "traced actions of all ranks", device)
+    return context, [spans_from_bytes(data) for data in gathered]
 
 
 def turns(num_variants: int, device_type: str) -> list[list[int]]:
@@ -326,6 +328,7 @@ def _data(env: RankEnv, meeting: Meeting, config: TrainConfig, settled: RunData 
     if settled is None and env.local_rank == 0:
         settled = run_data(config)
     meeting.arrive("preparation of the data on every node")
+    meeting.close()
     return settled or run_data(config)
 
 

@@ -99,7 +99,8 @@ def _write(config: TrainConfig, run_dir: Path, written: Path) -> int:
         saved = source / MODEL_FOLDER if config.deepspeed.config else source
         if not saved.is_dir():
             raise DataError(
-                f"{source} was saved when the run had no --output: dynapipe convert {root} {settings.output} --to hf"
+                f"{source} was saved when it was not to be the run's output: dynapipe convert {source}"
+                f" {settings.output} --to hf"
             )
         _lay_out(config, saved, written)
         return read_manifest(source).run.step

@@ -84,10 +84,8 @@ def _refuse_beside_engine(config: TrainConfig) -> None:
             f" {config.topology.pp}: leave --pp out, and replicas (--dp) divide what the stage says; or take stage 1,"
             " where pipeline ranks divide weights and gradients"
         )
-    described = config.deepspeed.described or {}
-    offloads = bool(described.get("zero_optimization", {}).get("offload_optimizer"))
+    offloads = config.deepspeed.offloads_optimizer
     asked = _asked_of_megatron(config) | {
-        "keep_best": config.checkpoint.keep_best,
         f"pieces {plan.pieces}": plan.pieces != "off",
         "nan_policy skip with an offloaded optimizer": config.optimizer.nan_policy == "skip" and offloads,
     }

@@ -313,27 +313,29 @@ def _transport(context: RankContext, variant: Variant) -> Transport:
     return WatchedTransport(inner, drain=lambda: torch.cuda.current_stream(device).synchronize())
 
 
-@named_collectives("what rank 0 has settled")
-def broadcast_bytes(data: bytes, device: torch.device) -> bytes:
-    """Rank 0's bytes on every rank, over the job's own process group: what the store must not hold."""
+def broadcast_bytes(data: bytes, what: str, device: torch.device) -> bytes:
+    """Rank 0's bytes on every rank, over the job's own process group: what the store must not hold. `what` names them
+    in errors."""
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.broadcast(size, src=0)
-    length = int(size)
-    payload = torch.zeros(length, dtype=torch.uint8, device=device)
-    if dist.get_rank() == 0 and length:
-        payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(payload, src=0)
+    with named_collectives(what):
+        dist.broadcast(size, src=0)
+        length = int(size)
+        payload = torch.zeros(length, dtype=torch.uint8, device=device)
+        if dist.get_rank() == 0 and length:
+            payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(payload, src=0)
     return struct.pack(f"{length}B", *payload.tolist())
 
 
-@named_collectives("figures of all ranks")
-def gather_bytes(data: bytes, device: torch.device) -> list[bytes]:
-    """Every rank's bytes on rank 0, in rank order, over the job's own process group; nothing on the others."""
+def gather_bytes(data: bytes, what: str, device: torch.device) -> list[bytes]:
+    """Every rank's bytes on rank 0, in rank order, over the job's own process group; nothing on the others. `what`
+    names them in errors."""
     sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device))
-    most = max(1, *(int(size) for size in sizes))
-    mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8).to(device)
-    is_first = dist.get_rank() == 0
-    everyone = [torch.empty_like(mine) for _ in sizes] if is_first else None
-    dist.gather(mine, everyone, dst=0)
+    with named_collectives(what):
+        dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64, device=device))
+        most = max(1, *(int(size) for size in sizes))
+        mine = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8).to(device)
+        is_first = dist.get_rank() == 0
+        everyone = [torch.empty_like(mine) for _ in sizes] if is_first else None
+        dist.gather(mine, everyone, dst=0)
     return [one[: int(size)].cpu().numpy().tobytes() for one, size in zip(everyone or (), sizes, strict=is_first)]

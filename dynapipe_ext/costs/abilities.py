@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts, PricesShapes
-from dynapipe_ext.costs.states import EXACT_SUM_BYTES
+from dynapipe_ext.costs.states import EXACT_SUM_BYTES, Offload
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch, Recompute
@@ -88,6 +88,11 @@ def with_exact_sums(costs: CostModel, value_bytes: int) -> CostModel:
     if hasattr(costs, "base"):
         return cast(CostModel, replace(own, base=with_exact_sums(own.base, value_bytes)))
     return costs
+
+
+def offload_of(costs: CostModel) -> Offload:
+    """`offload`: what of its states a rank leaves on the host. Nothing without it."""
+    return cast("Offload", getattr(costs, "offload", "none"))
 
 
 def unadapted(costs: CostModel) -> CostModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dynapipe_ext.costs.abilities import offload_of
 from dynapipe_ext.costs.frozen import FrozenCosts
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.parameters import parameters_per_stage
@@ -32,15 +33,22 @@ def adapter_costs(
     """`base`, which are over `topology` and train all weights of the model, where `lora` trains beside them.
 
     Activations are as wide as weights; weights and the states of adapters are those of `recipe`, which a ZeRO stage
-    divides over replicas, with deterministic mode's `exact_sums` on top. An adapted layer keeps the adapter's inner
-    values of each token, and under dropout what was left of its input, with the factors of that. The adapters' own
-    forward, r (inputs + outputs) products a token, is not counted: about a hundredth.
+    divides over replicas and the base's offload moves, with deterministic mode's `exact_sums` on top. An
+    adapted layer keeps the adapter's inner values of each token, and under dropout what was left of its input, with the
+    factors of that. The adapters' own forward, r (inputs + outputs) products a token, is not counted: about a
+    hundredth.
     """
     layers = _layers(architecture, topology)
     trained = layers * lora.num_weights_a_block
     frozen = np.array(parameters_per_stage(architecture, topology), np.int64)
     static = state_bytes(
-        trained, recipe, zero_stage=zero_stage, dp=topology.dp, frozen_parameters=frozen, exact_sums=exact_sums
+        trained,
+        recipe,
+        zero_stage=zero_stage,
+        dp=topology.dp,
+        frozen_parameters=frozen,
+        exact_sums=exact_sums,
+        offload=offload_of(base),
     ).total
     value_bytes, _, _ = BYTES_PER_PARAMETER[recipe]
     inputs = sum(layer.num_inputs for layer in lora.described or ())

@@ -19,7 +19,15 @@ from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.parameters import checked_topology, largest_layers, replica_and_expert_parameters
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, ZeroStage, check_states, state_bytes
+from dynapipe_ext.costs.states import (
+    BYTES_PER_PARAMETER,
+    Offload,
+    StateBytes,
+    StateRecipe,
+    ZeroStage,
+    check_states,
+    state_bytes,
+)
 from dynapipe_ext.costs.tokens import carried_start, count_positions, fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.models.architecture import Architecture
@@ -58,7 +66,8 @@ class AnalyticCosts:
     Static bytes by `state_bytes`: `state_recipe` for 16-bit weights (not "fp32"), fp32 for 4-byte ones; experts'
     states are divided over the dp / ep replicas that share them. `distributed_optimizer` is another way to say
     `zero_stage` 1. From stage 2 on the largest unreduced unit (a layer, an embedding) adds its gradients to
-    `working_bytes`, at stage 3 its gathered weights too. `exact_sums` are those of deterministic mode.
+    `working_bytes`, at stage 3 its gathered weights too. `exact_sums` are those of deterministic mode. What `offload`
+    leaves on the host is not counted.
 
     Transfers: `links`, or without them `latency_ns` and `bandwidth_bytes_per_s` on every boundary.
     """
@@ -85,10 +94,11 @@ class AnalyticCosts:
     links: Links | None = None
     capacity_factor: float = 0.0
     exact_sums: bool = False
+    offload: Offload = "none"
 
     def __post_init__(self) -> None:
         checked_topology(self.architecture, self.topology, self.ep)
-        check_states(self.state_recipe, self.zero_stage)
+        check_states(self.state_recipe, self.zero_stage, self.offload)
         if self.state_recipe == "fp32":
             raise ConfigError("state_recipe is 'fp32': give megatron, mixed or deepspeed, and for fp32 param_bytes 4")
         for name in ("flops_per_s", "bandwidth_bytes_per_s"):
@@ -338,9 +348,9 @@ class AnalyticCosts:
     def static_parts(self) -> StateBytes:
         """Weights, gradients and Adam states of one rank of every stage."""
         common, experts = replica_and_expert_parameters(self.architecture, self.topology, self.ep)
-        zero, dp, exact = self._zero_stage, self.topology.dp, self.exact_sums
-        parts = state_bytes(common, self._recipe, zero_stage=zero, dp=dp, exact_sums=exact)
-        return parts + state_bytes(experts, self._recipe, zero_stage=zero, dp=dp // self.ep, exact_sums=exact)
+        dp, recipe = self.topology.dp, self._recipe
+        options: Any = {"zero_stage": self._zero_stage, "exact_sums": self.exact_sums, "offload": self.offload}
+        return state_bytes(common, recipe, dp=dp, **options) + state_bytes(experts, recipe, dp=dp // self.ep, **options)
 
     def static_bytes(self) -> IntArray:
         """The sum of `static_parts`."""
@@ -350,7 +360,7 @@ class AnalyticCosts:
         """What ZeRO holds whole while it uses it: of every stage's largest unit, gradients and (stage 3) weights."""
         stages = np.zeros(self.num_stages, np.int64)
         dp = self.topology.dp
-        if self._zero_stage >= 2 and dp > 1:
+        if self._zero_stage >= 2 and (dp > 1 or self.offload != "none"):
             stages = largest_layers(self.architecture, self.topology, self.ep)
             embedding = self.architecture.vocab_size * self.architecture.hidden_size // self.topology.tp
             stages[[0, -1]] = np.maximum(stages[[0, -1]], embedding)
@@ -359,7 +369,8 @@ class AnalyticCosts:
 
     def to_json(self) -> dict[str, Any]:
         described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
-        own = {name: value for name, value in asdict(self).items() if name != "exact_sums" or value}
+        unless_usual = {"exact_sums": False, "offload": "none"}
+        own = {name: value for name, value in asdict(self).items() if unless_usual.get(name, ...) != value}
         return {"kind": "analytic", **own, **described}
 
     @classmethod

@@ -17,13 +17,13 @@ from dynapipe_ext.costs.encoder_decoder import EncoderDecoderCosts
 from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, bytes_keeping_inputs
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, Offload, StateRecipe
 from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.costs.unfused import PlainLayers
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import Cluster, Precision
 from dynapipe_ext.models.layer_kinds import kinds_of_stages
-from dynapipe_ext.models.memory import Offload, States, states
+from dynapipe_ext.models.memory import States, states
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 

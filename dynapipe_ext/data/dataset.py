@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 TokenizerKind = Literal["bpe", "bytes"]
 _BATCH_EXAMPLES = 1024
+_BLOCK_TOKENS = 1 << 22
 _BATCH_CHARACTERS = 4 << 20
 
 
@@ -137,6 +138,18 @@ class TokenDataset:
     def vocab_size(self) -> int:
         """Number of ids, special ones included."""
         return int(str(self.meta["vocab_size"]))
+
+    def sample_beyond(self, vocab_size: int) -> tuple[int, int] | None:
+        """The first sample with an id of at least `vocab_size`, and that id; None without one. Reads all tokens, unless
+        the tokenizer has no such id."""
+        if self.vocab_size <= vocab_size:
+            return None
+        for start in range(0, len(self.tokens), _BLOCK_TOKENS):
+            places = np.flatnonzero(self.tokens[start : start + _BLOCK_TOKENS] >= vocab_size)
+            if len(places):
+                place = start + int(places[0])
+                return int(np.searchsorted(self.offsets, place, side="right")) - 1, int(self.tokens[place])
+        return None
 
     @property
     def num_truncated(self) -> int:

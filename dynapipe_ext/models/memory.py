@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
 
 import numpy as np
 
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import IntArray
-from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateBytes, StateRecipe, state_bytes
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, Offload, StateBytes, StateRecipe, state_bytes
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.layer_kinds import kinds_of_stages, layer_kinds
 from dynapipe_ext.models.tensors import GroupKind, tensor_groups
 from dynapipe_ext.topology import Topology
 
-Offload = Literal["none", "optimizer", "all"]
-OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 # Divided over tensor parallel ranks; everything else (norms, routers, positions, biases of what is summed) is copied.
 _SHARDED: tuple[GroupKind, ...] = (
     "embedding", "head", "attention_in", "attention_in_bias", "attention_out", "cross_q", "cross_kv", "cross_out",
@@ -145,39 +141,35 @@ def states(
     offload: Offload = "none",
     ep: int = 1,
 ) -> States:
-    """States under ZeRO, and what of them lies on the host under ZeRO-Offload (Ren et al. 2021, sec. 4).
+    """States under ZeRO, and what of them an `offload` leaves on the host (`state_bytes`).
 
-    "optimizer": masters and moments lie on the host, and from stage 2 on this rank's gradients, which leave the device
-    as they are reduced; a step moves them down once and the updated weights up. "all" (stage 3, ZeRO-Infinity): the
-    weights too, moved up for every forward and backward of the step's micro-batches; counted here once for each.
+    Offloaded gradients are moved down once a step, and the updated weights up; offloaded weights also up for every
+    forward and backward of the step's micro-batches: counted here once for each.
     Errors: ConfigError for an offload that its stage does not have.
     """
-    if offload not in OFFLOADS:
-        raise ConfigError(f"offload is {offload!r}: give one of {', '.join(OFFLOADS)}")
-    if offload == "all" and zero_stage != 3:
-        raise ConfigError(f"offload 'all' moves weights, which zero_stage {zero_stage} does not divide: give stage 3")
     count = stage_parameters(architecture, topology, vocab_size, ep)
     dp = topology.dp
-    parts = state_bytes(count.common, recipe, zero_stage=zero_stage, dp=dp)
-    parts += state_bytes(count.experts, recipe, zero_stage=zero_stage, dp=dp // ep)
+
+    def on_device(offload: Offload) -> StateBytes:
+        common = state_bytes(count.common, recipe, zero_stage=zero_stage, dp=dp, offload=offload)
+        return common + state_bytes(count.experts, recipe, zero_stage=zero_stage, dp=dp // ep, offload=offload)
+
+    device = on_device(offload)
     per_weight, per_gradient, _ = BYTES_PER_PARAMETER[recipe]
     none = np.zeros_like(count.common)
     in_use = none
     if zero_stage >= 2 and (dp > 1 or offload != "none"):
         in_use = count.largest_unit * (per_gradient + (per_weight if zero_stage == 3 else 0))
-    host, moved, weights, gradients, optimizer = none, none, parts.weights, parts.gradients, parts.optimizer
-    if offload != "none":
+    moved, whole = none, on_device("none")
+    if offload in ("optimizer", "all"):
         shares = -(-count.common // dp) + -(-count.experts // (dp // ep)) if zero_stage else count.total
-        host, optimizer = host + optimizer, none
         moved = shares * (per_weight + per_gradient)
-        if zero_stage >= 2:
-            host, gradients = host + gradients, none
-    if offload == "all":
-        host, moved, weights = host + weights, moved + 2 * weights, none
+    if offload in ("weights", "all"):
+        moved = moved + 2 * whole.weights
     return States(
-        device=StateBytes(weights=weights, gradients=gradients, optimizer=optimizer),
+        device=device,
         buffers=in_use,
-        host=host,
+        host=whole.total - device.total,
         moved=moved,
         parameters=count,
     )

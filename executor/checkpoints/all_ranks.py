@@ -40,14 +40,17 @@ class SavingRanks:
             result = work()
         except self._faults as error:
             fault = f"rank {dist.get_rank()} could not write below {self._root}: {error}"
-        if self.most(bool(fault)):
+        if self._most(bool(fault)):
             first = next(found for found in gather_json(fault, self._device) if found)
             raise ExecutionError(f"the checkpoint was not saved: {first}: make room there, then resume")
         return cast(_T, result)
 
-    @named_collectives("agreement of all ranks on a checkpoint")
-    def most(self, number: int) -> int:
-        """The largest of every rank's number: what one of them asks for, all do."""
+    def most(self, number: int, step: int) -> int:
+        """The largest of every rank's number: what one of them asks for after so many steps, all do."""
+        with named_collectives(f"agreement of all ranks on a checkpoint of step {step}"):
+            return self._most(number)
+
+    def _most(self, number: int) -> int:
         numbers = torch.tensor([number], dtype=torch.int64, device=self._device)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return int(numbers.item())

@@ -32,14 +32,14 @@ def engine_saver(
     num_steps: int,
     adapts: bool = False,
 ) -> SavingTogether:
-    """In a checkpoint that is the last of `num_steps` lies the model, too, where an output is made of it. Of one that
-    `adapts`, frozen weights are left out."""
+    """In a checkpoint that is the last of `num_steps`, or may be the best, lies the model, too, where an output is made
+    of it. Of one that `adapts`, frozen weights are left out."""
 
     def write(folder: Path, _run: RunState) -> None:
         engine.save_checkpoint(str(root), folder.name, save_latest=False, exclude_frozen_parameters=adapts)
 
     def write_model(folder: Path, run: RunState) -> None:
-        if settings.output and run.step >= num_steps:
+        if settings.output and (settings.keep_best or run.step >= num_steps):
             with gathered(engine, trained_alone=adapts):
                 if parallel.coordinates.dp_rank == 0:
                     write_stages(parts, folder / MODEL_FOLDER)

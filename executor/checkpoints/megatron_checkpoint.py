@@ -86,7 +86,7 @@ class CheckpointSaver:
         with named_collectives(f"checkpoint of step {pending.run.step}"):
             if wait:
                 pending.thread.join()
-            elif self.most(pending.thread.is_alive()):
+            elif self.most(pending.thread.is_alive(), pending.run.step):
                 return
             self._pending = None
             tensors = pending.writer.finish(self._device)

@@ -59,8 +59,8 @@ class Saver(Protocol):
 
     def advance(self, *, wait: bool = False) -> None: ...
 
-    def most(self, number: int) -> int:
-        """The largest of every rank's number."""
+    def most(self, number: int, step: int) -> int:
+        """The largest of every rank's number after so many steps."""
         ...
 
     def close(self) -> None: ...
@@ -96,7 +96,7 @@ class PeriodicCheckpoints:
         self._so_far = self._so_far.and_step(done.loss, self._num_samples(done))
         self._saver.advance()
         # Due by this rank's clock is 1; an ending signal is its number, which is larger.
-        wanted = self._saver.most(self._request.number or self._is_due(done))
+        wanted = self._saver.most(self._request.number or self._is_due(done), done.number)
         if wanted or done.number >= self._num_steps:
             self._saver.save(self._state(done, self._so_far))
             self._saved_s = self._clock()

@@ -23,7 +23,7 @@ def named_collectives(what: str) -> Iterator[None]:
             raise
         reason = str(error).splitlines()[0]
         raise ExecutionError(
-            f"{what}: another rank of its tensor or data parallel group is late or gone ({reason}):"
+            f"{what}: another rank that takes part in it is late or gone ({reason}):"
             " look at the first message of the other ranks"
         ) from error
 

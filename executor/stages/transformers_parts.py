@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 import transformers
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, in_one_line
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.keyed_random import seed_of
 from dynapipe_ext.executor.stages.transformers_layers import (
@@ -143,14 +145,19 @@ def parts_of_folder(
     """This rank's parts of a model that `save_pretrained` wrote, in training mode; only their weights are read.
 
     `options` are those of from_pretrained: dtype, attn_implementation. Errors as `parts_of_model`; DataError for a
-    folder that lacks weights or has them in other shapes.
+    folder that lacks weights, has them in other shapes, or in files that cannot be read.
     """
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
 
     def load(part_class: Any) -> Any:
-        model, found = part_class.from_pretrained(
-            folder, config=config, local_files_only=True, output_loading_info=True, **options
-        )
+        try:
+            model, found = part_class.from_pretrained(
+                folder, config=config, local_files_only=True, output_loading_info=True, **options
+            )
+        except (OSError, RuntimeError, SafetensorError, UnpicklingError) as error:  # as files have them that are cut
+            raise DataError(
+                f"{folder} has weights that cannot be read ({in_one_line(error)}): give the folder of a whole model"
+            ) from error
         if lacking := sorted({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}):
             raise DataError(
                 f"{folder} lacks weights of {type(model).__name__} or has them in other shapes: {', '.join(lacking)}:"

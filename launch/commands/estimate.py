@@ -18,14 +18,13 @@ from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.job import topology_of
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, PRECISIONS, Cluster
-from dynapipe_ext.models.memory import OFFLOADS
 from dynapipe_ext.models.presets import PRESETS, read_model
 from dynapipe_ext.plan import Layout, Pieces
 from dynapipe_ext.suggestion import did_you_mean
 from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.estimate.config import settings, toml_text, train_fault
 from dynapipe_ext.tools.estimate.lengths import LengthData, distribution_data, file_data
-from dynapipe_ext.tools.estimate.options import Limits, Question, RecomputeChoice
+from dynapipe_ext.tools.estimate.options import OFFLOADS, Limits, Question, RecomputeChoice
 from dynapipe_ext.tools.estimate.ranking import Estimate, Search, estimate
 from dynapipe_ext.tools.estimate.table import Prices, estimate_json, show_estimate, trainable
 from dynapipe_ext.tools.json_file import write_atomic

@@ -167,6 +167,24 @@ def test_a_rank_that_cannot_write_fails_all_ranks_by_name(background, run_ranks,
     assert folders.latest(root).name == "iter_0000001"
 
 
+def test_ranks_whose_peer_is_gone_say_of_which_step_the_checkpoint_is(run_ranks, tmp_path):
+    def main(env) -> list[str]:
+        join(env)
+        trained: Any = Trained(1)
+        saver, said = CheckpointSaver(tmp_path / "checkpoints", [trained], trained, {}), []
+        dist.barrier()
+        for act in (lambda: saver.most(0, 7), lambda: saver.save(run_at(8))) if env.rank == 0 else ():
+            with pytest.raises(ExecutionError) as caught:
+                act()
+            said.append(str(caught.value))
+        dist.destroy_process_group()
+        return said
+
+    met, saving = run_ranks(2, main)[0]
+    assert met.startswith("agreement of all ranks on a checkpoint of step 7: another rank")
+    assert saving.startswith("checkpoint of step 8: another rank")
+
+
 def test_in_the_background_the_weights_of_the_moment_are_saved(run_ranks, tmp_path):
     root = tmp_path / "checkpoints"
 

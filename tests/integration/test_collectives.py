@@ -28,7 +28,7 @@ def test_a_late_peer_is_an_error_with_the_name_of_the_step(run_ranks):
         return "no error"
 
     message = run_ranks(2, main)[0]
-    assert message.startswith("step 7, 0F3: another rank of its tensor or data parallel group is late or gone")
+    assert message.startswith("step 7, 0F3: another rank that takes part in it is late or gone")
 
 
 def test_other_errors_pass_unchanged():

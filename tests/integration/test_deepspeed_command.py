@@ -16,6 +16,7 @@ from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import load_engine
+from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.launch.cli import main
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
@@ -126,19 +127,47 @@ def test_another_topology_than_the_one_that_saved_is_refused_with_that_one(ran: 
         load_engine(tag, engine, cast(Any, None), model=model)
 
 
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return found
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_conversion_reads_its_checkpoints_and_gives_the_trained_model(
     ran: tuple[Path, dict[str, str]], name: str, tmp_path: Path
 ) -> None:
     folder, _ = ran
     convert(prepare_conversion(folder / name / "checkpoints", tmp_path / "hf", "hf", WriterOptions()))
-    converted, saved = (
-        transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
-        for path in (tmp_path / "hf", folder / f"{name}-trained")
-    )
+    converted, saved = weights_of(tmp_path / "hf"), weights_of(folder / f"{name}-trained")
     assert converted.keys() == saved.keys()
     for name, weight in saved.items():
         assert torch.equal(converted[name], weight), name
+
+
+def test_the_weights_of_the_least_validation_loss_are_kept_and_are_the_output(
+    ran: tuple[Path, dict[str, str]], preloaded_transformers: Preloaded, tmp_path: Path
+) -> None:
+    """With a learning rate that is soon too high, under ZeRO 3, which divides them."""
+    folder, _ = ran
+    (tmp_path / "ds.json").write_text(json.dumps(FILE))
+    given = ["--model", str(folder / "model"), "--data", str(folder / "data.jsonl"), "--deepspeed", "ds.json"]
+    given += ["--run-dir", "run", "--output", "trained", "--dp", "2", "--num-workers", "0", "--memory-limit-gb", "1"]
+    given += ["--costs", str(folder / "costs.json"), "--steps", "6", "--batch-size", str(BATCH)]
+    given += ["--lr", "0.1", "--lr-schedule", "constant", "--warmup", "0"]
+    given += ["--eval-fraction", "0.2", "--eval-every", "2", "--keep-best", "--keep-last", "1"]
+    preloaded_transformers.train(*given, cwd=tmp_path)
+    best = min(report_of(tmp_path / "run")["evaluations"], key=lambda evaluation: float(evaluation["loss"]))["step"]
+    assert best < 6
+    root = tmp_path / "run" / "checkpoints"
+    assert [tag.name for tag in checkpoints(root)] == [f"iter_{best:07d}", "iter_0000006"]
+    assert (root / "latest").read_text() == "iter_0000006"
+    of_tags = []
+    for tag in checkpoints(root):
+        convert(prepare_conversion(tag, tmp_path / tag.name, "hf", WriterOptions()))
+        of_tags.append(weights_of(tmp_path / tag.name))
+    trained = weights_of(tmp_path / "trained")
+    assert all(torch.equal(weight, trained[name]) for name, weight in of_tags[0].items())
+    assert not all(torch.equal(weight, trained[name]) for name, weight in of_tags[1].items())
 
 
 def test_every_field_that_is_not_the_files_is_named(ran: tuple[Path, dict[str, str]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,8 +98,8 @@ def run(costs: CostModel, address: Any, env: RankEnv) -> list[Any]:
     watch = CostWatch(
         costs,
         adapts=True,
-        gather=lambda mine: gather_bytes(mine, CPU),
-        share=lambda mine: broadcast_bytes(mine, CPU),
+        gather=partial(gather_bytes, device=CPU),
+        share=partial(broadcast_bytes, device=CPU),
         adopt=lambda step, found: loader.plan_with(planner_with(found)),
     )
     with loader:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -12,14 +15,20 @@ import torch.distributed as dist
 
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.stages.collectives import named_collectives
+from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.meeting import Meeting
+from dynapipe_ext.launch.network import free_port
 
 CPU = torch.device("cpu")
 
 
+def alone_on_its_machine(env: RankEnv) -> RankEnv:
+    return replace(env, local_rank=0, local_world_size=1)
+
+
 def test_a_rank_that_prepares_for_longer_than_a_connection_may_take_is_waited_for(run_ranks):
     def main(env):
-        meeting = Meeting(env, limit_s=30.0)
+        meeting = Meeting(alone_on_its_machine(env), limit_s=30.0, silent_s=3.0)
         for what in ("meeting", "preparation"):
             if env.rank == 1:
                 time.sleep(4.0)  # the work that others wait for
@@ -35,7 +44,7 @@ def test_a_rank_that_prepares_for_longer_than_a_connection_may_take_is_waited_fo
 
 def test_ranks_that_never_arrive_are_named(run_ranks):
     def main(env):
-        meeting = Meeting(env, limit_s=4.0)
+        meeting = Meeting(env, limit_s=4.0, silent_s=60.0)
         if env.rank in (1, 2):
             return ""
         with pytest.raises(ExecutionError) as caught:
@@ -47,13 +56,51 @@ def test_ranks_that_never_arrive_are_named(run_ranks):
         assert said[rank].startswith(f"preparation of the data: rank {rank} waited 4 s for ranks 1, 2: look at what")
 
 
+def test_a_rank_that_is_lost_while_it_prepares_is_named_by_all_long_before_the_limit(run_ranks):
+    """On another machine, so that nobody here sees its end."""
+
+    def main(env):
+        meeting = Meeting(alone_on_its_machine(env), limit_s=3600.0, silent_s=3.0)
+        if env.rank == 1:
+            return ""
+        with pytest.raises(ExecutionError) as caught:
+            meeting.arrive("preparation of the data")
+        return str(caught.value)
+
+    said = run_ranks(4, main, timeout_s=30)
+    assert said.pop(1) == ""
+    for words in said:
+        assert words.startswith("preparation of the data: rank 1 has given no sign for 3 s: its machine is lost")
+
+
+def test_a_store_that_stands_still_is_not_waited_for(run_ranks, tmp_path):
+    port = free_port()
+
+    def main(env):
+        env = replace(env, init_method=f"tcp://127.0.0.1:{port}")
+        meeting, keeper = Meeting(env, limit_s=3600.0, silent_s=1.0), tmp_path / "keeper"
+        if env.rank == 0:
+            keeper.write_text(str(os.getpid()))
+            meeting.arrive("meeting")
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return ""
+        meeting.arrive("meeting")
+        with pytest.raises(ExecutionError) as caught:
+            meeting.arrive("preparation of the data")
+        os.kill(int(keeper.read_text()), signal.SIGCONT)
+        return str(caught.value)
+
+    said = run_ranks(2, main, timeout_s=30)[1]
+    assert said.startswith("preparation of the data: the store in which all ranks meet has not answered rank 1 for 1 s")
+
+
 @pytest.mark.parametrize("answers", ["nothing", "swallows"])
 def test_a_connection_that_stands_still_ends_its_rank_within_the_limit(run_ranks, answers):
     """However long its ranks may prepare: the peer has arrived, and then gives no address, or one that is never read,
     to which this rank connects or from which it awaits a connection."""
 
     def main(env):
-        meeting = Meeting(env, limit_s=3600.0)
+        meeting = Meeting(env, limit_s=3600.0, silent_s=60.0)
         meeting.arrive("meeting")
         if env.rank == 1:
             with socket.create_server(("127.0.0.1", 0)) as silent:

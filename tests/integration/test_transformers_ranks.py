@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,6 +181,29 @@ def test_a_folder_that_lacks_weights_is_refused_by_their_names(folder, tmp_path)
     with pytest.raises(DataError, match=r"lacks weights of GPT2LMHeadModel.*transformer\.h\.4\.attn"):
         parts_of_folder(tmp_path, Topology(pp=2), 1)
     parts_of_folder(tmp_path, Topology(pp=2), 0)
+
+
+def test_weights_that_cannot_be_read_are_refused_by_their_folder(folder, tmp_path):
+    def refused(name: str, content: bytes | None) -> None:
+        place = Path(shutil.copytree(sharded, tmp_path / f"{len(list(tmp_path.iterdir()))}"))
+        (place / name).unlink()
+        if content is not None:
+            (place / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"{place} has weights that cannot be read"):
+            parts_of_folder(place)
+
+    sharded = tmp_path / "sharded"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(sharded, max_shard_size="10KB")
+    shard = sorted(sharded.glob("model-*.safetensors"))[1].name
+    refused(shard, None)
+    refused(shard, (sharded / shard).read_bytes()[:-9])
+    refused(shard, b"version https://git-lfs.github.com/spec/v1\n")
+    for file in sharded.glob("model*"):
+        file.unlink()
+    torch.save(model.state_dict(), sharded / "pytorch_model.bin")
+    refused("pytorch_model.bin", (sharded / "pytorch_model.bin").read_bytes()[:-9])
+    refused("pytorch_model.bin", pickle.dumps(os.getcwd))
 
 
 def test_a_saved_model_is_one_that_transformers_loads_and_never_takes_the_place_of_another(folder, tmp_path):

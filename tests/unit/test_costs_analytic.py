@@ -253,9 +253,9 @@ def test_json_round_trip_keeps_the_fingerprint_and_every_setting_changes_it() ->
         {"flops_per_s": 1e12}, {"overhead_ns": 1}, {"bandwidth_bytes_per_s": 1.0}, {"latency_ns": 1}, {"flash": False},
         {"activation_bytes_per_value": 4}, {"param_bytes": 4}, {"sequence_parallel": True}, {"dropout": True},
         {"distributed_optimizer": True}, {"topology": Topology(pp=2)},
-        {"architecture": replace(SMALL, vocab_size=1024)},
+        {"architecture": replace(SMALL, vocab_size=1024)}, {"offload": "optimizer"},
     ]  # fmt: skip
-    assert len({replace(model, **change).fingerprint() for change in changes} | {model.fingerprint()}) == 13
+    assert len({replace(model, **change).fingerprint() for change in changes} | {model.fingerprint()}) == 14
 
 
 def test_full_recomputation_leaves_nothing_to_put_off() -> None:

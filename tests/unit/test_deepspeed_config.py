@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.config import OptimizerSettings, TrainConfig
-from dynapipe_ext.deepspeed_config import engine_config, read_deepspeed_config
+from dynapipe_ext.deepspeed_config import DeepSpeedSettings, engine_config, read_deepspeed_config
 from dynapipe_ext.errors import ConfigError
 
 # As the documentation of transformers has it, word for word but for the offload of parameters.
@@ -109,6 +109,26 @@ def test_the_file_decides_what_neither_flags_nor_toml_say(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("stage", "optimizer", "weights", "offload"),
+    [
+        (3, {"device": "cpu"}, {"device": "nvme"}, "all"),
+        (3, {"device": "none"}, {"device": "cpu"}, "weights"),
+        (2, {"device": "cpu", "pin_memory": True}, {"device": "cpu"}, "optimizer"),  # DeepSpeed passes over the latter
+        (3, {"device": "cpu", "ratio": 0.5}, {}, "none"),  # half of it is on the device
+        (1, None, None, "none"),
+        (0, {"device": "cpu"}, {}, "none"),
+    ],
+)
+def test_what_an_engine_leaves_on_the_host_is_read_of_its_stage(
+    stage: int, optimizer: Any, weights: Any, offload: str
+) -> None:
+    zero = {"stage": stage, "offload_optimizer": optimizer, "offload_param": weights}
+    settings = DeepSpeedSettings(described={"zero_optimization": zero})
+    assert settings.offload == offload
+    assert settings.offloads_optimizer == (bool(stage) and (optimizer or {}).get("device") == "cpu")
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("{", "cannot be read as a DeepSpeed configuration"),
@@ -120,6 +140,7 @@ def test_the_file_decides_what_neither_flags_nor_toml_say(tmp_path: Path) -> Non
         ('{"checkpoint": 3}', "checkpoint is 3 but must be an object"),
         ('{"zero_optimisation": {"stage": 2}}', "zero_optimisation is no name.*did you mean zero_optimization"),
         ('{"bfloat16": {"enabled": true}}', "bfloat16 is the old name of a section: write bf16"),
+        ('{"zero_optimization": {"stage": 2, "offload_optimizer": true}}', "offload_optimizer is True but must be an"),
         ('{"bf16": {"enabled": "yes"}}', "bf16.enabled is 'yes' but must be true, false"),
         ('{"gradient_clipping": "high"}', "gradient_clipping is 'high' but must be a number"),
         ('{"scheduler": {"params": null}}', "scheduler.params is None but must be an object"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import transformers
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.analytic import AnalyticCosts
+from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.stages.transformers_parts import parts_of_config
 from dynapipe_ext.launch.job import check_fits, configured_costs, make_planner, topology_of, trained_costs
+from dynapipe_ext.launch.run_costs import settle_costs
 from dynapipe_ext.launch.transformers_settings import refuse_unsupported
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.flops import step_flops, work_of
@@ -123,6 +126,35 @@ def test_what_does_not_fit_is_told_of_ranks_that_transformers_has(tmp_path: Path
     divided = config.with_values(deepspeed={"config": str(tmp_path / "zero.json")}, plan={"memory_limit_gb": 8e-5})
     with pytest.raises(PlanError, match=r"needs .* take dp 4, where it needs 7\.4.*e-05 GB a rank"):
         check_fits(divided, configured_costs(divided, costs), np.array([[24, 0, 5]]))
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_what_an_engine_offloads_is_not_counted_on_accelerators_and_is_on_cpus(
+    adapts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With adapters beside them the frozen weights are offloaded, too."""
+    config = settings("llama", tmp_path, enabled=adapts, topology={"dp": 2})
+    config = config.with_values(model={"dtype": "bfloat16", "backend": "transformers"})
+    described, rows = config.model.described, [MicroBatch((SampleLength(0, 24),))]
+    assert described is not None
+    counted = AnalyticCosts(described.padded(), Topology())
+    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(counted)))
+    on_host = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    held, working = {}, {}
+    for name, zero, device in (
+        ("no offload", {"stage": 3}, "cuda"),
+        ("cuda", on_host, "cuda"),
+        ("cpu", on_host, "cpu"),
+    ):
+        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+        monkeypatch.setattr("dynapipe_ext.executor.device.rank_device", lambda _, device=device: torch.device(device))
+        divided = config.with_values(
+            deepspeed={"config": str(tmp_path / "ds.json")}, plan={"costs": str(tmp_path / "costs.json")}
+        )
+        costs = make_planner(divided, settle_costs(divided, 61)).costs.evaluate(rows)
+        held[name], working[name] = costs.static_bytes.tolist(), costs.working_bytes.tolist()
+    assert held["cpu"] == held["no offload"] > held["cuda"] == [0]
+    assert working["cpu"] == working["cuda"] == working["no offload"]  # what is gathered is there all the same
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Kept:
 
     def advance(self, *, wait: bool = False) -> None: ...
 
-    def most(self, number: int) -> int:
+    def most(self, number: int, step: int) -> int:
         return max(number, self.others)
 
     def close(self) -> None: ...

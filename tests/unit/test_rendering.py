@@ -36,6 +36,14 @@ MARKED = (
 )
 
 
+# With tools, their calls and, in JSON, what they say.
+CALLS = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}" + CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}",
+)
+
+
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tokenizers with chat templates of all sorts."""
@@ -49,6 +57,8 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "drops-system": "{% for m in messages if m.role != 'system' %}"
         + CHATML.removeprefix("{% for m in messages %}"),
         "forgets": CHATML.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else '' }}"),
+        "calls": CALLS,
+        "drops-tools": CALLS.replace("{{ m.content | tojson }}", ""),
         "plain": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}",
     }
@@ -125,6 +135,18 @@ def test_a_text_is_all_target_but_for_what_the_tokenizer_starts_it_with(tokenize
     assert shown(prepared(tokenizers / "none", [{"text": "how are you"}], tmp_path)) == "<s>⟦how are you</s>⟧"
 
 
+def test_a_beginning_and_an_end_of_text_that_records_have_themselves_are_there_once(
+    tokenizers: Path, tmp_path: Path
+) -> None:
+    """As a chat template applied beforehand leaves them."""
+    given = tokenizers / "chatml"
+    pair = prepared(
+        given, [{"prompt": "<s>how are", "response": " you</s>"}, {"prompt": "", "response": "<s>two"}], tmp_path
+    )
+    assert [shown(pair, index) for index in range(2)] == ["<s>how are⟦ you</s>⟧", "<s>⟦two</s>⟧"]
+    assert shown(prepared(given, [{"text": "<s>how are</s>"}], tmp_path)) == "<s>⟦how are</s>⟧"
+
+
 def test_fields_are_found_by_their_usual_names_or_by_those_given(tokenizers: Path, tmp_path: Path) -> None:
     wanted = "<s>two⟦three</s>⟧"
     for names in (("input", "target"), ("prompt", "response"), ("prompt", "completion"), ("inputs", "targets")):
@@ -147,6 +169,21 @@ def test_fields_are_found_by_their_usual_names_or_by_those_given(tokenizers: Pat
     data = {"path": str(path), "tokenizer": "bytes", "input_key": "question", "target_key": "answer"}
     plain = run_data(TrainConfig.from_json({"data": data, "run": run})).whole
     assert shown(plain) == "two⟨separator⟩⟦three⟨eos⟩⟧"
+
+
+def test_calls_of_tools_carry_loss_and_what_tools_say_does_not(tokenizers: Path, tmp_path: Path) -> None:
+    text = shown(prepared(tokenizers / "calls", [called()], tmp_path))
+    assert text.splitlines() == [
+        "weather<|im_start|>user",
+        "how<|im_end|>",
+        "<|im_start|>assistant",
+        '⟦{"name": "weather", "arguments": {"place": "here"}}<|im_end|>',
+        "⟧<|im_start|>tool",
+        '"five \\"two\\""<|im_end|>',
+        "<|im_start|>assistant",
+        "⟦fine<|im_end|>",
+        "⟧",
+    ]
 
 
 def test_one_template_may_be_chosen_where_records_have_several(tokenizers: Path, tmp_path: Path) -> None:
@@ -174,6 +211,21 @@ def test_cuts_take_the_prompts_start_and_the_chats_end(tokenizers: Path, tmp_pat
 
 CHAT = {"messages": TWO_TURNS[1:]}
 SYSTEM = {"messages": TWO_TURNS[:3]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def called() -> dict[str, Any]:
+    """A chat in which a tool is called."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"place": "here"}}}
+    return {
+        "messages": [
+            {"role": "user", "content": "how"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": 'five "two"'},
+            {"role": "assistant", "content": "fine"},
+        ],
+        "tools": [WEATHER],
+    }
 
 
 @pytest.mark.parametrize(
@@ -188,6 +240,13 @@ SYSTEM = {"messages": TWO_TURNS[:3]}
         ("chatml", [{"messages": ["hi"]}], 'line 1: message 1 must be an object with a "role"'),
         ("chatml", [{"messages": [{"role": "user"}]}], "line 1: message 1, of role 'user', lacks 'content'"),
         ("chatml", [{"messages": [{"role": "user", "content": 1}]}], "message 1: field 'content' is a number"),
+        (
+            "chatml",
+            [CHAT | {"tools": [WEATHER]}],
+            "line 1: the chat template leaves out the tools: give a template that",
+        ),
+        ("chatml", [called()], "line 1: the chat template leaves out the tool_calls of message 2: give a template"),
+        ("drops-tools", [called()], "line 1: the chat template leaves out message 3, of role 'tool'"),
         ("chatml", [CHAT | {"tools": 3}], "line 1: field 'tools' must be a list"),
         ("chatml", [CHAT, {"text": "a"}], "line 2: .*lacks 'messages' .*: all records .* must be of one kind"),
         ("chatml", [{"text": "a"}, CHAT], "line 2: .*lacks 'text' .*: all records .* must be of one kind"),
@@ -253,3 +312,27 @@ def test_chats_are_prepared_once_and_evaluated_by_the_same_tokenizer(tokenizers:
     assert evaluated is not None
     assert [evaluated[i].tokens.tolist() for i in range(2)] == [first[i].tokens.tolist() for i in range(2)]
     assert np.array_equal(evaluated.lengths, first.lengths)
+
+
+def test_a_tokenizer_may_have_more_ids_than_the_model_but_no_sample(tokenizers: Path, tmp_path: Path) -> None:
+    """As where somebody has added a token for padding, and left the model as it was."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizers / "chatml")
+    transformers.LlamaConfig(vocab_size=len(tokenizer), num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path / "more")
+    path, held = (write_lines(tmp_path / name, [CHAT, SYSTEM]) for name in ("data.jsonl", "held.jsonl"))
+    tables = {
+        "model": {"architecture": str(tmp_path / "model")},
+        "data": {"path": str(path), "tokenizer": str(tmp_path / "more")},
+        "eval": {"path": str(held), "every": 1},
+        "run": {"run_dir": str(tmp_path / "run")},
+    }
+    config = TrainConfig.from_json(tables)
+    assert run_data(config, prepare_data(config)).whole.vocab_size == len(tokenizer)
+    number = len(tokenizer) - 1
+    for spoilt in (held, path):
+        write_lines(spoilt, [CHAT, {"messages": [*SYSTEM["messages"][:2], {"role": "assistant", "content": "<more>"}]}])
+        with pytest.raises(
+            DynaPipeError, match=rf"sample 1 of .* has the id {number} but .* a vocabulary of {number}:"
+        ):
+            run_data(config, prepare_data(config))

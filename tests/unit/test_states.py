@@ -68,6 +68,25 @@ def test_deepspeed_estimates_are_reproduced(
     assert round(parts.total[0] / 2**30, 2) == gibibytes
 
 
+@pytest.mark.parametrize("largest", [0, 32128 * 512])
+@pytest.mark.parametrize("dp", [1, 8])
+def test_deepspeed_estimates_with_offload_are_reproduced(dp: int, largest: int) -> None:
+    """Its formulas of a device's bytes: 2 a parameter at stage 2; at stage 3 4 of the layer that is gathered, and 2 /
+    dp of weights unless they are offloaded too."""
+    count = 60_506_624
+
+    def total(zero_stage: int, offload: Any) -> int:
+        gathered = largest if zero_stage == 3 else 0
+        options: Any = {"zero_stage": zero_stage, "dp": dp, "gathered_parameters": gathered, "offload": offload}
+        return int(state_bytes(count, "deepspeed", **options).total[0])
+
+    assert total(2, "optimizer") == 2 * count
+    assert total(3, "optimizer") == 4 * largest + 2 * count // dp
+    assert total(3, "all") == 4 * largest
+    assert total(3, "weights") == 4 * largest + 16 * count // dp
+    assert total(1, "optimizer") == 4 * count  # gradients stay until a step's last backward
+
+
 def test_frozen_weights_have_neither_gradients_nor_states_and_stage_3_divides_them() -> None:
     for zero_stage, weights in ((2, 2200), (3, 275)):
         parts = state_bytes(100, "mixed", zero_stage=zero_stage, dp=8, frozen_parameters=1000)
@@ -100,6 +119,8 @@ def test_states_of_several_stages_are_those_of_each() -> None:
         ({"zero_stage": 4}, "ZeRO stage 4"),
         ({"dp": 0}, "dp 0: give at least 1"),
         ({"gathered_parameters": -1}, "cannot be negative"),
+        ({"offload": "disk"}, "offload is 'disk': give one of none, optimizer, weights, all"),
+        ({"offload": "weights", "zero_stage": 2}, "'weights' moves weights, which zero_stage 2 does not divide"),
     ],
 )
 def test_states_that_cannot_be_are_refused_by_name(settings: dict[str, Any], message: str) -> None:

@@ -4,11 +4,13 @@ chat      the model's own chat template; loss on what the assistant says
 prompt    START prompt response END; loss on the response and its end
 text      START text END; loss on all but what the tokenizer itself puts first
 
-START is what the model's tokenizer puts before a text (mostly a beginning of text, or nothing), END its end of text.
+START is what the model's tokenizer puts before a text (mostly a beginning of text, or nothing), END its end of text;
+where a record's own text begins or ends with these they are not put there again.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, assert_never
@@ -21,7 +23,7 @@ Template = Literal["chat", "prompt", "text"]
 MESSAGES, TOOLS, TASK = "messages", "tools", "task"
 # The fields of a prompt and its response, by the names that people give them.
 PAIRS = (("input", "target"), ("prompt", "response"), ("prompt", "completion"), ("inputs", "targets"))
-_ROLES_KEPT = ("system", "user")  # whose words a template must not drop; of an assistant's it may leave out reasoning
+_ROLES_KEPT = ("system", "user", "tool")  # whose words no template may drop; of an assistant's it may drop reasoning
 
 
 class ModelTokenizer(Protocol):
@@ -113,6 +115,7 @@ class Renderer:
 
     def _ended(self, prompt: list[int], target: list[int], where: str, task: str) -> Rendered | None:
         """Between START and END, shortened at the prompt's start first, then at the target's end."""
+        prompt, target = (self._bare(prompt), target) if prompt else (prompt, self._bare(target))
         if not prompt and not target:
             return None
         assert self.tokenizer.eos is not None
@@ -125,6 +128,11 @@ class Renderer:
         is_target = [i >= max(1, len(tokens) - num_target) for i in range(len(tokens))]
         return _with_targets(Rendered(tokens, is_target, cut), where)
 
+    def _bare(self, tokens: list[int]) -> list[int]:
+        """Without START."""
+        num_start = len(self.start)
+        return tokens[num_start:] if tuple(tokens[:num_start]) == self.start else tokens
+
     def _chat(self, record: Mapping[str, object], where: str) -> Rendered:
         messages = _messages(record, where)
         tools = record.get(TOOLS)
@@ -133,7 +141,7 @@ class Renderer:
         try:
             if self.tokenizer.marks_generation:
                 tokens, is_target = self.tokenizer.render_marked(messages, tools)
-                self._check_kept(messages, self.tokenizer.render(messages, tools), where)
+                self._check_kept(messages, tools, self.tokenizer.render(messages, tools), where)
             else:
                 tokens, is_target = self._assistant_turns(messages, tools, where)
         except DataError as error:
@@ -155,7 +163,7 @@ class Renderer:
         A token is of the turn that its last character is of. An answer that no special token ends gets END.
         """
         whole = self.tokenizer.render(messages, tools)
-        self._check_kept(messages, whole, where)
+        self._check_kept(messages, tools, whole, where)
         spans = []
         for number, message in enumerate(messages, 1):
             if message["role"] != "assistant":
@@ -178,13 +186,22 @@ class Renderer:
             return [*tokens, self.tokenizer.eos], [*is_target, True]
         return tokens, is_target
 
-    def _check_kept(self, messages: Sequence[Mapping[str, Any]], whole: str, where: str) -> None:
+    def _check_kept(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, whole: str, where: str
+    ) -> None:
+        """Errors: DataError where the text of a chat lacks what was said in it."""
         for number, message in enumerate(messages, 1):
             content, role = message.get("content"), message["role"]
-            if role in _ROLES_KEPT and isinstance(content, str) and content.strip() not in whole:
+            if role in _ROLES_KEPT and isinstance(content, str) and not _is_in(content.strip(), whole):
                 raise DataError(
                     f"{where}: the chat template leaves out message {number}, of role {role!r}: {_NO_ROLE[role]}"
                 )
+            if not all(_is_in(name, whole) for name in _function_names(message.get("tool_calls"))):
+                raise DataError(
+                    f"{where}: the chat template leaves out the tool_calls of message {number}: {_NO_ROLE['tool']}"
+                )
+        if not all(_is_in(name, whole) for name in _function_names(tools)):
+            raise DataError(f"{where}: the chat template leaves out the {TOOLS}: {_NO_ROLE['tool']}")
 
     def _refused(
         self, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None, where: str, error: DataError
@@ -208,9 +225,21 @@ class Renderer:
         )
 
 
+def _is_in(words: str, whole: str) -> bool:
+    """As they are, or within JSON, as which templates write what tools say."""
+    return words in whole or json.dumps(words, ensure_ascii=False)[1:-1] in whole
+
+
+def _function_names(described: Any) -> list[str]:
+    """Of tools or calls of them, {"function": {"name", …}} or its inside each."""
+    found = [one.get("function", one) for one in described or () if isinstance(one, dict)]
+    return [one["name"] for one in found if isinstance(one, dict) and isinstance(one.get("name"), str)]
+
+
 _NO_ROLE = {
     "system": "put its words into the first user message, or give a template that has one",
     "user": "give a template that has all of them",
+    "tool": "give a template that has tools, or leave them out of the data",
 }
 
 
