@@ -10,7 +10,11 @@ import pytest
 
 from dynapipe_ext.data.dataset import TokenDataset, prepare
 from dynapipe_ext.data.generation import generate_examples
-from dynapipe_ext.executor.megatron.refusals import UNSUPPORTED_ARGUMENTS, UNSUPPORTED_DATA
+from dynapipe_ext.executor.megatron.refusals import (
+    UNSUPPORTED_ARGUMENTS,
+    UNSUPPORTED_BESIDE_DATA,
+    UNSUPPORTED_DATA,
+)
 from tests.support.megatron_lm_record import apart
 from tests.support.megatron_lm_runs import ARGUMENTS, Ran, Run, megatron_lm_runs, missing, without
 
@@ -143,5 +147,5 @@ def test_the_arguments_are_in_the_help_of_the_script(help_text: str) -> None:
 
 
 def test_what_is_refused_has_the_name_of_an_argument(help_text: str) -> None:
-    for name in {*UNSUPPORTED_ARGUMENTS, *UNSUPPORTED_DATA} - LATER:
+    for name in {*UNSUPPORTED_ARGUMENTS, *UNSUPPORTED_DATA, *UNSUPPORTED_BESIDE_DATA} - LATER:
         assert f"--{name.replace('_', '-')}" in help_text
