@@ -95,13 +95,15 @@ def check_planned_arguments(args: Any, *, from_path: bool) -> None:
 def check_planned_experts(settings: Any) -> None:
     """`settings` are Megatron-LM's arguments, or a TransformerConfig. Errors: ConfigError for mixtures of experts whose
     ranks would have to hold as many tokens as one another."""
-    ep, dispatcher = (
-        getattr(settings, name, None) for name in ("expert_model_parallel_size", "moe_token_dispatcher_type")
-    )
-    if (ep or 1) > 1 and dispatcher != "alltoall":
+    dispatcher = getattr(settings, "moe_token_dispatcher_type", None)
+    tp = getattr(settings, "tensor_model_parallel_size", None) or 1
+    ep = getattr(settings, "expert_model_parallel_size", None) or 1
+    etp = getattr(settings, "expert_tensor_parallel_size", None) or tp
+    if (ep > 1 or etp > tp) and dispatcher != "alltoall":
         raise ConfigError(
-            f"moe_token_dispatcher_type is {dispatcher!r} with expert_model_parallel_size {ep}, but micro-batches of"
-            " planned data have other shapes on each rank: give alltoall, or 1"
+            f"moe_token_dispatcher_type is {dispatcher!r} with expert_model_parallel_size {ep} and"
+            f" expert_tensor_parallel_size {etp}, but micro-batches of planned data have other shapes on each rank:"
+            f" give alltoall, or 1 and {tp}"
         )
     balancing = getattr(settings, "moe_router_load_balancing_type", None) or ()
     if "global_aux_loss" in ((balancing,) if isinstance(balancing, str) else balancing):

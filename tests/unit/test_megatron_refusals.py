@@ -27,6 +27,7 @@ from dynapipe_ext.executor.megatron.refusals import (
     check_call,
     check_config,
     check_planned_arguments,
+    check_planned_experts,
     check_shapes,
 )
 from dynapipe_ext.executor.megatron.reports import check_collects, sent_to_last_rank
@@ -112,6 +113,13 @@ def test_a_setting_is_refused_by_its_name_and_value(check: Callable[[Any], None]
     assert re.match(rf"{name} is {re.escape(repr(value))}(,| with) ", str(error.value))
 
 
+def test_experts_that_are_cut_over_replicas_need_the_alltoall_dispatcher() -> None:
+    fine = {"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 1, "tensor_model_parallel_size": 2}
+    check_planned_experts(Namespace(**fine, expert_tensor_parallel_size=None))
+    with pytest.raises(ConfigError, match="allgather' with expert_model_parallel_size 1 and expert_tensor_parallel_si"):
+        check_planned_experts(Namespace(**fine, expert_tensor_parallel_size=4))
+
+
 def test_names_are_those_of_megatrons_configuration_and_its_defaults_pass() -> None:
     megatron_cpu.install()
     from megatron.core.transformer import TransformerConfig
@@ -142,6 +150,7 @@ def test_an_order_of_megatrons_own_interleaved_schedule_is_refused() -> None:
         ({"pipeline_model_parallel_layout": None}, "pipeline_model_parallel_layout is not given"),
         ({"virtual_pipeline_model_parallel_size": 4}, "has 4 stages a rank: give 2"),
         ({"untie_embeddings_and_output_weights": False}, "give --untie-embeddings-and-output-weights"),
+        ({"mtp_num_layers": 1}, "placement is v with mtp_num_layers 1"),
         ({"save": "there", "ckpt_format": "torch"}, "ckpt_format is 'torch' with placement v"),
     ],
 )
