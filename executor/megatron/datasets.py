@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.megatron.planned_data import PlannedSteps
 from dynapipe_ext.executor.megatron.refusals import check_planned_arguments
 from dynapipe_ext.executor.megatron.samples import SampleSource, check_longest, open_samples, split_source
@@ -64,14 +64,17 @@ def planned_iterators(
         raise ConfigError("--dynapipe-data was given, but the script has a datasets_provider: leave one of them out")
     else:
         sources = provider(training.get_train_valid_test_num_samples())
-    check_planned_arguments(args)
+    check_planned_arguments(args, from_path=path is not None)
     train, valid, test = sources
+    if not args.consumed_train_samples and args.iteration:  # a checkpoint that does not say, as Megatron-LM takes it
+        args.consumed_train_samples = args.iteration * args.global_batch_size
+    consumed_valid_samples = 0 if args.skip_train else args.consumed_valid_samples
     args.do_train = int(train is not None and not args.skip_train and args.train_iters > 0)
     args.do_valid = int(valid is not None and args.eval_iters > 0)
     args.do_test = int(test is not None and args.eval_iters > 0)
     return (
         _steps(train, args, "training", args.consumed_train_samples) if args.do_train else None,
-        _steps(valid, args, "validation", args.consumed_valid_samples, forward_only=True) if args.do_valid else None,
+        _steps(valid, args, "validation", consumed_valid_samples, forward_only=True) if args.do_valid else None,
         _steps(test, args, "test", 0, forward_only=True) if args.do_test else None,
     )
 
@@ -89,7 +92,14 @@ def real_flops(original: Callable[[Any, int], float], steps: PlannedSteps, args:
 
 def _opened(path: str, args: Any, training: Any) -> SampleSource:
     tokenizer = training.get_tokenizer() if args.sft else None
-    return open_samples(path, tokenizer=tokenizer, max_positions=args.seq_length, sft=args.sft)
+    source = open_samples(path, tokenizer=tokenizer, max_positions=args.seq_length, sft=args.sft)
+    vocab_size = getattr(source, "vocab_size", 0)
+    if vocab_size > args.padded_vocab_size:  # tensor parallel ranks would embed the others as zeros, and say nothing
+        raise DataError(
+            f"{path} has tokens of a vocabulary of {vocab_size}, but the model's has {args.padded_vocab_size}: give the"
+            " tokenizer (or --vocab-size) that it was prepared with"
+        )
+    return source
 
 
 def _steps(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
@@ -19,9 +19,20 @@ from dynapipe_ext.executor.megatron.forward_step import Around, BatchIterator, F
 from dynapipe_ext.executor.megatron.gradient_sync import StepGradients, check_sync
 from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments, rescale_router_losses
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline, MegatronPlacement, megatron_pipeline
-from dynapipe_ext.executor.megatron.planned_data import PlanChoices, PlannedSteps, batch_once, planned_steps_in
+from dynapipe_ext.executor.megatron.planned_data import (
+    PlanChoices,
+    PlannedSteps,
+    apart_from_replicas,
+    batch_once,
+    planned_steps_in,
+)
 from dynapipe_ext.executor.megatron.refusals import check_call, check_config, check_planned_experts, check_shapes
-from dynapipe_ext.executor.megatron.reports import check_collects, sent_to_last_rank
+from dynapipe_ext.executor.megatron.reports import (
+    check_collects,
+    check_collects_planned,
+    of_global_batch,
+    sent_to_last_rank,
+)
 from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
 from dynapipe_ext.executor.megatron.uniform import UniformPlanner, UniformShape, check_same_on_all_ranks, uniform_plan
 from dynapipe_ext.executor.protocols import Batch
@@ -170,19 +181,24 @@ class ForwardBackward:
                 f"forward_only is {step.forward_only} but these data are planned with {steps.forward_only}:"
                 " evaluate on validation data, train on training data"
             )
-        choices = self.settings.choices
+        check_collects_planned(step.collect_non_loss_data)
+        choices, args = self.settings.choices, parsed_arguments()
         if model.around is None:
             check_planned_experts(step.config)
             model.around = _as_planned(step.chunks, model.pipeline, choices.layout)
             _say_planned(step.config, choices)
         if (told := steps.bind(model.pipeline, choices)) is not None:
             check_same_on_all_ranks(told, model.pipeline.device, what="steps of these data")
+        if model.pipeline.topology.dp > 1 and not any(model.pipeline.replica_collectives.of_micro_batches):
+            step = replace(step, forward_step_func=apart_from_replicas(step.forward_step_func))
         micro_batches, plan = next(iterator)
         reports = _run(
             step, model.pipeline, plan, micro_batches, lambda _, batch: batch_once(batch), around=model.around
         )
         if step.config.num_moe_experts and not step.forward_only and micro_batches:
             rescale_router_losses(step.num_micro_batches / len(micro_batches))
+        if step.forward_only and getattr(args, "sft", False):
+            return of_global_batch(reports)
         return reports
 
     def _planned(self, chunks: list[Any], config: Any) -> _PlannedModel:

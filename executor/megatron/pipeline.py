@@ -72,18 +72,18 @@ def megatron_pipeline(
     A collective call. Errors: ConfigError for ranks in another order than tp-dp-pp, and for chunks that another
     placement has elsewhere.
     """
-    from megatron.core import parallel_state
-
     topology, coordinates = rank_topology(len(chunks), placement)
-    ep = parallel_state.get_expert_model_parallel_world_size() if config.num_moe_experts else 1
+    num_expert_ranks = expert_ranks() if config.num_moe_experts else topology.tp
+    ep = -(-num_expert_ranks // topology.tp)  # replicas whose ranks share experts
     device = next((p.device for chunk in chunks for p in chunk.parameters()), torch.device("cpu"))
     shards = topology.tp if config.sequence_parallel else 1
     dtype = str(config.pipeline_dtype or config.params_dtype).removeprefix("torch.")
     topology, num_parameters = _with_found_layers(topology, chunks, config, device)
     device_bytes = min(gather_json(_device_bytes(device), device))
-    counted = costs if costs is not None else _counted(chunks[0], config, topology, ep)
-    if counted is not None:
-        counted, topology = over_topology(counted, topology)
+    if costs is None and num_expert_ranks % topology.tp == 0:  # else experts are cut otherwise than other layers
+        costs = _counted(chunks[0], config, topology, ep)
+    if costs is not None:
+        costs, topology = over_topology(costs, topology)
     rank = dist.get_rank()
     groups = make_pipeline_groups(topology, rank, timeout_s=timeout_s)
     return MegatronPipeline(
@@ -91,8 +91,8 @@ def megatron_pipeline(
         coordinates=coordinates,
         transport=TorchP2PTransport(topology, rank, groups, device=device, timeout_s=timeout_s),
         activation_format=ActivationFormat(config.hidden_size, dtype, sequence_shards=shards),
-        costs=counted if counted is not None else _by_size(num_parameters),
-        counts_memory=counted is not None,
+        costs=costs if costs is not None else _by_size(num_parameters),
+        counts_memory=costs is not None,
         recompute=fixed_recompute(config),
         pad_multiple=shards,
         replica_collectives=ReplicaCollectives.of_zero(0, ep=ep),
@@ -137,6 +137,14 @@ def rank_topology(num_chunks: int, kind: MegatronPlacement = "interleaved") -> t
             " Megatron's default order of ranks (tp-cp-ep-dp-pp): leave out --use-tp-pp-dp-mapping"
         )
     return topology, here
+
+
+def expert_ranks() -> int:
+    """How many ranks a layer's experts lie on. Megatron counts them by themselves (--expert-tensor-parallel-size), over
+    tensor parallel ranks and replicas alike."""
+    from megatron.core import parallel_state as state
+
+    return int(state.get_expert_model_parallel_world_size() * state.get_expert_tensor_parallel_world_size())
 
 
 def fixed_recompute(config: Any) -> Recompute | None:

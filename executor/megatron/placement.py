@@ -37,6 +37,11 @@ def check_placement(args: Any) -> None:
             " embedding's two copies over the first and the last rank: give --untie-embeddings-and-output-weights, or"
             " leave --dynapipe-placement out"
         )
+    if num_ahead := getattr(args, "mtp_num_layers", None):
+        raise ConfigError(
+            f"placement is v with mtp_num_layers {num_ahead}, for which Megatron-LM copies the embedding to the last"
+            " rank, as it does a tied one: leave --mtp-num-layers out, or --dynapipe-placement"
+        )
     if (getattr(args, "save", None) or getattr(args, "load", None)) and args.ckpt_format != "torch_dist":
         raise ConfigError(
             f"ckpt_format is {args.ckpt_format!r} with placement v, but only torch_dist names layers by their place in"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError
@@ -182,6 +184,50 @@ def batch_once(batch: Batch) -> Iterator[Batch]:
         "forward_step called next(data_iterator) twice for one planned micro-batch, which is one batch: call it once,"
         " or leave planned data out"
     )
+
+
+def apart_from_replicas(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+    """A `forward_step_func` that may call no collective over replicas, whose planned micro-batches are others.
+
+    The first one meets the other replicas' first, and ends; then all of them say so. In the model's forward those of
+    DistributedDataParallel are free, which gathers parameters there. Errors: ConfigError, when it is called.
+    """
+    from megatron.core import parallel_state
+
+    groups = [dist.group.WORLD, parallel_state.get_data_parallel_group()]
+    of_ddp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+    def forward_step(*arguments: Any, **keywords: Any) -> Any:
+        with _without_collectives(groups):
+            output, loss_func = forward_step_func(*arguments, **keywords)
+
+        def watched(*values: Any, **others: Any) -> Any:
+            with _without_collectives([*groups, of_ddp]):
+                return loss_func(*values, **others)
+
+        return output, loss_func and watched
+
+    return forward_step
+
+
+@contextmanager
+def _without_collectives(groups: Sequence[Any]) -> Iterator[None]:
+    before = _num_collectives(groups)
+    yield
+    if _num_collectives(groups) != before:
+        raise ConfigError(
+            "forward_step or its loss function called a collective over data parallel ranks, which run other planned"
+            " micro-batches, and not as many: report a sum and its count, which the training loop adds up over them"
+        )
+
+
+def _num_collectives(groups: Sequence[Any]) -> list[int]:
+    """That were called on each so far; none of a backend that is not torch's own, which does not count."""
+    numbers = []
+    for group in groups:
+        with suppress(RuntimeError):
+            numbers.append(group._get_sequence_number_for_group())
+    return numbers
 
 
 def planned_steps_in(data_iterator: Any) -> tuple[PlannedSteps, Any] | None:

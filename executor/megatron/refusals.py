@@ -62,26 +62,48 @@ UNSUPPORTED_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
     "mtp_num_layers": ((0,), "leave it out: its labels roll over the ends of samples"),
     "reset_position_ids": ((False,), "leave it out: positions begin anew with every sample"),
     "reset_attention_mask": ((False,), "leave it out: attention begins anew with every sample"),
+    "tp_comm_overlap": ((False,), "leave it out: its buffers have the shape of --micro-batch-size x --seq-length"),
     "dataloader_inter_document_masking": ((False,), "leave it out, and give --dynapipe-layout packed"),
 }
 
+# Arguments of Megatron-LM that say what --dynapipe-data says, or what becomes of Megatron's own data alone.
+UNSUPPORTED_BESIDE_DATA: dict[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(
+        (
+            "mock_data",
+            "data_path",
+            "train_data_path",
+            "valid_data_path",
+            "test_data_path",
+            "data_args_path",
+            "per_split_data_args_path",
+        ),
+        ((False,), "data come from --dynapipe-data or from it: leave one of them out"),
+    ),
+    "eod_mask_loss": ((False,), "leave it out: a sample ends with its document, whose end is a target"),
+    "fim_data": ((False,), "leave it out: samples are taken as they are"),
+}
 
-def check_planned_arguments(args: Any) -> None:
-    """Refuse what would take other batches out of planned data, or be ignored by them. Errors: ConfigError."""
-    _check(args, UNSUPPORTED_DATA)
+
+def check_planned_arguments(args: Any, *, from_path: bool) -> None:
+    """Refuse what would take other batches out of planned data, or be ignored by them, which may come `from_path`, the
+    one of --dynapipe-data. Errors: ConfigError."""
+    _check(args, UNSUPPORTED_DATA | (UNSUPPORTED_BESIDE_DATA if from_path else {}))
     check_planned_experts(args)
 
 
 def check_planned_experts(settings: Any) -> None:
     """`settings` are Megatron-LM's arguments, or a TransformerConfig. Errors: ConfigError for mixtures of experts whose
     ranks would have to hold as many tokens as one another."""
-    ep, dispatcher = (
-        getattr(settings, name, None) for name in ("expert_model_parallel_size", "moe_token_dispatcher_type")
-    )
-    if (ep or 1) > 1 and dispatcher != "alltoall":
+    dispatcher = getattr(settings, "moe_token_dispatcher_type", None)
+    tp = getattr(settings, "tensor_model_parallel_size", None) or 1
+    ep = getattr(settings, "expert_model_parallel_size", None) or 1
+    etp = getattr(settings, "expert_tensor_parallel_size", None) or tp
+    if (ep > 1 or etp > tp) and dispatcher != "alltoall":
         raise ConfigError(
-            f"moe_token_dispatcher_type is {dispatcher!r} with expert_model_parallel_size {ep}, but micro-batches of"
-            " planned data have other shapes on each rank: give alltoall, or 1"
+            f"moe_token_dispatcher_type is {dispatcher!r} with expert_model_parallel_size {ep} and"
+            f" expert_tensor_parallel_size {etp}, but micro-batches of planned data have other shapes on each rank:"
+            f" give alltoall, or 1 and {tp}"
         )
     balancing = getattr(settings, "moe_router_load_balancing_type", None) or ()
     if "global_aux_loss" in ((balancing,) if isinstance(balancing, str) else balancing):

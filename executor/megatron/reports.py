@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.executor.megatron.megatron_lm import parsed_arguments
 from dynapipe_ext.executor.stages.collectives import send_json
 from dynapipe_ext.topology import Coordinates, Topology
 
@@ -18,6 +20,36 @@ def check_collects(topology: Topology, collect_non_loss_data: bool) -> None:
             f"collect_non_loss_data is True, but under placement {topology.placement_name} the last stage is on"
             f" pipeline rank {topology.stage_ranks[-1]}, not on the last: leave --dynapipe-placement out"
         )
+
+
+def check_collects_planned(collect_non_loss_data: bool) -> None:
+    """Errors: ConfigError where one rank would take a step of planned data that others do not."""
+    if collect_non_loss_data and parsed_arguments() is not None and dist.get_world_size() > 1:
+        raise ConfigError(
+            "collect_non_loss_data is True, which Megatron-LM asks of the last rank alone (process_non_loss_data_func);"
+            " its planned data would run ahead of the others': give non_loss_data_func, which all ranks call"
+        )
+
+
+def of_global_batch(reports: list[Any]) -> list[Any]:
+    """One report for all, of every replica's micro-batches: pairs (sum, count) added up, single values' mean.
+
+    Megatron-LM's evaluation under --sft takes means of micro-batches, then their mean, which would depend on the plan.
+    A collective call of the replicas whose rank has reports.
+    """
+    if not reports:
+        return reports
+    from megatron.core import parallel_state
+
+    whole = {}
+    for name in reports[0]:
+        values = torch.stack([report[name].detach().float().view(-1) for report in reports])
+        if values.shape[1] == 1:
+            whole[name] = values.mean(dim=0)
+            continue
+        whole[name] = values.sum(dim=0)
+        dist.all_reduce(whole[name], group=parallel_state.get_data_parallel_group())
+    return [whole]
 
 
 def sent_to_last_rank(reports: list[Any], topology: Topology, here: Coordinates, device: torch.device) -> list[Any]:

@@ -72,16 +72,18 @@ class MicroBatchShapes:
 
 
 def _restart_attention(model: Any) -> None:
-    """Errors: ConfigError for windows of attention, which packed rows do not have here."""
-    from megatron.core.transformer.attention import SelfAttention
+    """Errors: ConfigError for attention that packed rows do not have here: windows, other softmaxes, other kinds."""
+    from megatron.core.transformer.attention import Attention, SelfAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     for module in model.modules():
-        if isinstance(module, SelfAttention) and isinstance(module.core_attention, DotProductAttention):
-            if module.config.window_size is not None:
+        if isinstance(module, Attention) and isinstance(module.core_attention, DotProductAttention):
+            kind, fine = type(module).__name__, {"window_size": None, "softmax_type": "vanilla"}
+            told = [f"{name} is {value!r}" for name in fine if (value := getattr(module.config, name)) != fine[name]]
+            if told or not isinstance(module, SelfAttention):
                 raise ConfigError(
-                    f"window_size is {module.config.window_size}, which packed rows do not support with local layers:"
-                    " plan padded rows (--dynapipe-layout padded)"
+                    f"{(told or [f'a layer has {kind}'])[0]}, which packed rows do not support with local layers: plan"
+                    " padded rows (--dynapipe-layout padded)"
                 )
             module.core_attention = CoreAttention(
                 module.config, module.layer_number, softmax_scale=module.config.softmax_scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,10 +18,13 @@ import torch.distributed as dist
 from dynapipe_ext.executor.stages import megatron_cpu
 
 megatron_cpu.install()
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
-from megatron.core.transformer.attention import SelfAttention  # noqa: E402
+from megatron.core.transformer.attention import Attention, SelfAttention  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 import dynapipe_ext.megatron as dynapipe  # noqa: E402
@@ -28,6 +32,7 @@ from dynapipe_ext.data.dataset import TokenSample, prepare  # noqa: E402
 from dynapipe_ext.data.generation import generate_examples  # noqa: E402
 from dynapipe_ext.errors import ConfigError, DynaPipeError  # noqa: E402
 from dynapipe_ext.executor import loader  # noqa: E402
+from dynapipe_ext.executor.megatron import drop_in, reports  # noqa: E402
 from dynapipe_ext.executor.megatron.gradient_sync import StepGradients  # noqa: E402
 from dynapipe_ext.executor.store.address import StoreAddress  # noqa: E402
 from dynapipe_ext.launch import megatron_core  # noqa: E402
@@ -138,7 +143,7 @@ def run_loops(env: Any) -> tuple[dict[str, Found], list[str], list[str]]:
     assert all(torch.equal(planned.gradients[weight], gradient) for weight, gradient in theirs.gradients.items())
     scattered = found["overlap and distributed optimizer"].planned.gradients  # each replica has its shard's alone
     assert any(not torch.equal(scattered[weight], gradient) for weight, gradient in theirs.gradients.items())
-    refused, unnoticed = refusals(), mutants_unnoticed(loop)
+    refused, unnoticed = [*refusals(), *planned_refusals()], mutants_unnoticed(loop)
     dist.destroy_process_group()
     return found, refused, unnoticed
 
@@ -191,6 +196,73 @@ def refusals() -> list[str]:
     return said
 
 
+def planned_step(chunk: Any, forward: Callable[..., Any] = forward_step, **keywords: Any) -> list[Any]:
+    """What the loss functions report of a step of `Samples`, in packed rows."""
+    chunk.zero_grad_buffer()
+    steps = Kept(Samples(), batch_size=24, seed=0, forward_only="forward_only" in keywords)
+    shape = {"num_microbatches": 1, "seq_length": LENGTH, "micro_batch_size": 2}
+    function = dynapipe.ForwardBackward(dynapipe.DropInSettings(layout="packed"))
+    reports: list[Any] = function(forward_step_func=forward, data_iterator=steps, model=chunk, **shape, **keywords)
+    return reports
+
+
+def reduced_in(group: Any, *, by_loss: bool) -> Callable[..., Any]:
+    """A forward step that sums something over ranks, by itself or in its loss function."""
+
+    def forward(*arguments: Any) -> Any:
+        if not by_loss:
+            dist.all_reduce(torch.ones(1), group=group)
+        output, loss_func = forward_step(*arguments)
+
+        def loss(values: torch.Tensor) -> Any:
+            if by_loss:
+                dist.all_reduce(torch.ones(1), group=group)
+            return loss_func(values)
+
+        return output, loss
+
+    return forward
+
+
+class OtherAttention(Attention):
+    """Stands for any other kind of attention, by its name."""
+
+
+def planned_refusals() -> list[str]:
+    """What is said of planned data on four replicas; of their evaluation under --sft, that it is of all of them."""
+    (chunk,), config = start(Loop())
+    said = []
+
+    def refused(**keywords: Any) -> None:
+        with pytest.raises(ConfigError) as error:
+            planned_step(chunk, **keywords)
+        said.append(str(error.value))
+
+    ddps = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for group, by_loss in ((None, True), (parallel_state.get_data_parallel_group(), False), (ddps, True)):
+        refused(forward=reduced_in(group, by_loss=by_loss))
+    (chunk,), config = start(Loop())
+    layer = chunk.module.decoder.layers[1].self_attention
+    for name, value in {"window_size": (4, 0), "softmax_type": "learnable"}.items():
+        before = getattr(config, name)
+        setattr(config, name, value)
+        refused()
+        setattr(config, name, before)
+    own, layer.__class__, before = layer.__class__, OtherAttention, layer.core_attention
+    layer.core_attention = DotProductAttention(config, 2, AttnMaskType.causal, "self")
+    refused()
+    layer.__class__, layer.core_attention = own, before
+    with pytest.MonkeyPatch.context() as patch:
+        of_replica = torch.stack([report["lm loss"] for report in planned_step(chunk, forward_only=True)]).sum(dim=0)
+        dist.all_reduce(of_replica)
+        patch.setattr(drop_in, "parsed_arguments", lambda: Namespace(sft=True))
+        (whole,) = planned_step(chunk, forward_only=True)
+        assert torch.equal(whole["lm loss"], of_replica)
+        patch.setattr(reports, "parsed_arguments", lambda: Namespace(sft=True))
+        refused(forward_only=True, collect_non_loss_data=True)
+    return said
+
+
 @pytest.mark.timeout(200)
 def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(run_ranks: Any) -> None:
     ranks = run_ranks(4, run_loops, timeout_s=180)
@@ -216,7 +288,8 @@ def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(r
     for _, refused, _ in ranks:
         assert [message.split()[0] for message in refused] == [
             "adjust_tensor_shapes_fn", "p2p_communicator", "overlap_moe_expert_parallel_comm", "cuda_graph_impl",
-            "variable_seq_lengths", "overlap_grad_reduce",
+            "variable_seq_lengths", "overlap_grad_reduce", *["forward_step"] * 3, "window_size", "softmax_type", "a",
+            "collect_non_loss_data",
         ]  # fmt: skip
 
 

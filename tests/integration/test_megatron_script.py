@@ -10,7 +10,11 @@ import pytest
 
 from dynapipe_ext.data.dataset import TokenDataset, prepare
 from dynapipe_ext.data.generation import generate_examples
-from dynapipe_ext.executor.megatron.refusals import UNSUPPORTED_ARGUMENTS, UNSUPPORTED_DATA
+from dynapipe_ext.executor.megatron.refusals import (
+    UNSUPPORTED_ARGUMENTS,
+    UNSUPPORTED_BESIDE_DATA,
+    UNSUPPORTED_DATA,
+)
 from tests.support.megatron_lm_record import apart
 from tests.support.megatron_lm_runs import ARGUMENTS, Ran, Run, megatron_lm_runs, missing, without
 
@@ -38,14 +42,15 @@ NUM_STEPS = {"mock": 5, "packed": 10, "v": 10}  # the epoch of 8 steps ends with
 WIDTHS = {"lm loss": 1e-5, "grad norm": 2e-3, "learning rate": 0, "consumed samples": 0}
 
 
-def runs(data: str, saved: str) -> tuple[Run, ...]:
-    planned = ["--dynapipe-data", data]
+def runs(data: str, folder: Path) -> tuple[Run, ...]:
+    planned, saved = ["--dynapipe-data", data], str(folder / "saved")
+    figures, theirs = (["--tensorboard-dir", str(folder / name)] for name in ("figures", "stock figures"))
     v = [*UNEVEN, *planned, *PP, *V, *OVERLAP, *SPLIT]
     return (
         Run("mock, stock", 2, [*MOCK, *UNTIED, *PP], planned=False),
         Run("mock", 4, [*MOCK, *UNTIED, *TP_PP, *V, "--rerun-mode", "disabled"]),
-        Run("uneven, stock", 2, [*UNEVEN, *PP, "--padded-data", data], planned=False, script="pretrain_padded.py"),
-        Run("packed", 4, [*IN_SAMPLES, *planned, *TP_PP, *VIRTUAL, "--dynapipe-layout", "packed"]),
+        Run("uneven, stock", 2, [*UNEVEN, *PP, "--padded-data", data, *theirs], False, "pretrain_padded.py"),
+        Run("packed", 4, [*IN_SAMPLES, *planned, *TP_PP, *VIRTUAL, "--dynapipe-layout", "packed", *figures]),
         Run("v", 4, [*v, "--save", saved, "--save-interval", "9"]),
         Run("resumed", 2, [*UNEVEN, *planned, *PP, "--load", saved, *_RESUME.split()]),
         Run("otherwise, stock", 1, OTHERWISE, planned=False, script="pretrain_otherwise.py"),
@@ -64,9 +69,14 @@ def data(tmp_path_factory: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(data: Path, tmp_path_factory: Any) -> dict[str, Ran]:
+def folder(tmp_path_factory: Any) -> Path:
     folder: Path = tmp_path_factory.mktemp("megatron-lm")
-    return megatron_lm_runs(runs(str(data), str(folder / "saved")), folder, timeout_s=560)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ran(data: Path, folder: Path) -> dict[str, Ran]:
+    return megatron_lm_runs(runs(str(data), folder), folder, timeout_s=560)
 
 
 @pytest.mark.timeout(600)
@@ -89,6 +99,18 @@ def test_losses_gradient_norms_and_final_weights_agree_with_megatrons_own_schedu
 ) -> None:
     found = apart(ran[name].records, ran[STOCK[name]].records)
     assert max(found.loss, found.grad_norm, found.weights) < 1e-5, found
+
+
+def test_tensorboard_has_the_figures_that_it_has_without(ran: dict[str, Ran], folder: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = []
+    for name in ("figures", "stock figures"):
+        events = accumulators.EventAccumulator(str(folder / name)).Reload()
+        found.append({(tag, one.step): one.value for tag in events.Tags()["scalars"] for one in events.Scalars(tag)})
+    ours, theirs = found
+    steps, samples = {("lm loss", i + 1) for i in range(10)}, {("lm loss vs samples", 16 * (i + 1)) for i in range(10)}
+    assert ours.keys() == theirs.keys() >= steps | samples | {("batch-size", 10), ("lm loss validation", 10)}
+    assert list(ours.values()) == pytest.approx([theirs[key] for key in ours], rel=1e-5)
 
 
 def test_throughput_counts_each_sample_at_its_own_length(ran: dict[str, Ran], data: Path) -> None:
@@ -143,5 +165,5 @@ def test_the_arguments_are_in_the_help_of_the_script(help_text: str) -> None:
 
 
 def test_what_is_refused_has_the_name_of_an_argument(help_text: str) -> None:
-    for name in {*UNSUPPORTED_ARGUMENTS, *UNSUPPORTED_DATA} - LATER:
+    for name in {*UNSUPPORTED_ARGUMENTS, *UNSUPPORTED_DATA, *UNSUPPORTED_BESIDE_DATA} - LATER:
         assert f"--{name.replace('_', '-')}" in help_text

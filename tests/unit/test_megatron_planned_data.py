@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.data.dataset import TokenSample
+from dynapipe_ext.data.dataset import TokenSample, prepare
+from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.megatron.arguments import Wishes, add_arguments
 from dynapipe_ext.executor.megatron.datasets import PlannedDatasets, planned_iterators, real_flops
@@ -142,6 +143,7 @@ def arguments(**changes: Any) -> Namespace:
             "train_iters": 5,
             "eval_iters": 1,
             "iterations_to_skip": [],
+            "iteration": 0,
         }
         | changes
     )
@@ -208,6 +210,42 @@ def test_iterators_are_made_for_what_the_arguments_ask() -> None:
         _iterators(PlannedDatasets(lambda _: ([1], None, None)), arguments())  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigError, match="--dynapipe-data was given, but the script has a datasets_provider"):
         planned_iterators(provider, arguments(), "data", None)
+
+
+def test_a_checkpoint_that_says_no_samples_goes_on_by_its_steps_and_evaluation_alone_begins_anew() -> None:
+    """As Megatron-LM's own loaders do."""
+    provider = PlannedDatasets(lambda _: (Source(24), Source(24), None))
+    args = arguments(iteration=3)
+    train, _, _ = _iterators(provider, args)
+    assert args.consumed_train_samples == 12
+    expected = PlannedSteps(Source(24), batch_size=4, seed=0, consumed_samples=12)
+    assert steps_of(train) == steps_of(expected)
+    _, anew, _ = _iterators(provider, arguments(consumed_valid_samples=8, skip_train=True))
+    _, later, _ = _iterators(provider, arguments(consumed_valid_samples=8))
+    assert steps_of(anew) != steps_of(later)
+
+
+def steps_of(steps: PlannedSteps) -> list[int]:
+    """The samples of the next step."""
+    steps.bind(pipeline(Topology()), PlanChoices())
+    _, plan = next(steps)
+    return sorted(s.index for m in plan.micro_batches for s in m.samples)
+
+
+def test_prepared_data_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
+    """Tensor parallel ranks would embed tokens that no rank has as zeros."""
+    prepare(
+        lambda: generate_examples(num_samples=8, seed=0),
+        tmp_path / "data",
+        tokenizer="bytes",
+        max_seq_len=11,
+        truncate=True,
+    )
+    args = arguments(padded_vocab_size=256, global_batch_size=2, split="1,0,0")
+    with pytest.raises(DataError, match="tokens of a vocabulary of 258, but the model's has 256"):
+        planned_iterators(lambda _: None, args, str(tmp_path / "data"), None)
+    args.padded_vocab_size = 258
+    assert planned_iterators(lambda _: None, args, str(tmp_path / "data"), None)
 
 
 def test_data_planned_for_training_are_not_evaluated_on() -> None:

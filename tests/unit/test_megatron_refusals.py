@@ -6,6 +6,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,12 +20,14 @@ from dynapipe_ext.executor.megatron.pipeline import rank_topology
 from dynapipe_ext.executor.megatron.placement import check_placement
 from dynapipe_ext.executor.megatron.refusals import (
     UNSUPPORTED_ARGUMENTS,
+    UNSUPPORTED_BESIDE_DATA,
     UNSUPPORTED_CONFIG,
     UNSUPPORTED_DATA,
     check_arguments,
     check_call,
     check_config,
     check_planned_arguments,
+    check_planned_experts,
     check_shapes,
 )
 from dynapipe_ext.executor.megatron.reports import check_collects, sent_to_last_rank
@@ -67,11 +70,23 @@ DATA: dict[str, Any] = {
     "decoder_seq_length": 8,
     "dataloader_save": "place",
     "mtp_num_layers": 1,
+    "tp_comm_overlap": True,
     "reset_position_ids": True,
     "reset_attention_mask": True,
     "dataloader_inter_document_masking": True,
     "moe_token_dispatcher_type": "flex",
     "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
+}
+BESIDE_DATA: dict[str, Any] = {
+    "mock_data": True,
+    "data_path": ["a"],
+    "train_data_path": ["a"],
+    "valid_data_path": ["a"],
+    "test_data_path": ["a"],
+    "data_args_path": "a",
+    "per_split_data_args_path": "a",
+    "eod_mask_loss": True,
+    "fim_data": True,
 }
 EXPERTS = ("moe_token_dispatcher_type", "moe_router_load_balancing_type")
 
@@ -80,6 +95,7 @@ def test_every_refusal_has_a_case_here() -> None:
     assert {*CONFIG, *LATER_CONFIG} == UNSUPPORTED_CONFIG.keys()
     assert ARGUMENTS.keys() == UNSUPPORTED_ARGUMENTS.keys()
     assert DATA.keys() == {*UNSUPPORTED_DATA, *EXPERTS}
+    assert BESIDE_DATA.keys() == UNSUPPORTED_BESIDE_DATA.keys()
 
 
 @pytest.mark.parametrize(
@@ -87,13 +103,21 @@ def test_every_refusal_has_a_case_here() -> None:
     [
         *((lambda config: check_config(config, []), *item) for item in (CONFIG | LATER_CONFIG).items()),
         *((check_arguments, *item) for item in (CONFIG | LATER_CONFIG | ARGUMENTS).items()),
-        *((check_planned_arguments, *item) for item in DATA.items()),
+        *((partial(check_planned_arguments, from_path=False), *item) for item in DATA.items()),
+        *((partial(check_planned_arguments, from_path=True), *item) for item in BESIDE_DATA.items()),
     ],
 )
 def test_a_setting_is_refused_by_its_name_and_value(check: Callable[[Any], None], name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:
         check(Namespace(expert_model_parallel_size=2, **{"moe_token_dispatcher_type": "alltoall", name: value}))
     assert re.match(rf"{name} is {re.escape(repr(value))}(,| with) ", str(error.value))
+
+
+def test_experts_that_are_cut_over_replicas_need_the_alltoall_dispatcher() -> None:
+    fine = {"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 1, "tensor_model_parallel_size": 2}
+    check_planned_experts(Namespace(**fine, expert_tensor_parallel_size=None))
+    with pytest.raises(ConfigError, match="allgather' with expert_model_parallel_size 1 and expert_tensor_parallel_si"):
+        check_planned_experts(Namespace(**fine, expert_tensor_parallel_size=4))
 
 
 def test_names_are_those_of_megatrons_configuration_and_its_defaults_pass() -> None:
@@ -126,6 +150,7 @@ def test_an_order_of_megatrons_own_interleaved_schedule_is_refused() -> None:
         ({"pipeline_model_parallel_layout": None}, "pipeline_model_parallel_layout is not given"),
         ({"virtual_pipeline_model_parallel_size": 4}, "has 4 stages a rank: give 2"),
         ({"untie_embeddings_and_output_weights": False}, "give --untie-embeddings-and-output-weights"),
+        ({"mtp_num_layers": 1}, "placement is v with mtp_num_layers 1"),
         ({"save": "there", "ckpt_format": "torch"}, "ckpt_format is 'torch' with placement v"),
     ],
 )
