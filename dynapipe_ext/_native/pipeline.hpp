@@ -16,8 +16,7 @@ namespace dynapipe {
 class Dispatcher : public Admission {
  public:
   explicit Dispatcher(Machine machine)
-      : Admission(std::move(machine)), work_(machine_.ranks), head_(machine_.ranks), tail_(machine_.ranks),
-        chains_later_(machine_.ranks) {
+      : Admission(std::move(machine)), work_(machine_.ranks), tail_(machine_.ranks), chains_later_(machine_.ranks) {
     linear_ = machine_.ranks == machine_.stages;
     for (int s = 0; s < machine_.stages; ++s) linear_ &= machine_.stage_rank[s] == s;
   }
@@ -30,9 +29,9 @@ class Dispatcher : public Admission {
     count_ = static_cast<int>(track.records.size());
     if (orders) orders->assign(machine_.ranks, {});
     if (count_ == 0) return 0;
-    if (hopeless(track, give_up)) return kNever;
     track.returns.set(track.chain_of);
     returns_ = &track.returns;
+    if (hopeless(track, give_up)) return kNever;
     if (!returns_->empty) needs_.set(machine_.stages, records_, *returns_);
     begin(track, orders ? nullptr : like);
     if (!returns_->empty) {
@@ -63,12 +62,11 @@ class Dispatcher : public Admission {
   }
 
  private:
-  // Whether some rank's work, with the least way to it and back, takes that long already.
+  // Whether some rank's work, after the way to it of what comes first and before that of what returns last, takes that
+  // long already.
   bool hopeless(const Track& track, i64 give_up) {
     const int ranks = machine_.ranks;
     std::fill(work_.begin(), work_.end(), 0);
-    std::fill(tail_.begin(), tail_.end(), kNever);
-    std::fill(head_.begin(), head_.end(), kNever);
     std::fill(most_working_.begin(), most_working_.end(), 0);
     std::fill(most_later_.begin(), most_later_.end(), 0);
     std::fill(chains_later_.begin(), chains_later_.end(), 0);
@@ -77,16 +75,18 @@ class Dispatcher : public Admission {
       const bool is_whole = track.chain_of[m] < 0;
       for (int r = 0; r < ranks; ++r) {
         work_[r] += way[r].work;
-        head_[r] = std::min(head_[r], way[r].down);
-        tail_[r] = std::min(tail_[r], way[r].up);
         most_working_[r] = std::max(most_working_[r], way[r].working);
         most_later_[r] = std::max(most_later_[r], is_whole ? way[r].later : 0);
         chains_later_[r] += is_whole ? 0 : way[r].later;
       }
     }
-    for (int r = 0; r < ranks; ++r) most_later_[r] += chains_later_[r];
+    const Way *first = track.ways.front(), *last = track.ways[returns_->empty ? count_ - 1 : returns_->order.back()];
     bool found = false;
-    for (int r = 0; r < ranks; ++r) found |= head_[r] + work_[r] + tail_[r] >= give_up;
+    for (int r = 0; r < ranks; ++r) {
+      most_later_[r] += chains_later_[r];
+      tail_[r] = last[r].up;
+      found |= first[r].down + work_[r] + tail_[r] >= give_up;
+    }
     return found;
   }
 
@@ -112,9 +112,9 @@ class Dispatcher : public Admission {
       std::fill(track.gradient_at.begin(), track.gradient_at.end(), kNever);
       for (auto& ready : track.weights) ready.clear();
       now_ = {0, 0};
-      std::fill(stage_.begin(), stage_.end(), StageState{0, 0});
+      std::fill(stage_.begin(), stage_.end(), StageState{0, 0, kNever, kNever});
       std::fill(rank_.begin(), rank_.end(), RankState{kNever, 0, 0, 0, 0, 0, 0, false});
-      rank_[machine_.stage_rank[0]].wake = 0;
+      rank_[machine_.stage_rank[0]].wake = stage_[0].forward_at = 0;
       keep(track, 0);
       return;
     }
@@ -191,42 +191,46 @@ class Dispatcher : public Admission {
   bool choose(Track& track, const Rule& rule, int r, i64 time, Chosen* chosen, i64* next) {
     const int num_pending = rank_[r].weights_ready - rank_[r].weights_done;
     if (num_pending > rule.most_pending) return take_weight(track, r, chosen);
-    const int stages = machine_.stages;
+    const int stages = machine_.stages, count = kLinear ? 1 : static_cast<int>(machine_.rank_stages[r].size());
+    const int* const mine = kLinear ? &r : machine_.rank_stages[r].data();
     int gradient_stage = -1, gradient_back = 1 << 30;
-    int forward_stage = -1;
-    bool after_weights = false, awaited = false;
-    for (int k = kLinear ? 1 : static_cast<int>(machine_.rank_stages[r].size()); k-- > 0;) {
-      const int s = kLinear ? r : machine_.rank_stages[r][k], back = stage_[s].returned, m = stage_[s].entered;
-      const bool has_head = back < m && returning<kChains>(back) < m;
-      if (has_head) {
-        const i64 at = track.gradient_at[returning<kChains>(back) * stages + s];
-        if (at > time) {
-          *next = std::min(*next, at);
-        } else if (back < gradient_back) {
-          gradient_stage = s;
-          gradient_back = back;
-        }
-      }
-      const int most = std::max(1, stages - s + rule.extra) + (kChains ? returns_->longest - 1 : 0);
-      if (m < count_ && forward_stage < 0 && !(rule.extra < kNoCap && has_head && m - back >= most)) {
-        const i64 at = s == 0 ? 0 : track.forward_at[m * stages + s];
-        bool blocked = false;
-        if (at > time) {
-          *next = std::min(*next, at);
-          awaited = true;
-        } else if (admits<kLinear, kChains>(r, s, m, &blocked)) {
-          forward_stage = s;
-        } else if (blocked) {
-          after_weights = true;
-        }
+    for (int k = count; k-- > 0;) {
+      const StageState& stage = stage_[mine[k]];
+      if (stage.gradient_at > time) {
+        *next = std::min(*next, stage.gradient_at);
+      } else if (stage.returned < gradient_back) {
+        gradient_stage = mine[k];
+        gradient_back = stage.returned;
       }
     }
     const bool has_gradient = gradient_stage >= 0;
-    awaited &= rule.rhythm > 1 && forward_stage < 0;
-    if (has_gradient && !((rank_[r].wants_forward || rule.rhythm > 1) && (forward_stage >= 0 || after_weights || awaited))) {
+    if (has_gradient) {
       *chosen = {gradient_stage, returning<kChains>(gradient_back), kGradient};
-      return true;
+      if (!rank_[r].wants_forward && rule.rhythm <= 1) return true;
     }
+    int forward_stage = -1;
+    bool after_weights = false, awaited = false;
+    for (int k = count; k-- > 0 && forward_stage < 0;) {
+      const int s = mine[k], back = stage_[s].returned, m = stage_[s].entered;
+      if (m == count_) continue;
+      if (rule.extra < kNoCap) {
+        const bool has_head = back < m && returning<kChains>(back) < m;
+        const int most = std::max(1, stages - s + rule.extra) + (kChains ? returns_->longest - 1 : 0);
+        if (has_head && m - back >= most) continue;
+      }
+      const i64 at = stage_[s].forward_at;
+      bool blocked = false;
+      if (at > time) {
+        *next = std::min(*next, at);
+        awaited = true;
+      } else if (admits<kLinear, kChains>(r, s, m, &blocked)) {
+        forward_stage = s;
+      } else if (blocked) {
+        after_weights = true;
+      }
+    }
+    awaited &= rule.rhythm > 1 && forward_stage < 0;
+    if (has_gradient && forward_stage < 0 && !after_weights && !awaited) return true;
     if (forward_stage >= 0) {
       *chosen = {forward_stage, stage_[forward_stage].entered, kForward};
       return true;
@@ -252,15 +256,21 @@ class Dispatcher : public Admission {
     RankState& mine = rank_[r];
     if (c.kind == kForward) {
       mine.held += taken<kChains>(s, m);
-      ++stage_[s].entered;
+      StageState& stage = stage_[s];
+      ++stage.entered;
+      stage.forward_at = s == 0 ? 0 : m + 1 < count_ ? track.forward_at[(m + 1) * stages + s] : kNever;
       if (s + 1 == stages) {
-        track.gradient_at[m * stages + s] = end;
+        gradient_arrives<kChains>(track, s, m, end);
       } else {
-        arrive(s + 1, end + hop<kLinear>(s, m), &track.forward_at[m * stages + s + 1]);
+        const i64 at = end + hop<kLinear>(s, m);
+        track.forward_at[m * stages + s + 1] = at;
+        if (stage_[s + 1].entered == m) stage_[s + 1].forward_at = at;
+        wake(s + 1, at);
       }
       mine.wants_forward = false;
     } else if (c.kind == kGradient) {
-      ++stage_[s].returned;
+      StageState& stage = stage_[s];
+      stage.gradient_at = ++stage.returned < count_ ? track.gradient_at[returning<kChains>(stage.returned) * stages + s] : kNever;
       if (machine_.split) {
         track.weights[r].push_back({s, m, kWeight});
         ++mine.weights_ready;
@@ -268,7 +278,11 @@ class Dispatcher : public Admission {
       } else {
         mine.held -= stored;
       }
-      if (s > 0) arrive(s - 1, end + hop<kLinear>(s - 1, m), &track.gradient_at[m * stages + s - 1]);
+      if (s > 0) {
+        const i64 at = end + hop<kLinear>(s - 1, m);
+        gradient_arrives<kChains>(track, s - 1, m, at);
+        wake(s - 1, at);
+      }
       mine.wants_forward = rule.rhythm > 0;
     } else {
       mine.held -= stored;
@@ -283,8 +297,13 @@ class Dispatcher : public Admission {
     return crosses ? cost(kTransfer, low, m) : 0;
   }
 
-  void arrive(int s, i64 at, i64* when) {
-    *when = at;
+  template <bool kChains>
+  void gradient_arrives(Track& track, int s, int m, i64 at) {
+    track.gradient_at[m * machine_.stages + s] = at;
+    if (returning<kChains>(stage_[s].returned) == m) stage_[s].gradient_at = at;
+  }
+
+  void wake(int s, i64 at) {
     RankState& theirs = rank_[machine_.stage_rank[s]];
     theirs.wake = std::min(theirs.wake, std::max(at, theirs.free_at));
   }
@@ -292,7 +311,8 @@ class Dispatcher : public Admission {
   bool linear_ = true;
   int count_ = 0;
   Moment now_{};
-  std::vector<i64> work_, head_, tail_, chains_later_;  // [rank]
+  std::vector<i64> work_, tail_;     // [rank]: of all positions; the way back from it of what returns last
+  std::vector<i64> chains_later_;    // [rank]: see `Way`, of all chains
 };
 
 }  // namespace dynapipe

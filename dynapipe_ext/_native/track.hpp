@@ -37,7 +37,8 @@ struct Chosen {
 
 // What a run has come to, of each stage and of each rank.
 struct StageState {
-  int entered, returned;  // forwards and gradients started
+  int entered, returned;        // forwards and gradients started
+  i64 forward_at, gradient_at;  // when the next one's input arrives; kNever: not known yet, or there is none
 };
 struct RankState {
   i64 wake, free_at, held, pending_bytes, worked;
