@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from dynapipe_ext.errors import PlanError
@@ -45,19 +45,17 @@ class MicroBatch:
     attention: Attention = "document"
     pad_multiple: int = 1
     min_len: int = 0
+    encoder_len: int = field(init=False, repr=False, compare=False)  # of a row; it follows from the samples, but
+    decoder_len: int = field(init=False, repr=False, compare=False)  # planning asks ten times for what is found once
+
+    def __post_init__(self) -> None:
+        decoder = [s.decoder for s in self.samples]
+        object.__setattr__(self, "encoder_len", self._row_len([s.encoder for s in self.samples]))
+        object.__setattr__(self, "decoder_len", self._row_len(decoder) if any(decoder) else 0)
 
     @property
     def rows(self) -> int:
         return len(self.samples) if self.layout == "padded" else 1
-
-    @property
-    def encoder_len(self) -> int:
-        return self._row_len([s.encoder for s in self.samples])
-
-    @property
-    def decoder_len(self) -> int:
-        lengths = [s.decoder for s in self.samples]
-        return self._row_len(lengths) if any(lengths) else 0
 
     @property
     def real_tokens(self) -> int:
@@ -73,7 +71,7 @@ class MicroBatch:
         return sum(s.target for s in self.samples)
 
     def _row_len(self, lengths: list[int]) -> int:
-        longest = max(lengths) if self.layout == "padded" else sum(lengths)
+        longest = max(lengths, default=0) if self.layout == "padded" else sum(lengths)
         return round_up(max(longest, self.min_len), self.pad_multiple)
 
 

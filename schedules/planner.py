@@ -48,7 +48,7 @@ from dynapipe_ext.schedules.planner_settings import (
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, step_spans
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, replica_costs, step_spans
 from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.tables.published import published_schedule
 from dynapipe_ext.schedules.whole_or_pieces import whole_or_pieces
@@ -326,7 +326,7 @@ class Planner:
         refusal: PlanError | None = None
         for replicas in splits:
             try:
-                priced = tuple(self.costs.evaluate(micro_batches) for micro_batches in replicas)
+                priced = replica_costs(self.costs, replicas)
                 found.append(self._predicted(replicas, tuple(map(self._named, priced)), priced, step=step))
             except PlanError as error:  # this split cannot be priced, or holds too much at once; others may fit
                 refusal = refusal or error
@@ -339,7 +339,7 @@ class Planner:
         self, replicas: Replicas, schedules: Schedules, priced: ReplicaCosts | None = None, *, step: int
     ) -> StepPlan:
         """The plan, validated and simulated apart from what made it; its lower bounds are to come."""
-        priced = priced or tuple(self.costs.evaluate(micro_batches) for micro_batches in replicas)
+        priced = priced or replica_costs(self.costs, replicas)
         limit = int(self.memory_limit_bytes)
         plans, peaks_of = [], []
         for dp_rank, (micro_batches, schedule, costs) in enumerate(zip(replicas, schedules, priced, strict=True)):

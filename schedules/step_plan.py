@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
-from dynapipe_ext.costs.model import MicroBatchCosts
+from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.plan import GlobalBatchPlan
+from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.certificate import Certificate
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores, simulate_shared_ns
@@ -83,6 +84,13 @@ class StepPlan:
         busy_ns = sum((1 - p.bubble_ratio) * p.makespan_ns * len(p.peak_bytes) for p in self.predictions)
         whole_ns = max(p.makespan_ns for p in self.predictions) * sum(len(p.peak_bytes) for p in self.predictions)
         return 1.0 - busy_ns / whole_ns if whole_ns > 0 else 0.0
+
+
+def replica_costs(costs: CostModel, replicas: Iterable[Sequence[MicroBatch]]) -> tuple[MicroBatchCosts, ...]:
+    """Costs of every replica's micro-batches, priced all at once. Errors: PlanError for one that has no price."""
+    ends = [0, *accumulate(map(len, replicas := list(replicas)))]
+    priced = costs.evaluate([m for replica in replicas for m in replica])
+    return tuple(priced.take(range(first, end)) for first, end in pairwise(ends))
 
 
 def step_spans(

@@ -7,22 +7,19 @@
 #include <utility>
 #include <vector>
 
-#include "track.hpp"
+#include "admission.hpp"
 
 namespace dynapipe {
 
 // Runs rules. A position is a place in the injection order; every stage runs its forwards in that order, and its
 // gradients in that of `Returns`.
-class Dispatcher {
+class Dispatcher : public Admission {
  public:
   explicit Dispatcher(Machine machine)
-      : machine_(std::move(machine)), stage_(machine_.stages), rank_(machine_.ranks), work_(machine_.ranks),
-        head_(machine_.ranks), tail_(machine_.ranks), most_working_(machine_.ranks) {
+      : Admission(std::move(machine)), work_(machine_.ranks), tail_(machine_.ranks), chains_later_(machine_.ranks) {
     linear_ = machine_.ranks == machine_.stages;
     for (int s = 0; s < machine_.stages; ++s) linear_ &= machine_.stage_rank[s] == s;
   }
-
-  const Machine& machine() const { return machine_; }
 
   // Makespan, or at least `give_up` (kNever: memory blocks it) once it is known to be that. `track` holds the records
   // and the rule, and receives the rest; `like`, if given, is a finished run. `orders`, if given, receives each rank's
@@ -32,9 +29,9 @@ class Dispatcher {
     count_ = static_cast<int>(track.records.size());
     if (orders) orders->assign(machine_.ranks, {});
     if (count_ == 0) return 0;
-    if (hopeless(track, give_up)) return kNever;
     track.returns.set(track.chain_of);
     returns_ = &track.returns;
+    if (hopeless(track, give_up)) return kNever;
     if (!returns_->empty) needs_.set(machine_.stages, records_, *returns_);
     begin(track, orders ? nullptr : like);
     if (!returns_->empty) {
@@ -46,13 +43,15 @@ class Dispatcher {
   // `ways` [rank] of one record.
   void measure(const i64* record, Way* ways) const {
     i64 down = 0, up = 0;
-    std::fill(ways, ways + machine_.ranks, Way{0, 0, 0, 0});
+    std::fill(ways, ways + machine_.ranks, Way{0, 0, 0, 0, 0});
     for (int s = 0; s < machine_.stages; ++s) {
       const int r = machine_.stage_rank[s];
       const i64* const cost = record + s * kFields;
       if (s == machine_.rank_stages[r].front()) {
         ways[r].down = down;
         ways[r].up = machine_.split ? 0 : up;  // a W may come last
+      } else {
+        ways[r].later += cost[kStored];
       }
       ways[r].working = std::max(ways[r].working, cost[kWorking]);
       ways[r].work += cost[kForward] + cost[kGradient] + (machine_.split ? cost[kWeight] : 0);
@@ -63,40 +62,31 @@ class Dispatcher {
   }
 
  private:
-  i64 cost(Field field, int s, int m) const { return records_[m][s * kFields + field]; }
-
-  template <bool kChains>
-  i64 taken(int s, int m) const {
-    return kChains ? needs_.taken[m * machine_.stages + s] : cost(kStored, s, m);
-  }
-  template <bool kChains>
-  i64 ready(int s, int m) const {
-    return kChains ? needs_.ready[m * machine_.stages + s] : cost(kWorking, s, m);
-  }
-  // The position whose gradient runs as the k-th, and as which that of a position runs.
-  template <bool kChains>
-  int returning(int k) const {
-    return kChains ? returns_->order[k] : k;
-  }
-  int place_of(int m) const { return returns_->empty ? m : returns_->place[m]; }
-
-  // Whether some rank's work, with the least way to it and back, takes that long already.
+  // Whether some rank's work, after the way to it of what comes first and before that of what returns last, takes that
+  // long already.
   bool hopeless(const Track& track, i64 give_up) {
     const int ranks = machine_.ranks;
     std::fill(work_.begin(), work_.end(), 0);
-    std::fill(tail_.begin(), tail_.end(), kNever);
-    std::fill(head_.begin(), head_.end(), kNever);
     std::fill(most_working_.begin(), most_working_.end(), 0);
-    for (const Way* way : track.ways) {
+    std::fill(most_later_.begin(), most_later_.end(), 0);
+    std::fill(chains_later_.begin(), chains_later_.end(), 0);
+    for (int m = 0; m < count_; ++m) {
+      const Way* way = track.ways[m];
+      const bool is_whole = track.chain_of[m] < 0;
       for (int r = 0; r < ranks; ++r) {
         work_[r] += way[r].work;
-        head_[r] = std::min(head_[r], way[r].down);
-        tail_[r] = std::min(tail_[r], way[r].up);
         most_working_[r] = std::max(most_working_[r], way[r].working);
+        most_later_[r] = std::max(most_later_[r], is_whole ? way[r].later : 0);
+        chains_later_[r] += is_whole ? 0 : way[r].later;
       }
     }
+    const Way *first = track.ways.front(), *last = track.ways[returns_->empty ? count_ - 1 : returns_->order.back()];
     bool found = false;
-    for (int r = 0; r < ranks; ++r) found |= head_[r] + work_[r] + tail_[r] >= give_up;
+    for (int r = 0; r < ranks; ++r) {
+      most_later_[r] += chains_later_[r];
+      tail_[r] = last[r].up;
+      found |= first[r].down + work_[r] + tail_[r] >= give_up;
+    }
     return found;
   }
 
@@ -122,9 +112,9 @@ class Dispatcher {
       std::fill(track.gradient_at.begin(), track.gradient_at.end(), kNever);
       for (auto& ready : track.weights) ready.clear();
       now_ = {0, 0};
-      std::fill(stage_.begin(), stage_.end(), StageState{0, 0});
-      std::fill(rank_.begin(), rank_.end(), RankState{kNever, 0, 0, 0, 0, 0, 0, 0, false});
-      rank_[machine_.stage_rank[0]].wake = 0;
+      std::fill(stage_.begin(), stage_.end(), StageState{0, 0, kNever, kNever});
+      std::fill(rank_.begin(), rank_.end(), RankState{kNever, 0, 0, 0, 0, 0, 0, false});
+      rank_[machine_.stage_rank[0]].wake = stage_[0].forward_at = 0;
       keep(track, 0);
       return;
     }
@@ -196,129 +186,51 @@ class Dispatcher {
     return now_.makespan;
   }
 
-  // Whether the rank's memory takes position m on stage s now. `only_pending` tells that it would after pending W's.
-  template <bool kLinear, bool kChains>
-  bool admits(int r, int s, int m, bool* only_pending) const {
-    const int stages = kLinear ? 1 : static_cast<int>(machine_.rank_stages[r].size());
-    const i64 room = machine_.free_bytes[r], fresh = rank_[r].held + taken<kChains>(s, m);
-    i64 most_working = ready<kChains>(s, m);
-    if (fresh + most_working - rank_[r].pending_bytes > room) return false;
-    if (most_held<kLinear, kChains>(r, s, m) + most_working_[r] <= room) return true;  // whatever runs next
-    if (machine_.working_in_backward) {
-      const bool in_turn = !machine_.split && stages == 1 && !kChains;  // then what is older has gone when a backward runs
-      for (int k = 0; k < stages; ++k) {
-        const int t = kLinear ? r : machine_.rank_stages[r][k];
-        i64 gone = 0;
-        int inside = stage_[t].entered - stage_[t].returned;
-        for (int back = stage_[t].returned; inside > 0; ++back) {
-          const int q = returning<kChains>(back);
-          if (kChains && q >= stage_[t].entered) continue;
-          most_working = std::max(most_working, ready<kChains>(t, q) - gone);
-          if (in_turn) gone += cost(kStored, t, q);
-          --inside;
-        }
-      }
-    }
-    const i64 needed = fresh + most_working;
-    if (needed - rank_[r].pending_bytes > room) return false;
-    if (stages > 1 && !safe<kChains>(r, s, m, most_working)) return false;
-    if (needed <= room) return true;
-    *only_pending = true;
-    return false;
-  }
-
-  // What the rank may come to hold of position m and all before it.
-  template <bool kLinear, bool kChains>
-  i64 most_held(int r, int s, int m) const {
-    if (kLinear) return rank_[r].held + taken<kChains>(s, m);
-    return rank_[r].pending_bytes + rank_[r].whole + (s == machine_.rank_stages[r].front() ? on_all<kChains>(r, m) : 0);
-  }
-  template <bool kChains>
-  i64 on_all(int r, int m) const {
-    i64 bytes = 0;
-    for (int t : machine_.rank_stages[r]) bytes += taken<kChains>(t, m);
-    return bytes;
-  }
-
-  // Several stages on a rank: after this admission the micro-batches in flight can still complete, oldest first.
-  template <bool kChains>
-  bool safe(int r, int s, int m, i64 most_working) const {
-    const int lowest = machine_.rank_stages[r].front();
-    i64 held = rank_[r].held - rank_[r].pending_bytes + taken<kChains>(s, m);
-    const int end = std::max(stage_[lowest].entered, s == lowest ? m + 1 : 0);
-    i64 lasting = machine_.working_in_backward ? most_working : 0;
-    int q = kChains ? oldest(lowest, m) : stage_[lowest].returned;
-    for (; q < end; ++q) {
-      i64 mine = 0, missing = 0, working = lasting;
-      const bool ends = !kChains || returns_->last[q] == q;
-      for (int t : machine_.rank_stages[r]) {
-        if (q >= stage_[t].entered && !(t == s && q == m)) {
-          missing += taken<kChains>(t, q);
-          working = std::max(working, ready<kChains>(t, q));
-        }
-        if (!ends) continue;
-        for (int p = kChains ? returns_->first[q] : q; p <= q; ++p) {
-          if (kChains && (returns_->last[p] != q || returns_->place[p] < stage_[t].returned)) continue;
-          if (!kChains && p < stage_[t].returned) continue;
-          mine += cost(kStored, t, p);
-        }
-      }
-      if (held + missing + working > machine_.free_bytes[r]) return false;
-      held += missing - mine;
-      if (machine_.working_in_backward && !ends) lasting = working;  // the chain is inside while others come and go
-    }
-    return true;
-  }
-
-  // The first position whose forward has started on a stage and whose gradient has not; m where there is none.
-  int oldest(int s, int m) const {
-    for (int q = 0; q < stage_[s].entered; ++q) {
-      if (returns_->place[q] >= stage_[s].returned) return q;
-    }
-    return m;
-  }
-
   // The action to start now; false with the next time to look at (`next`) where there is none.
   template <bool kLinear, bool kChains>
   bool choose(Track& track, const Rule& rule, int r, i64 time, Chosen* chosen, i64* next) {
     const int num_pending = rank_[r].weights_ready - rank_[r].weights_done;
     if (num_pending > rule.most_pending) return take_weight(track, r, chosen);
-    const int stages = machine_.stages;
+    const int stages = machine_.stages, count = kLinear ? 1 : static_cast<int>(machine_.rank_stages[r].size());
+    const int* const mine = kLinear ? &r : machine_.rank_stages[r].data();
     int gradient_stage = -1, gradient_back = 1 << 30;
-    int forward_stage = -1;
-    bool after_weights = false, awaited = false;
-    for (int k = kLinear ? 1 : static_cast<int>(machine_.rank_stages[r].size()); k-- > 0;) {
-      const int s = kLinear ? r : machine_.rank_stages[r][k], back = stage_[s].returned, m = stage_[s].entered;
-      const bool has_head = back < m && returning<kChains>(back) < m;
-      if (has_head) {
-        const i64 at = track.gradient_at[returning<kChains>(back) * stages + s];
-        if (at > time) {
-          *next = std::min(*next, at);
-        } else if (back < gradient_back) {
-          gradient_stage = s;
-          gradient_back = back;
-        }
-      }
-      const int most = std::max(1, stages - s + rule.extra) + (kChains ? returns_->longest - 1 : 0);
-      if (m < count_ && forward_stage < 0 && !(rule.extra < kNoCap && has_head && m - back >= most)) {
-        const i64 at = s == 0 ? 0 : track.forward_at[m * stages + s];
-        bool blocked = false;
-        if (at > time) {
-          *next = std::min(*next, at);
-          awaited = true;
-        } else if (admits<kLinear, kChains>(r, s, m, &blocked)) {
-          forward_stage = s;
-        } else if (blocked) {
-          after_weights = true;
-        }
+    for (int k = count; k-- > 0;) {
+      const StageState& stage = stage_[mine[k]];
+      if (stage.gradient_at > time) {
+        *next = std::min(*next, stage.gradient_at);
+      } else if (stage.returned < gradient_back) {
+        gradient_stage = mine[k];
+        gradient_back = stage.returned;
       }
     }
     const bool has_gradient = gradient_stage >= 0;
-    awaited &= rule.rhythm > 1 && forward_stage < 0;
-    if (has_gradient && !((rank_[r].wants_forward || rule.rhythm > 1) && (forward_stage >= 0 || after_weights || awaited))) {
+    if (has_gradient) {
       *chosen = {gradient_stage, returning<kChains>(gradient_back), kGradient};
-      return true;
+      if (!rank_[r].wants_forward && rule.rhythm <= 1) return true;
     }
+    int forward_stage = -1;
+    bool after_weights = false, awaited = false;
+    for (int k = count; k-- > 0 && forward_stage < 0;) {
+      const int s = mine[k], back = stage_[s].returned, m = stage_[s].entered;
+      if (m == count_) continue;
+      if (rule.extra < kNoCap) {
+        const bool has_head = back < m && returning<kChains>(back) < m;
+        const int most = std::max(1, stages - s + rule.extra) + (kChains ? returns_->longest - 1 : 0);
+        if (has_head && m - back >= most) continue;
+      }
+      const i64 at = stage_[s].forward_at;
+      bool blocked = false;
+      if (at > time) {
+        *next = std::min(*next, at);
+        awaited = true;
+      } else if (admits<kLinear, kChains>(r, s, m, &blocked)) {
+        forward_stage = s;
+      } else if (blocked) {
+        after_weights = true;
+      }
+    }
+    awaited &= rule.rhythm > 1 && forward_stage < 0;
+    if (has_gradient && forward_stage < 0 && !after_weights && !awaited) return true;
     if (forward_stage >= 0) {
       *chosen = {forward_stage, stage_[forward_stage].entered, kForward};
       return true;
@@ -344,17 +256,21 @@ class Dispatcher {
     RankState& mine = rank_[r];
     if (c.kind == kForward) {
       mine.held += taken<kChains>(s, m);
-      if (!kLinear && s == machine_.rank_stages[r].front()) mine.whole += on_all<kChains>(r, m);
-      ++stage_[s].entered;
+      StageState& stage = stage_[s];
+      ++stage.entered;
+      stage.forward_at = s == 0 ? 0 : m + 1 < count_ ? track.forward_at[(m + 1) * stages + s] : kNever;
       if (s + 1 == stages) {
-        track.gradient_at[m * stages + s] = end;
+        gradient_arrives<kChains>(track, s, m, end);
       } else {
-        arrive(s + 1, end + hop<kLinear>(s, m), &track.forward_at[m * stages + s + 1]);
+        const i64 at = end + hop<kLinear>(s, m);
+        track.forward_at[m * stages + s + 1] = at;
+        if (stage_[s + 1].entered == m) stage_[s + 1].forward_at = at;
+        wake(s + 1, at);
       }
       mine.wants_forward = false;
     } else if (c.kind == kGradient) {
-      ++stage_[s].returned;
-      if (!kLinear && s == machine_.rank_stages[r].front()) mine.whole -= on_all<false>(r, m);
+      StageState& stage = stage_[s];
+      stage.gradient_at = ++stage.returned < count_ ? track.gradient_at[returning<kChains>(stage.returned) * stages + s] : kNever;
       if (machine_.split) {
         track.weights[r].push_back({s, m, kWeight});
         ++mine.weights_ready;
@@ -362,7 +278,11 @@ class Dispatcher {
       } else {
         mine.held -= stored;
       }
-      if (s > 0) arrive(s - 1, end + hop<kLinear>(s - 1, m), &track.gradient_at[m * stages + s - 1]);
+      if (s > 0) {
+        const i64 at = end + hop<kLinear>(s - 1, m);
+        gradient_arrives<kChains>(track, s - 1, m, at);
+        wake(s - 1, at);
+      }
       mine.wants_forward = rule.rhythm > 0;
     } else {
       mine.held -= stored;
@@ -377,23 +297,22 @@ class Dispatcher {
     return crosses ? cost(kTransfer, low, m) : 0;
   }
 
-  void arrive(int s, i64 at, i64* when) {
-    *when = at;
+  template <bool kChains>
+  void gradient_arrives(Track& track, int s, int m, i64 at) {
+    track.gradient_at[m * machine_.stages + s] = at;
+    if (returning<kChains>(stage_[s].returned) == m) stage_[s].gradient_at = at;
+  }
+
+  void wake(int s, i64 at) {
     RankState& theirs = rank_[machine_.stage_rank[s]];
     theirs.wake = std::min(theirs.wake, std::max(at, theirs.free_at));
   }
 
-  Machine machine_;
   bool linear_ = true;
-  const i64* const* records_ = nullptr;
   int count_ = 0;
-  const Returns* returns_ = nullptr;
-  ChainNeeds needs_;
   Moment now_{};
-  std::vector<StageState> stage_;
-  std::vector<RankState> rank_;
-  std::vector<i64> work_, head_, tail_;
-  std::vector<i64> most_working_;  // [rank]: of all positions
+  std::vector<i64> work_, tail_;     // [rank]: of all positions; the way back from it of what returns last
+  std::vector<i64> chains_later_;    // [rank]: see `Way`, of all chains
 };
 
 }  // namespace dynapipe

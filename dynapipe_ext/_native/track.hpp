@@ -6,9 +6,9 @@
 namespace dynapipe {
 
 // A micro-batch's work on a rank, and the way to the rank's first stage and back from it: what no order can do without.
-// And the most working bytes that it needs there.
+// And the most working bytes that it needs there, and what it stores there on other stages than the first.
 struct Way {
-  i64 work, down, up, working;
+  i64 work, down, up, working, later;
 };
 
 // What all pipelines of a plan share.
@@ -37,11 +37,11 @@ struct Chosen {
 
 // What a run has come to, of each stage and of each rank.
 struct StageState {
-  int entered, returned;  // forwards and gradients started
+  int entered, returned;        // forwards and gradients started
+  i64 forward_at, gradient_at;  // when the next one's input arrives; kNever: not known yet, or there is none
 };
 struct RankState {
   i64 wake, free_at, held, pending_bytes, worked;
-  i64 whole;  // bytes of the micro-batches on its lowest stage once they are on all of its stages
   int weights_ready, weights_done;
   bool wants_forward;
 };

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch, Pieces, round_up
-from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_costs, fill_lightest
+from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_costs, fill_lightest, in_row_order
 from dynapipe_ext.splits.rules import piece
 
 PIECE_TOKENS = (2048, 4096, 8192, 16384, 32768)  # that are tried where the planner chooses
@@ -194,7 +194,7 @@ def carried_rows(
     num_rows = max(0, -(-(sum(s.encoder for s in short) - free) // rule.room))
     while (rows := _filled(short, costs, fills + [0] * num_rows, loads + [0] * num_rows, rule.room)) is None:
         num_rows += 1 + num_rows // _LOOSER
-    mixed = [_carried(rule, (*head.samples, *rule.row(row).samples)) for head, row in zip(heads, rows, strict=False)]
+    mixed = [_carried(rule, (*head.samples, *in_row_order(row))) for head, row in zip(heads, rows, strict=False)]
     return mixed + [rule.row(row) for row in rows[len(heads) :] if row]
 
 

@@ -30,6 +30,11 @@ def micro_batch_evaluate(costs: CostModel, *, min_in_flight: int = 1) -> MicroBa
     return evaluate
 
 
+def in_row_order(documents: Sequence[SampleLength]) -> tuple[SampleLength, ...]:
+    """As they stand in a row: by their index."""
+    return tuple(sorted(documents, key=lambda s: (s.index, s.start)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRule:
     """How samples become a packed row: the row's room in positions, and the settings of the micro-batch."""
@@ -45,9 +50,8 @@ class RowRule:
         return self.max_tokens // self.pad_multiple * self.pad_multiple
 
     def row(self, samples: Sequence[SampleLength]) -> MicroBatch:
-        """One packed micro-batch, documents in the order of their index."""
-        ordered = tuple(sorted(samples, key=lambda s: (s.index, s.start)))
-        return MicroBatch(ordered, "packed", self.recompute, self.attention, self.pad_multiple)
+        """One packed micro-batch."""
+        return MicroBatch(in_row_order(samples), "packed", self.recompute, self.attention, self.pad_multiple)
 
     def check(self, samples: Sequence[SampleLength]) -> None:
         """Refuse, by name, a sample that is longer than a row."""

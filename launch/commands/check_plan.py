@@ -29,7 +29,7 @@ from dynapipe_ext.launch.commands.plan_inputs import (
 )
 from dynapipe_ext.plan import GlobalBatchPlan, ReplicaPlan
 from dynapipe_ext.schedules.actions import Action, PipelineSchedule
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan
+from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, replica_costs
 from dynapipe_ext.tools.check.buffers import with_buffers
 from dynapipe_ext.tools.check.check_plan import Lengths, check, micro_batch_of
 from dynapipe_ext.tools.check.plan_file import PlanFile, read_plan_file
@@ -104,7 +104,7 @@ def _step_plan(
         Prediction(makespan_ns=0, lower_bound_ns=0, peak_bytes=peaks, bubble_ratio=0.0) for peaks in peak_bytes
     )
     costs = ForwardCosts(costs) if plan.forward_only else costs
-    priced = tuple(costs.evaluate(replica.micro_batches) for replica in replicas)
+    priced = replica_costs(costs, [replica.micro_batches for replica in replicas])
     return StepPlan(GlobalBatchPlan(step=0, replicas=tuple(replicas)), tuple(schedules), predictions, priced)
 
 

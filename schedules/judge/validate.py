@@ -43,26 +43,27 @@ def validate(schedule: PipelineSchedule, num_micro_batches: int, chains: Sequenc
                     + (": only a schedule of forwards alone may lack backwards" if kinds == "F" else "")
                 )
     _check_pieces(schedule, PieceNeighbours.of(chains))
-    _check_progress(schedule)
+    _check_progress(schedule, num_micro_batches)
 
 
 def _check_pieces(schedule: PipelineSchedule, order: PieceNeighbours) -> None:
     if not order.before:
         return
     for actions in schedule.ranks:
-        done: set[Action] = set()
+        done: set[tuple[bool, int, int]] = set()  # whether it is a forward, stage, micro-batch
         for action in actions:
-            if action.kind is not Kind.BACKWARD_WEIGHT:
-                forward = action.kind is Kind.FORWARD
-                first = (order.before if forward else order.behind).get(action.micro_batch)
-                kinds = (Kind.FORWARD,) if forward else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-                if first is not None and not any(Action(action.stage, kind, first) in done for kind in kinds):
-                    raise PlanError(
-                        f"action {action} runs before {Action(action.stage, kinds[0], first)}: pieces of one sample"
-                        " run forwards from the first to the last on every stage, and backwards from the last to the"
-                        " first"
-                    )
-            done.add(action)
+            stage, kind, micro_batch = action.stage, action.kind, action.micro_batch
+            if kind is Kind.BACKWARD_WEIGHT:
+                continue
+            forward = kind is Kind.FORWARD
+            first = (order.before if forward else order.behind).get(micro_batch)
+            if first is not None and (forward, stage, first) not in done:
+                raise PlanError(
+                    f"action {action} runs before {Action(stage, kind if forward else Kind.BACKWARD, first)}: pieces of"
+                    " one sample run forwards from the first to the last on every stage, and backwards from the last to"
+                    " the first"
+                )
+            done.add((forward, stage, micro_batch))
 
 
 def _check_placement(schedule: PipelineSchedule) -> None:
@@ -73,32 +74,36 @@ def _check_placement(schedule: PipelineSchedule) -> None:
         )
 
 
-def _check_progress(schedule: PipelineSchedule) -> None:
+def _check_progress(schedule: PipelineSchedule, num_micro_batches: int) -> None:
     """Run the order without times; a rank that can never go on is part of, or behind, a circular wait."""
-    last = schedule.num_stages - 1
-    has_forward: set[tuple[int, int]] = set()
-    has_gradient: set[tuple[int, int]] = set()
-    position = [0] * len(schedule.ranks)
+    last, count = schedule.num_stages - 1, num_micro_batches
+    gradients, always = schedule.num_stages * count, 2 * schedule.num_stages * count
+    done = bytearray(always + 1)  # forwards of every stage and micro-batch, gradients, and what nothing waits for
+    done[always] = True
 
-    def can_run(action: Action) -> bool:
+    def moved(action: Action) -> tuple[int, int]:
+        """What it needs and what it brings."""
+        place = action.stage * count + action.micro_batch
         match action.kind:
             case Kind.FORWARD:
-                return action.stage == 0 or (action.stage - 1, action.micro_batch) in has_forward
+                return place - count if action.stage else always, place
             case Kind.BACKWARD_WEIGHT:
-                return (action.stage, action.micro_batch) in has_gradient
+                return gradients + place, always
             case _:  # its F stands before it in the same list
-                return action.stage == last or (action.stage + 1, action.micro_batch) in has_gradient
+                return gradients + place + count if action.stage < last else always, gradients + place
 
+    moves = [list(map(moved, actions)) for actions in schedule.ranks]
+    position = [0] * len(moves)
     progress = True
     while progress:
         progress = False
-        for rank, actions in enumerate(schedule.ranks):
-            while position[rank] < len(actions) and can_run(action := actions[position[rank]]):
-                if action.kind is not Kind.BACKWARD_WEIGHT:
-                    finished = has_forward if action.kind is Kind.FORWARD else has_gradient
-                    finished.add((action.stage, action.micro_batch))
-                position[rank] += 1
-                progress = True
+        for rank, steps in enumerate(moves):
+            at = position[rank]
+            while at < len(steps) and done[steps[at][0]]:
+                done[steps[at][1]] = True
+                at += 1
+            progress |= at > position[rank]
+            position[rank] = at
     stuck = [
         f"rank {rank} at {actions[position[rank]]}"
         for rank, actions in enumerate(schedule.ranks)

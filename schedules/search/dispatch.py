@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from dynapipe_ext.pieces import Chain
 from dynapipe_ext.schedules.search.carried import Returns
@@ -179,7 +180,7 @@ class _Run:
         room = pipe.free_bytes[rank]
         if needed - self.pending_bytes[rank] > room:
             return False, False
-        if not alone and not self._safe(rank, s, m, working):
+        if not alone and not self._safe(rank, s, m):
             return False, False
         return needed <= room, True
 
@@ -189,29 +190,42 @@ class _Run:
             return range(self.returned[s], self.entered[s])
         return [m for m in self.returns.order[self.returned[s] :] if m < self.entered[s]]
 
-    def _safe(self, rank: int, s: int, m: int, most_working: int) -> bool:
+    def _safe(self, rank: int, s: int, m: int) -> bool:
         pipe, returns, first = self.pipe, self.returns, self.mine[rank][0]
         held = self.held[rank] - self.pending_bytes[rank] + self.taken[s][m]
+        begin = min(self._inside(first), default=m)
         end = max(self.entered[first], m + 1 if s == first else 0)
-        lasting = most_working if pipe.working_in_backward else 0
-        for q in range(min(self._inside(first), default=m), end):
-            own, missing, working = 0, 0, lasting
+        lasting = self._lasting(rank, s, m, range(begin, end))
+        for q in range(begin, end):
+            own = missing = coming = 0
             for t in self.mine[rank]:
                 if q >= self.entered[t] and (t, q) != (s, m):
                     missing += self.taken[t][q]
-                    working = max(working, self.working[t][q])
+                    coming = max(coming, self.working[t][q])
             for t in self.mine[rank] if returns.last_of[q] == q else ():
                 own += sum(
                     pipe.stored[t][p]
                     for p in range(returns.first_of[q], q + 1)
                     if returns.last_of[p] == q and returns.place[p] >= self.returned[t]
                 )
-            if held + missing + working > pipe.free_bytes[rank]:
+            if held + missing + max(lasting[q - begin], coming) > pipe.free_bytes[rank]:
                 return False
             held += missing - own
-            if pipe.working_in_backward and returns.last_of[q] != q:
-                lasting = working  # the chain is inside while others come and go
+            if pipe.working_in_backward:  # a chain is inside while others come and go
+                for later in range(q + 1, min(returns.last_of[q] + 1, end)):
+                    lasting[later - begin] = max(lasting[later - begin], coming)
         return True
+
+    def _lasting(self, rank: int, s: int, m: int, walk: range) -> list[int]:
+        """The most working bytes, while each position of the walk completes, of what is inside and has not gone before
+        it: more would refuse the oldest a step for what younger ones took since the walk that let it in."""
+        most = [0] * len(walk)
+        if self.pipe.working_in_backward:
+            for t in self.mine[rank]:
+                for p in (*self._inside(t), m) if t == s else self._inside(t):
+                    until = min(self.returns.last_of[p], walk[-1]) - walk[0]
+                    most[until] = max(most[until], self.working[t][p])
+        return list(accumulate(reversed(most), max))[::-1]
 
     def _start(self, rank: int, now: int, chosen: Chosen) -> int:
         pipe, (kind, s, m) = self.pipe, chosen

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
+from dynapipe_ext.schedules.step_plan import replica_costs
 
 _FEW = 6  # micro-batches whose orders are all tried
 _NEVER = 1 << 62
@@ -167,8 +168,7 @@ def forwards_in_order(
 ) -> tuple[list[list[MicroBatch]], tuple[PipelineSchedule, ...], tuple[MicroBatchCosts, ...]]:
     """A split for forwards alone, each replica in a good order, with that order's schedules and costs."""
     ordered, schedules, priced = [], [], []
-    for replica in replicas:
-        costs = model.evaluate(replica)
+    for replica, costs in zip(replicas, replica_costs(model, replicas), strict=True):
         order = injection_order(costs, stage_ranks, effort=effort)
         ordered.append([replica[m] for m in order])
         priced.append(costs.take(order))

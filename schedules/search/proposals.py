@@ -219,7 +219,7 @@ class Proposals:
         """Costs of all micro-batches under one kind of recomputation; INFEASIBLE where one cannot be priced."""
         if all(m.recompute == kind for m in micro_batches):
             return like
-        asked = [replace(m, recompute=kind) for m in micro_batches]
+        asked = [_recomputing(m, kind) for m in micro_batches]
         try:
             return self.costs.evaluate(asked)
         except PlanError:
@@ -370,4 +370,8 @@ def _at_least(micro_batches: Sequence[MicroBatch], count: int) -> list[MicroBatc
 
 
 def _with_kind(micro_batches: Sequence[MicroBatch], kinds: Sequence[Recompute], run: Run) -> MicroBatch:
-    return replace(micro_batches[run[0]], recompute=kinds[run[2]])
+    return _recomputing(micro_batches[run[0]], kinds[run[2]])
+
+
+def _recomputing(micro_batch: MicroBatch, kind: Recompute) -> MicroBatch:
+    return micro_batch if micro_batch.recompute == kind else replace(micro_batch, recompute=kind)

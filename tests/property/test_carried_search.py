@@ -15,7 +15,17 @@ from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.simulate import makespan_ns
 from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.search.carried import Returns, chain_positions
-from dynapipe_ext.schedules.search.dispatch import NEVER, NO_CAP, DispatchRule, Pipeline, dispatch, rules
+from dynapipe_ext.schedules.search.dispatch import (
+    NEVER,
+    NO_CAP,
+    Chosen,
+    DispatchRule,
+    Pipeline,
+    Table,
+    dispatch,
+    rules,
+)
+from dynapipe_ext.schedules.search.joint import Problem, records_of, search
 from dynapipe_ext.schedules.search.optimizer import Settings, Start, optimize_best
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)]
@@ -106,38 +116,57 @@ def test_what_is_found_runs_pieces_in_order_within_the_limit_and_as_fast_as_it_s
 @settings(max_examples=300)
 @given(case=carried(), split=st.booleans())
 def test_no_order_blocks_where_every_chain_fits_with_all_that_stands_between_its_pieces(case, split) -> None:
-    """Any interleaving of chains and whole micro-batches, under every rule, with the bytes that the argument needs."""
+    """Any interleaving of chains and whole micro-batches, under every rule, with the bytes that the argument needs and
+    not one more; in both cores."""
     stage_ranks, start, _, rng = case
-    costs, group = start.kind_costs[0], rng.permutation(len(start.runs)).tolist()
+    group = rng.permutation(len(start.runs)).tolist()
     standing = sorted(chain_positions(group, start.chains))
     order = list(group)
     for chain, items in zip(standing, (start.chains[i] for i in _by_first(start, group)), strict=True):
         for position, item in zip(sorted(chain), items, strict=True):
             order[position] = item
     chains = tuple(tuple(sorted(chain)) for chain in standing)
-    tables = {
-        "forward": costs.forward_ns, "gradient": costs.input_ns if split else costs.backward_ns,
-        "weight": costs.weight_ns, "stored": costs.stored_bytes, "working": costs.working_bytes,
-        "transfer": costs.transfer_ns,
-    }  # fmt: skip
-    ranks = max(stage_ranks) + 1
-    free = [0] * ranks
-    returns = Returns.of(len(order), chains)
-    for rank in range(ranks):
+    costs = start.kind_costs[0].take(order)
+    free = []
+    returns, positions = Returns.of(len(order), chains), range(len(order))
+    for rank in range(max(stage_ranks) + 1):
         own = [s for s, r in enumerate(stage_ranks) if r == rank]
-        at = {q: int(costs.stored_bytes[own][:, order[q]].sum()) for q in range(len(order))}
-        for last in range(len(order)):  # what is inside once all before has gone: chains that span the place, and it
-            spanning = {q for q in at if returns.first_of[q] <= last <= returns.last_of[q]}
-            free[rank] = max(free[rank], sum(at[q] for q in spanning))
-        free[rank] += int(costs.working_bytes[own].max())
+        stored, working = costs.stored_bytes[own].sum(axis=0), costs.working_bytes[own].max(axis=0)
+        spanning = [  # what is inside once all before has gone: chains that span the place, and it
+            [q for q in positions if returns.first_of[q] <= last <= returns.last_of[q]] for last in positions
+        ]
+        free.append(max(int(stored[inside].sum() + working[inside].max()) for inside in spanning))
     pipe = Pipeline(
         stage_ranks=stage_ranks, free_bytes=tuple(free), split=split,
-        working_in_backward=costs.working_in != "F", chains=chains,
-        **{name: table[:, order].tolist() for name, table in tables.items()},
+        working_in_backward=costs.working_in != "F", chains=chains, **_tables(costs, split=split),
+    )  # fmt: skip
+    problem = Problem(
+        stage_ranks=stage_ranks, free_bytes=tuple(free), split=split, working_in_backward=pipe.working_in_backward,
+        records=records_of([costs], split=split), shapes=np.arange(len(order), dtype=np.int32).reshape(-1, 1),
+        rules=(), chains=chains,
     )  # fmt: skip
     for rule in rules(split=split):
         if rule.rhythm < 2:  # which waits for forwards that memory may keep back
-            assert dispatch(pipe, rule) < NEVER
+            makespan_ns = dispatch(pipe, rule)
+            assert makespan_ns < NEVER
+            runs = [(m, m + 1, 0) for m in positions]
+            found = search(replace(problem, rules=(rule,)), runs, [[list(positions)]], effort=0, seed=0)
+            assert found.makespan_ns == [makespan_ns]
+
+
+def test_what_a_younger_micro_batch_took_does_not_keep_the_oldest_from_going_on() -> None:
+    """Rank 1 takes both on stage 1, as 6 bytes hold each of them to its end. The first then works with 3 there, which
+    are no longer needed when the second one comes to its 4: counting them beside these would stop the first."""
+    ones = [[1, 1]] * 4
+    pipe = Pipeline(
+        stage_ranks=(0, 1, 0, 1), free_bytes=(9, 6), split=False, working_in_backward=True,
+        forward=ones, gradient=ones, weight=[[0, 0]] * 4, stored=[[1, 1], [1, 1], [1, 1], [1, 3]],
+        working=[[0, 0], [2, 0], [0, 0], [3, 0]], transfer=[[0, 0]] * 3,
+    )  # fmt: skip
+    orders: list[list[Chosen]] = [[], []]
+    assert dispatch(pipe, DispatchRule(extra=NO_CAP, rhythm=1), orders=orders) == 12
+    shown = [" ".join(f"{stage}{'FB'[kind]}{m}" for kind, stage, m in rank) for rank in orders]
+    assert shown == ["0F0 0F1 2F0 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 3F0 3B0 1B0 3F1 3B1 1B1"]
 
 
 def test_what_a_chain_works_with_stays_while_others_come_and_go() -> None:
@@ -171,6 +200,15 @@ def test_what_a_chain_works_with_stays_while_others_come_and_go() -> None:
         chains=((2, 3, 6), (1, 5)),
     )  # fmt: skip
     assert dispatch(pipe, DispatchRule(extra=0, rhythm=1, most_pending=NO_CAP)) < NEVER
+
+
+def _tables(costs: MicroBatchCosts, *, split: bool) -> dict[str, Table]:
+    tables = {
+        "forward": costs.forward_ns, "gradient": costs.input_ns if split else costs.backward_ns,
+        "weight": costs.weight_ns, "stored": costs.stored_bytes, "working": costs.working_bytes,
+        "transfer": costs.transfer_ns,
+    }  # fmt: skip
+    return {name: table.tolist() for name, table in tables.items()}
 
 
 def _by_first(start: Start, group: list[int]) -> list[int]:
