@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from operator import attrgetter
-from typing import Literal, get_args
+from typing import Literal
 
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
@@ -40,15 +39,19 @@ class RowTime:
     square_ns: float = 0.0
 
     @classmethod
-    def of(cls, evaluate: MicroBatchEvaluate, longest: int) -> RowTime:
-        """By rows of a quarter, a half and three quarters of the longest sample."""
-        x = max(1, longest // 4)
-        rows = [MicroBatch((SampleLength(0, k * x),), "packed") for k in (1, 2, 3)]
-        one, two, three = (int(t) for t in evaluate(rows)[0])
-        squares = max(0, three - 2 * two + one) / 2  # of x^2
-        tokens = max(1.0, two - one - 3 * squares)
-        overhead_ns = max(0.0, one - tokens - squares)
-        return cls(overhead_ns=overhead_ns, token_ns=tokens / x, square_ns=squares / x / x)
+    def of(cls, evaluate: MicroBatchEvaluate, tokens: int, longest: int) -> RowTime:
+        """By pieces of about so many positions and of half of them at the start of a sample, and one at the longest's
+        end. Errors: PlanError for what `evaluate` cannot price."""
+        half = max(1, tokens // 2)
+        whole = max(half + 1, tokens)
+        pieces = (SampleLength(0, half), SampleLength(0, whole), SampleLength(0, half, start=longest - half))
+        rows = [MicroBatch((one,), "packed", attention="carried") for one in pieces]
+        short_ns, long_ns, late_ns = (int(t) for t in evaluate(rows)[0])
+        square_ns = max(0.0, (late_ns - short_ns) / (2 * half * (longest - half)))
+        more_ns = long_ns - short_ns - square_ns * (whole * whole - half * half)
+        token_ns = max(1.0, more_ns) / (whole - half)
+        overhead_ns = max(0.0, short_ns - half * (token_ns + square_ns * half))
+        return cls(overhead_ns=overhead_ns, token_ns=token_ns, square_ns=square_ns)
 
     def work_ns(self, length: int, count: int) -> float:
         """Of a sample in so many pieces."""
@@ -145,15 +148,33 @@ class PieceCuts:
 def piece_cuts(
     samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, sizes: Sequence[int], *, dp: int, depth: int
 ) -> PieceCuts:
-    """The ways to cut them into pieces of these sizes.
+    """The ways to cut them into pieces of about these sizes whose longest `evaluate` can price.
 
-    Errors: PlanError for what `evaluate` cannot price, and for samples with a decoder side.
+    Errors: PlanError where it can price none, and for samples with a decoder side.
     """
     if any(s.decoder for s in samples):
         raise PlanError("samples with a decoder side cannot be cut into pieces: plan whole samples (pieces off)")
-    time = RowTime.of(evaluate, max(s.encoder for s in samples))
-    ways = product(sizes, get_args(CutBy))
-    return PieceCuts(tuple(PieceCut.of(samples, time, *way, dp=dp, depth=depth) for way in ways))
+    longest = max(s.encoder for s in samples)
+    cuts: list[PieceCut] = []
+    refusal: PlanError | None = None
+    for tokens in sizes:
+        try:
+            time = RowTime.of(evaluate, tokens, longest)
+            cuts.append(PieceCut.of(samples, time, tokens, "length", dp=dp, depth=depth))
+            evaluate([MicroBatch((_longest_piece(samples, tokens, time),), "packed", attention="carried")])
+            cuts.append(PieceCut.of(samples, time, tokens, "time", dp=dp, depth=depth))
+        except PlanError as error:
+            refusal = refusal or error
+    if not cuts:
+        assert refusal is not None
+        raise refusal
+    return PieceCuts(tuple(cuts))
+
+
+def _longest_piece(samples: Sequence[SampleLength], tokens: int, time: RowTime) -> SampleLength:
+    """Of those alike in time, first pieces, which attend to least."""
+    firsts = (time.position(1 / -(-s.encoder // tokens), s.encoder) for s in samples if s.encoder > tokens)
+    return SampleLength(0, math.ceil(max(firsts)))
 
 
 def cut(sample: SampleLength, most_tokens: int, multiple: int, time: RowTime) -> list[SampleLength]:
