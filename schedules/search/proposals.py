@@ -129,7 +129,7 @@ class Proposals:
     def piece_cuts(self, samples: list[SampleLength], sizes: Sequence[int]) -> PieceCuts:
         """Ways to cut long samples into pieces of about so many tokens."""
         price = micro_batch_evaluate(self.costs)
-        return piece_cuts(samples, price, sizes, dp=self.topology.dp, depth=self._depth)
+        return piece_cuts(samples, price, sizes, dp=self.topology.dp, depth=self._depth, recompute=self.kinds[0])
 
     def pieces(self, samples: list[SampleLength], step: int, cuts: Sequence[PieceCut]) -> list[Replicas]:
         """Long samples in pieces, with short documents in packed rows of that room; a sample's on one replica."""

@@ -187,6 +187,9 @@ def test_samples_longer_than_any_measured_row_are_planned_in_pieces_and_checked(
         replace(made, pieces=8192).plan(LONG)
     cuts = piece_cuts(LONG, micro_batch_evaluate(costs), [512, 4096, 8192], dp=2, depth=2).cuts
     assert [(cut.tokens, cut.cut_by) for cut in cuts] == [(512, "length"), (512, "time"), (4096, "length")]
+    grids = {at: grid for at, grid in costs.grids.items() if "full" in at}
+    full = replace(costs, grids=grids, pieces=replace(PIECES, by_recompute={"full": SURCHARGE}))
+    assert {m.recompute for m in replace(made, costs=full, recompute="full").plan(LONG).batch.micro_batches} == {"full"}
 
 
 @settings(max_examples=40, deadline=None)
