@@ -5,8 +5,8 @@ before it, fitted, and added to the prices of packed rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from dynapipe_ext.errors import DataError, short
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, product
 
-_MOST = 1e18
+_MOST = 1e6  # ns or bytes for a position or a pair of them: so that those of the longest samples fit into 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,12 @@ class MeasuredPieces:
     backward_s: tuple[float, ...]
     stored_bytes: int
     peak_bytes: int
+
+
+class MeasurePieces(Protocol):
+    """The pieces of one sample in one layer; None where they do not fit. With `bytes_only` times are 0."""
+
+    def __call__(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +100,10 @@ class PieceSurcharge:
     working_bytes: PairGrowth
     own_bytes: float
 
+    def __post_init__(self) -> None:
+        if not -_MOST <= self.own_bytes <= _MOST:
+            raise DataError(f"own_bytes of a piece is {self.own_bytes} but must be a number of -{_MOST:g} to {_MOST:g}")
+
     @classmethod
     def fit(cls, samples: Sequence[SampleInPieces], kept_values: int, value_bytes: int) -> PieceSurcharge:
         """Of what was measured. Bytes are promises: none are fitted below it, and a running layer has the gradients of
@@ -133,12 +143,12 @@ class PieceSurcharge:
         return self.forward_ns.attended + self.backward_ns.attended
 
     def to_json(self) -> dict[str, Any]:
-        growths = {name: list(astuple(getattr(self, name))) for name in _GROWTHS}
-        return {**growths, "own_bytes": self.own_bytes}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> PieceSurcharge:
-        return cls(**{name: PairGrowth(*raw[name]) for name in _GROWTHS}, own_bytes=float(raw["own_bytes"]))
+        growths = {name: PairGrowth(*(raw[name][term] for term in PairGrowth.__slots__)) for name in _GROWTHS}
+        return cls(**growths, own_bytes=float(raw["own_bytes"]))
 
 
 _GROWTHS = ("forward_ns", "backward_ns", "working_bytes")
@@ -151,7 +161,12 @@ class PieceSurcharges:
     kept_values: int
     by_recompute: Mapping[Recompute, PieceSurcharge]
 
-    def attended_ns(self) -> float:
+    def __post_init__(self) -> None:
+        if not 0 <= self.kept_values <= _MOST:
+            raise DataError(f"kept_values of pieces is {self.kept_values} but must be a number of 0 to {_MOST:g}")
+
+    @property
+    def least_attended_ns(self) -> float:
         """The least that a layer takes for each position of a piece and each before it."""
         return min(one.attended_ns for one in self.by_recompute.values())
 

@@ -12,7 +12,7 @@ import numpy as np
 from dynapipe_ext.costs.beside_layers import once_bytes, parameter_counts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import LayerKind
-from dynapipe_ext.costs.piece_surcharge import MeasuredPieces, PieceSurcharge, PieceSurcharges, SampleInPieces
+from dynapipe_ext.costs.piece_surcharge import MeasurePieces, PieceSurcharge, PieceSurcharges, SampleInPieces
 from dynapipe_ext.costs.surface import (
     PARTS,
     QUANTITIES,
@@ -50,12 +50,6 @@ class MeasureShape(Protocol):
     """
 
     def __call__(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool = False) -> Measured | None: ...
-
-
-class MeasurePieces(Protocol):
-    """The pieces of one sample in one layer; None where they do not fit. With `bytes_only` times are 0."""
-
-    def __call__(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +134,11 @@ class ProfileRange:
         multiple = self.multiple
         return sorted({max(multiple, longest // part // multiple * multiple) for part in (8, 3, 1)})
 
+    @property
+    def cut_samples(self) -> list[tuple[Recompute, int]]:
+        """Recomputation and positions of a piece of the samples whose prices are fitted to."""
+        return list(itertools.product(self.recomputes, sorted({self.piece_sizes[0], self.piece_sizes[-1]})))
+
     def sample_in_pieces(self, size: int, recompute: Recompute) -> list[MicroBatch]:
         """Of about `max_tokens` positions."""
         count = max(2, min(_MANY_PIECES, self.max_tokens // size))
@@ -210,11 +209,12 @@ class Profile:
                 ratios = row.stored_bytes / padded.stored_bytes, row.peak_bytes / padded.peak_bytes
                 self.packed[recompute] = max(1.0, self.packed.get(recompute, 1.0), *ratios)
 
-    def cut(self, measure: MeasureShape, measure_pieces: MeasurePieces, within: ProfileRange) -> None:
+    def cut(
+        self, measure: MeasureShape, measure_pieces: MeasurePieces, within: ProfileRange, done: Callable[[], object]
+    ) -> None:
         """Measure samples in pieces, fewer pieces where not all fit. Nothing where two do not under every kind."""
         found: dict[Recompute, list[SampleInPieces]] = {}
-        ends = sorted({within.piece_sizes[0], within.piece_sizes[-1]})
-        for kind, size in itertools.product(within.recomputes, ends):
+        for kind, size in within.cut_samples:
             pieces = within.sample_in_pieces(size, kind)
             document = measure(within.parts[0], MicroBatch((SampleLength(0, size),), "packed", kind))
             two = measure_pieces(pieces[:2], bytes_only=True)
@@ -224,6 +224,7 @@ class Profile:
                     found.setdefault(kind, []).append(one)
                     break
                 pieces = pieces[: len(pieces) // 2]
+            done()
         self.pieces = found if set(found) == set(within.recomputes) else {}
 
     def errors(self, within: ProfileRange) -> dict[MeasuredShape, float]:

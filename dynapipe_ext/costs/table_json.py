@@ -72,5 +72,5 @@ def table_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
             "pieces": PieceSurcharges.from_json(raw["pieces"]) if "pieces" in raw else None,
             "provenance": dict(raw["provenance"]),
         }
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"cost table cannot be read: {type(error).__name__} {error}") from error

@@ -210,7 +210,7 @@ def _attended_ns(table: CostTable, stage_ranks: tuple[int, ...]) -> tuple[float,
         return None
     layers = [num_layers for num_layers, _ in table.stage_layers()]
     own = [sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))]
-    return tuple(count * table.pieces.attended_ns() for count in own)
+    return tuple(count * table.pieces.least_attended_ns for count in own)
 
 
 def _merged_axes(table: CostTable) -> tuple[FloatArray, FloatArray, FloatArray]:

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import platform
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -178,7 +179,10 @@ def _measure(job: _Job, env: RankEnv) -> int:
                 go_on=go_on,
             )
         if not job.model.pieces_fault:
-            profile.cut(profiler.measure, profiler.measure_pieces, within)
+            with WorkProgress("measuring samples in pieces", len(within.cut_samples), enabled=first) as progress:
+                profile.cut(profiler.measure, profiler.measure_pieces, within, progress.advance)
+            if first and not profile.pieces:
+                print("no sample fits in pieces: the table will have no price for them (--pieces)", file=sys.stderr)
         provenance = {
             "device": name,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +157,32 @@ def test_files_keep_the_prices_of_pieces_and_tables_without_them_refuse_by_name(
         with pytest.raises(ConfigError, match=r"Costs|CostTable have no price for pieces .* `dynapipe profile`"):
             Planner(Topology(pp=2), costs, 1e9, layout="packed", pieces="auto")
     raw = made.to_json()
-    raw["pieces"]["by_recompute"]["none"]["forward_ns"][2] = -1.0
-    with pytest.raises(DataError, match=r"attended of a piece is -1\.0 but must be a number of 0"):
-        CostTable.from_json(raw)
     del raw["pieces"]["by_recompute"]["none"]
     with pytest.raises(ConfigError, match="pieces were measured under recompute full but shapes under none, full"):
         CostTable.from_json(raw)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"forward_ns": {**asdict(_F), "attended": -1.0}}, r"attended of a piece is -1\.0 but must be a number of 0"),
+        ({"backward_ns": {**asdict(_F), "own_squared": float("nan")}}, "own_squared of a piece is nan"),
+        ({"working_bytes": {**asdict(_F), "before": 1e30}}, "before of a piece is 1e"),
+        ({"own_bytes": float("inf")}, "own_bytes of a piece is inf"),
+        ({"own_bytes": "some"}, "cannot be read: ValueError"),
+        ({"forward_ns": {"before": 0.0}}, "cannot be read: KeyError"),
+        ({"forward_ns": None}, "cannot be read: TypeError"),
+    ],
+)
+def test_damaged_prices_of_pieces_are_refused(damage: dict[str, Any], said: str) -> None:
+    raw = table().to_json()
+    raw["pieces"]["by_recompute"]["full"] |= damage
+    with pytest.raises(DataError, match=said):
+        CostTable.from_json(raw)
+    with pytest.raises(DataError, match="kept_values of pieces is -1"):
+        CostTable.from_json({**raw, "pieces": {"kept_values": -1, "by_recompute": {}}})
+    with pytest.raises(DataError, match="cannot be read: AttributeError"):
+        CostTable.from_json({**raw, "pieces": {"kept_values": 1, "by_recompute": []}})
 
 
 LONG = sample_lengths([30_000, 100, 400, 900, 1200, 3000, 50, 60, 2000, 4000])
@@ -275,7 +295,9 @@ def test_a_profile_measures_pieces_as_far_as_they_fit_and_tells_their_error(room
     go_on = {"error_target": 0.05, "most_shapes": 8, "go_on": lambda _profile, _error: True}
     choose_and_measure(profile, device.row, within, **go_on)
     assert not cost_table(profile, within, _MODEL, value_bytes=4).prices_pieces
-    profile.cut(device.row, device.pieces, within)
+    done: list[None] = []
+    profile.cut(device.row, device.pieces, within, lambda: done.append(None))
+    assert len(done) == len(within.cut_samples) == 2 * len(KINDS)
     assert {one.size: len(one.starts) for one in profile.pieces["full"]} == counts
     made = cost_table(profile, within, _MODEL, value_bytes=4)
     assert made.pieces is not None
@@ -283,5 +305,5 @@ def test_a_profile_measures_pieces_as_far_as_they_fit_and_tells_their_error(room
     errors = errors_of_pieces(made, device.pieces, [within.sample_in_pieces(170, kind)[:3] for kind in KINDS])
     assert max(errors.worst["forward_s"], errors.worst["backward_s"]) < 0.02
     assert max(errors.worst["stored_bytes"], errors.worst["peak_bytes"]) < 0.01
-    profile.cut(device.row, Device(room=100).pieces, within)
+    profile.cut(device.row, Device(room=100).pieces, within, done.clear)
     assert not cost_table(profile, within, _MODEL, value_bytes=4).prices_pieces

@@ -11,7 +11,8 @@ import numpy as np
 from rich.table import Table
 
 from dynapipe_ext.costs.carried import SUM_BYTES
-from dynapipe_ext.costs.profiled import MeasurePieces, MeasureShape
+from dynapipe_ext.costs.piece_surcharge import MeasurePieces
+from dynapipe_ext.costs.profiled import MeasureShape
 from dynapipe_ext.costs.surface import ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
