@@ -74,8 +74,11 @@ def rank(x_NK: FloatArray) -> int:
     return int((np.diag(_triangle(x_NK / np.where(lengths_K > 0, lengths_K, 1.0))) > _NEGLIGIBLE).sum())
 
 
-def non_negative_least_squares(x_NK: FloatArray, y_N: FloatArray) -> FloatArray:
-    """The K non-negative coefficients with the least sum of squared relative errors, (x c - y) / y, for positive y.
+def non_negative_least_squares(
+    x_NK: FloatArray, y_N: FloatArray, *, relative_to: FloatArray | None = None
+) -> FloatArray:
+    """The K non-negative coefficients with the least sum of squared relative errors, (x c - y) / y, for positive y;
+    `relative_to` (N,), positive, takes that place where y is a part of it. Zeros where no y is above 0.
 
     Of fits that are practically equal, the one with the fewest columns, then the earliest. Exact for the few columns
     there are: the optimum is the plain solution on the columns that are not zero, so the best of the non-negative ones
@@ -86,12 +89,16 @@ def non_negative_least_squares(x_NK: FloatArray, y_N: FloatArray) -> FloatArray:
     [0.0, 2.0]
     """
     count = x_NK.shape[1]
-    relative_NK = x_NK / y_N[:, None]
+    scale_N = y_N if relative_to is None else relative_to
+    relative_NK, target_N = x_NK / scale_N[:, None], y_N / scale_N
+    target_length = math.sqrt(float((target_N * target_N).sum()))
+    if not target_length:
+        return np.zeros(count)
     lengths_K = np.sqrt((relative_NK * relative_NK).sum(axis=0))
     scale_K = np.where(lengths_K > 0, lengths_K, 1.0)
-    ones_N1 = np.full((len(y_N), 1), 1.0 / math.sqrt(len(y_N)))
+    target_N1 = (target_N / target_length)[:, None]
     # Columns, then the target, all of length 1, over a record of the columns that each was made of.
-    top = _triangle(np.concatenate([relative_NK / scale_K, ones_N1], axis=1))
+    top = _triangle(np.concatenate([relative_NK / scale_K, target_N1], axis=1))
     states = np.concatenate([top, np.eye(count, count + 1)])[None]
     for _ in range(count):  # (state, row, column that is not decided upon): without the first one, and with it
         first, rest = states[:, :, :1], states[:, :, 1:]
@@ -104,7 +111,7 @@ def non_negative_least_squares(x_NK: FloatArray, y_N: FloatArray) -> FloatArray:
     errors = np.where((solutions >= 0).all(axis=1), errors, np.inf)
     equal = errors <= errors.min() * (1 + _NEGLIGIBLE) + _NEGLIGIBLE**2
     chosen = min(np.flatnonzero(equal).tolist(), key=lambda subset: (subset.bit_count(), subset))
-    coefficients: FloatArray = np.maximum(solutions[chosen], 0.0) / scale_K * math.sqrt(len(y_N))
+    coefficients: FloatArray = np.maximum(solutions[chosen], 0.0) / scale_K * target_length
     return coefficients
 
 

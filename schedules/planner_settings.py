@@ -68,8 +68,9 @@ def check_pieces(planner: Planner) -> None:
             raise ConfigError(f"pieces is {pieces!r} with {name} {getattr(planner, name)!r}: {why}, or pieces off")
     if not prices_pieces(planner.costs):
         raise ConfigError(
-            f"pieces is {pieces!r} but {type(planner.costs).__name__} have no price for pieces of long samples: give"
-            " counted costs (AnalyticCosts, without windows and experts of a capacity), or pieces off"
+            f"pieces is {pieces!r} but these {type(planner.costs).__name__} have no price for pieces of long samples:"
+            " give a table in which `dynapipe profile` has measured some, counted costs (AnalyticCosts, without windows"
+            " and experts of a capacity), or pieces off"
         )
 
 

@@ -128,7 +128,7 @@ def refuse_carried(micro_batches: Sequence[MicroBatch], who: str) -> None:
             raise PlanError(
                 f"a micro-batch carries positions {piece.start} to {piece.start + piece.encoder} of sample"
                 f" {piece.index}, but {who} have no price for pieces: plan whole samples (pieces off), or price by"
-                " counted costs (AnalyticCosts)"
+                " counted costs (AnalyticCosts) or a table with pieces (`dynapipe profile`)"
             )
 
 

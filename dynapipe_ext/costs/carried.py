@@ -11,7 +11,7 @@ from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 
-_SUM_BYTES = 4  # gradients of keys and values are summed in fp32
+SUM_BYTES = 4  # gradients of keys and values are summed in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,5 +46,5 @@ class CarriedPositions:
 
     def kept_bytes(self, value_bytes: int) -> IntArray:
         """Of one key or value a position: the buffers of samples, and sums of gradients."""
-        kept: IntArray = value_bytes * self.buffered + _SUM_BYTES * self.summed
+        kept: IntArray = value_bytes * self.buffered + SUM_BYTES * self.summed
         return kept

@@ -12,6 +12,7 @@ import numpy as np
 from dynapipe_ext.costs.beside_layers import once_bytes, parameter_counts
 from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.layers import LayerKind
+from dynapipe_ext.costs.piece_surcharge import MeasurePieces, PieceSurcharge, PieceSurcharges, SampleInPieces
 from dynapipe_ext.costs.surface import (
     PARTS,
     QUANTITIES,
@@ -37,6 +38,7 @@ _LAYER_KINDS: Mapping[ModelPart, LayerKind] = {"layer": "encoder", "encoder": "e
 _MOST_BYTES, _MOST_SECONDS = 1e18, 1e6
 _EXACT = 1e-3  # relative noise of counted bytes
 _SHORTEST_TARGET = 4  # many are a word: packed rows are priced by rows that are no shorter than the shortest
+_FEW_PIECES, _MANY_PIECES = 4, 16  # of a sample that is measured in pieces: long ones, and short ones at most
 _EDGE = 1.6  # a little above two steps of the grid, rounding included
 _PER_DOUBLING = 4  # points of the written table: a multilinear cell then misses a square by less than 0.8 %
 
@@ -124,6 +126,25 @@ class ProfileRange:
         sides = [_spread(*side, lengths_per_doubling, self.multiple) for side in self.sides]
         return [shape for shape in itertools.product(rows, *sides) if self.holds(shape)]
 
+    @property
+    def piece_sizes(self) -> list[int]:
+        """Positions of the pieces that are measured, and of one between that tells their error; of the longest the
+        sample has four."""
+        longest = min(self.max_len, max(self.min_len, self.max_tokens // _FEW_PIECES))
+        multiple = self.multiple
+        return sorted({max(multiple, longest // part // multiple * multiple) for part in (8, 3, 1)})
+
+    @property
+    def cut_samples(self) -> list[tuple[Recompute, int]]:
+        """Recomputation and positions of a piece of the samples whose prices are fitted to."""
+        return list(itertools.product(self.recomputes, sorted({self.piece_sizes[0], self.piece_sizes[-1]})))
+
+    def sample_in_pieces(self, size: int, recompute: Recompute) -> list[MicroBatch]:
+        """Of about `max_tokens` positions."""
+        count = max(2, min(_MANY_PIECES, self.max_tokens // size))
+        samples = (SampleLength(0, size, start=number * size) for number in range(count))
+        return [MicroBatch((sample,), "packed", recompute, "carried") for sample in samples]
+
     def held_out(self, count: int, seed: int) -> list[MeasuredShape]:
         """Shapes within `max_tokens` that nobody chose, spread evenly over doublings."""
         random = np.random.default_rng(seed)
@@ -141,10 +162,12 @@ class ProfileRange:
 class Profile:
     """What was measured: by part and recomputation, by what the part sees of a shape; None where that did not fit.
     `packed`: bytes that a layer keeps for a packed row over those of padded rows with as many tokens and squares.
+    `pieces`: of long samples, by recomputation; under every kind or none.
     """
 
     points: dict[tuple[ModelPart, Recompute], dict[MeasuredShape, Measured | None]] = field(default_factory=dict)
     packed: dict[Recompute, float] = field(default_factory=dict)
+    pieces: dict[Recompute, list[SampleInPieces]] = field(default_factory=dict)
 
     def kinds(self, within: ProfileRange) -> list[tuple[ModelPart, Recompute]]:
         """The head recomputes nothing."""
@@ -185,6 +208,24 @@ class Profile:
             if padded and row:
                 ratios = row.stored_bytes / padded.stored_bytes, row.peak_bytes / padded.peak_bytes
                 self.packed[recompute] = max(1.0, self.packed.get(recompute, 1.0), *ratios)
+
+    def cut(
+        self, measure: MeasureShape, measure_pieces: MeasurePieces, within: ProfileRange, done: Callable[[], object]
+    ) -> None:
+        """Measure samples in pieces, fewer pieces where not all fit. Nothing where two do not under every kind."""
+        found: dict[Recompute, list[SampleInPieces]] = {}
+        for kind, size in within.cut_samples:
+            pieces = within.sample_in_pieces(size, kind)
+            document = measure(within.parts[0], MicroBatch((SampleLength(0, size),), "packed", kind))
+            two = measure_pieces(pieces[:2], bytes_only=True)
+            while document and two and len(pieces) >= 2:
+                if whole := measure_pieces(pieces):
+                    one = SampleInPieces(size=size, document=document, pieces=whole, two=two)
+                    found.setdefault(kind, []).append(one)
+                    break
+                pieces = pieces[: len(pieces) // 2]
+            done()
+        self.pieces = found if set(found) == set(within.recomputes) else {}
 
     def errors(self, within: ProfileRange) -> dict[MeasuredShape, float]:
         """Of each shape, the worst error of a time of a layer or the head when what that sees of it is left out."""
@@ -294,6 +335,10 @@ def cost_table(
         grids[recompute, "postprocess"] = head_grid
     whole, optimizer = 1 + 4 / value_bytes, 8 / value_bytes  # gradients and Adam's moments are fp32
     optimizer += 4 / value_bytes if value_bytes < 4 else 0  # and a master copy of 16-bit weights
+    kept_values = 2 * a.kv_size // tp
+    surcharges = {
+        kind: PieceSurcharge.fit(samples, kept_values, value_bytes) for kind, samples in profile.pieces.items()
+    }
     return CostTable(
         grids=grids,
         parameter_bytes={name: float(count * value_bytes) for name, count in parameter_counts(a, tp).items()},
@@ -303,6 +348,7 @@ def cost_table(
         num_decoder_layers=a.num_decoder_layers,
         topology=Topology(tp=tp),
         packed_bytes=profile.packed,
+        pieces=PieceSurcharges(kept_values=kept_values, by_recompute=surcharges) if surcharges else None,
         state_parts=(whole, optimizer) if distributed_optimizer else (whole + optimizer, 0.0),
         value_bytes=value_bytes,
         provenance=dict(provenance or {}),

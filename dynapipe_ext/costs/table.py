@@ -1,4 +1,4 @@
-"""Costs interpolated from measured per-layer grids, and the one JSON door of all cost models."""
+"""Costs interpolated from measured per-layer grids."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ from dynapipe_ext.costs.layers import (
 )
 from dynapipe_ext.costs.links import Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, within_layers
-from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
+from dynapipe_ext.costs.piece_surcharge import PieceSurcharges
+from dynapipe_ext.costs.table_json import STATES_PER_PARAMETER_BYTE, VALUE_BYTES, table_fields, table_to_json
+from dynapipe_ext.costs.tokens import fingerprint
 from dynapipe_ext.errors import ConfigError, DataError, PlanError
 from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
@@ -37,9 +39,6 @@ from dynapipe_ext.topology import Topology
 if TYPE_CHECKING:
     from dynapipe_ext.costs.table_points import TablePoints
 
-FORMAT = "dynapipe-costs/1"
-STATES_PER_PARAMETER_BYTE = (2.0, 6.0)  # 16-bit weights and gradients; fp32 master and Adam moments, sharded over dp
-_VALUE_BYTES = 2
 HEAD_PEAK = "peak_mb"  # a column that not every measurement has
 
 
@@ -65,7 +64,8 @@ class CostTable:
     next to a point that was not measured, `evaluate` raises PlanError and `evaluate_shapes` answers INFEASIBLE.
 
     Packed rows have no axis of their own: they are priced as `equivalent_shape` says. Where that leans on a point that
-    was not measured, it is priced by the next smaller measured number of rows, in proportion.
+    was not measured, it is priced by the next smaller measured number of rows, in proportion. A piece of a long sample
+    is a document of such a row and takes what `pieces` adds; without them it has no price.
     """
 
     grids: Mapping[tuple[Recompute, LayerKind], Grid]
@@ -84,7 +84,8 @@ class CostTable:
     state_parts: tuple[float, float] = STATES_PER_PARAMETER_BYTE
     packed_bytes: Mapping[Recompute, float] = field(default_factory=dict)
     once_bytes: Mapping[LayerKind, float] = field(default_factory=dict)
-    value_bytes: int = _VALUE_BYTES  # of what crosses stage boundaries
+    value_bytes: int = VALUE_BYTES  # of what crosses stage boundaries
+    pieces: PieceSurcharges | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
     replica_collectives: ClassVar[None] = None  # layers were measured, not how replicas share them
 
@@ -112,6 +113,11 @@ class CostTable:
             raise ConfigError(
                 f"layers_per_stage {given} sums to {sum(given)} but the model has {self.total_layers} layers"
             )
+        if self.pieces and set(self.pieces.by_recompute) != set(self.recomputes):
+            raise ConfigError(
+                f"pieces were measured under recompute {', '.join(self.pieces.by_recompute)} but shapes under"
+                f" {', '.join(self.recomputes)}: measure both under the same"
+            )
         if missing := sorted({"encoder", "embedding", *(["decoder"] * self.has_decoder)} - self.parameter_bytes.keys()):
             raise ConfigError(f"the cost table has no parameter sizes of {missing}")
 
@@ -127,6 +133,10 @@ class CostTable:
     @property
     def has_decoder(self) -> bool:
         return any(kind == "decoder" for _, kind in self.grids)
+
+    @property
+    def prices_pieces(self) -> bool:
+        return self.pieces is not None
 
     @property
     def has_weights(self) -> bool:
@@ -162,13 +172,14 @@ class CostTable:
         return table_points(self, stage_ranks, split)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchCosts:
-        refuse_carried(micro_batches, "measured tables")
+        if self.pieces is None:
+            refuse_carried(micro_batches, "tables in which none were measured")
         own = within_layers(micro_batches)
         shapes = np.array([self._equivalent(m) for m in own], np.float64).reshape(-1, 3).T
         tokens = np.array([(m.rows * m.encoder_len, m.rows * m.decoder_len) for m in micro_batches], np.float64)
         tokens, recompute = tokens.reshape(-1, 2).T, np.array([m.recompute for m in micro_batches], dtype=np.str_)
         costs, known = self._price(shapes, tokens, recompute)
-        packed = np.array([m.layout == "packed" and m.attention == "document" for m in micro_batches], bool)
+        packed = np.array([m.layout == "packed" and m.attention != "row" for m in micro_batches], bool)
         if (lost := packed & ~known).any():
             measured = np.unique(np.concatenate([grid.axes[0] for grid in self.grids.values()]))
             below = measured[np.maximum(np.searchsorted(measured, shapes[0], side="right") - 1, 0)]
@@ -178,10 +189,13 @@ class CostTable:
             index = int(np.flatnonzero(~known)[0])
             refused = own[index] if "B" in self.working_in else micro_batches[index]
             raise PlanError(self._refusal(refused, shapes[:, index]))
-        if not self.packed_bytes:
+        if self.packed_bytes:
+            more = [self.packed_bytes.get(m.recompute, 1.0) if p else 1.0 for m, p in zip(own, packed, strict=True)]
+            costs = costs.holding(np.array(more))
+        if self.pieces is None or all(m.attention != "carried" for m in micro_batches):
             return costs
-        more = [self.packed_bytes.get(m.recompute, 1.0) if p else 1.0 for m, p in zip(own, packed, strict=True)]
-        return costs.holding(np.array(more))
+        layers = np.array([num_layers for num_layers, _ in self.stage_layers()], np.int64)
+        return self.pieces.added(costs, micro_batches, layers, self.value_bytes)
 
     def evaluate_shapes(
         self,
@@ -280,7 +294,7 @@ class CostTable:
     def _refusal(self, m: MicroBatch, shape: FloatArray) -> str:
         text = f"a {m.layout} micro-batch of {m.rows} x {m.encoder_len}"
         text += f" (decoder {m.decoder_len})" if self.has_decoder else ""
-        if m.layout == "packed" and m.attention == "document":
+        if m.layout == "packed" and m.attention != "row":
             text += f", priced as {shape[0]:.1f} x {shape[1]:.1f},"
         if m.recompute not in self.recomputes:
             return f"{text} with recompute {m.recompute!r}: the cost table has only {', '.join(self.recomputes)}"
@@ -297,58 +311,12 @@ class CostTable:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            **{"format": FORMAT, "kind": "table"},
-            "hidden_size": self.hidden_size,
-            "num_layers": self.num_layers,
-            **({"num_decoder_layers": self.num_decoder_layers} if self.num_decoder_layers else {}),
-            "topology": topology_to_json(self.topology),
-            "lm_head": self.lm_head,
-            "split_w": self.split_w,
-            "comm_gbps": self.comm_gbps,
-            "comm_latency_us": self.comm_latency_us,
-            **({"links": self.links.to_json()} if self.links else {}),
-            "working_in": self.working_in,
-            **({"state_parts": list(self.state_parts)} if self.state_parts != STATES_PER_PARAMETER_BYTE else {}),
-            **({"value_bytes": self.value_bytes} if self.value_bytes != _VALUE_BYTES else {}),
-            **({"packed_bytes": dict(self.packed_bytes)} if self.packed_bytes else {}),
-            **({"once_bytes": dict(self.once_bytes)} if self.once_bytes else {}),
-            "parameter_bytes": dict(self.parameter_bytes),
-            "provenance": dict(self.provenance),
-            "grids": [
-                {"recompute": recompute, "layer": kind, **self.grids[recompute, kind].to_json()}
-                for recompute, kind in sorted(self.grids)
-            ],
-        }
+        return table_to_json(self)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> CostTable:
-        if raw.get("format") != FORMAT:
-            raise DataError(
-                f"cost table has format {raw.get('format')!r} but this version reads {FORMAT!r}: measure again"
-            )
-        try:
-            return cls(
-                grids={(grid["recompute"], grid["layer"]): Grid.from_json(grid) for grid in raw["grids"]},
-                parameter_bytes={name: float(value) for name, value in raw["parameter_bytes"].items()},
-                hidden_size=int(raw["hidden_size"]),
-                num_layers=int(raw["num_layers"]),
-                num_decoder_layers=int(raw.get("num_decoder_layers", 0)),
-                topology=topology_from_json(raw["topology"]),
-                lm_head=raw["lm_head"],
-                split_w=float(raw["split_w"]),
-                comm_gbps=float(raw["comm_gbps"]),
-                comm_latency_us=float(raw["comm_latency_us"]),
-                links=Links.from_json(raw["links"]) if "links" in raw else None,
-                working_in=raw.get("working_in", "FBI"),
-                state_parts=tuple(map(float, raw.get("state_parts", STATES_PER_PARAMETER_BYTE))),  # type: ignore[arg-type]
-                packed_bytes={kind: float(value) for kind, value in raw.get("packed_bytes", {}).items()},
-                once_bytes={kind: float(value) for kind, value in raw.get("once_bytes", {}).items()},
-                value_bytes=int(raw.get("value_bytes", _VALUE_BYTES)),
-                provenance=dict(raw["provenance"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"cost table cannot be read: {type(error).__name__} {error}") from error
+        """What `to_json` wrote. Errors: DataError for what is no table, or one of another version."""
+        return cls(**table_fields(raw))
 
     @classmethod
     def read(cls, path: str | Path) -> CostTable:

@@ -119,6 +119,7 @@ class TablePoints:
     tail: tuple[PointTable, ...]  # B upstream of a rank; 0 where backwards are split
     chain: PointTable  # of a whole micro-batch
     chain_of_row: PointTable
+    attended_ns: tuple[float, ...] | None  # of F + B on a rank, a position of a piece with each before it
     needed: tuple[tuple[FloatArray, int], ...]
     has_decoder: bool
 
@@ -198,9 +199,18 @@ def table_points(table: CostTable, stage_ranks: tuple[int, ...], split: bool) ->
         tail=tuple(PointTable.of(values, num_rows) for values in tail),
         chain=PointTable.of(chain, num_rows),
         chain_of_row=PointTable.of(of_row, num_rows),
+        attended_ns=_attended_ns(table, stage_ranks),
         needed=_hardest([np.concatenate(parts) for parts in zip(*held, strict=True)], beside),
         has_decoder=table.has_decoder,
     )
+
+
+def _attended_ns(table: CostTable, stage_ranks: tuple[int, ...]) -> tuple[float, ...] | None:
+    if table.pieces is None:
+        return None
+    layers = [num_layers for num_layers, _ in table.stage_layers()]
+    own = [sum(n for n, r in zip(layers, stage_ranks, strict=True) if r == rank) for rank in sorted(set(stage_ranks))]
+    return tuple(count * table.pieces.least_attended_ns for count in own)
 
 
 def _merged_axes(table: CostTable) -> tuple[FloatArray, FloatArray, FloatArray]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice
 from operator import attrgetter
-from typing import Literal, get_args
+from typing import Literal
 
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.lengths import SampleLength
-from dynapipe_ext.plan import MicroBatch, Pieces, round_up
+from dynapipe_ext.plan import MicroBatch, Pieces, Recompute, round_up
 from dynapipe_ext.splits.packing import MicroBatchEvaluate, RowRule, document_costs, fill_lightest, in_row_order
 from dynapipe_ext.splits.rules import piece
 
@@ -39,16 +39,28 @@ class RowTime:
     token_ns: float = 1.0
     square_ns: float = 0.0
 
+    @staticmethod
+    def rows(tokens: int, longest: int, recompute: Recompute) -> list[MicroBatch]:
+        """Whose times tell it: pieces of half of so many positions and of about all at the start of a sample, and of
+        half at the longest's end."""
+        half = max(1, tokens // 2)
+        pieces = (
+            SampleLength(0, half),
+            SampleLength(0, max(half + 1, tokens)),
+            SampleLength(0, half, start=longest - half),
+        )
+        return [MicroBatch((one,), "packed", recompute, "carried") for one in pieces]
+
     @classmethod
-    def of(cls, evaluate: MicroBatchEvaluate, longest: int) -> RowTime:
-        """By rows of a quarter, a half and three quarters of the longest sample."""
-        x = max(1, longest // 4)
-        rows = [MicroBatch((SampleLength(0, k * x),), "packed") for k in (1, 2, 3)]
-        one, two, three = (int(t) for t in evaluate(rows)[0])
-        squares = max(0, three - 2 * two + one) / 2  # of x^2
-        tokens = max(1.0, two - one - 3 * squares)
-        overhead_ns = max(0.0, one - tokens - squares)
-        return cls(overhead_ns=overhead_ns, token_ns=tokens / x, square_ns=squares / x / x)
+    def of(cls, rows: Sequence[MicroBatch], times_ns: Sequence[int]) -> RowTime:
+        """By the times of `rows`."""
+        half, whole, start = rows[0].encoder_len, rows[1].encoder_len, rows[2].samples[0].start
+        short_ns, long_ns, late_ns = times_ns
+        square_ns = max(0.0, (late_ns - short_ns) / (2 * half * start))
+        more_ns = long_ns - short_ns - square_ns * (whole * whole - half * half)
+        token_ns = max(1.0, more_ns) / (whole - half)
+        overhead_ns = max(0.0, short_ns - half * (token_ns + square_ns * half))
+        return cls(overhead_ns=overhead_ns, token_ns=token_ns, square_ns=square_ns)
 
     def work_ns(self, length: int, count: int) -> float:
         """Of a sample in so many pieces."""
@@ -143,17 +155,52 @@ class PieceCuts:
 
 
 def piece_cuts(
-    samples: Sequence[SampleLength], evaluate: MicroBatchEvaluate, sizes: Sequence[int], *, dp: int, depth: int
+    samples: Sequence[SampleLength],
+    evaluate: MicroBatchEvaluate,
+    sizes: Sequence[int],
+    *,
+    dp: int,
+    depth: int,
+    recompute: Recompute = "none",
 ) -> PieceCuts:
-    """The ways to cut them into pieces of these sizes.
+    """The ways to cut them into pieces of about these sizes whose longest `evaluate` can price.
 
-    Errors: PlanError for what `evaluate` cannot price, and for samples with a decoder side.
+    Errors: PlanError where it can price none, and for samples with a decoder side.
     """
     if any(s.decoder for s in samples):
         raise PlanError("samples with a decoder side cannot be cut into pieces: plan whole samples (pieces off)")
-    time = RowTime.of(evaluate, max(s.encoder for s in samples))
-    ways = product(sizes, get_args(CutBy))
-    return PieceCuts(tuple(PieceCut.of(samples, time, *way, dp=dp, depth=depth) for way in ways))
+    longest = max(s.encoder for s in samples)
+    rows = [RowTime.rows(tokens, longest, recompute) for tokens in sizes]
+    times_ns = iter(_prices(evaluate, [row for three in rows for row in three]))
+    row_times: dict[int, RowTime] = {}
+    for tokens, three in zip(sizes, rows, strict=True):
+        found = [ns for ns in islice(times_ns, len(three)) if ns is not None]
+        if len(found) == len(three):
+            row_times[tokens] = RowTime.of(three, found)
+    if not row_times:
+        evaluate(rows[0])  # says what has no price
+    firsts = [_first_alike_in_time(samples, *one, recompute) for one in row_times.items()]
+    cuts: list[PieceCut] = []
+    for (tokens, time), first_ns in zip(row_times.items(), _prices(evaluate, firsts), strict=True):
+        ways: list[CutBy] = ["length"] if first_ns is None else ["length", "time"]
+        cuts += [PieceCut.of(samples, time, tokens, by, dp=dp, depth=depth) for by in ways]
+    return PieceCuts(tuple(cuts))
+
+
+def _prices(evaluate: MicroBatchEvaluate, rows: Sequence[MicroBatch]) -> list[int | None]:
+    """Times of rows, None for those without a price."""
+    try:
+        return [int(ns) for ns in evaluate(rows)[0]]
+    except PlanError:
+        return [None] if len(rows) == 1 else [ns for row in rows for ns in _prices(evaluate, [row])]
+
+
+def _first_alike_in_time(
+    samples: Sequence[SampleLength], tokens: int, time: RowTime, recompute: Recompute
+) -> MicroBatch:
+    """The longest piece of those alike in time, a first one, which attends to least."""
+    firsts = (time.position(1 / -(-s.encoder // tokens), s.encoder) for s in samples if s.encoder > tokens)
+    return MicroBatch((SampleLength(0, math.ceil(max(firsts))),), "packed", recompute, "carried")
 
 
 def cut(sample: SampleLength, most_tokens: int, multiple: int, time: RowTime) -> list[SampleLength]:

@@ -11,14 +11,16 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, fields, replace
-from typing import Any, assert_never
+from functools import partial
+from typing import Any, TypeVar, assert_never
 
 import torch
 import torch.distributed as dist
 
+from dynapipe_ext.costs.piece_surcharge import MeasuredPieces
 from dynapipe_ext.costs.surface import Measured, ModelPart
 from dynapipe_ext.data.pairs import pair_borders
 from dynapipe_ext.executor.device import process_group_backend
@@ -40,6 +42,7 @@ _NUM_LAYERS = 2
 # Stages of a side: its layers that are measured are the middle one's, without embedding, final norm and head.
 _STAGES_OF_SIDE, _MIDDLE = 3, 1
 _MOST_REPEATS, _LEAST_REPEATS = 9, 3
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +114,28 @@ class LayerProfiler:
 
         Padded rows of an encoder are measured with a mask of padding, as nearly all are in training.
         """
-        mine = self._alone(part, micro_batch, bytes_only=bytes_only)
+        mine = self._unless_too_large(partial(self._measured, part, micro_batch, bytes_only=bytes_only))
         if self._ranks.tp == 1:
             return mine
-        numbers = [math.inf] * len(fields(Measured)) if mine is None else [float(x) for x in astuple(mine)]
-        largest = self._agreed(numbers)
+        largest = self._agreed([math.inf] * len(fields(Measured)) if mine is None else [*map(float, astuple(mine))])
         if math.isinf(largest[0]):
             return None
         forward_s, backward_s, input_s, weight_s, stored, peak = largest
         return Measured(forward_s, backward_s, input_s, weight_s, int(stored), int(peak))
+
+    def measure_pieces(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None:
+        """Of one layer, the pieces of a sample, all forwards and then all backwards; None where they do not fit."""
+        mine = self._unless_too_large(partial(self._measured_pieces, pieces, bytes_only=bytes_only))
+        if self._ranks.tp == 1:
+            return mine
+        count = len(pieces)
+        numbers = [math.inf] * (2 * count + 2)
+        if mine is not None:
+            numbers = [*mine.forward_s, *mine.backward_s, float(mine.stored_bytes), float(mine.peak_bytes)]
+        *seconds, stored, peak = self._agreed(numbers)
+        if math.isinf(peak):
+            return None
+        return MeasuredPieces(tuple(seconds[:count]), tuple(seconds[count:]), int(stored), int(peak))
 
     def agree(self, answer: bool) -> bool:
         """True where all ranks say so."""
@@ -130,9 +146,9 @@ class LayerProfiler:
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return [float(x) for x in shared.tolist()]
 
-    def _alone(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool) -> Measured | None:
+    def _unless_too_large(self, measure: Callable[[], _Found]) -> _Found | None:
         try:
-            return self._measured(part, micro_batch, bytes_only=bytes_only)
+            return measure()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -145,12 +161,12 @@ class LayerProfiler:
     def _measured(self, part: ModelPart, micro_batch: MicroBatch, *, bytes_only: bool) -> Measured:
         stages = self._parts[part]
         layers = 1 if part == "head" else _NUM_LAYERS
-        stored = self._stored_bytes(part, stages.timed, micro_batch)
+        stored = self._stored_bytes(part, stages.timed, [micro_batch])
         if part != "head":
-            stored -= self._stored_bytes(part, stages.alone, micro_batch)
+            stored -= self._stored_bytes(part, stages.alone, [micro_batch])
         whole, split = [0.0, 0.0], [0.0, 0.0, 0.0]
         if not bytes_only:
-            whole, split = (self._seconds(part, micro_batch, split=flag) for flag in (False, True))
+            whole, split = (self._medians(partial(self._seconds, part, micro_batch, split=f)) for f in (False, True))
         peak = max(self._peak_bytes(part, micro_batch, split=split) for split in (False, True))
         return Measured(
             forward_s=whole[0] / layers,
@@ -159,6 +175,17 @@ class LayerProfiler:
             weight_s=split[2] / layers,
             stored_bytes=stored,
             peak_bytes=max(peak, stored),
+        )
+
+    def _measured_pieces(self, pieces: Sequence[MicroBatch], *, bytes_only: bool) -> MeasuredPieces:
+        stages = self._parts["layer"]
+        seconds = [0.0] * (2 * len(pieces))
+        if not bytes_only:
+            seconds = [s / _NUM_LAYERS for s in self._medians(partial(self._seconds_of_pieces, stages.timed, pieces))]
+        both, alone = (self._stored_bytes("layer", stage, pieces) for stage in (stages.timed, stages.alone))
+        peak = self._measure(partial(self._seconds_of_pieces, stages.alone, pieces))[1]
+        return MeasuredPieces(
+            tuple(seconds[: len(pieces)]), tuple(seconds[len(pieces) :]), both - alone, max(peak, both - alone)
         )
 
     @property
@@ -227,19 +254,22 @@ class LayerProfiler:
         return batch
 
     def _start(
-        self, part: ModelPart, stage: MegatronStage, micro_batch: MicroBatch, *, count_bytes: bool
-    ) -> tuple[torch.Tensor, ...]:
-        """What the stage receives; it has loaded micro-batch 0."""
-        inputs = self._hidden(part, micro_batch)
+        self, part: ModelPart, stage: MegatronStage, micro_batches: Sequence[MicroBatch], *, count_bytes: bool
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """What the stage receives of each micro-batch; it has loaded them."""
+        inputs = [self._hidden(part, micro_batch) for micro_batch in micro_batches]
         stage.count_bytes(count_bytes)
-        stage.start_step(_plan(micro_batch, self._parts[part].number, self._num_stages))
-        stage.load(0, self._batch(micro_batch))
+        stage.start_step(_plan(micro_batches, self._parts[part].number, self._num_stages))
+        for number, micro_batch in enumerate(micro_batches):
+            stage.load(number, self._batch(micro_batch))
         return inputs
 
-    def _stored_bytes(self, part: ModelPart, stage: MegatronStage, micro_batch: MicroBatch) -> int:
-        inputs = self._start(part, stage, micro_batch, count_bytes=True)
-        stage.forward(self._parts[part].number, 0, inputs)
-        return stage.held_bytes()
+    def _stored_bytes(self, part: ModelPart, stage: MegatronStage, micro_batches: Sequence[MicroBatch]) -> int:
+        for number, inputs in enumerate(self._start(part, stage, micro_batches, count_bytes=True)):
+            stage.forward(self._parts[part].number, number, inputs)
+        held = stage.held_bytes()
+        stage.start_step(_plan(micro_batches, self._parts[part].number, self._num_stages))  # what it holds goes now
+        return held
 
     def _peak_bytes(self, part: ModelPart, micro_batch: MicroBatch, *, split: bool) -> int:
         """Above what is held before F: with the received input and output gradient, without the encoder's output."""
@@ -248,7 +278,7 @@ class LayerProfiler:
         def run() -> None:
             nonlocal passing
             stage = self._parts[part].alone
-            inputs = self._start(part, stage, micro_batch, count_bytes=False)
+            (inputs,) = self._start(part, stage, [micro_batch], count_bytes=False)
             passing = sum(x.nbytes for x in inputs[:-1])
             self._forward_backward(part, stage, inputs, split=split)
 
@@ -272,18 +302,37 @@ class LayerProfiler:
         stage.backward_weight(number, 0)
         return forward_s - start_s, input_s - forward_s, clock() - input_s
 
-    def _seconds(self, part: ModelPart, micro_batch: MicroBatch, *, split: bool) -> list[float]:
-        """Medians over repetitions, as many as fit into the time for one; the first is a warm-up."""
+    def _seconds(self, part: ModelPart, micro_batch: MicroBatch, *, split: bool) -> tuple[float, ...]:
         stage = self._parts[part].timed
-        runs: list[tuple[float, ...]] = []
+        (inputs,) = self._start(part, stage, [micro_batch], count_bytes=False)
+        return self._forward_backward(part, stage, inputs, split=split)
+
+    def _seconds_of_pieces(self, stage: MegatronStage, pieces: Sequence[MicroBatch]) -> list[float]:
+        """Of every F, then of every B, in the order of positions."""
+        number, clock, order = self._parts["layer"].number, self._clock, range(len(pieces))
+        inputs = self._start("layer", stage, pieces, count_bytes=False)
+        forward_s, backward_s = [0.0 for _ in order], [0.0 for _ in order]
+        for m in order:
+            start_s = clock()
+            stage.forward(number, m, inputs[m])
+            forward_s[m] = clock() - start_s
+        for m in reversed(order):
+            output_grads = tuple(torch.ones_like(x) for x in inputs[m])
+            start_s = clock()
+            stage.backward(number, m, output_grads)
+            backward_s[m] = clock() - start_s
+        return forward_s + backward_s
+
+    def _medians(self, run: Callable[[], Sequence[float]]) -> list[float]:
+        """Of every action's seconds over repetitions, as many as fit into the time for one; the first is a warm-up."""
+        runs: list[Sequence[float]] = []
         spent_s = 0.0
         while True:
             done, room_s = len(runs) - 1, self._seconds_each - spent_s
             wanted = done < 1 or (done < _LEAST_REPEATS and room_s > -3 * self._seconds_each)
             if not self.agree(wanted or (done < _MOST_REPEATS and room_s > 0)):
                 break
-            inputs = self._start(part, stage, micro_batch, count_bytes=False)
-            runs.append(self._forward_backward(part, stage, inputs, split=split))
+            runs.append(run())
             spent_s += sum(runs[-1])
         return [statistics.median(column) for column in zip(*runs[1:], strict=True)]
 
@@ -300,20 +349,21 @@ class LayerProfiler:
         return synchronised
 
 
-def _plan(micro_batch: MicroBatch, stage: int, num_stages: int) -> ExecutionPlan:
-    """Of a step with this micro-batch alone, as far as a stage looks at it."""
+def _plan(micro_batches: Sequence[MicroBatch], stage: int, num_stages: int) -> ExecutionPlan:
+    """Of a step with these micro-batches alone, as far as a stage looks at it."""
+    padded_tokens = sum(m.padded_tokens for m in micro_batches)
     return ExecutionPlan(
         step=0,
         dp_rank=0,
         pp_rank=stage,
         stage_ranks=tuple(range(num_stages)),
-        micro_batches=(micro_batch,),
+        micro_batches=tuple(micro_batches),
         instructions=(),
         prediction=Prediction(makespan_ns=0, lower_bound_ns=0, peak_bytes=(0, 0, 0), bubble_ratio=0.0),
         loss_norm="tokens",
-        loss_divisor=max(1, micro_batch.padded_tokens),
-        real_tokens=micro_batch.real_tokens,
-        padded_tokens=micro_batch.padded_tokens,
-        num_micro_batches=(1,),
+        loss_divisor=max(1, padded_tokens),
+        real_tokens=sum(m.real_tokens for m in micro_batches),
+        padded_tokens=padded_tokens,
+        num_micro_batches=(len(micro_batches),),
         seed=0,
     )

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import platform
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -35,7 +36,7 @@ from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch, Recompute, round_up
 from dynapipe_ext.reproducible import exp, log
 from dynapipe_ext.suggestion import did_you_mean
-from dynapipe_ext.tools.account.profile_errors import errors_table, held_out_errors
+from dynapipe_ext.tools.account.profile_errors import errors_of_pieces, errors_table, held_out_errors
 from dynapipe_ext.tools.console import deliver, say_loading
 from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
 from dynapipe_ext.tools.progress import WorkProgress
@@ -177,6 +178,11 @@ def _measure(job: _Job, env: RankEnv) -> int:
                 most_shapes=most_shapes,
                 go_on=go_on,
             )
+        if not job.model.pieces_fault:
+            with WorkProgress("measuring samples in pieces", len(within.cut_samples), enabled=first) as progress:
+                profile.cut(profiler.measure, profiler.measure_pieces, within, progress.advance)
+            if first and not profile.pieces:
+                print("no sample fits in pieces: the table will have no price for them (--pieces)", file=sys.stderr)
         provenance = {
             "device": name,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -199,6 +205,10 @@ def _measure(job: _Job, env: RankEnv) -> int:
         )
         groups = _held_out(within, args.held_out, args.seed)
         errors = {group: held_out_errors(table, profiler.measure, batches) for group, batches in groups.items()}
+        if table.prices_pieces:
+            between = within.piece_sizes[len(within.piece_sizes) // 2]
+            samples = [within.sample_in_pieces(between, kind) for kind in within.recomputes]
+            errors["pieces"] = errors_of_pieces(table, profiler.measure_pieces, samples)
     if not first:
         return 0
     provenance["held_out_error"] = {group: one.mean for group, one in errors.items()}

@@ -20,6 +20,10 @@ micro-batch with that sample in it falls below makes sum(c) / dp a bound of the 
   micro-batch of rows of this sample's length: the overhead is paid at least once. Experts with a capacity compute it
   rounded up to whole rows, by no more than one token costs alone, which is taken off.
 
+Samples in pieces, measured table with prices of pairs: a piece of q positions behind p is a document of q and takes at
+least w q p more on the rank. The squares of a sample's pieces and twice their q p add up to those of the sample. So
+with b <= w / 2 as well, pieces cost at least what a l + b l^2 says of their sample.
+
 Samples in pieces, counted and token costs: the pieces of a sample have its tokens and its squared lengths (end^2 -
 start^2 each) and more overheads, so the same c holds. A piece may be as short as a position, which is what is left of
 heads and tails. No chain of F and B holds, since stages work on several pieces at once; but all run on one replica, so
@@ -35,6 +39,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +53,7 @@ from dynapipe_ext.costs.table_points import NEVER_NS, PointTable, TablePoints
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
+_NEXT_TO_NOTHING_NS = 1e-12  # of a square, where attention took no time that was measured
 _ROUNDING_NS = 3  # of F and B (or I and W) of one micro-batch on one stage, in the floor and in what it is held against
 
 
@@ -82,7 +88,7 @@ def batch_floor(
 
     With `packed` it holds for packed and padded micro-batches alike, else for padded ones alone (and is higher on
     measured tables). `split` allows I and W in place of B. With `pieces` it holds for plans that cut long samples, too;
-    None where the model is no `GrowingTimes`.
+    None where a measured table has no prices of them.
     """
     if not len(lengths):
         return None
@@ -96,10 +102,10 @@ def batch_floor(
             return None
         case GrowingTimes() as growing:
             times = _growing(growing, needs, counts, ranks, split, pieces)
-        case _ if pieces:
+        case points if pieces and points.attended_ns is None:
             return None
-        case points if packed:
-            times = _packed(points, needs.astype(np.float64), counts)
+        case points if packed or pieces:
+            times = _packed(points, needs.astype(np.float64), counts, points.attended_ns if pieces else None)
         case points:
             times = _padded(points, needs.astype(np.float64), counts, memory_limit_bytes)
     work_ns, head_ns, tail_ns, chain_ns = times
@@ -150,20 +156,25 @@ def _extreme(needs: FloatArray, *, least: bool) -> FloatArray:
     return np.array(kept)
 
 
-def _packed(points: TablePoints, needs: FloatArray, counts: IntArray) -> _Times:
+def _packed(points: TablePoints, needs: FloatArray, counts: IntArray, attended_ns: Sequence[float] | None) -> _Times:
+    """Of whole samples; with `attended_ns` of ranks, of samples in pieces as well."""
     lengths = np.stack(np.meshgrid(*points.axes, indexing="ij"), axis=-1).reshape(-1, 2)
     totals = (counts[:, None] * _features(needs)).sum(axis=0)  # whole numbers: exact in any order
 
-    def largest(table: PointTable, held: FloatArray) -> float:
-        return _largest_price(lengths, table.values.min(axis=0).ravel(), held, points.has_decoder)
+    def largest(table: PointTable, held: FloatArray, most_square_ns: float = math.inf) -> float:
+        return _largest_price(lengths, table.values.min(axis=0).ravel(), held, points.has_decoder, most_square_ns)
 
-    work = [largest(table, totals) for table in points.work]
-    return (
-        np.array([work[j] for j in points.work_of]),
-        np.array([table.values.min() for table in points.head]),
-        np.array([table.values.min() for table in points.tail]),
-        max(largest(points.chain_of_row, _features(need[None])[0]) for need in _extreme(needs, least=False)),
-    )
+    longest = [_features(need[None])[0] for need in _extreme(needs, least=False)]
+    if attended_ns is None:
+        works = [largest(table, totals) for table in points.work]
+        work = [works[j] for j in points.work_of]
+        chain = max(largest(points.chain_of_row, held) for held in longest)
+    else:
+        ranks = [(points.work[j], attended / 2) for j, attended in zip(points.work_of, attended_ns, strict=True)]
+        work = [largest(table, totals, most) for table, most in ranks]
+        chain = max(largest(table, held, most) for (table, most), held in product(ranks, longest))
+    heads, tails = ([table.values.min() for table in tables] for tables in (points.head, points.tail))
+    return np.array(work), np.array(heads), np.array(tails), chain
 
 
 def _features(lengths: FloatArray) -> FloatArray:
@@ -172,18 +183,24 @@ def _features(lengths: FloatArray) -> FloatArray:
     return np.stack([lengths[:, 0], lengths[:, 1], both, both**2], axis=1)
 
 
-def _largest_price(points: FloatArray, cost: FloatArray, totals: FloatArray, has_decoder: bool) -> float:
-    """The most that prices of features can add up to in `totals` while no point's price exceeds its cost."""
+def _largest_price(
+    points: FloatArray, cost: FloatArray, totals: FloatArray, has_decoder: bool, most_square_ns: float
+) -> float:
+    """The most that prices of features can add up to in `totals` while no point's price exceeds its cost, nor that of a
+    square `most_square_ns`."""
     run = cost < INFEASIBLE
     features, cost = _features(points[run]), cost[run]
     if not has_decoder:
-        return _two_prices(features[:, 2:] / cost[:, None], totals[2:])
+        use = features[:, 2:] / cost[:, None]
+        if most_square_ns < math.inf:
+            use = np.vstack([use, [0.0, 1 / max(most_square_ns, _NEXT_TO_NOTHING_NS)]])
+        return _two_prices(use, totals[2:])
     with np.errstate(divide="ignore"):
         return float((totals * (cost[:, None] / features).min(axis=0)).max())
 
 
 def _two_prices(use: FloatArray, totals: FloatArray) -> float:
-    """max p . totals over p >= 0 with use p <= 1 (all positive): at a corner of two constraints, or on an axis.
+    """max p . totals over p >= 0 with use p <= 1, which bounds both: at a corner of two constraints, or on an axis.
 
     >>> _two_prices(np.array([[0.25, 0.5], [0.5, 0.25]]), np.array([3.0, 3.0]))
     8.0

@@ -129,14 +129,14 @@ class Proposals:
     def piece_cuts(self, samples: list[SampleLength], sizes: Sequence[int]) -> PieceCuts:
         """Ways to cut long samples into pieces of about so many tokens."""
         price = micro_batch_evaluate(self.costs)
-        return piece_cuts(samples, price, sizes, dp=self.topology.dp, depth=self._depth)
+        return piece_cuts(samples, price, sizes, dp=self.topology.dp, depth=self._depth, recompute=self.kinds[0])
 
     def pieces(self, samples: list[SampleLength], step: int, cuts: Sequence[PieceCut]) -> list[Replicas]:
         """Long samples in pieces, with short documents in packed rows of that room; a sample's on one replica."""
         price = micro_batch_evaluate(self.costs)
         rule = RowRule(max_tokens=0, pad_multiple=self.pad_multiple, recompute=self.kinds[0])
-        rows = (tuple(cut.rows(samples, price, replace(rule, max_tokens=cut.tokens))) for cut in cuts)
-        return [self._on_replicas(one, step) for one in dict.fromkeys(rows)]
+        made = _possible(partial(cut.rows, samples, price, replace(rule, max_tokens=cut.tokens)) for cut in cuts)
+        return [self._on_replicas(one, step) for one in dict.fromkeys(map(tuple, made))]
 
     def _on_replicas(self, rows: Sequence[MicroBatch], step: int) -> Replicas:
         units = list(chains(rows))
@@ -223,11 +223,12 @@ class Proposals:
         try:
             return self.costs.evaluate(asked)
         except PlanError:
-            return MicroBatchCosts.join([self._alone(m, like) for m in asked], like=like)
+            columns = (self._alone(m, _later_pieces(m, micro_batches), like) for m in asked)
+            return MicroBatchCosts.join(list(columns), like=like)
 
-    def _alone(self, micro_batch: MicroBatch, like: MicroBatchCosts) -> MicroBatchCosts:
+    def _alone(self, micro_batch: MicroBatch, later: list[MicroBatch], like: MicroBatchCosts) -> MicroBatchCosts:
         try:
-            return self.costs.evaluate([micro_batch])
+            return self.costs.evaluate([micro_batch, *later]).take([0])
         except PlanError:
             column = like.take([0])
             never = np.full_like(column.forward_ns, INFEASIBLE)
@@ -325,6 +326,16 @@ class Proposals:
                     max_bytes=limit,
                 )
                 yield partial(rule, pad_multiple=multiple, equal_counts=self.equal_counts)
+
+
+def _later_pieces(one: MicroBatch, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Where it carries the first piece of a sample, those that carry the others, whose keys and values that one
+    holds."""
+    first = one.samples[0]
+    if one.attention != "carried" or first.start:
+        return []
+    carried = (m for m in micro_batches if m.attention == "carried" and m.samples[0].index == first.index)
+    return [m for m in carried if m.samples[0].start]
 
 
 def _possible(makers: Iterable[Callable[[], Made]]) -> list[Made]:

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 import torch
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.piece_surcharge import MeasuredPieces
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.executor.measuring import profiling
@@ -109,6 +110,26 @@ def test_a_model_is_measured_and_its_table_plans(measured: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_a_measured_table_plans_samples_in_pieces_that_are_longer_than_any_row(measured: Path) -> None:
+    out, lengths, plan = (str(measured / name) for name in ("costs.json", "long.npy", "plan.json"))
+    table = CostTable.read(out)
+    assert table.pieces is not None
+    assert table.pieces.kept_values == 2 * 32
+    assert table.provenance["held_out_error"]["pieces"]["stored_bytes"] < 0.02
+    pieces = [MicroBatch((SampleLength(0, 32, start=n),), "packed", attention="carried") for n in range(0, 320, 32)]
+    times = table.evaluate(pieces)
+    for ns in (times.forward_ns[0], times.backward_ns[0]):
+        assert (np.diff(ns) >= 0).all()
+    np.save(lengths, np.array([9, 320, 33, 12, 17, 40]))
+    arguments = ["--costs", out, "--pp", "3", "--dp", "1", "--memory-limit-gb", "1", "--layout", "packed"]
+    assert main(["plan", *arguments, "--lengths", lengths, "--pieces", "32", "--json", plan]) == 0
+    carried = [one for one in json.loads(Path(plan).read_text())["replicas"][0]["micro_batches"] if "carried" in one]
+    assert len(carried) >= 10
+    assert main(["check-plan", plan, "--lengths", lengths, *arguments[:2], "--memory-limit-gb", "1"]) == 0
+    assert main(["plan", *arguments, "--lengths", lengths, "--pieces", "off"]) == 2
+
+
+@pytest.mark.timeout(120)
 def test_tensor_parallel_layers_are_measured_on_as_many_ranks(
     measured: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +145,8 @@ def test_tensor_parallel_layers_are_measured_on_as_many_ranks(
     m = MicroBatch((SampleLength(0, 64), SampleLength(1, 64)))
     stored = [table.evaluate([m]).stored_bytes[0, 0] for table in (one, two)]
     assert 0.4 < stored[1] / stored[0] < 0.75  # the sequence, heads and widths are divided; gathered inputs are not
+    assert (one.pieces.kept_values, two.pieces.kept_values) == (64, 32)  # type: ignore[union-attr]
+    assert two.provenance["held_out_error"]["pieces"]["stored_bytes"] < 0.02
     assert 0.5 < two.parameter_bytes["encoder"] / one.parameter_bytes["encoder"] < 0.6
 
 
@@ -221,6 +244,11 @@ class _Stub:
             notes.write(f"{part}\n")
         seconds = 1e-4 + 1e-6 * m.padded_tokens
         return Measured(seconds, 2 * seconds, seconds, seconds, 100 * m.padded_tokens, 150 * m.padded_tokens)
+
+    def measure_pieces(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces:
+        one = self.measure("layer", pieces[0])
+        times = ((seconds,) * len(pieces) for seconds in (one.forward_s, one.backward_s))
+        return MeasuredPieces(*times, one.stored_bytes * len(pieces), 2 * one.peak_bytes * len(pieces))
 
 
 @pytest.fixture

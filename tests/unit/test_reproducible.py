@@ -95,3 +95,17 @@ def test_least_squares_leave_out_a_column_that_would_be_negative() -> None:
     constant, slope = non_negative_least_squares(x, 100 - 3 * x[:, 1])
     assert slope == 0
     assert 70 < constant < 100
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.integers(1, 30), st.integers(1, 4))
+def test_parts_of_a_whole_are_fitted_relative_to_it(seed: int, rows: int, columns: int) -> None:
+    random = np.random.default_rng(seed)
+    x, whole = random.lognormal(size=(rows, columns)), random.lognormal(size=rows)
+    part = random.normal(size=rows) * whole  # noise makes some negative
+    found = non_negative_least_squares(x, part, relative_to=whole)
+    theirs = nnls(x / whole[:, None], part / whole)[0]
+    ours, best = (float((((product(x, c) - part) / whole) ** 2).sum()) for c in (found, theirs))
+    assert (found >= 0).all()
+    assert ours <= best * (1 + 1e-8) + rows * 1e-17
+    assert not non_negative_least_squares(x, -np.abs(part), relative_to=whole).any()

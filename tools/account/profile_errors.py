@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from dynapipe_ext.costs.carried import SUM_BYTES
+from dynapipe_ext.costs.piece_surcharge import MeasurePieces
 from dynapipe_ext.costs.profiled import MeasureShape
 from dynapipe_ext.costs.surface import ModelPart
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.tools.wording import percent
+from dynapipe_ext.topology import Topology
 
 _LABELS = {
     "forward_s": "F seconds",
@@ -81,6 +84,35 @@ def held_out_errors(table: CostTable, measure: MeasureShape, micro_batches: Sequ
         for name, value in measured.items():
             if name.endswith("bytes") or value > _SMALL * measured["forward_s"]:
                 found[name].append(abs(predicted[name] - value) / value)
+    return HeldOutErrors(by_quantity={name: tuple(errors) for name, errors in found.items()}, num_unpriced=unpriced)
+
+
+def errors_of_pieces(
+    table: CostTable, measure: MeasurePieces, samples: Sequence[Sequence[MicroBatch]]
+) -> HeldOutErrors:
+    """Measures samples in pieces and asks the table, which prices them, for one layer without the head: times of every
+    piece, bytes of each sample."""
+    assert table.pieces is not None
+    alone = replace(table, num_layers=2, topology=Topology(tp=table.topology.tp, pp=2))  # the first of two stages
+    found: dict[str, list[float]] = {name: [] for name in _LABELS}
+    unpriced = 0
+    for pieces in samples:
+        try:
+            costs, measured = alone.evaluate(pieces), measure(pieces)
+        except PlanError:
+            measured = None
+        if measured is None:
+            unpriced += 1
+            continue
+        held = int(costs.stored_bytes[0].sum())
+        sums = SUM_BYTES * table.pieces.kept_values * pieces[-1].samples[0].start  # none before the first backward
+        promised = {"stored_bytes": held - sums, "peak_bytes": held + int(costs.working_bytes[0, -1])}
+        predicted = {"forward_s": costs.forward_ns[0] / 1e9, "backward_s": costs.backward_ns[0] / 1e9}
+        for name, seconds in predicted.items():
+            true = np.array(getattr(measured, name))
+            found[name] += (np.abs(seconds - true) / true).tolist()
+        for name, num_bytes in promised.items():
+            found[name].append(abs(num_bytes - getattr(measured, name)) / getattr(measured, name))
     return HeldOutErrors(by_quantity={name: tuple(errors) for name, errors in found.items()}, num_unpriced=unpriced)
 
 

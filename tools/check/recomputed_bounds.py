@@ -129,16 +129,16 @@ def batch_bound_ns(
     Padded rows: the busiest replica has 1 / dp of the sum, over samples, of the least F + B a row over all shapes
     that cover the sample. On tables these have no more rows than fit the limit at the sample's own lengths: bytes are
     taken to grow with rows and lengths. Packed rows on tables: by the dual of the prices that `batch_floor` seeks. With
-    pieces, which are of counted costs, only the work of the longest sample on one rank takes the place of its chain.
+    pieces only the work of the longest sample on one rank takes the place of its chain.
     """
     if not needs:
         return None
     table: CostTable | None = None
-    if pieces and isinstance(costs, CostTable):
-        return None
     match costs:  # by their definitions: what a model says of its own floor is what is judged here
-        case CostTable() if packed:
-            return _packed_bound_ns(costs, needs, stage_ranks, dp=dp, split=split)
+        case CostTable() if pieces and costs.pieces is None:
+            return None
+        case CostTable() if packed or pieces:
+            return _packed_bound_ns(costs, needs, stage_ranks, dp=dp, split=split, pieces=pieces)
         case CostTable():
             table = costs
         case AnalyticCosts() if packed and costs.capacity_factor:
@@ -230,8 +230,10 @@ def _times(costs: _Priced, shapes: Mapping[Recompute, FloatArray], *, split: boo
 
 
 def _packed_bound_ns(
-    costs: CostTable, needs: Sequence[ByteNeed], stage_ranks: Sequence[int], *, dp: int, split: bool
+    costs: CostTable, needs: Sequence[ByteNeed], stage_ranks: Sequence[int], *, dp: int, split: bool, pieces: bool
 ) -> float | None:
+    """Of whole samples; with `pieces`, a square may also be had as two positions of a sample in two of them: then it
+    costs half of what these take to attend."""
     rows, encoder, decoder = _points(costs)
     shapes = np.array(list(itertools.product(rows, encoder, decoder or [0])), np.float64).T
     best: dict[tuple[float, float], dict[str, float]] = {}
@@ -250,15 +252,24 @@ def _packed_bound_ns(
         edges[rank] = float(times.forward[: own[0]].sum(axis=0).min())
         edges[rank] += 0.0 if split else float(times.backward[: own[0]].sum(axis=0).min())
 
-    def least(name: str, of: Iterable[ByteNeed]) -> float:
-        return _least_mixture({length: cost[name] for length, cost in best.items()}, list(of), costs.has_decoder)
+    def least(name: str, of: Iterable[ByteNeed], square_ns: float = np.inf) -> float:
+        every = {length: cost[name] for length, cost in best.items()}
+        return _least_mixture(every, list(of), costs.has_decoder, square_ns)
 
-    whole = max(least(f"rank {rank}", needs) / dp + edges[rank] for rank in ranks)
-    return max(whole, *(least("chain", [need]) for need in set(needs)))
+    if costs.pieces is None or not pieces:
+        whole = max(least(f"rank {rank}", needs) / dp + edges[rank] for rank in ranks)
+        return max(whole, *(least("chain", [need]) for need in set(needs)))
+    pair = min(one.forward_ns.attended + one.backward_ns.attended for one in costs.pieces.by_recompute.values())
+    square_ns = {rank: sum(costs.stage_layers()[s][0] for s in own) * pair / 2 for rank, own in ranks.items()}
+    whole = max(least(f"rank {rank}", needs, square_ns[rank]) / dp + edges[rank] for rank in ranks)
+    return max(whole, *(least(f"rank {rank}", [need], square_ns[rank]) for rank in ranks for need in set(needs)))
 
 
-def _least_mixture(cost: Mapping[tuple[float, float], float], needs: Sequence[ByteNeed], has_decoder: bool) -> float:
-    """The cheapest mixture of rows of measured lengths with the tokens and the squared lengths of all these samples.
+def _least_mixture(
+    cost: Mapping[tuple[float, float], float], needs: Sequence[ByteNeed], has_decoder: bool, square_ns: float
+) -> float:
+    """The cheapest mixture of rows of measured lengths with the tokens and the squared lengths of all these samples,
+    and of squares by themselves.
 
     Two kinds of rows suffice, as there are two things to hold. Encoder-decoders: of four things, the dearest alone.
     """
@@ -282,4 +293,7 @@ def _least_mixture(cost: Mapping[tuple[float, float], float], needs: Sequence[By
         of_a = (tokens - b * of_b) / a
         if of_a >= 0 and of_b >= 0:
             found.append(of_a * cost_a + of_b * cost_b)
+    for length, x in lengths:
+        if square_ns < np.inf and (rest := squares - tokens * length) > 0:
+            found.append(x * tokens / length + square_ns * rest)
     return min(found)

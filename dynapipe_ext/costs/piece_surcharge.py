@@ -1,0 +1,213 @@
+"""What a piece of a long sample costs beyond a document of its length: measured in pairs of what it has and what was
+before it, fitted, and added to the prices of packed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from dynapipe_ext.costs.carried import SUM_BYTES, CarriedPositions
+from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
+from dynapipe_ext.costs.surface import Measured
+from dynapipe_ext.errors import DataError, short
+from dynapipe_ext.plan import MicroBatch, Recompute
+from dynapipe_ext.reproducible import FloatArray, non_negative_least_squares, product
+
+_MOST = 1e6  # ns or bytes for a position or a pair of them: so that those of the longest samples fit into 64 bits
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPieces:
+    """Of one layer, a sample in pieces, all forwards and then all backwards: seconds of each piece's F and B, in the
+    order of positions; `stored_bytes` after the last F, keys and values that pieces keep for one another among them;
+    `peak_bytes`, the most at any time.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    stored_bytes: int
+    peak_bytes: int
+
+
+class MeasurePieces(Protocol):
+    """The pieces of one sample in one layer; None where they do not fit. With `bytes_only` times are 0."""
+
+    def __call__(self, pieces: Sequence[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleInPieces:
+    """A sample that was measured in pieces of `size` positions each, its first two of them alone, and `document`, a
+    packed row of one whole document of that size."""
+
+    size: int
+    document: Measured
+    pieces: MeasuredPieces
+    two: MeasuredPieces
+
+    @property
+    def starts(self) -> list[int]:
+        return [number * self.size for number in range(len(self.pieces.forward_s))]
+
+
+@dataclass(frozen=True, slots=True)
+class PairGrowth:
+    """own_squared q^2 + before p + attended q p of a piece of q positions behind p of its sample; nothing negative.
+
+    Of the first piece it is 0: that costs what a document does. Kernels that skip what causality hides of a document,
+    but nothing of a piece's own, make up the first term, keys and values of all positions so far the second.
+    """
+
+    own_squared: float = 0.0
+    before: float = 0.0
+    attended: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not isinstance(value := getattr(self, name), int | float) or not 0 <= value <= _MOST:
+                raise DataError(f"{name} of a piece is {short(value)} but must be a number of 0 to {_MOST:g}")
+
+    @classmethod
+    def fit(cls, pairs: Sequence[tuple[int, int]], values: FloatArray, of_whole: FloatArray) -> PairGrowth:
+        """Of values at pairs (q, p), with the least squared errors relative to `of_whole`, what they are parts of."""
+        columns = _columns(*np.array(pairs, np.float64).T)
+        return cls(*non_negative_least_squares(columns, values, relative_to=of_whole).tolist())
+
+    def __call__(self, own: FloatArray | IntArray, before: FloatArray | IntArray) -> FloatArray:
+        return product(_columns(own, before), astuple(self))
+
+    def __mul__(self, factor: float) -> PairGrowth:
+        return PairGrowth(*(factor * coefficient for coefficient in astuple(self)))
+
+
+def _columns(own: FloatArray | IntArray, before: FloatArray | IntArray) -> FloatArray:
+    q, p = np.asarray(own, np.float64), np.asarray(before, np.float64)
+    return np.stack([q * q * (p > 0), p, q * p], axis=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceSurcharge:
+    """Of one layer under one kind of recomputation. `own_bytes`: what it stores more of each of the piece's positions
+    than of a document's (mostly less), without keys and values that lie in buffers.
+    """
+
+    forward_ns: PairGrowth
+    backward_ns: PairGrowth
+    working_bytes: PairGrowth
+    own_bytes: float
+
+    def __post_init__(self) -> None:
+        if not -_MOST <= self.own_bytes <= _MOST:
+            raise DataError(f"own_bytes of a piece is {self.own_bytes} but must be a number of -{_MOST:g} to {_MOST:g}")
+
+    @classmethod
+    def fit(cls, samples: Sequence[SampleInPieces], kept_values: int, value_bytes: int) -> PieceSurcharge:
+        """Of what was measured. Bytes are promises: none are fitted below it, and a running layer has the gradients of
+        all keys and values so far, where they were not what needed most in what was measured, too.
+        """
+        pairs = [(one.size, start) for one in samples for start in one.starts]
+
+        def times(name: str) -> PairGrowth:
+            whole = np.array([s for one in samples for s in getattr(one.pieces, name)])
+            more = whole - np.array([getattr(one.document, name) for one in samples for _ in one.starts])
+            return PairGrowth.fit(pairs, more * 1e9, whole * 1e9)
+
+        def own_bytes(one: SampleInPieces) -> float:
+            count = len(one.starts)
+            stored = one.pieces.stored_bytes - kept_values * value_bytes * one.size * count
+            return (stored / count - one.document.stored_bytes) / one.size
+
+        lasts = [(one, measured) for one in samples for measured in (one.two, one.pieces)]
+        ends = [(one.size, one.size * (len(measured.forward_s) - 1)) for one, measured in lasts]
+        of_document = np.array([one.document.peak_bytes - one.document.stored_bytes for one, _ in lasts], np.float64)
+        of_last = np.array([measured.peak_bytes - measured.stored_bytes for _, measured in lasts], np.float64)
+        own, before = np.array(ends, np.float64).T
+        more, gradients = of_last - SUM_BYTES * kept_values * before - of_document, kept_values * value_bytes
+        fitted = PairGrowth.fit(ends, more - gradients * before, of_last)
+        working = replace(fitted, before=fitted.before + gradients)
+        missed = more / working(own, before)
+        return cls(
+            forward_ns=times("forward_s"),
+            backward_ns=times("backward_s"),
+            working_bytes=working * max(1.0, float(missed.max())),
+            own_bytes=max(map(own_bytes, samples)),
+        )
+
+    @property
+    def attended_ns(self) -> float:
+        """Of F and B, for each position of the piece and each before it."""
+        return self.forward_ns.attended + self.backward_ns.attended
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> PieceSurcharge:
+        growths = {name: PairGrowth(*(raw[name][term] for term in PairGrowth.__slots__)) for name in _GROWTHS}
+        return cls(**growths, own_bytes=float(raw["own_bytes"]))
+
+
+_GROWTHS = ("forward_ns", "backward_ns", "working_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceSurcharges:
+    """Of one layer, by recomputation; `kept_values`: keys and values that it keeps of a position, on one rank."""
+
+    kept_values: int
+    by_recompute: Mapping[Recompute, PieceSurcharge]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.kept_values <= _MOST:
+            raise DataError(f"kept_values of pieces is {self.kept_values} but must be a number of 0 to {_MOST:g}")
+
+    @property
+    def least_attended_ns(self) -> float:
+        """The least that a layer takes for each position of a piece and each before it."""
+        return min(one.attended_ns for one in self.by_recompute.values())
+
+    def added(
+        self, costs: MicroBatchCosts, micro_batches: Sequence[MicroBatch], layers: IntArray, value_bytes: int
+    ) -> MicroBatchCosts:
+        """The costs of packed rows, `layers` on every stage, where the first documents of some are pieces; all pieces
+        of a sample are among them.
+
+        The first piece holds keys and values of all positions, and sums of the gradients of those before the last.
+        """
+        positions = CarriedPositions.of(micro_batches)
+        own, before = positions.own, positions.joined - positions.own
+        again = np.array([m.recompute == "stage" for m in micro_batches])
+        kinds = np.array(["none" if m.recompute == "stage" else m.recompute for m in micro_batches], dtype=np.str_)
+        forward, backward, working, stored = np.zeros((4, len(micro_batches)))
+        for kind, one in self.by_recompute.items():
+            its = kinds == kind
+            grown = [getattr(one, name)(own, before) for name in _GROWTHS]
+            for total, more in zip((forward, backward, working, stored), (*grown, one.own_bytes * own), strict=True):
+                total += its * more
+        kept = self.kept_values * positions.kept_bytes(value_bytes)
+        layer = layers[:, None]
+        forward_ns, backward_ns = (np.rint(layer * x).astype(np.int64) for x in (forward, backward))
+        of_own = np.ceil(layer * stored).astype(np.int64)
+        of_running = (layer > 0) * np.ceil(working).astype(np.int64)
+        return replace(
+            costs,
+            forward_ns=costs.forward_ns + forward_ns,
+            backward_ns=costs.backward_ns + backward_ns + again * forward_ns,
+            stored_bytes=np.maximum(0, costs.stored_bytes + ~again * of_own) + layer * kept,
+            working_bytes=np.maximum(0, costs.working_bytes + of_running + again * of_own),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kept_values": self.kept_values,
+            "by_recompute": {kind: one.to_json() for kind, one in self.by_recompute.items()},
+        }
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> PieceSurcharges:
+        kinds = {kind: PieceSurcharge.from_json(one) for kind, one in raw["by_recompute"].items()}
+        return cls(kept_values=int(raw["kept_values"]), by_recompute=kinds)
