@@ -328,11 +328,11 @@ def test_a_tokenizer_may_have_more_ids_than_the_model_but_no_sample(tokenizers: 
         "run": {"run_dir": str(tmp_path / "run")},
     }
     config = TrainConfig.from_json(tables)
-    assert run_data(config, prepare_data(config)).whole.vocab_size == len(tokenizer)
+    assert run_data(config).whole.vocab_size == len(tokenizer)
     number = len(tokenizer) - 1
     for spoilt in (held, path):
         write_lines(spoilt, [CHAT, {"messages": [*SYSTEM["messages"][:2], {"role": "assistant", "content": "<more>"}]}])
         with pytest.raises(
             DynaPipeError, match=rf"sample 1 of .* has the id {number} but .* a vocabulary of {number}:"
         ):
-            run_data(config, prepare_data(config))
+            run_data(config)
