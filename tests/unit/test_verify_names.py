@@ -135,6 +135,7 @@ FAULTS: dict[str, tuple[list[Instruction], str]] = {
     "a wait twice": ([*FIRST[:4], END], "nothing under way to wait for"),
     "a receive that is never awaited": ([*FIRST[:4], RECV, *FIRST[6:]], "which has not arrived"),
     "a send that is never awaited": ([*FIRST[:3], *FIRST[4:]], "never waits for sending the activation"),
+    "a gradient that is never taken": (FIRST[:-1], "leaks the gradient"),
     "a receive that nobody sends": ([*FIRST, BACK], "never meets an operation of rank 1, which posts 1 there"),
 }
 

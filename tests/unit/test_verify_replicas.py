@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dynapipe_ext.activations import ActivationFormat
@@ -15,10 +16,11 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, VerificationError
-from dynapipe_ext.executor.instructions import Backward, BackwardWeight, Forward
+from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Forward
+from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.plans.publishing import PlanPublisher
 from dynapipe_ext.executor.plans.step_positions import StepPosition
-from dynapipe_ext.executor.proof.step import Collective, with_collectives
+from dynapipe_ext.executor.proof.step import Collective, verify_step, with_collectives
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
@@ -169,7 +171,7 @@ def test_a_split_backward_scatters_gradients_once_they_are_there() -> None:
     """I gathers weights and exchanges tokens, W scatters; B does both."""
     plans = prove_step(planner(TokenCosts(2), schedule="zb-h1"), samples(), step=0).plans
     whole = prove_step(planner(TokenCosts(2)), samples(), step=0).plans
-    for made, last in ((plans, BackwardWeight), (whole, Backward)):
+    for made, first, last in ((plans, BackwardInput, BackwardWeight), (whole, Backward, Backward)):
         programs = [[plan.instructions for plan in replica] for replica in made]
         issued = ReplicaCollectives(inside=("gather",), with_gradients=("scatter",), at_end=())
         events = with_collectives(programs, issued)[0][0]
@@ -180,6 +182,19 @@ def test_a_split_backward_scatters_gradients_once_they_are_there() -> None:
                 if not isinstance(before, Collective):
                     issuer = type(before)
                 issuers[name].add(issuer)
-        assert issuers["scatter"] == {last}
-        assert Forward in issuers["gather"]
-        assert BackwardWeight not in issuers["gather"]
+        assert issuers == {"gather": {Forward, first}, "scatter": {last}}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_replicas_that_meet_inside_micro_batches_transfer_in_one_order_whatever_each_would_take(schedule: str) -> None:
+    """By times of their own, ranks of two replicas would wait for each other in a circle."""
+    collectives, form = ReplicaCollectives.of_zero(3), ActivationFormat(8)
+    options: dict[str, Any] = {"schedule": schedule, "equal_counts": True, "max_tokens": 16, "format": form}
+    uneven = Planner(Topology(pp=4, dp=2), TokenCosts(4), 1e12, collectives=collectives, **options)
+    for seed in (2, 4):
+        lengths = np.random.default_rng(seed).integers(1, 16, 20).tolist()
+        step = prove_step(uneven, [SampleLength(i, n) for i, n in enumerate(lengths)], step=0).step_plan
+        by_own_times = [[plan.instructions for plan in replica] for replica in lower(step, form)]
+        counts = [len(replica.micro_batches) for replica in step.batch.replicas]
+        with pytest.raises(VerificationError, match="deadlock"):
+            verify_step(with_collectives(by_own_times, collectives), range(4), counts)
