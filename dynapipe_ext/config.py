@@ -210,7 +210,7 @@ class TrainConfig:
     def read(cls, path: str | Path) -> TrainConfig:
         """Errors: ConfigError naming the file, and the table and name that are unknown or of the wrong type."""
         try:
-            raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            raw = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
         return cls.from_json(raw, where=str(path))

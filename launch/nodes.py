@@ -43,7 +43,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     Errors: ConfigError naming the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the host file {path} cannot be read ({error}): give one with a host a line") from error
     hosts: dict[str, Host] = {}

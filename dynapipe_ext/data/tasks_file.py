@@ -110,7 +110,7 @@ def _sides(others: SideBounds) -> tuple[tuple[str, int], tuple[str, int]]:
 
 def _tables(path: str) -> dict[str, Any]:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
         tables = json.loads(text) if Path(path).suffix.lower() == ".json" else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as a file of tasks: {error}") from error

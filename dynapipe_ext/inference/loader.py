@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, short
 from dynapipe_ext.inference.batches import (
     PROMPT_TOKENS,
     UNMEASURED,
@@ -169,8 +169,12 @@ def build_dynamic_batch_dataloader(
 
     `lengths` (tokens of each text) spares the pass that counts them.
     """
-    if isinstance(texts, str):
-        raise DataError("texts is one string: give a list of strings")
+    if isinstance(texts, str) or not hasattr(texts, "__len__"):
+        what = "one string" if isinstance(texts, str) else f"a {type(texts).__name__}"
+        raise DataError(f"texts is {what}: give a list of strings")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise DataError(f"text {index} is {short(text)}: give a string, or leave it out")
     if max_input_token_length < 1:
         raise ConfigError(f"max_input_token_length is {max_input_token_length}: 1 token or more is needed")
     if batch_start_range > batch_end_range or batch_start_range <= 0 or steps < 1 or num_workers < 0:

@@ -65,7 +65,7 @@ class TorchStage:
         self._stages = tuple(modules) if isinstance(modules, Mapping) else None
         self._calls = [with_batch(chunk, chunk) for chunk in chunks]
         self._loss, self._parallel, self._restarts_attention = loss, parallel, restarts_attention
-        self._doubts_loss = True  # until it was seen to heed the weights of positions
+        self._doubts_loss = True  # in the first step, until it was seen to heed the weights of positions
         self._runner = ChunkRunner(
             len(chunks),
             accumulator(trained, parallel.sum_over_replicas if parallel else None),
@@ -108,6 +108,7 @@ class TorchStage:
         self._runner.backward_weight(stage, micro_batch)
 
     def finish_step(self) -> float:
+        self._doubts_loss = False
         return self._runner.finish_step(self._parallel.sum_over_job if self._parallel else _only_rank)
 
     def losses(self) -> dict[int, float]:
@@ -164,7 +165,7 @@ def _heeds_weights(function: LossFunction, output: Any, batch: Batch, loss: Any)
     weights = batch.get("loss_weights")
     if not isinstance(weights, torch.Tensor) or not isinstance(loss, torch.Tensor) or loss.dim():
         return False
-    if not loss.isfinite() or not loss:
+    if not loss.isfinite() or not loss or (weights == 1).all():  # where all count, a sum without weights is right
         return False
     with torch.no_grad():
         doubled = function(output, {**batch, "loss_weights": 2 * weights})

@@ -202,7 +202,7 @@ def read_lengths(path: str | Path) -> LengthArray:
     try:
         if Path(path).suffix == ".npy":
             return as_length_array(np.load(path, allow_pickle=False))
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
     except (OSError, ValueError, EOFError) as error:

@@ -20,6 +20,7 @@ from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.transport.watched import WatchedTransport
 from dynapipe_ext.launch import megatron_run
 from dynapipe_ext.launch import variant_run as rank
+from dynapipe_ext.launch.cluster import JobError
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.launch.job import Variant, analytic_costs, architecture_of, make_planner, variants
 from dynapipe_ext.launch.redis_server import RedisServer
@@ -157,6 +158,19 @@ def test_a_training_run_that_fills_its_waits_has_the_bits_of_one_that_does_not(
         assert b.weights.keys() == a.weights.keys()
         assert all(np.array_equal(values, a.weights[name]) for name, values in b.weights.items())
     assert not late or any(empty.ranks[one].labels != filled.ranks[one].labels for one in late)
+
+
+def test_a_rank_whose_node_has_other_data_ends_the_job(run_ranks, redis_server: RedisServer, tmp_path: Path) -> None:
+    config = BASE.with_values(run={"run_dir": str(tmp_path / "run")})
+    costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+    data = [run_data(config.with_values(data={"num_samples": number})) for number in (60, 61)]
+
+    def main(env: RankEnv) -> int:
+        job = TrainingJob(config, False, tmp_path / "run", redis_server.address, costs, data[env.rank])
+        return train_rank(env, job)
+
+    with pytest.raises(JobError, match=r"rank 1 reads other data in .* than rank 0: have the same files on every node"):
+        run_ranks(2, main)
 
 
 def test_only_the_configured_run_fills_waits_where_others_are_compared_with_it() -> None:

@@ -29,6 +29,10 @@ def test_the_quickstart_file_is_the_default_run(root: Path) -> None:
     assert TrainConfig.read(root / QUICKSTART) == TrainConfig()
 
 
+def test_a_byte_order_mark_is_no_setting(tmp_path: Path) -> None:
+    assert from_toml(tmp_path, "\ufeff[run]\nsteps = 7\n").run.steps == 7
+
+
 def test_the_quickstart_file_spells_out_every_setting(root: Path) -> None:
     raw = tomllib.loads((root / QUICKSTART).read_text())
     assert {table: set(values) for table, values in raw.items()} == {

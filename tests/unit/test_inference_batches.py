@@ -269,6 +269,8 @@ def test_no_texts_make_no_batches() -> None:
         ({"lengths": [1]}, DataError, "1 lengths were given for 3 texts"),
         ({"lengths": [1.0, 2.0, 3.0]}, DataError, "float64"),
         ({"texts": "one string"}, DataError, "one string"),
+        ({"texts": iter(["a"])}, DataError, "texts is a list_iterator: give a list of strings"),
+        ({"texts": ["a", None, "b"]}, DataError, "text 1 is None: give a string, or leave it out"),
         ({"texts": ["a", "", "b"]}, DataError, "text 1 has 0 tokens"),
     ],
 )

@@ -35,8 +35,9 @@ def nodes(tmp_path: Path) -> ShellNodes:
 
 
 def test_a_host_file_has_a_name_a_line_and_what_fits_there(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("# ours\nnode0 slots=8\n\nme@node1  # as me\n")
-    assert read_hosts(tmp_path / "hosts") == (Host("node0", 8), Host("me@node1"))
+    for mark in ("", "\ufeff"):  # a byte order mark is in no name
+        (tmp_path / "hosts").write_text(mark + "node0 slots=8\n\nme@node1  # as me\n# and no more\n")
+        assert read_hosts(tmp_path / "hosts") == (Host("node0", 8), Host("me@node1"))
 
 
 @pytest.mark.parametrize(

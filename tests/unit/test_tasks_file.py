@@ -57,7 +57,7 @@ def test_what_is_kept_of_a_sample_is_all_that_its_bounds_leave(
 
 
 def test_a_bound_that_a_task_does_not_have_is_that_of_all_tasks_in_toml_and_json_alike(tmp_path: Path) -> None:
-    (tmp_path / "t.toml").write_text(TASKS)
+    (tmp_path / "t.toml").write_text("\ufeff" + TASKS)
     (tmp_path / "t.json").write_text(
         '{"copy": {"max_target_len": 4, "weight": 1.0}, "sum": {"max_input_len": 6, "weight": 3}}'
     )

@@ -121,6 +121,14 @@ def test_a_stage_that_is_recomputed_draws_and_learns_the_same_and_holds_its_inpu
 def nothing(*_) -> None: ...
 
 
+def mean_of_targets(logits: torch.Tensor, batch) -> torch.Tensor:
+    return loss_sum(logits, batch) / batch["loss_weights"].sum()
+
+
+PARTLY_TARGETS = [batch_of(m) for m in plan_of().micro_batches]
+PARTLY_TARGETS[-1]["loss_weights"][0, 0] = 0
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -142,9 +150,12 @@ def nothing(*_) -> None: ...
         (lambda m: run(TorchStage(m, losses_of)), r"loss is a tensor of shape \(\d+, \d+\) but must be a scalar"),
         (lambda m: run(TorchStage(m, lambda logits, batch: 1.0)), "loss is float but must be a scalar tensor"),
         (lambda m: run(TorchStage(m, lambda x, batch: loss_sum(x.detach(), batch))), "stage 0 returns has no gradient"),
-        (lambda m: run(TorchStage(m, lambda x, batch: losses_of(x, batch).mean())), "stays as it is .* it is a mean"),
         (
-            lambda m: run(TorchStage(m, lambda x, batch: loss_sum(x, batch) / batch["loss_weights"].sum())),
+            lambda m: run(TorchStage(m, lambda x, batch: losses_of(x, batch).mean()), batches=PARTLY_TARGETS),
+            r"stays as it is .* it is a mean",
+        ),
+        (
+            lambda m: run(TorchStage(m, mean_of_targets), batches=PARTLY_TARGETS),
             r"where batch\[\"loss_weights\"\] are doubled: it is a mean",
         ),
         (lambda m: run(TorchStage({1: m}, loss_sum)), r"stages \(0,\) of the plan but has modules for \(1,\)"),
