@@ -66,7 +66,7 @@ class AnalyticCosts:
     Static bytes by `state_bytes`: `state_recipe` for 16-bit weights (not "fp32"), fp32 for 4-byte ones; experts'
     states are divided over the dp / ep replicas that share them. `distributed_optimizer` is another way to say
     `zero_stage` 1. From stage 2 on the largest unreduced unit (a layer, an embedding) adds its gradients to
-    `working_bytes`, at stage 3 its gathered weights too. `exact_sums` are those of deterministic mode. What `offload`
+    `working_bytes`, at stage 3 its gathered weights too. `exact_sums` are deterministic mode's; what `offload`
     leaves on the host is not counted.
 
     Transfers: `links`, or without them `latency_ns` and `bandwidth_bytes_per_s` on every boundary.
@@ -359,8 +359,7 @@ class AnalyticCosts:
     def _unsharded_bytes(self) -> IntArray:
         """What ZeRO holds whole while it uses it: of every stage's largest unit, gradients and (stage 3) weights."""
         stages = np.zeros(self.num_stages, np.int64)
-        dp = self.topology.dp
-        if self._zero_stage >= 2 and (dp > 1 or self.offload != "none"):
+        if self._zero_stage >= 2 and (self.topology.dp > 1 or self.offload != "none"):
             stages = largest_layers(self.architecture, self.topology, self.ep)
             embedding = self.architecture.vocab_size * self.architecture.hidden_size // self.topology.tp
             stages[[0, -1]] = np.maximum(stages[[0, -1]], embedding)
@@ -369,8 +368,8 @@ class AnalyticCosts:
 
     def to_json(self) -> dict[str, Any]:
         described = {"architecture": self.architecture.to_json(), "topology": topology_to_json(self.topology)}
-        unless_usual = {"exact_sums": False, "offload": "none"}
-        own = {name: value for name, value in asdict(self).items() if unless_usual.get(name, ...) != value}
+        usual = (("exact_sums", False), ("offload", "none"))
+        own = dict(item for item in asdict(self).items() if item not in usual)
         return {"kind": "analytic", **own, **described}
 
     @classmethod
