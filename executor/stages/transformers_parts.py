@@ -163,6 +163,14 @@ def parts_of_folder(
                 f"{folder} lacks weights of {type(model).__name__} or has them in other shapes: {', '.join(lacking)}:"
                 " give the folder of a whole model"
             )
+        head, embedding = (
+            getattr(end(), "weight", None) for end in (model.get_output_embeddings, model.get_input_embeddings)
+        )
+        if has_tied_ends(model) and head is not None and head is not embedding:  # transformers would untie them
+            raise DataError(
+                f"{folder} has a head that differs from the embedding, to which its config.json ties it: correct"
+                " tie_word_embeddings there, or give the files that belong to the model"
+            )
         return model
 
     return _built(config, topology, pp_rank, pattern, load)

@@ -183,6 +183,17 @@ def test_a_folder_that_lacks_weights_is_refused_by_their_names(folder, tmp_path)
     parts_of_folder(tmp_path, Topology(pp=2), 0)
 
 
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused_by_the_rank_that_has_it(tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    model.config.tie_word_embeddings = True
+    model.config.save_pretrained(tmp_path)
+    for topology, rank in ((Topology(), 0), (Topology(pp=2), 1), (V, 0)):
+        with pytest.raises(DataError, match=r"a head that differs from .*, to which its config\.json ties it"):
+            parts_of_folder(tmp_path, topology, rank)
+    parts_of_folder(tmp_path, Topology(pp=2), 0)
+
+
 def test_weights_that_cannot_be_read_are_refused_by_their_folder(folder, tmp_path):
     def refused(name: str, content: bytes | None) -> None:
         place = Path(shutil.copytree(sharded, tmp_path / f"{len(list(tmp_path.iterdir()))}"))
