@@ -43,16 +43,16 @@ WIDTHS = {"lm loss": 1e-5, "grad norm": 2e-3, "learning rate": 0, "consumed samp
 
 
 def runs(data: str, folder: Path) -> tuple[Run, ...]:
-    planned, saved = ["--dynapipe-data", data], str(folder / "saved")
+    planned, padded, saved = ["--dynapipe-data", data], ["--padded-data", data], str(folder / "saved")
     figures, theirs = (["--tensorboard-dir", str(folder / name)] for name in ("figures", "stock figures"))
     v = [*UNEVEN, *planned, *PP, *V, *OVERLAP, *SPLIT]
     return (
         Run("mock, stock", 2, [*MOCK, *UNTIED, *PP], planned=False),
         Run("mock", 4, [*MOCK, *UNTIED, *TP_PP, *V, "--rerun-mode", "disabled"]),
-        Run("uneven, stock", 2, [*UNEVEN, *PP, "--padded-data", data, *theirs], False, "pretrain_padded.py"),
+        Run("uneven, stock", 2, [*UNEVEN, *PP, *padded, *theirs], False, "pretrain_padded.py"),
         Run("packed", 4, [*IN_SAMPLES, *planned, *TP_PP, *VIRTUAL, "--dynapipe-layout", "packed", *figures]),
         Run("v", 4, [*v, "--save", saved, "--save-interval", "9"]),
-        Run("resumed", 2, [*UNEVEN, *planned, *PP, "--load", saved, *_RESUME.split()]),
+        Run("resumed", 2, [*UNEVEN, *PP, "--load", saved, *_RESUME.split(), *padded], False, "pretrain_five_lines.py"),
         Run("otherwise, stock", 1, OTHERWISE, planned=False, script="pretrain_otherwise.py"),
         Run("otherwise", 2, [*OTHERWISE, *PP], script="pretrain_otherwise.py"),
         Run("core alone", 2, ["0.1"], script="core_alone.py"),
@@ -138,8 +138,8 @@ def test_a_script_on_megatron_core_alone_runs_its_virtual_stages_by_a_plan(ran: 
 
 
 def test_a_run_goes_on_at_the_sample_after_those_of_its_checkpoint(ran: dict[str, Ran]) -> None:
-    """In mid-epoch and on other ranks, to its exit interval; without the optimizer, whose state Megatron-LM cannot load
-    on a CPU."""
+    """In mid-epoch and on other ranks, to its exit interval, in a script with data of its own; without the optimizer,
+    whose state Megatron-LM cannot load on a CPU."""
     assert ran["resumed"].status == 0, ran["resumed"].log[-3000:]
     for column in ("lm loss", "grad norm", "consumed samples"):
         (last,) = ran["resumed"].column(column)
