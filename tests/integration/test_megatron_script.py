@@ -21,11 +21,14 @@ from tests.support.megatron_lm_runs import ARGUMENTS, Ran, Run, megatron_lm_runs
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 MOCK = [*ARGUMENTS, "--mock-data", "--train-iters", "5"]
+_BY_ITERATIONS = ("train-iters", "lr-warmup-iters", "lr-decay-iters")
+_RAMPED = "--rampup-batch-size 8 8 24 --train-samples 56 --lr-warmup-samples 8 --lr-decay-samples 56"  # 3 x 8, 2 x 16
+RAMPED = [*without(MOCK, *_BY_ITERATIONS), *_RAMPED.split()]
 _UNEVEN = "--seq-length 96 --max-position-embeddings 96 --vocab-size 257 --split 80,10,10"
 UNTIED = ["--untie-embeddings-and-output-weights"]  # as stages in a V must be
 UNEVEN = [*ARGUMENTS, *UNTIED, *_UNEVEN.split(), "--train-iters", "10"]
 _IN_SAMPLES = "--train-samples 160 --lr-warmup-samples 16 --lr-decay-samples 96"  # UNEVEN's, by batches of 16
-IN_SAMPLES = [*without(UNEVEN, "train-iters", "lr-warmup-iters", "lr-decay-iters"), *_IN_SAMPLES.split()]
+IN_SAMPLES = [*without(UNEVEN, *_BY_ITERATIONS), *_IN_SAMPLES.split()]
 PP = ["--pipeline-model-parallel-size", "2"]
 _TP = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"  # times TP
 TP_PP = [*PP, *_TP.split()]
@@ -39,7 +42,7 @@ STOCK = {"mock": "mock, stock", "packed": "uneven, stock", "v": "uneven, stock"}
 
 LATER = {"dataloader_save", "dataloader_inter_document_masking"}  # of multimodal scripts alone, and of 0.19
 NUM_STEPS = {"mock": 5, "packed": 10, "v": 10}  # the epoch of 8 steps ends within
-WIDTHS = {"lm loss": 1e-5, "grad norm": 2e-3, "learning rate": 0, "consumed samples": 0}
+WIDTHS = {"lm loss": 1e-5, "grad norm": 2e-3, "learning rate": 0, "consumed samples": 0, "global batch size": 0}
 
 
 def runs(data: str, folder: Path) -> tuple[Run, ...]:
@@ -47,8 +50,8 @@ def runs(data: str, folder: Path) -> tuple[Run, ...]:
     figures, theirs = (["--tensorboard-dir", str(folder / name)] for name in ("figures", "stock figures"))
     v = [*UNEVEN, *planned, *PP, *V, *OVERLAP, *SPLIT]
     return (
-        Run("mock, stock", 2, [*MOCK, *UNTIED, *PP], planned=False),
-        Run("mock", 4, [*MOCK, *UNTIED, *TP_PP, *V, "--rerun-mode", "disabled"]),
+        Run("mock, stock", 2, [*RAMPED, *UNTIED, *PP], planned=False),
+        Run("mock", 4, [*RAMPED, *UNTIED, *TP_PP, *V, "--rerun-mode", "disabled"]),
         Run("uneven, stock", 2, [*UNEVEN, *PP, *padded, *theirs], False, "pretrain_padded.py"),
         Run("packed", 4, [*IN_SAMPLES, *planned, *TP_PP, *VIRTUAL, "--dynapipe-layout", "packed", *figures]),
         Run("v", 4, [*v, "--save", saved, "--save-interval", "9"]),
