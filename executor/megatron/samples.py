@@ -199,6 +199,8 @@ def _read_conversations(path: Path) -> Iterator[list[Mapping[str, Any]]]:
                     raise DataError(f'{path}, line {number}: it has no "messages", a list of role and content')
                 current: list[Mapping[str, Any]] = []
                 for message in messages:
+                    if not (isinstance(message, dict) and {"role", "content"} <= message.keys()):
+                        raise DataError(f"{path}, line {number}: a message has no role and content but is {message!r}")
                     if message["role"] == "system" and current:
                         yield current
                         current = []

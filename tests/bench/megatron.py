@@ -32,6 +32,11 @@ IN_V = [*UNTIED, "--pipeline-model-parallel-layout", "Et|t|t|tL", "--dynapipe-pl
 SPLIT = ["--dynapipe-split-backward", "--dynapipe-memory-limit-gb", "1"]
 PACKED = ["--dynapipe-layout", "packed"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+BLOCK = ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "1"]
+SELECTIVE = ["--recompute-granularity", "selective"]
+FIRST_SMALL = ["--decoder-first-pipeline-num-layers", "1"]
+FIVE_LAYERS = ["--num-layers", "5"]
+ENDS = ["--pipeline-model-parallel-layout", "E|tt|tt|L"]  # stages without layers
 _SHAPE = "--seq-length 96 --max-position-embeddings 96 --vocab-size 257 --train-iters 20 --split 80,10,10"
 SHAPE = _SHAPE.split()
 
@@ -48,6 +53,7 @@ EXPERTS = [
 ]
 BALANCED = [*EXPERTS, "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"]
 UNBALANCED = [*EXPERTS, "--moe-router-load-balancing-type", "none"]  # an auxiliary loss depends on how batches are cut
+TWO_AHEAD = [*UNTIED, "--mtp-num-layers", "1"]  # multi-token prediction
 EP2 = ["--expert-model-parallel-size", "2"]
 FP16 = ["--fp16", "--initial-loss-scale", "65536", "--hysteresis", "1", *PP2]  # some first steps are skipped
 
@@ -81,7 +87,26 @@ KINDS = {
             "pp2 dp2 overlap split": (4, [*PP2, *OVERLAP, *SPLIT]),
             "pp2 dp2 virtual stages": (4, [*PP2, *VIRTUAL]),
             "pp2 recompute": (2, [*PP2, *RECOMPUTE]),
+            "pp2 recompute block split": (2, [*PP2, *BLOCK, *SPLIT]),
+            "tp2 pp2 recompute selective split": (4, [*TP2_PP2, *SELECTIVE, *SPLIT]),
+            "pp2 uneven stages split": (2, [*PP2, *FIRST_SMALL, *SPLIT]),
+            "pp4 stages without layers split": (4, [*PP4, *ENDS, *SPLIT]),
         },
+    ),
+    "five layers": Kind(
+        data="mock",
+        stock=(1, FIVE_LAYERS),
+        cases={"pp2 embedding as a layer": (2, [*FIVE_LAYERS, *PP2, "--account-for-embedding-in-pipeline-split"])},
+    ),
+    "bf16": Kind(
+        data="mock",
+        stock=(4, [*PP2, "--bf16"]),
+        cases={"pp2 dp2 overlap split": (4, [*PP2, "--bf16", *OVERLAP, *SPLIT])},
+    ),
+    "two tokens ahead": Kind(
+        data="mock",
+        stock=(4, [*PP2, *TWO_AHEAD]),
+        cases={"pp2 dp2": (4, [*PP2, *TWO_AHEAD]), "pp2 dp2 split": (4, [*PP2, *TWO_AHEAD, *SPLIT])},
     ),
     "uneven": Kind(
         data="uneven",
@@ -102,6 +127,8 @@ KINDS = {
             "pp2 dp2 virtual stages": (4, [*PP2, *VIRTUAL]),
             "pp4 packed split": (4, [*PP4, *PACKED, *SPLIT]),
             "pp2 recompute packed": (2, [*PP2, *RECOMPUTE, *PACKED]),
+            "tp2 pp2 recompute selective packed": (4, [*TP2_PP2, *SELECTIVE, *PACKED]),
+            "pp2 uneven stages": (2, [*PP2, *FIRST_SMALL]),
             "pp2 little memory": (2, [*PP2, "--dynapipe-memory-limit-gb", "0.004"]),
         },
         beside_1f1b=("pp2", "tp2 pp2", "pp2 dp2"),
@@ -118,7 +145,10 @@ KINDS = {
     ),
     "experts": Kind(data="mock", stock=(2, []), arguments=BALANCED, cases={"pp2": (2, [])}),
     "experts ep2": Kind(
-        data="mock", stock=(4, []), arguments=[*BALANCED, *EP2], cases={"pp2": (4, []), "pp2 split": (4, SPLIT)}
+        data="mock",
+        stock=(4, []),
+        arguments=[*BALANCED, *EP2],
+        cases={"pp2": (4, []), "pp2 split": (4, SPLIT), "pp2 virtual stages": (4, VIRTUAL)},
     ),
     "uneven experts": Kind(
         data="uneven", stock=(2, []), arguments=UNBALANCED, cases={"pp2": (2, []), "pp2 packed": (2, PACKED)}
@@ -127,7 +157,12 @@ KINDS = {
         data="uneven",
         stock=(4, []),
         arguments=[*UNBALANCED, *EP2],
-        cases={"pp2": (4, []), "pp2 packed": (4, PACKED), "pp2 split": (4, SPLIT)},
+        cases={
+            "pp2": (4, []),
+            "pp2 packed": (4, PACKED),
+            "pp2 split": (4, SPLIT),
+            "pp2 virtual stages": (4, VIRTUAL),
+        },
     ),
     "t5": Kind(
         data="t5",

@@ -21,11 +21,14 @@ from tests.support.megatron_lm_runs import ARGUMENTS, Ran, Run, megatron_lm_runs
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 MOCK = [*ARGUMENTS, "--mock-data", "--train-iters", "5"]
+_BY_ITERATIONS = ("train-iters", "lr-warmup-iters", "lr-decay-iters")
+_RAMPED = "--rampup-batch-size 8 8 24 --train-samples 56 --lr-warmup-samples 8 --lr-decay-samples 56"  # 3 x 8, 2 x 16
+RAMPED = [*without(MOCK, *_BY_ITERATIONS), *_RAMPED.split()]
 _UNEVEN = "--seq-length 96 --max-position-embeddings 96 --vocab-size 257 --split 80,10,10"
 UNTIED = ["--untie-embeddings-and-output-weights"]  # as stages in a V must be
 UNEVEN = [*ARGUMENTS, *UNTIED, *_UNEVEN.split(), "--train-iters", "10"]
 _IN_SAMPLES = "--train-samples 160 --lr-warmup-samples 16 --lr-decay-samples 96"  # UNEVEN's, by batches of 16
-IN_SAMPLES = [*without(UNEVEN, "train-iters", "lr-warmup-iters", "lr-decay-iters"), *_IN_SAMPLES.split()]
+IN_SAMPLES = [*without(UNEVEN, *_BY_ITERATIONS), *_IN_SAMPLES.split()]
 PP = ["--pipeline-model-parallel-size", "2"]
 _TP = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"  # times TP
 TP_PP = [*PP, *_TP.split()]
@@ -39,20 +42,20 @@ STOCK = {"mock": "mock, stock", "packed": "uneven, stock", "v": "uneven, stock"}
 
 LATER = {"dataloader_save", "dataloader_inter_document_masking"}  # of multimodal scripts alone, and of 0.19
 NUM_STEPS = {"mock": 5, "packed": 10, "v": 10}  # the epoch of 8 steps ends within
-WIDTHS = {"lm loss": 1e-5, "grad norm": 2e-3, "learning rate": 0, "consumed samples": 0}
+WIDTHS = {"lm loss": 1e-5, "grad norm": 2e-3, "learning rate": 0, "consumed samples": 0, "global batch size": 0}
 
 
 def runs(data: str, folder: Path) -> tuple[Run, ...]:
-    planned, saved = ["--dynapipe-data", data], str(folder / "saved")
+    planned, padded, saved = ["--dynapipe-data", data], ["--padded-data", data], str(folder / "saved")
     figures, theirs = (["--tensorboard-dir", str(folder / name)] for name in ("figures", "stock figures"))
     v = [*UNEVEN, *planned, *PP, *V, *OVERLAP, *SPLIT]
     return (
-        Run("mock, stock", 2, [*MOCK, *UNTIED, *PP], planned=False),
-        Run("mock", 4, [*MOCK, *UNTIED, *TP_PP, *V, "--rerun-mode", "disabled"]),
-        Run("uneven, stock", 2, [*UNEVEN, *PP, "--padded-data", data, *theirs], False, "pretrain_padded.py"),
+        Run("mock, stock", 2, [*RAMPED, *UNTIED, *PP], planned=False),
+        Run("mock", 4, [*RAMPED, *UNTIED, *TP_PP, *V, "--rerun-mode", "disabled"]),
+        Run("uneven, stock", 2, [*UNEVEN, *PP, *padded, *theirs], False, "pretrain_padded.py"),
         Run("packed", 4, [*IN_SAMPLES, *planned, *TP_PP, *VIRTUAL, "--dynapipe-layout", "packed", *figures]),
         Run("v", 4, [*v, "--save", saved, "--save-interval", "9"]),
-        Run("resumed", 2, [*UNEVEN, *planned, *PP, "--load", saved, *_RESUME.split()]),
+        Run("resumed", 2, [*UNEVEN, *PP, "--load", saved, *_RESUME.split(), *padded], False, "pretrain_five_lines.py"),
         Run("otherwise, stock", 1, OTHERWISE, planned=False, script="pretrain_otherwise.py"),
         Run("otherwise", 2, [*OTHERWISE, *PP], script="pretrain_otherwise.py"),
         Run("core alone", 2, ["0.1"], script="core_alone.py"),
@@ -138,8 +141,8 @@ def test_a_script_on_megatron_core_alone_runs_its_virtual_stages_by_a_plan(ran: 
 
 
 def test_a_run_goes_on_at_the_sample_after_those_of_its_checkpoint(ran: dict[str, Ran]) -> None:
-    """In mid-epoch and on other ranks, to its exit interval; without the optimizer, whose state Megatron-LM cannot load
-    on a CPU."""
+    """In mid-epoch and on other ranks, to its exit interval, in a script with data of its own; without the optimizer,
+    whose state Megatron-LM cannot load on a CPU."""
     assert ran["resumed"].status == 0, ran["resumed"].log[-3000:]
     for column in ("lm loss", "grad norm", "consumed samples"):
         (last,) = ran["resumed"].column(column)

@@ -314,9 +314,13 @@ def test_conversations_teach_what_the_assistant_says(tmp_path: Path) -> None:
     assert found[0].tokens.tolist() == [*map(ord, "abcde")]
     assert found[0].loss_mask.tolist() == [0, 0, 1, 1, 1]
     assert found[0].labels.tolist()[2:] == [ord("d"), ord("e"), Tokenizer.eod]
-    path.write_text("{}\n")
-    with pytest.raises(DataError, match='line 1: it has no "messages"'):
-        open_samples(path, tokenizer=Tokenizer(), max_positions=5, sft=True)
+    for line, told in (
+        ("{}", 'it has no "messages"'),
+        ('{"messages": [{"from": "a"}]}', "a message has no role and con"),
+    ):
+        path.write_text(line)
+        with pytest.raises(DataError, match=f"line 1: {told}"):
+            open_samples(path, tokenizer=Tokenizer(), max_positions=5, sft=True)
     with pytest.raises(DataError, match="neither prepared tokens"):
         open_samples(tmp_path / "nothing", max_positions=5)
     with pytest.raises(ConfigError, match="split is 'a,b'"):
