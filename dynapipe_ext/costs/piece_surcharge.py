@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dynapipe_ext.costs.carried import SUM_BYTES, CarriedPositions
+from dynapipe_ext.costs.grid import Grid
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
 from dynapipe_ext.costs.surface import Measured
 from dynapipe_ext.errors import DataError, short
@@ -52,6 +53,12 @@ class SampleInPieces:
     @property
     def starts(self) -> list[int]:
         return [number * self.size for number in range(len(self.pieces.forward_s))]
+
+    def beside(self, grid: Grid, factor: float) -> SampleInPieces:
+        """With the bytes that a table has for the document: those of its grid of layers, times a factor."""
+        values, _ = grid.at([np.ones(1), np.array([self.size], np.float64)])
+        stored, peak = (int(factor * 1e6 * values[grid.columns.index(name), 0]) for name in ("stored_mb", "peak_mb"))
+        return replace(self, document=replace(self.document, stored_bytes=stored, peak_bytes=peak))
 
 
 @dataclass(frozen=True, slots=True)

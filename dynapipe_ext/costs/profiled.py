@@ -336,9 +336,10 @@ def cost_table(
     whole, optimizer = 1 + 4 / value_bytes, 8 / value_bytes  # gradients and Adam's moments are fp32
     optimizer += 4 / value_bytes if value_bytes < 4 else 0  # and a master copy of 16-bit weights
     kept_values = 2 * a.kv_size // tp
-    surcharges = {
-        kind: PieceSurcharge.fit(samples, kept_values, value_bytes) for kind, samples in profile.pieces.items()
-    }
+    surcharges: dict[Recompute, PieceSurcharge] = {}
+    for kind, samples in profile.pieces.items():
+        cut = [one.beside(grids[kind, "encoder"], profile.packed.get(kind, 1.0)) for one in samples]
+        surcharges[kind] = PieceSurcharge.fit(cut, kept_values, value_bytes)
     return CostTable(
         grids=grids,
         parameter_bytes={name: float(count * value_bytes) for name, count in parameter_counts(a, tp).items()},

@@ -188,11 +188,13 @@ def test_damaged_prices_of_pieces_are_refused(damage: dict[str, Any], said: str)
 LONG = sample_lengths([30_000, 100, 400, 900, 1200, 3000, 50, 60, 2000, 4000])
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_samples_longer_than_any_measured_row_are_planned_in_pieces_and_checked(tmp_path: Path, split: bool) -> None:
+@pytest.mark.parametrize(("split", "placement"), [(False, ()), (True, (0, 1, 1, 0))])
+def test_samples_longer_than_any_measured_row_are_planned_in_pieces_and_checked(
+    tmp_path: Path, split: bool, placement: tuple[int, ...]
+) -> None:
     """30,000 positions where rows were measured up to 4096: pieces alike in time would begin with a longer one."""
-    costs = table()
-    made = Planner(Topology(pp=2, dp=2), costs, 2e9, layout="packed", pieces="auto", effort=300, split_backward=split)
+    costs, topology = table().over(Topology(pp=2, dp=2, placement=placement))
+    made = Planner(topology, costs, 2e9, layout="packed", pieces="auto", effort=300, split_backward=split)
     with pytest.raises(PlanError, match="1 x 30000"):
         replace(made, pieces="off").plan(LONG)
     plan = made.plan(LONG)
@@ -275,7 +277,8 @@ class Device:
         self.room = room
 
     def row(self, part: ModelPart, m: MicroBatch, *, bytes_only: bool = False) -> Measured | None:
-        n, seconds = m.rows * m.encoder_len, 1e-4 * m.rows * m.encoder_len
+        n, seconds = (m.encoder_len * x * m.rows for x in (1, 1e-4))
+        n = int(1.1 * n) if m.layout == "packed" and len(m.samples) > 1 else n  # what the table then has for all rows
         return Measured(seconds, 2 * seconds, seconds, seconds, 1000 * n, 2000 * n)
 
     def pieces(self, pieces: list[MicroBatch], *, bytes_only: bool = False) -> MeasuredPieces | None:
@@ -304,6 +307,7 @@ def test_a_profile_measures_pieces_as_far_as_they_fit_and_tells_their_error(room
     assert made.pieces.kept_values == 64
     errors = errors_of_pieces(made, device.pieces, [within.sample_in_pieces(170, kind)[:3] for kind in KINDS])
     assert max(errors.worst["forward_s"], errors.worst["backward_s"]) < 0.02
-    assert max(errors.worst["stored_bytes"], errors.worst["peak_bytes"]) < 0.01
+    assert errors.worst["stored_bytes"] < 0.001
+    assert errors.worst["peak_bytes"] < 0.02
     profile.cut(device.row, Device(room=100).pieces, within, done.clear)
     assert not cost_table(profile, within, _MODEL, value_bytes=4).prices_pieces
