@@ -34,15 +34,21 @@ NO_INDEX = (
 )
 
 
-def lend_torch(environment: Path) -> None:
-    """Make an environment that has the torch of this one, and nothing else of it.
+# One compilation of the core's library instead of fourteen: the environment of these tests was compiled as users' are.
+QUICKLY = "-DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=0"
 
-    Installing torch takes longer than all that follows; tests/repo/test_setup_script.py shows that it is asked for, and
-    `bash tests/run.sh` installs it so itself.
+
+def lend_needed(environment: Path) -> None:
+    """Make an environment that has pip and what the extra "train" asks for from this one, and nothing else of it.
+
+    Installing torch takes longer than all that follows; tests/repo/test_setup_script.py shows what is asked for, and
+    `bash tests/run.sh` installs all of it so itself.
     """
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=120)
     (packages,) = environment.glob("lib/python3*/site-packages")
-    names, lent = ["torch"], set()
+    needed = importlib.metadata.requires("dynapipe-ext") or []
+    asked = [line for line in needed if "extra" not in line or re.search("extra == .train.", line)]
+    names, lent = ["pip", *(re.split(r"[^\w.-]", line)[0] for line in asked)], set()
     while names:
         name = names.pop()
         try:
@@ -69,7 +75,7 @@ def checkout(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     for name in sorted({name for name in listed.split("\0") if (root / name).is_file()}):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(root / name, target / name)
-    lend_torch(target / ".venv")
+    lend_needed(target / ".venv")
     yield target
     shutil.rmtree(target)  # its environment is large
 
@@ -81,7 +87,7 @@ def run(command: list[str], cwd: Path, limit_s: int) -> subprocess.CompletedProc
         ["timeout", "-k", "20", str(limit_s), *command],  # ends the whole process group, ranks and store included
         cwd=cwd,
         # Most of what pip installs is never imported, let alone compiled; its options that say no are given by a false.
-        env={**inherited, "OMP_NUM_THREADS": "1", "PIP_NO_COMPILE": "false"},
+        env={**inherited, "OMP_NUM_THREADS": "1", "PIP_NO_COMPILE": "false", "CMAKE_ARGS": QUICKLY},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -105,7 +111,7 @@ def installed(checkout: Path) -> dict[str, int]:
 def first_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that the first command was run from; the environment is installed after it."""
     cwd = tmp_path_factory.mktemp("elsewhere")
-    done = quickstart(checkout, cwd, "--steps", "3", "--run-dir", "runs/x")
+    done = quickstart(checkout, cwd, "--steps", "3", "--tokens-per-batch", "2048", "--run-dir", "runs/x")
     said = done.stdout + done.stderr
     if "starting dynapipe train" not in said and any(words in said for words in NO_INDEX):
         pytest.skip(f"no package index can be reached: {said.splitlines()[-1]}")

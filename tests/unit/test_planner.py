@@ -55,6 +55,14 @@ def test_a_batch_of_fewer_samples_than_replicas_leaves_replicas_empty(
     assert len(plan.predictions) == 4
 
 
+def test_a_plan_that_leaves_out_a_sample_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the search did wrong."""
+    found = Planner._found
+    monkeypatch.setattr(Planner, "_found", lambda planner, samples, step: found(planner, samples[1:], step))
+    with pytest.raises(PlanError, match=r"leaves out samples \[0\] \(1 in all\)"):
+        planned([9, 4, 7])
+
+
 @pytest.mark.skipif(core.native is None, reason="a pure build was asked for")
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("decoder", [False, True])
