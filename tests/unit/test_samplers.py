@@ -306,22 +306,6 @@ def test_ranks_are_those_of_torch_distributed_where_it_is_in_use(monkeypatch: py
     assert (found.plan.num_replicas, found.rank) == (4, 3)
 
 
-def test_a_rank_that_is_not_known_is_never_taken_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"which rank this is, of 2 ranks, is not known: call torch\.distributed"):
-        DistributedTokenBatchSampler([4] * 16, max_tokens=8, num_replicas=2)
-    fake = SimpleNamespace(
-        is_available=lambda: True, is_initialized=lambda: False, is_torchelastic_launched=lambda: True
-    )
-    monkeypatch.setitem(sys.modules, "torch.distributed", fake)  # type: ignore[arg-type]
-    for make in (
-        lambda: DistributedTokenBatchSampler([4] * 16, max_tokens=8),
-        lambda: StreamingTokenBatches(list, len, max_tokens=8),
-    ):
-        with pytest.raises(ConfigError, match="which rank this is, under torchrun, is not known"):
-            make()
-    assert DistributedTokenBatchSampler([4] * 16, max_tokens=8, num_replicas=2, rank=1).rank == 1
-
-
 @pytest.mark.parametrize("kind", [MultipackDistributedBatchSampler, MultipackDistributedBatchSampler_LinearAttention])
 def test_multipack_classes_take_what_their_namesakes_take_and_say_what_they_said(
     kind: type[MultipackDistributedBatchSampler],
