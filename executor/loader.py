@@ -386,13 +386,12 @@ def _to_torch(arrays: Mapping[str, Any], *, pin_memory: bool) -> Batch:
 
 
 def _own_coordinates(topology: Topology) -> Coordinates:
-    if topology.world_size == 1:
-        return Coordinates(tp_rank=0, pp_rank=0, dp_rank=0)
-    import torch.distributed
+    import torch.distributed as dist
 
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise ConfigError(
-            f"the topology has {topology.world_size} ranks: pass coordinates=topology.coordinates(rank), or call"
-            " torch.distributed.init_process_group first"
-        )
-    return topology.coordinates(torch.distributed.get_rank())
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if size == topology.world_size:
+        return topology.coordinates(dist.get_rank() if size > 1 else 0)
+    raise ConfigError(
+        f"the topology has {topology.world_size} ranks but torch.distributed knows of {size}: make them agree, calling"
+        " init_process_group first, or pass coordinates=topology.coordinates(rank)"
+    )

@@ -211,9 +211,7 @@ def _run(
     topology = topology_of(config)
     data = _data(env, meeting, config, job.data)
     if data.fingerprint != shared["data"]:
-        raise DataError(
-            f"rank {env.rank} reads other data in {data.whole.directory} than rank 0: have the same files on every node"
-        )
+        raise DataError(f"{data.whole.directory} holds other data than rank 0's: have the same files on every node")
     refuse_pieces(config, data, compare=job.compare)
     config = settled_steps(config, data.train.lengths)
     if job.resumed is not None:

@@ -19,6 +19,7 @@ FILE_NAME = "tokenizer.json"
 _FORMAT = "dynapipe-tokenizer/1"
 _NUM_SPECIAL = 2
 MIN_BPE_VOCABULARY = 256 + _NUM_SPECIAL
+_MOST_BPE_VOCABULARY = 1 << 24  # the library takes room for all of them at once, and aborts where there is none
 _TRAINING_BYTES = 8 << 20
 _TRAINING_TEXT_CHARACTERS = 16 << 10  # of one text, so that few long documents do not decide the merges
 
@@ -111,13 +112,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_bytes: int = _
     Training sees at most `max_bytes`, spread evenly over all texts: when they overflow, every second one is let go and
     from there on only every second one taken. Small data can give fewer ids than asked for.
 
-    Errors: ConfigError where vocab_size has no room for the 256 bytes, or `tokenizers` is missing.
+    Errors: ConfigError where vocab_size has no room for the 256 bytes or is beyond all vocabularies, or `tokenizers` is
+    missing.
     """
     if vocab_size < MIN_BPE_VOCABULARY:
         raise ConfigError(
             f"vocab_size is {vocab_size} but byte-level BPE needs at least {MIN_BPE_VOCABULARY} "
             '(256 bytes and 2 special ids): raise it or use tokenizer "bytes"'
         )
+    if vocab_size > _MOST_BPE_VOCABULARY:
+        raise ConfigError(f"vocab_size is {vocab_size} but must be at most {_MOST_BPE_VOCABULARY:,}: lower it")
     try:
         from tokenizers import Tokenizer as LibraryTokenizer
         from tokenizers import decoders, models, pre_tokenizers, trainers

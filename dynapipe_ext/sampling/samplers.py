@@ -260,9 +260,20 @@ def check_format(state: Any, form: str) -> None:
 
 
 def world(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Number of ranks and this one's, from torch.distributed where the process has loaded and begun it."""
+    """Number of ranks and this one's, from torch.distributed where the process has loaded and begun it.
+
+    Errors: ConfigError where a rank is needed and not known: all ranks would train on the same batches.
+    """
     distributed: Any = sys.modules.get("torch.distributed")
-    in_use = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    available = distributed is not None and distributed.is_available()
+    in_use = available and distributed.is_initialized()
+    several = num_replicas is not None and num_replicas != 1
+    if rank is None and not in_use and (several or (available and distributed.is_torchelastic_launched())):
+        whose = f"of {num_replicas} ranks" if several else "under torchrun"
+        raise ConfigError(
+            f"which rank this is, {whose}, is not known: call torch.distributed.init_process_group first, or give"
+            " num_replicas and rank"
+        )
     if num_replicas is None:
         num_replicas = int(distributed.get_world_size()) if in_use else 1
     if rank is None:

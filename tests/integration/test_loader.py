@@ -324,6 +324,17 @@ def test_settings_that_cannot_work_are_refused_with_the_next_move(settings: dict
         loader(**settings)
 
 
+@pytest.mark.parametrize(("num_ranks", "topology"), [(4, Topology()), (1, Topology(dp=2)), (4, Topology(dp=2))])
+def test_a_rank_of_other_ranks_than_the_topologys_does_not_take_itself_for_the_first(
+    num_ranks: int, topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_ranks)
+    wanted = f"the topology has {topology.world_size} ranks but torch.distributed knows of {num_ranks}: make them agree"
+    with pytest.raises(ConfigError, match=wanted):
+        DynaPipeDataLoader(CountingDataset(), Planner(topology, TokenCosts(1), 1e12), tokens_per_batch=400)
+
+
 def test_a_collate_function_that_gives_no_mapping_is_told_what_to_give() -> None:
     with pytest.raises(DataError, match="collate_fn gave list: it must map names to tensors"):
         next(iter(loader(collate_fn=lambda micro_batch, samples: samples)))

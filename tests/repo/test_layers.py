@@ -96,6 +96,7 @@ LIGHT = (
     "dynapipe_ext.executor.wire",
     "dynapipe_ext.executor.engine",
     "dynapipe_ext.launch.cli",
+    "dynapipe_ext.launch.subcommands",
     "dynapipe_ext.launch.cluster",
 )
 HEAVY = ("torch", "redis", "megatron", "deepspeed", "transformers")

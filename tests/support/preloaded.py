@@ -27,6 +27,7 @@ from typing import IO, Any, NoReturn
 
 _MODULES = (
     "dynapipe_ext.launch.cli",
+    "dynapipe_ext.launch.subcommands",
     "dynapipe_ext.launch.commands.train",
     "dynapipe_ext.launch.variant_run",
     "dynapipe_ext.launch.megatron_run",

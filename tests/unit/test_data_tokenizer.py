@@ -97,9 +97,11 @@ def test_one_long_text_does_not_fill_the_training_data():
     assert [t[0] for t in kept] == ["x", "y"]
 
 
-def test_a_vocabulary_below_the_bytes_is_refused():
+def test_a_vocabulary_below_the_bytes_or_beyond_all_is_refused():
     with pytest.raises(ConfigError, match="vocab_size is 257 but byte-level BPE needs at least 258"):
         train_tokenizer(["a"], 257)
+    with pytest.raises(ConfigError, match="vocab_size is 99999999999 but must be at most 16,777,216: lower it"):
+        train_tokenizer(["a"], 99999999999)
 
 
 def test_half_of_a_surrogate_pair_is_refused(tokenizer):

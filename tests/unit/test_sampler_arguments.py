@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,3 +39,19 @@ def test_an_argument_of_a_wrong_type_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=says):
         make()
+
+
+def test_a_rank_that_is_not_known_is_never_taken_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"which rank this is, of 2 ranks, is not known: call torch\.distributed"):
+        DistributedTokenBatchSampler([4] * 16, max_tokens=8, num_replicas=2)
+    fake = SimpleNamespace(
+        is_available=lambda: True, is_initialized=lambda: False, is_torchelastic_launched=lambda: True
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed", fake)  # type: ignore[arg-type]
+    for make in (
+        lambda: DistributedTokenBatchSampler([4] * 16, max_tokens=8),
+        lambda: StreamingTokenBatches(list, len, max_tokens=8),
+    ):
+        with pytest.raises(ConfigError, match="which rank this is, under torchrun, is not known"):
+            make()
+    assert DistributedTokenBatchSampler([4] * 16, max_tokens=8, num_replicas=2, rank=1).rank == 1
