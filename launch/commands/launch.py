@@ -50,6 +50,7 @@ _EPILOG = """examples:
   dynapipe launch --config mine.toml --hosts hosts.txt --dry-run
 """
 _PORT = 29400  # torchrun's own for c10d
+_SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=15 -o ServerAliveCountMax=8"  # it ends where a host is lost
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,9 +74,7 @@ def _add_own(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--rdzv-id", metavar="ID", default="dynapipe", help="of the job, among those that meet there")
     parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="starts from the last checkpoint")
     parser.add_argument("--hosts", metavar="FILE", help="start all from here: a host a line, slots=N if it has fewer")
-    parser.add_argument(
-        "--ssh", default="ssh -o BatchMode=yes", metavar="COMMAND", help="runs `COMMAND HOST sh -s` on a host"
-    )
+    parser.add_argument("--ssh", default=_SSH, metavar="COMMAND", help="runs `COMMAND HOST sh -s` on a host")
     parser.add_argument("--ray", action="store_true", help="start all from here, on --nnodes nodes of a Ray cluster")
     parser.add_argument("--ray-address", metavar="ADDRESS", help="of a running one, or auto (default: a new local one)")
     parser.add_argument("--secret-file", metavar="FILE", help="password of --store, there on every node, mode 600")

@@ -73,6 +73,9 @@ def test_from_a_host_file_every_node_is_told_its_place_and_no_secret(
         assert line[5:] == ["-m", "dynapipe_ext.launch.cli", "launch", *said.split(), *asked]
         assert f"--node-rank {rank} --rdzv-conf is_host={int(rank == 0)}" in " ".join(torchrun)
     assert "hidden" not in str(shells)
+    by_ssh, *_ = commands(capsys, "--hosts", "hosts", "--run-dir", "my run", *own)
+    assert by_ssh[:3] == ["ssh", "-o", "BatchMode=yes"]
+    assert "ServerAliveInterval=15" in by_ssh  # a host that is lost ends its shell within two minutes
 
 
 @pytest.mark.parametrize(
