@@ -20,7 +20,8 @@ from tests.support.megatron_lm_runs import ARGUMENTS, Ran, Run, megatron_lm_runs
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-MOCK = [*ARGUMENTS, "--mock-data", "--train-iters", "5"]
+# By Adam's own epsilon the biases of keys, whose gradients are hardly more than rounding, would go where rounding does.
+MOCK = [*ARGUMENTS, "--mock-data", "--train-iters", "5", "--adam-eps", "1e-6"]
 _BY_ITERATIONS = ("train-iters", "lr-warmup-iters", "lr-decay-iters")
 _RAMPED = "--rampup-batch-size 8 8 24 --train-samples 56 --lr-warmup-samples 8 --lr-decay-samples 56"  # 3 x 8, 2 x 16
 RAMPED = [*without(MOCK, *_BY_ITERATIONS), *_RAMPED.split()]
