@@ -6,7 +6,9 @@ Needs Megatron-LM (`../shared`, or DYNAPIPE_MEGATRON_LM=DIR). Weights depend on 
 few ranks is the measure of all of its kind. Losses, gradient norms and final weights are compared unrounded. A run
 named "by 1f1b" has the micro-batches of the one before it under Megatron's own schedule, and is compared with it.
 Seconds are means of the steps after the first two, on whatever cores there are; CPU seconds are those of all ranks.
-results/megatron_1f1b.json has the runs beside 1F1B, those in a V and those in fp16; results/megatron.json the others.
+results/megatron_1f1b.json has the runs beside 1F1B, those in a V and those in fp16; results/megatron_stages.json those
+of uneven stages, of layers recomputed in part, of experts in virtual stages, in bf16 and with tokens ahead;
+results/megatron.json the others.
 """
 
 from __future__ import annotations
