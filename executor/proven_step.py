@@ -101,7 +101,7 @@ def prove_step(planner: StepPlanner, samples: Sequence[SampleLength], *, step: i
     first: ProvenStep | None = None
     form, collectives = planner.activation_format, planner.replica_collectives
     for attempt in range(_MOST_PLANS):
-        plan = partial(planner.plan, samples, step=step, unreserved=first and first.step_plan)
+        plan = partial(planner.plan, samples, step=step, unreserved=first.step_plan if first else None)
         step_plan, reserve = _first_plan(plan, reserves)
         proven = prove(step_plan, form, collectives, fill_waits=planner.fill_waits, like=first)
         first = first or proven

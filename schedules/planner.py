@@ -223,14 +223,14 @@ class Planner:
 
     def _made_to_fit(self, before: StepPlan) -> StepPlan:
         """The plan with those of its replicas that exceed the limit searched again, over their micro-batches."""
-        limit = int(self.memory_limit_bytes)
-        over = [d for d, one in enumerate(before.predictions) if max(one.peak_bytes) > limit]
+        over = [d for d, one in enumerate(before.predictions) if max(one.peak_bytes) > self.memory_limit_bytes]
         replicas = [list(replica.micro_batches) for replica in before.batch.replicas]
         schedules, priced = list(before.schedules), list(before.costs)
         if over:
             found, again, _ = self._searched(self._proposals.fixed([[replicas[d] for d in over]]))
-            for d, *changed in zip(over, found, again, replica_costs(self.costs, found), strict=True):
-                replicas[d], schedules[d], priced[d] = changed
+            changed = zip(over, found, again, replica_costs(self.costs, found), strict=True)
+            for d, micro_batches, schedule, costs in changed:
+                replicas[d], schedules[d], priced[d] = micro_batches, schedule, costs
         return self._predicted(replicas, tuple(schedules), tuple(priced), step=before.batch.step)
 
     def _found(self, samples: list[SampleLength], step: int) -> StepPlan:
