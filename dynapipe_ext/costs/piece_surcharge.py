@@ -203,7 +203,7 @@ class PieceSurcharges:
         return replace(
             costs,
             forward_ns=costs.forward_ns + forward_ns,
-            backward_ns=costs.backward_ns + backward_ns + again * forward_ns,
+            backward_ns=costs.backward_ns + backward_ns + np.where(again, forward_ns, 0),
             stored_bytes=np.maximum(0, costs.stored_bytes + ~again * of_own) + layer * kept,
             working_bytes=np.maximum(0, costs.working_bytes + of_running + again * of_own),
         )
