@@ -1,4 +1,5 @@
-"""One job on two hosts: two network namespaces joined by a virtual cable, started from outside by one launcher."""
+"""One job on two hosts, the pipeline across the cable between them: two network namespaces, started from outside by one
+launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CONFIG = f"""
 [run]
 steps = 12
 [topology]
-tp = 1
+tp = 2
 pp = 2
 dp = 1
 [model]
@@ -62,16 +63,16 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
     """The launcher starts all again from the last checkpoint; each host has a planner of its own."""
     config = tmp_path / "job.toml"
     config.write_text(CONFIG)
-    words = ["launch", *host_files(hosts, tmp_path, slots=1), "--max-restarts", "1", "--config", str(config)]
+    words = ["launch", *host_files(hosts, tmp_path, slots=2), "--max-restarts", "1", "--config", str(config)]
     said: list[str] = []
     with store_of(hosts[0], tmp_path) as flags:
         with preloaded.started([*words, "--run-dir", "killed", *flags], cwd=tmp_path) as launcher:
             for line in launcher.stderr:
                 said.append(line)
                 if line.startswith("step 6 ") and "restart" not in "".join(said):
-                    ranks = [rank_process(rank, 2, tmp_path) for rank in range(2)]
-                    assert [planners_of(rank) for rank in ranks] == [1, 1]
-                    os.kill(ranks[1], signal.SIGKILL)
+                    ranks = [rank_process(rank, 4, tmp_path) for rank in range(4)]
+                    assert [planners_of(rank) for rank in ranks] == [1, 0, 1, 0]
+                    os.kill(ranks[3], signal.SIGKILL)
             launcher.communicate(100)
         passwords = [Path(flags[-1]).read_text()] if flags else []
     log = "".join(said)
@@ -82,8 +83,8 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
     assert ("at rediss://:***@10.213.7.1:" in log) == (not flags)
     assert ("is used without TLS" in log) == bool(flags)
     for i, (_, _, device) in enumerate(hosts):
-        said_by = f"network of rank {i}'s machine: {device} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
-        assert log.count(said_by) == 2  # the rank that is on it, at both starts
+        said_by = f"network of rank {2 * i}'s machine: {device} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+        assert log.count(said_by) == 2  # the first rank that is on it, at both starts
     preloaded.train("--config", str(config), "--run-dir", "clean", "--costs", "killed/costs.json", cwd=tmp_path)
     killed, clean = (RunReport.read(tmp_path / run / "report.json").result.losses for run in ("killed", "clean"))
     assert (len(killed), killed) == (12, clean)

@@ -1,6 +1,7 @@
 """Two hosts on one machine: network namespaces joined by a virtual cable, and what their jobs need.
 
-Each host has a name of its own, which resolves to loopback there (Debian's 127.0.1.1) and to its address elsewhere.
+Each host has a name of its own, which resolves to loopback there (Debian's 127.0.1.1) and to its address elsewhere,
+and half of the cores: plans heed their number, and are those of a job on the machine itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ Host = tuple[str, str, str]  # namespace, address, device
 # What takes the place of ssh: HOST, then a command that is run on it.
 SHELL = """#!/bin/sh
 name=$1; shift
-exec ip netns exec "$name" unshare --uts sh -c 'hostname "$0" && exec "$@"' "$name" "$@"
+case $name in *-0) cores={};; *) cores={};; esac
+exec taskset -c "$cores" ip netns exec "$name" unshare --uts sh -c 'hostname "$0" && exec "$@"' "$name" "$@"
 """
 
 
@@ -97,7 +99,9 @@ def store_of(host: Host, folder: Path) -> Iterator[list[str]]:
 def host_files(hosts: list[Host], folder: Path, *, slots: int) -> list[str]:
     """Flags of `dynapipe launch` that start a job on the hosts, with the files that they name."""
     shell, host_file = folder / "into", folder / "hosts.txt"
-    shell.write_text(SHELL)
+    cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+    half = (len(cores) + 1) // 2
+    shell.write_text(SHELL.format(",".join(cores[:half]), ",".join(cores[half:] or cores)))
     shell.chmod(0o700)
     host_file.write_text("".join(f"{name} slots={slots}\n" for name, _, _ in hosts))
     return ["--hosts", str(host_file), "--ssh", str(shell)]
