@@ -16,7 +16,7 @@ from dynapipe_ext.config import SplitRule
 from dynapipe_ext.costs.abilities import prices_forwards_alone, replica_collectives_of
 from dynapipe_ext.costs.forwards import ForwardCosts
 from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
-from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
+from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.lengths import LengthArray, SampleLength, as_samples
 from dynapipe_ext.pieces import chains
@@ -48,19 +48,17 @@ from dynapipe_ext.schedules.planner_settings import (
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
-from dynapipe_ext.schedules.step_plan import Prediction, StepPlan, replica_costs, step_spans
-from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
-from dynapipe_ext.schedules.tables.published import published_schedule
+from dynapipe_ext.schedules.step_plan import Prediction, ReplicaCosts, StepPlan, replica_costs, step_spans
+from dynapipe_ext.schedules.tables.published import schedule_of_costs
 from dynapipe_ext.schedules.whole_or_pieces import whole_or_pieces
 from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_sizes
 from dynapipe_ext.splits.equal import check_enough
 from dynapipe_ext.topology import Topology
 
 Schedules = tuple[PipelineSchedule, ...]
-ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica
 
 _LESS = 4  # of the effort, one part in so many for cuts and replicas of forwards alone, which leave less to choose
-_AGAIN = 4  # of the effort, one part in so many to make a plan fit in less memory
+_AGAIN = 4  # of the effort, one part in so many to make replicas fit in less memory
 _PLACES = 8  # moves of effort for which one micro-batch of theirs tries all places in the order
 
 
@@ -188,10 +186,10 @@ class Planner:
         """The best plan found for one global batch that leaves `reserve_bytes` of every rank free.
 
         A reserve is some room for buffers, so an adaptive plan of training without one, of whole samples, is made to
-        fit where that goes: its micro-batches, recomputed, ordered and dealt out anew with a small part of the effort;
-        others are planned anew. `unreserved` is that plan, where it is known already: it changes nothing but saves
-        making it again. Bounds are those under the whole limit. Raises PlanError, naming the sample or micro-batch,
-        where nothing fits the limits; DataError for what are no lengths of samples.
+        fit where that goes: the micro-batches of replicas that fill more are recomputed, ordered and dealt out among
+        these anew, with a small part of the effort; others are planned anew. `unreserved` is that plan, where it is
+        known already: it changes nothing but saves making it again. Bounds are those under the whole limit. Raises
+        PlanError, naming the sample or micro-batch, where nothing fits; DataError for what are no lengths of samples.
         """
         samples = as_samples(lengths)
         for name, value in (("step", step), ("reserve_bytes", reserve_bytes)):
@@ -218,11 +216,21 @@ class Planner:
         less = replace(self, memory_limit_bytes=room)
         if self.schedule == "adaptive" and not self._piece_sizes(samples) and not self.forward_only:
             before = unreserved or self._found(samples, step)
-            splits = [[list(replica.micro_batches) for replica in before.batch.replicas]]
             with suppress(PlanError):  # these micro-batches do not fit; others may
-                again = replace(less, effort=self.effort // _AGAIN)
-                return again._predicted(*again._searched(again._proposals.fixed(splits)), step=step)
+                return replace(less, effort=self.effort // _AGAIN)._made_to_fit(before)
         return less._found(samples, step)
+
+    def _made_to_fit(self, before: StepPlan) -> StepPlan:
+        """The plan with those of its replicas that exceed the limit searched again, over their micro-batches."""
+        over = [d for d, one in enumerate(before.predictions) if max(one.peak_bytes) > self.memory_limit_bytes]
+        replicas = [list(replica.micro_batches) for replica in before.batch.replicas]
+        schedules, priced = list(before.schedules), list(before.costs)
+        if over:
+            found, again, _ = self._searched(self._proposals.fixed([[replicas[d] for d in over]]))
+            changed = zip(over, found, again, replica_costs(self.costs, found), strict=True)
+            for d, micro_batches, schedule, costs in changed:
+                replicas[d], schedules[d], priced[d] = micro_batches, schedule, costs
+        return self._predicted(replicas, tuple(schedules), tuple(priced), step=before.batch.step)
 
     def _found(self, samples: list[SampleLength], step: int) -> StepPlan:
         """The best plan, without its bounds: of long samples in pieces, where that is asked for or ends earlier."""
@@ -324,10 +332,12 @@ class Planner:
         """Of several splits under a published schedule, the first to end."""
         found: list[StepPlan] = []
         refusal: PlanError | None = None
+        limits = {"memory_limit_bytes": int(self.memory_limit_bytes)}
+        named = partial(schedule_of_costs, self.schedule, self.topology.stage_ranks, **limits)
         for replicas in splits:
             try:
                 priced = replica_costs(self.costs, replicas)
-                found.append(self._predicted(replicas, tuple(map(self._named, priced)), priced, step=step))
+                found.append(self._predicted(replicas, tuple(map(named, priced)), priced, step=step))
             except PlanError as error:  # this split cannot be priced, or holds too much at once; others may fit
                 refusal = refusal or error
         if not found:
@@ -361,15 +371,6 @@ class Planner:
         ]
         batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
         return StepPlan(batch, tuple(schedules), tuple(predictions), priced, self.shared_cores)
-
-    def _named(self, costs: MicroBatchCosts) -> PipelineSchedule:
-        """The schedule of this planner's name for one replica's micro-batches."""
-        pp, count = self.topology.pp, costs.num_micro_batches
-        if not count:
-            return PipelineSchedule(self.schedule, ((),) * pp, self.topology.stage_ranks)
-        if self.schedule == "cyclic":
-            return clustered_cyclic(costs, memory_limit_bytes=int(self.memory_limit_bytes))
-        return published_schedule(self.schedule, pp, count, stages_per_rank=self.topology.num_stages // pp)
 
     def to_json(self) -> dict[str, Any]:
         """Everything that changes a plan; `from_json` makes an equal planner in another process."""

@@ -15,6 +15,8 @@ from dynapipe_ext.schedules.judge.shared_cores import SharedCores, simulate_shar
 from dynapipe_ext.schedules.judge.simulate import SpanNs, simulate_ns, trace_of
 from dynapipe_ext.timeline import Trace
 
+ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -41,7 +43,7 @@ class StepPlan:
     batch: GlobalBatchPlan
     schedules: tuple[PipelineSchedule, ...]
     predictions: tuple[Prediction, ...]
-    costs: tuple[MicroBatchCosts, ...] = field(repr=False, compare=False)  # follow from the batch
+    costs: ReplicaCosts = field(repr=False, compare=False)  # follow from the batch
     cores: SharedCores | None = None
     certificate: Certificate | None = None
 
@@ -86,7 +88,7 @@ class StepPlan:
         return 1.0 - busy_ns / whole_ns if whole_ns > 0 else 0.0
 
 
-def replica_costs(costs: CostModel, replicas: Iterable[Sequence[MicroBatch]]) -> tuple[MicroBatchCosts, ...]:
+def replica_costs(costs: CostModel, replicas: Iterable[Sequence[MicroBatch]]) -> ReplicaCosts:
     """Costs of every replica's micro-batches, priced all at once. Errors: PlanError for one that has no price."""
     ends = [0, *accumulate(map(len, replicas := list(replicas)))]
     priced = costs.evaluate([m for replica in replicas for m in replica])

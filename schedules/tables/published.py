@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.schedule_names import ScheduleName
 from dynapipe_ext.schedules.actions import PipelineSchedule
+from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.schedules.tables.gpipe import gpipe
 from dynapipe_ext.schedules.tables.interleaved import interleaved_1f1b
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
@@ -55,3 +58,18 @@ def published_schedule(
             " leave that out, or choose interleaved-1f1b"
         )
     return PUBLISHED[name](num_ranks, num_micro_batches)
+
+
+def schedule_of_costs(
+    name: ScheduleName, stage_ranks: Sequence[int], costs: MicroBatchCosts, *, memory_limit_bytes: int
+) -> PipelineSchedule:
+    """The schedule of that name, cyclic included, for one replica's micro-batches; of none, no actions.
+
+    Errors: PlanError and ConfigError as the schedules have them.
+    """
+    num_ranks, count = max(stage_ranks) + 1, costs.num_micro_batches
+    if not count:
+        return PipelineSchedule(name, ((),) * num_ranks, tuple(stage_ranks))
+    if name == "cyclic":
+        return clustered_cyclic(costs, memory_limit_bytes=memory_limit_bytes)
+    return published_schedule(name, num_ranks, count, stages_per_rank=len(stage_ranks) // num_ranks)

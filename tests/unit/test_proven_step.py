@@ -109,6 +109,20 @@ def test_a_plan_made_to_fit_keeps_its_micro_batches_and_is_the_same_whether_the_
     assert {m.samples for m in second.batch.micro_batches} == {m.samples for m in first.batch.micro_batches}
 
 
+def test_replicas_that_leave_the_reserve_as_they_are_stay_so() -> None:
+    two = replace(planner(), topology=Topology(pp=3, dp=2))
+    first = two.plan(SAMPLES)
+    roomy, full = sorted((0, 1), key=lambda d: max(first.predictions[d].peak_bytes))
+    room = max(first.predictions[full].peak_bytes) - 1
+    assert max(first.predictions[roomy].peak_bytes) <= room
+    second = two.plan(SAMPLES, reserve_bytes=4000 - room, unreserved=first)
+    assert second.peak_bytes <= room
+    assert second.batch.replicas[roomy] == first.batch.replicas[roomy]
+    assert second.schedules[roomy] == first.schedules[roomy]
+    assert second.predictions[roomy] == first.predictions[roomy]
+    assert second.batch.replicas[full] != first.batch.replicas[full]
+
+
 def test_micro_batches_that_cannot_be_made_to_fit_are_cut_anew() -> None:
     roomy, room = planner(LARGE.costs, memory_limit_bytes=10_000, recompute="none"), 2000
     assert max(m.padded_tokens for m in roomy.plan(SAMPLES).batch.micro_batches) * 100 > room
