@@ -12,9 +12,10 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 from typing import assert_never
 
 from dynapipe_ext.activations import ActivationFormat
@@ -39,6 +40,7 @@ from dynapipe_ext.schedules.judge.simulate import simulate_ns
 from dynapipe_ext.schedules.step_plan import StepPlan
 
 Times = Sequence[Sequence[tuple[int, int]]]  # per rank, per action: (start_ns, end_ns)
+RankPrograms = tuple[tuple[Instruction, ...], ...]  # of each pipeline rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def lower_schedule(
     transfer_ns: Sequence[Sequence[int]] | None = None,
     *,
     order_times: Times | None = None,
-) -> tuple[tuple[Instruction, ...], ...]:
+) -> RankPrograms:
     """Instructions of each pipeline rank. `transfer_ns[boundary][micro_batch]` defaults to 0.
 
     `order_times` are those by which transfers are ordered (default: `times`).
@@ -185,8 +187,9 @@ def lower(
     *,
     fill_waits: bool = False,
     replicas_meet: bool = False,
+    known: Mapping[int, RankPrograms] = MappingProxyType({}),
 ) -> tuple[tuple[ExecutionPlan, ...], ...]:
-    """Execution plans indexed [dp_rank][pp_rank].
+    """Execution plans indexed [dp_rank][pp_rank]; replicas whose instructions are `known` keep them.
 
     `replicas_meet` inside micro-batches, in collectives: transfers of all replicas are then ordered by the times of the
     first, so that they have one order with the collectives.
@@ -209,7 +212,7 @@ def lower(
                 bubble_ratio = 1 - (1 - prediction.bubble_ratio) * prediction.makespan_ns / filling_ns
                 prediction = replace(prediction, makespan_ns=filling_ns, bubble_ratio=bubble_ratio)
         same_order = replicas_meet and counts[0] == len(replica.micro_batches)  # of others the proof says what is wrong
-        instructions = lower_schedule(
+        instructions = known.get(replica.dp_rank) or lower_schedule(
             schedule,
             simulate_ns(schedule, replica_costs),
             replica.micro_batches,

@@ -18,7 +18,7 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.instructions import ExecutionPlan
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.lowering import RankPrograms, lower
 from dynapipe_ext.executor.proof.step import verify_step, with_collectives
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.pieces import chains
@@ -98,12 +98,13 @@ def prove_step(planner: StepPlanner, samples: Sequence[SampleLength], *, step: i
     """
     limit, most_in_flight = int(planner.memory_limit_bytes), 0
     reserves: tuple[int, ...] = (0,)
-    unreserved: StepPlan | None = None
+    first: ProvenStep | None = None
+    form, collectives = planner.activation_format, planner.replica_collectives
     for attempt in range(_MOST_PLANS):
-        plan = partial(planner.plan, samples, step=step, unreserved=unreserved)
+        plan = partial(planner.plan, samples, step=step, unreserved=first.step_plan if first else None)
         step_plan, reserve = _first_plan(plan, reserves)
-        unreserved = unreserved or step_plan
-        proven = prove(step_plan, planner.activation_format, planner.replica_collectives, fill_waits=planner.fill_waits)
+        proven = prove(step_plan, form, collectives, fill_waits=planner.fill_waits, like=first)
+        first = first or proven
         too_many = proven.peak_bytes - limit
         if too_many <= 0:
             return proven
@@ -131,8 +132,11 @@ def prove(
     collectives: ReplicaCollectives,
     *,
     fill_waits: bool = False,
+    like: ProvenStep | None = None,
 ) -> ProvenStep:
     """A step as planned, lowered and proven; whether its peaks fit a limit is for the caller to ask.
+
+    Replicas that still are those of a step `like` this one, made alike, keep their instructions; all are proven.
 
     Raises VerificationError where ranks would wait for ever or disagree; ConfigError where weight gradients would move
     that meet those of other replicas, whose ranks move theirs at other times.
@@ -142,9 +146,9 @@ def prove(
             f"fill_waits moves weight gradients at run time, but each joins a {collectives.with_gradients[0]} over"
             " replicas (ZeRO stage 2 or 3), which needs one order on all: leave fill_waits out, or take ZeRO stage 1"
         )
-    lowered = lower(
-        step_plan, activation_format, fill_waits=fill_waits, replicas_meet=any(collectives.of_micro_batches)
-    )
+    replicas_meet = any(collectives.of_micro_batches)  # then one's times order the transfers of all
+    known = {} if like is None or replicas_meet else _unchanged(step_plan, like)
+    lowered = lower(step_plan, activation_format, fill_waits=fill_waits, replicas_meet=replicas_meet, known=known)
     programs = [[plan.instructions for plan in replica] for replica in lowered]
     counts = [len(replica.micro_batches) for replica in step_plan.batch.replicas]
     if step_plan.forward_only:
@@ -163,3 +167,14 @@ def prove(
         promised = replace(promised, peak_bytes=peaks)
         plans.append(tuple(replace(plan, prediction=promised) for plan in replica))
     return ProvenStep(step_plan, tuple(plans), tuple(tuple(replica) for replica in buffers))
+
+
+def _unchanged(step_plan: StepPlan, like: ProvenStep) -> dict[int, RankPrograms]:
+    """Instructions of the replicas whose schedule and costs are the very objects of the step before."""
+    before = like.step_plan
+    return {
+        dp_rank: tuple(plan.instructions for plan in replica)
+        for dp_rank, replica in enumerate(like.plans)
+        if step_plan.schedules[dp_rank] is before.schedules[dp_rank]
+        and step_plan.costs[dp_rank] is before.costs[dp_rank]
+    }

@@ -201,7 +201,8 @@ class Planner:
             check_enough(len(samples), self.topology.dp)
         plan = self._leaving(reserve_bytes, samples, step, unreserved) if reserve_bytes else self._found(samples, step)
         check_cover(plan.batch, samples)
-        certificate = certify(plan, self.costs, samples, memory_limit_bytes=int(self.memory_limit_bytes))
+        limit = int(self.memory_limit_bytes)
+        certificate = certify(plan, self.costs, samples, memory_limit_bytes=limit, like=unreserved)
         promised = zip(plan.predictions, certificate.replicas, strict=True)
         predictions = tuple(replace(one, lower_bound_ns=bounds.best_ns) for one, bounds in promised)
         return replace(plan, predictions=predictions, certificate=certificate)
@@ -332,8 +333,7 @@ class Planner:
         """Of several splits under a published schedule, the first to end."""
         found: list[StepPlan] = []
         refusal: PlanError | None = None
-        limits = {"memory_limit_bytes": int(self.memory_limit_bytes)}
-        named = partial(schedule_of_costs, self.schedule, self.topology.stage_ranks, **limits)
+        named = partial(schedule_of_costs, self.schedule, self.topology.stage_ranks, int(self.memory_limit_bytes))
         for replicas in splits:
             try:
                 priced = replica_costs(self.costs, replicas)

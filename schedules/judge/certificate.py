@@ -61,14 +61,20 @@ def certify(
     samples: Sequence[SampleLength],
     *,
     memory_limit_bytes: int | None = None,
+    like: StepPlan | None = None,
 ) -> Certificate:
     """The certificate of a plan of `samples` under `costs`; without a limit there is no byte-time bound, and
-    the batch bound is that without one.
+    the batch bound is that without one. Replicas that still are those of a plan `like` this one, certified under the
+    same limit, keep their bounds.
 
     Errors: PlanError if the weights alone exceed the limit, or a bound is above the makespan (a defect, never a plan).
     """
+    known: dict[int, ReplicaBounds] = {}  # by whose costs they are of
+    if like is not None and like.certificate is not None:
+        known = {id(priced): bounds for priced, bounds in zip(like.costs, like.certificate.replicas, strict=True)}
     replicas = tuple(
-        replica_bounds(schedule, priced, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes)
+        known.get(id(priced))
+        or replica_bounds(schedule, priced, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes)
         for schedule, priced in zip(step_plan.schedules, step_plan.costs, strict=True)
     )
     ranks, dp = step_plan.schedules[0].stage_ranks, len(step_plan.schedules)

@@ -61,7 +61,7 @@ def published_schedule(
 
 
 def schedule_of_costs(
-    name: ScheduleName, stage_ranks: Sequence[int], costs: MicroBatchCosts, *, memory_limit_bytes: int
+    name: ScheduleName, stage_ranks: Sequence[int], memory_limit_bytes: int, costs: MicroBatchCosts
 ) -> PipelineSchedule:
     """The schedule of that name, cyclic included, for one replica's micro-batches; of none, no actions.
 

@@ -15,9 +15,10 @@ from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.executor.lowering import lower
-from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.proven_step import prove, prove_step
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.schedules.judge.certificate import certify
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.topology import Topology
@@ -109,18 +110,29 @@ def test_a_plan_made_to_fit_keeps_its_micro_batches_and_is_the_same_whether_the_
     assert {m.samples for m in second.batch.micro_batches} == {m.samples for m in first.batch.micro_batches}
 
 
-def test_replicas_that_leave_the_reserve_as_they_are_stay_so() -> None:
+def test_replicas_that_leave_the_reserve_as_they_are_stay_so_with_their_bounds_and_instructions() -> None:
     two = replace(planner(), topology=Topology(pp=3, dp=2))
     first = two.plan(SAMPLES)
     roomy, full = sorted((0, 1), key=lambda d: max(first.predictions[d].peak_bytes))
     room = max(first.predictions[full].peak_bytes) - 1
     assert max(first.predictions[roomy].peak_bytes) <= room
     second = two.plan(SAMPLES, reserve_bytes=4000 - room, unreserved=first)
+    assert second == two.plan(SAMPLES, reserve_bytes=4000 - room)
     assert second.peak_bytes <= room
     assert second.batch.replicas[roomy] == first.batch.replicas[roomy]
     assert second.schedules[roomy] == first.schedules[roomy]
     assert second.predictions[roomy] == first.predictions[roomy]
     assert second.batch.replicas[full] != first.batch.replicas[full]
+
+    assert first.certificate
+    assert second.certificate
+    assert second.certificate.replicas[roomy] is first.certificate.replicas[roomy]
+    assert second.certificate == certify(second, two.costs, SAMPLES, memory_limit_bytes=4000)
+    before = prove(first, FORMAT, ReplicaCollectives())
+    after = prove(second, FORMAT, ReplicaCollectives(), like=before)
+    assert after == prove(second, FORMAT, ReplicaCollectives())
+    assert after.plans[roomy][0].instructions is before.plans[roomy][0].instructions
+    assert after.plans[full][0].instructions is not before.plans[full][0].instructions
 
 
 def test_micro_batches_that_cannot_be_made_to_fit_are_cut_anew() -> None:
