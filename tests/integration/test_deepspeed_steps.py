@@ -22,6 +22,7 @@ from dynapipe_ext.data.collate import collate
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer, make_engine
 from dynapipe_ext.executor.stages.deepspeed_stage import DeepSpeedStage, EngineGradients, engine_model, engine_stage
 from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
@@ -33,6 +34,7 @@ from dynapipe_ext.lengths import SampleLength
 from tests.support.deepspeed_ranks import quiet
 from tests.support.tiny_models import SIZES, VOCAB, one_by_one, samples_of, tiny_model
 
+megatron_cpu.install()  # here, once, instead of in every rank, whose learning rates are Megatron's
 SAMPLES = samples_of((3, 12, 7, 20, 5, 9, 14, 4, 6, 11))
 REPLICAS = Topology(dp=2)
 LR, DECAY, CLIP, STEPS = 1e-2, 0.1, 0.5, 3
@@ -170,12 +172,7 @@ def refused(parallel: ParallelContext, rank: int) -> dict[str, str]:
             said[name] = str(error)
 
     layers = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 8), torch.nn.Linear(8, VOCAB))
-    for name in [name for name in sys.modules if name.startswith(COMPILES)]:
-        del sys.modules[name]  # as in a rank that has made no engine yet
-    before = set(sys.modules)
     ds = make_engine(layers, ENGINES["zero2"].config, parallel)
-    assert COMPILES in sys.modules
-    assert not [name for name in set(sys.modules) - before if name.startswith("torch._inductor")]  # 3 s to load
     stage = DeepSpeedStage(ds, token_loss_sum, parallel=parallel)
     unequal = plan_of(SAMPLES[:1], rank, 1)
     in_flight = plan_of(SAMPLES, rank, 1, schedule="gpipe", rule="packed-balanced", equal_counts=True, layout="packed")
@@ -210,7 +207,12 @@ def refused(parallel: ParallelContext, rank: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     def main(rank: int) -> Any:
+        for name in [name for name in sys.modules if name.startswith(COMPILES)]:
+            del sys.modules[name]  # as where ranks do not find it imported
+        before = set(sys.modules)
         told = {name: trained(engine, rank) for name, engine in (ENGINES | PIPELINES).items()}
+        assert COMPILES in sys.modules
+        assert not [name for name in set(sys.modules) - before if name.startswith("torch._inductor")]  # 3 s to load
         return told, refused(ParallelContext(REPLICAS, device=CPU, timeout_s=60), rank)
 
     return in_ranks(main, tmp_path_factory.mktemp("ranks"), 2)

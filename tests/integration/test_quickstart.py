@@ -19,7 +19,7 @@ import pytest
 from tests.support.preloaded import Preloaded
 
 LIMIT_S = 400
-SHORT = ("--steps", "1", "--tp", "1", "--pp", "2", "--dp", "1")
+SHORT = ("--steps", "1", "--tokens-per-batch", "2048", "--tp", "1", "--pp", "2", "--dp", "1")
 # What pip says when it reaches no index (its retries, its resolver, its sockets).
 NO_INDEX = (
     "Failed to establish a new connection",
@@ -150,7 +150,7 @@ def test_the_second_command_installs_nothing(checkout: Path, first_run: Path) ->
     assert installed(checkout) == before
 
 
-# Commands of the README as they stand there, each with what keeps its run short: one step on two ranks.
+# Commands of the README as they stand there, each with what keeps its run short: one small step on two ranks.
 COMMANDS = {
     "dynapipe doctor": (),
     "dynapipe plan --lengths lengths.npy --pp 4 --dp 2": (),
