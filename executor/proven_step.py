@@ -99,11 +99,16 @@ def prove_step(planner: StepPlanner, samples: Sequence[SampleLength], *, step: i
     limit, most_in_flight = int(planner.memory_limit_bytes), 0
     reserves: tuple[int, ...] = (0,)
     first: ProvenStep | None = None
-    form, collectives = planner.activation_format, planner.replica_collectives
     for attempt in range(_MOST_PLANS):
         plan = partial(planner.plan, samples, step=step, unreserved=first.step_plan if first else None)
         step_plan, reserve = _first_plan(plan, reserves)
-        proven = prove(step_plan, form, collectives, fill_waits=planner.fill_waits, like=first)
+        proven = prove(
+            step_plan,
+            planner.activation_format,
+            planner.replica_collectives,
+            fill_waits=planner.fill_waits,
+            like=first,
+        )
         first = first or proven
         too_many = proven.peak_bytes - limit
         if too_many <= 0:

@@ -49,7 +49,7 @@ def write_atomic(path: str | Path, text: str) -> None:
     """
     target = Path(path)
     if target.is_dir():
-        raise DataError(f"{target} is a folder: name a file to write")
+        raise DataError(f"{target} is a folder: name another file, or move it away")
     if target.exists() and not target.is_file():
         try:
             target.write_text(text, encoding="utf-8")

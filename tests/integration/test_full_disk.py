@@ -36,7 +36,7 @@ def test_a_report_that_cannot_be_written_is_named_once_by_rank_0(preloaded: Prel
         (tmp_path / "run" / "trace.json").mkdir()  # no place for the file
 
     said = train(preloaded, tmp_path, 6, fill)
-    why = r"rank 0: run/trace.json cannot be written \(Is a directory\): choose another directory\n"
+    why = "rank 0: run/trace.json is a folder: name another file, or move it away\n"
     assert re.fullmatch(rf"ranks: .*\n{why}{ENDED}", said)
     assert RunReport.read(tmp_path / "run" / "report.json").unfinished is not None
 

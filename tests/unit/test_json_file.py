@@ -32,5 +32,5 @@ def test_a_file_is_replaced_in_one_step_and_its_folder_made(tmp_path: Path) -> N
     with pytest.raises(DataError, match="cannot be written"):
         write_atomic(tmp_path / "file" / "inside.json", "text")
     for folder in (tmp_path / "new", ".", "/"):
-        with pytest.raises(DataError, match="is a folder: name a file to write"):
+        with pytest.raises(DataError, match="is a folder: name another file, or move it away"):
             write_atomic(folder, "text")
