@@ -132,8 +132,8 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
         if config.job.strict:
             raise ConfigError("[job] strict moves CPU tensors over gloo: leave it out on accelerators")
     costs = job.costs
-    limits = {"limit_s": max(config.job.timeout_s, PREPARE_LIMIT_S), "silent_s": config.job.timeout_s}
-    meeting = Meeting(env, **limits)
+    timeout_s = config.job.timeout_s
+    meeting = Meeting(env, limit_s=max(timeout_s, PREPARE_LIMIT_S), silent_s=timeout_s)
     if costs is None and env.rank == 0:
         said = (ranks_line(topology), followed_placement(config), adapters_line(config), dropout_line(config))
         print("\n".join(line for line in said if line), file=sys.stderr)
@@ -148,7 +148,7 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
         if trials:
             show(trials_table(trials), console=Console(stderr=True, highlight=False))
     meeting.arrive("meeting of all ranks")
-    meeting.connect(device, timeout_s=config.job.timeout_s)  # from here on nobody may be silent for longer
+    meeting.connect(device, timeout_s=timeout_s)  # from here on nobody may be silent for longer
     # A rank that fails keeps its process groups until it has said why: others fail once they are closed.
     with ExitStack() as stack:
         context, spans = _run(env, meeting, job, costs, device, log, stack)
