@@ -24,7 +24,7 @@ from dynapipe_ext.suggestion import did_you_mean
 from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.estimate.config import settings, toml_text, train_fault
 from dynapipe_ext.tools.estimate.lengths import LengthData, distribution_data, file_data
-from dynapipe_ext.tools.estimate.options import OFFLOADS, Limits, Question, RecomputeChoice
+from dynapipe_ext.tools.estimate.options import OFFLOADS_TRIED, Limits, Question, RecomputeChoice
 from dynapipe_ext.tools.estimate.ranking import Estimate, Search, estimate
 from dynapipe_ext.tools.estimate.table import Prices, estimate_json, show_estimate, trainable
 from dynapipe_ext.tools.json_file import write_atomic
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--pp", "N,…", "pipeline ranks"),
         ("--stages-per-rank", "N,…", "under interleaved, v"),
         ("--zero", "N,…", "stages 0 to 3"),
-        ("--offload", "KIND,…", ", ".join(OFFLOADS)),
+        ("--offload", "KIND,…", ", ".join(OFFLOADS_TRIED)),
         ("--recompute", "KIND,…", ", ".join(get_args(RecomputeChoice))),
         ("--layout", "KIND,…", ", ".join(get_args(Layout))),
     ):
@@ -164,7 +164,7 @@ def question_of(args: argparse.Namespace) -> Question:
             placement=args.placement or "linear",
             stages_per_rank=_stages_per_rank(args),
             zero_stages=_numbers(args.zero, "--zero", most=3, least=0),
-            offloads=_words(args.offload, "--offload", OFFLOADS),
+            offloads=_words(args.offload, "--offload", OFFLOADS_TRIED),
             recomputes=_words(args.recompute, "--recompute", get_args(RecomputeChoice)),
             layouts=layouts,
             pieces=pieces,

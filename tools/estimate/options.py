@@ -28,7 +28,7 @@ from dynapipe_ext.tools.estimate.lengths import LengthData, typical_shapes
 from dynapipe_ext.tools.estimate.memory import bytes_in_pieces
 from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")  # weights alone free less, and cost more of the link
+OFFLOADS_TRIED: tuple[Offload, ...] = ("none", "optimizer", "all")  # weights alone free less, and cost more of the link
 RecomputeChoice = Literal["none", "selective", "full", "stage", "auto"]
 _PAD_MULTIPLE = 8
 _MIXED = 0.98
@@ -194,7 +194,7 @@ def _with_states(question: Question, topology: Topology, cp: int, dropped: Dropp
         if zero_stage >= 2 and topology.pp > 1:
             dropped.add("ZeRO stage 2 or 3 under a pipeline, whose stages add gradients of many micro-batches")
             continue
-        for offload in limits.offloads or (OFFLOADS if question.cluster.device.has_host else ("none",)):
+        for offload in limits.offloads or (OFFLOADS_TRIED if question.cluster.device.has_host else ("none",)):
             if offload == "all" and zero_stage != 3:
                 continue
             for ep in shares:
