@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "regroup.hpp"
 #include "search.hpp"
 #include "splits.hpp"
 
@@ -207,11 +208,26 @@ i64 least_bound(const Integers& costs, const Widths& widths) {
   return dynapipe::least_bound(costs.data(), static_cast<int>(costs.shape(0)), static_cast<int>(costs.shape(1)), widths.data());
 }
 
+Groups regrouped(const Groups& groups, const std::vector<i64>& encoder, const std::vector<i64>& decoder,
+                 const std::vector<double>& law, i64 most_tokens, i64 moves, std::uint64_t seed) {
+  if (law.size() != 6 || groups.size() < 2) throw std::invalid_argument("a law has 6 numbers, and there are 2 groups or more");
+  if (encoder.size() != decoder.size()) throw std::invalid_argument("an item has a length on each side");
+  for (const auto& group : groups) {
+    if (group.empty()) throw std::invalid_argument("a group is empty");
+    for (int item : group) {
+      if (item < 0 || item >= static_cast<int>(encoder.size())) throw std::invalid_argument("a group has an item without lengths");
+    }
+  }
+  nb::gil_scoped_release unlocked;
+  return dynapipe::Regrouping(groups, encoder, decoder, law, most_tokens).after(moves, seed);
+}
+
 }  // namespace
 
 NB_MODULE(_core, module) {
   module.doc() = "Hot loops of planning; the twins in Python are the reference";
   module.def("search", &search);
+  module.def("regrouped", &regrouped);
   module.def("stage_costs", &stage_costs);
   module.def("cheapest_cuts", &cheapest_cuts);
   module.def("least_bound", &least_bound);

@@ -30,13 +30,15 @@ class Runs:
     """Samples in order, and every run of them worth a look.
 
     `shapes[j, r - 1]` is the shape of the run of r samples that ends at sample j, or -1 where it breaks a cap or takes
-    too long; `kind_costs` price each shape under every kind of recomputation.
+    too long; `sizes` (3, shapes) are the rows and padded lengths of each shape, `kind_costs` price it under every kind
+    of recomputation.
     """
 
     order: tuple[SampleLength, ...]
     kinds: tuple[Recompute, ...]
     kind_costs: tuple[MicroBatchCosts, ...]
     shapes: ShapeIndex
+    sizes: IntArray
     caps: Caps
     stage_ranks: tuple[int, ...] | None = None
 
@@ -137,6 +139,7 @@ def price_runs(
         kinds=tuple(kinds),
         kind_costs=tuple(MicroBatchCosts.join(pieces, like=pieces[0]) for pieces in table.priced),
         shapes=table.shapes(most_ns),
+        sizes=np.concatenate(table.sizes, axis=1),
         caps=caps,
         stage_ranks=stage_ranks,
     )
@@ -165,6 +168,7 @@ class _Table:
         self.last = np.append(first[1:], count) - 1  # of the samples of each class
         self.priced: list[list[MicroBatchCosts]] = [[] for _ in kinds]
         self.times = np.zeros(0, np.int64)
+        self.sizes: list[IntArray] = []
         self.cells: list[ShapeIndex] = []  # of each row count: the shape of each class, -1 while not priced
         self.grow(0)
 
@@ -209,6 +213,7 @@ class _Table:
             self.cells[row][classes] = shapes[at : at + len(classes)]
             at += len(classes)
         self.times = np.concatenate([self.times, time_ns])
+        self.sizes.append(sizes)
         for pieces, piece in zip(self.priced, priced, strict=True):
             pieces.append(piece)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -20,6 +21,7 @@ from dynapipe_ext.pieces import chains
 from dynapipe_ext.plan import Layout, MicroBatch, Recompute, round_up
 from dynapipe_ext.schedules.search.joint import Run
 from dynapipe_ext.schedules.search.optimizer import Start
+from dynapipe_ext.schedules.search.regroup import exchanged
 from dynapipe_ext.splits.balance import assign_replicas
 from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_cuts
 from dynapipe_ext.splits.exact import MOST_SAMPLES, good_partitions
@@ -91,6 +93,10 @@ class Proposals:
                 groups=tuple(map(tuple, self._assigned(runs.times(cuts), samples, step))),
             )
             proposed.append(Proposal(start, runs.micro_batch))
+        if any(s.decoder for s in samples):
+            with suppress(PlanError):  # shapes that the law did not know may be refused
+                made = _possible(partial(exchanged, runs, cuts) for cuts in firsts)
+                proposed += self.fixed([self._with_replicas(parts, samples, step) for parts in made])
         if len(samples) <= MOST_SAMPLES and any(s.decoder for s in samples) and not self.equal_counts:
             proposed += self.fixed(self._few(samples, step))
         return proposed
