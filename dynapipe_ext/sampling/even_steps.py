@@ -134,6 +134,7 @@ def _trade(work: Bins, largest: IntArray, num_ranks: int, cap: int, most_tried: 
         others = np.arange(first, first + work.num_bins, dtype=np.int64)
         elsewhere = others // num_ranks != giver // num_ranks
         room = np.maximum(most[others] - work.load[others], 0)
+        given = _sums(work, giver, dearest_first=True)
         for taker in others[np.lexsort((-room, elsewhere))][: min(num_ranks, 2 * _OTHERS) + _OTHERS].tolist():
             over = work.load[giver] - most[giver]
             if over <= 0 or work.counts[giver] < 2:
@@ -142,22 +143,35 @@ def _trade(work: Bins, largest: IntArray, num_ranks: int, cap: int, most_tried: 
                 return tried
             if taker != giver and most[taker] > work.load[taker]:
                 tried += 1
-                _trade_with(work, giver, taker, over=over, most=most[taker] - work.load[taker], cap=cap)
+                if _trade_with(work, giver, given, taker, over=over, most=most[taker] - work.load[taker], cap=cap):
+                    given = _sums(work, giver, dearest_first=True)
     return tried
 
 
-def _trade_with(work: Bins, giver: int, taker: int, *, over: float, most: float, cap: int) -> None:
-    """The first i of the giver's dearest but one for the first j of the taker's cheapest: `over` less, if it can be."""
-    slots_a, length_a, cost_a = _sums(work, giver, dearest_first=True)
+def _trade_with(
+    work: Bins,
+    giver: int,
+    given: tuple[IntArray, IntArray, IntArray],
+    taker: int,
+    *,
+    over: float,
+    most: float,
+    cap: int,
+) -> bool:
+    """The first i of the giver's dearest but one for the first j of the taker's cheapest: `over` less, if it can be.
+    `given`: the giver's `_sums`. Whether anything was traded."""
+    slots_a, length_a, cost_a = given
     slots_b, length_b, cost_b = _sums(work, taker, dearest_first=False)
     j = np.searchsorted(length_b, length_a - (cap - work.filled[taker]), side="left")
     j = np.minimum(j, len(length_b) - 1)
     saved = cost_a - cost_b[j]
     moved = length_a - length_b[j]
     fits = (moved <= cap - work.filled[taker]) & (-moved <= cap - work.filled[giver]) & (saved > 0) & (saved <= most)
-    if fits.any():
-        i = int(np.where(fits, np.minimum(saved, over), -1.0).argmax())
-        work.trade(giver, slots_a[:i], taker, slots_b[: int(j[i])])
+    if not fits.any():
+        return False
+    i = int(np.where(fits, np.minimum(saved, over), -1.0).argmax())
+    work.trade(giver, slots_a[:i], taker, slots_b[: int(j[i])])
+    return True
 
 
 def _sums(work: Bins, number: int, *, dearest_first: bool) -> tuple[IntArray, IntArray, IntArray]:

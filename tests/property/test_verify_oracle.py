@@ -49,16 +49,21 @@ class StuckError(HarmError):
 
 def explore(programs: Programs, stage_ranks: Sequence[int], num_micro_batches: int, *, freely: bool = False) -> int:
     """Number of states that some interleaving reaches; raises HarmError if one of them fails or is stuck."""
-    start = (0,) * len(programs)
-    seen, todo = {(start, frozenset())}, [(start, frozenset())]
+    lanes = _lanes(programs)
+    start = ((0,) * len(programs), (0,) * len(lanes))  # what each rank has run, what of each queue has ended
+    seen, todo = {start}, [start]
     # What does not depend on what has ended is found once for each place.
-    queues_at, awaited_at = cache(partial(_queues, programs)), cache(partial(_awaited, programs))
+    queues_at, awaited_at = cache(partial(_queues, programs, lanes)), cache(partial(_awaited, programs, lanes))
     check_local = cache(partial(_check_local, programs, stage_ranks))
     while todo:
         pcs, ended = todo.pop()
-        moves = [(pcs, ended | {t}) for t in _startable(programs, queues_at(pcs), ended, freely)]
+        startable = _startable(programs, queues_at(pcs), ended, freely)
+        moves = [(pcs, (*ended[:lane], ended[lane] + 1, *ended[lane + 1 :])) for lane in startable]
         for rank, pc in enumerate(pcs):
-            if pc < len(programs[rank]) and (awaited_at(rank, pc) is None or awaited_at(rank, pc) in ended):
+            if pc == len(programs[rank]):
+                continue
+            lane, k = awaited_at(rank, pc) or (0, -1)
+            if k < 0 or k < ended[lane]:
                 check_local(rank, pc)
                 moves.append(((*pcs[:rank], pc + 1, *pcs[rank + 1 :]), ended))
         if not moves and any(pc < len(program) for pc, program in zip(pcs, programs, strict=True)):
@@ -73,43 +78,46 @@ def explore(programs: Programs, stage_ranks: Sequence[int], num_micro_batches: i
     return len(seen)
 
 
-def _queues(programs: Programs, pcs: Sequence[int]) -> dict[tuple[int, int, int], dict[int, list[int]]]:
-    """Per unordered pair and communicator, per rank: the places in its program of what it has posted."""
-    queues: dict[tuple[int, int, int], dict[int, list[int]]] = {}
+def _lanes(programs: Programs) -> list[tuple[int, int, int]]:
+    """Pairs of ranks with a communicator that some transfer uses; each has its queue."""
+    posts = [(rank, x) for rank, program in enumerate(programs) for x in program if isinstance(x, Send | Recv)]
+    return sorted({(min(rank, x.peer), max(rank, x.peer), x.channel) for rank, x in posts})
+
+
+def _queues(programs: Programs, lanes: list[tuple[int, int, int]], pcs: Sequence[int]) -> list[dict[int, list[int]]]:
+    """Per queue, per rank: the places in its program of what it has posted."""
+    queues: list[dict[int, list[int]]] = [{} for _ in lanes]
     for rank, pc in enumerate(pcs):
         for place, instruction in enumerate(programs[rank][:pc]):
             if isinstance(instruction, Send | Recv):
                 low, high = sorted((rank, instruction.peer))
-                queues.setdefault((low, high, instruction.channel), {}).setdefault(rank, []).append(place)
+                queues[lanes.index((low, high, instruction.channel))].setdefault(rank, []).append(place)
     return queues
 
 
-def _startable(programs: Programs, queues, ended: frozenset, freely: bool) -> list[tuple[int, int, int, int]]:
-    """The front of each queue, if both sides have posted it; an operation is named (low, high, channel, k).
+def _startable(programs: Programs, queues, ended: tuple[int, ...], freely: bool) -> list[int]:
+    """The queues whose front both sides have posted.
 
     Unless `freely`, no side may have posted something before it, on any queue, that has not ended.
     """
     found, fronts = [], {}  # rank -> place of the first that it has posted and that has not ended
-    for (low, high, channel), sides in queues.items():
-        k = sum(t[:3] == (low, high, channel) for t in ended)
+    for sides, k in zip(queues, ended, strict=True):
         for rank, places in sides.items():
             if k < len(places):
                 fronts[rank] = min(places[k], fronts.get(rank, places[k]))
-    for (low, high, channel), sides in queues.items():
-        k = sum(t[:3] == (low, high, channel) for t in ended)
-        ours, theirs = sides.get(low, []), sides.get(high, [])
-        if k < len(ours) and k < len(theirs):
+    for lane, (sides, k) in enumerate(zip(queues, ended, strict=True)):
+        if len(sides) == 2 and all(k < len(places) for places in sides.values()):
+            (low, ours), (high, theirs) = sides.items()
             a, b = programs[low][ours[k]], programs[high][theirs[k]]
             if type(a) is type(b) or a.buffer != b.buffer or a.specs != b.specs:
                 raise HarmError(f"{a} meets {b}")
-            if not freely and (ours[k] > fronts[low] or theirs[k] > fronts[high]):
-                continue
-            found.append((low, high, channel, k))
+            if freely or (ours[k] == fronts[low] and theirs[k] == fronts[high]):
+                found.append(lane)
     return found
 
 
-def _awaited(programs: Programs, rank: int, pc: int) -> tuple[int, int, int, int] | None:
-    """What a wait needs to have ended: its transfer, the last posted of that name. A wait for nothing fails."""
+def _awaited(programs: Programs, lanes: list[tuple[int, int, int]], rank: int, pc: int) -> tuple[int, int] | None:
+    """What a wait needs to have ended: (queue, place in it) of the last posted of that name. One for nothing fails."""
     instruction = programs[rank][pc]
     if not isinstance(instruction, WaitSend | WaitRecv):
         return None
@@ -121,8 +129,7 @@ def _awaited(programs: Programs, rank: int, pc: int) -> tuple[int, int, int, int
     post = before[posts[-1]]
     lane = (post.peer, post.channel)
     k = sum(isinstance(x, Send | Recv) and (x.peer, x.channel) == lane for x in before[: posts[-1]])
-    low, high = sorted((rank, post.peer))
-    return (low, high, post.channel, k)
+    return lanes.index((min(rank, post.peer), max(rank, post.peer), post.channel)), k
 
 
 def _history(program: Sequence[Instruction], pc: int, num_stages: int) -> Counter:

@@ -123,15 +123,15 @@ def test_one_rank_comes_to_an_end_and_knows_its_length() -> None:
 
 
 def test_epochs_differ_seeds_differ_and_each_can_be_had_again() -> None:
-    lengths = chat_lengths(500)
-    found = sampler(lengths, 2, 4096)
+    lengths = chat_lengths(200)
+    found = sampler(lengths, 2, 8192)
     first = list(found)
     assert list(found) == first
     found.set_epoch(1)
     assert list(found) != first
     found.set_epoch(0)
     assert list(found) == first
-    assert list(sampler(lengths, 2, 4096, seed=1)) != first
+    assert list(sampler(lengths, 2, 8192, seed=1)) != first
 
 
 def test_the_given_order_is_kept_to_a_few_steps() -> None:
@@ -225,13 +225,13 @@ def test_a_state_of_other_lengths_or_settings_is_refused() -> None:
 
 
 def test_batches_done_before_a_resume_are_counted_until_the_epoch_ends() -> None:
-    lengths = chat_lengths(500)
-    first = sampler(lengths, 2, 4096)
+    lengths = chat_lengths(200)
+    first = sampler(lengths, 2, 8192)
     assert first.num_done == 0
-    second = sampler(lengths, 4, 4096)
+    second = sampler(lengths, 4, 8192)
     second.load_state_dict(first.state_dict(num_batches=5))
     assert second.num_done == 5
-    third = sampler(lengths, 4, 4096)
+    third = sampler(lengths, 4, 8192)
     third.load_state_dict(second.state_dict(num_batches=7))
     assert third.num_done == 7
     assert third.state_dict(num_batches=9)["segments"] == [[2, 5], [4, 4]]
@@ -248,12 +248,12 @@ def test_batches_of_one_of_several_ranks_cannot_be_taken_for_those_of_all() -> N
 
 
 def test_after_a_resumed_epoch_the_next_iteration_is_a_whole_one() -> None:
-    lengths = chat_lengths(500)
-    first = sampler(lengths, 2, 4096)
+    lengths = chat_lengths(200)
+    first = sampler(lengths, 2, 8192)
     iterator = iter(first)
     _ = [next(iterator) for _ in range(5)]
     for num_replicas in (2, 4):
-        resumed = sampler(lengths, num_replicas, 4096)
+        resumed = sampler(lengths, num_replicas, 8192)
         whole = list(resumed)
         resumed.load_state_dict(first.state_dict())
         assert len(list(resumed)) < len(whole)
@@ -261,21 +261,21 @@ def test_after_a_resumed_epoch_the_next_iteration_is_a_whole_one() -> None:
 
 
 def test_a_state_may_name_the_batches_trained_where_a_loader_fetches_ahead() -> None:
-    lengths = chat_lengths(400)
-    found = sampler(lengths, 2, 4096)
+    lengths = chat_lengths(200)
+    found = sampler(lengths, 2, 8192)
     expected = list(found)
     rows = [[i, int(n)] for i, n in enumerate(lengths)]
     loader = DataLoader(rows, batch_sampler=found, num_workers=1, collate_fn=lambda batch: [row[0] for row in batch])  # type: ignore[arg-type,var-annotated]
     assert len(loader) == len(expected)
     batches = iter(loader)
     assert [next(batches) for _ in range(3)] == expected[:3]
-    resumed = sampler(lengths, 2, 4096)
+    resumed = sampler(lengths, 2, 8192)
     resumed.load_state_dict(found.state_dict(num_batches=3))
     assert list(resumed) == expected[3:]
 
 
 def test_one_rank_plans_for_all_where_a_plan_is_shared() -> None:
-    lengths, sent, made = chat_lengths(500), list[bytes](), list[int]()
+    lengths, sent, made = chat_lengths(200), list[bytes](), list[int]()
 
     def on_rank_0(make: Callable[[], bytes]) -> bytes:
         made.append(1)
@@ -285,9 +285,9 @@ def test_one_rank_plans_for_all_where_a_plan_is_shared() -> None:
     def elsewhere(make: Callable[[], bytes]) -> bytes:
         return sent[-1]
 
-    zero = DistributedTokenBatchSampler(lengths, max_tokens=4096, num_replicas=2, rank=0, share=on_rank_0)
-    one = DistributedTokenBatchSampler(lengths, max_tokens=4096, num_replicas=2, rank=1, share=elsewhere)
-    alone = DistributedTokenBatchSampler(lengths, max_tokens=4096, num_replicas=2, rank=1)
+    zero = DistributedTokenBatchSampler(lengths, max_tokens=8192, num_replicas=2, rank=0, share=on_rank_0)
+    one = DistributedTokenBatchSampler(lengths, max_tokens=8192, num_replicas=2, rank=1, share=elsewhere)
+    alone = DistributedTokenBatchSampler(lengths, max_tokens=8192, num_replicas=2, rank=1)
     assert list(one) == list(alone)
     assert made == [1]
     zero.set_epoch(1)
