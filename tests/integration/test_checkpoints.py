@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from dynapipe_ext.executor.checkpoints.megatron_checkpoint import CheckpointSave
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.stages.megatron import MegatronStage
-from dynapipe_ext.executor.stages.megatron_model import destroy_parallel
 from dynapipe_ext.executor.stages.megatron_optimizer import SHARDING
 from dynapipe_ext.executor.stages.megatron_weights import global_name
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
@@ -48,10 +47,11 @@ from tests.support.megatron_ranks import (
     step_plan_of,
     tensors_of,
 )
+from tests.support.rank_jobs import in_turn
 
 from megatron.core import dist_checkpointing  # isort: skip
 
-SAVED, END = 2, 7
+SAVED, END = 2, 4
 ALL = Topology(tp=2, pp=2, dp=2)
 V, INTERLEAVED = Topology(pp=2, dp=2, placement=(0, 1, 1, 0)), Topology(pp=2, placement=(0, 1, 0, 1))
 COSTS = TokenCosts(num_stages=2)
@@ -114,71 +114,69 @@ def run(case: Case, root: Path, *, saves: bool, background: bool = False):
         }
         transport.close()
         dist.barrier()
-        destroy_parallel()
         dist.destroy_process_group()
         return Ran(losses, weights)
 
     return main
 
 
-BITS = [
-    (Case(ALL, "packed", Model(modern=False), dropout=0.1), False),
-    (Case(ALL, model=Model(tied=False), distributed_optimizer=True), True),
-    (Case(V, schedule="adaptive", distributed_optimizer=True), False),
+PLAIN, SHARDED = Case(ALL), Case(ALL, model=Model(tied=False), distributed_optimizer=True)
+FOLDED = Case(V, schedule="adaptive", distributed_optimizer=True)
+DROPPING = Case(Topology(tp=2), "packed", Model(modern=False), dropout=0.1)
+BITS = [PLAIN, SHARDED, FOLDED, DROPPING]
+OTHERS = [  # who goes on, and who saved
+    (Case(Topology()), PLAIN),
+    (replace(SHARDED, topology=Topology(), distributed_optimizer=False), SHARDED),
+    (Case(Topology(pp=4), "packed", Model(tied=False), schedule="adaptive"), SHARDED),
+    (Case(Topology(tp=2, pp=2, layers_per_stage=(1, 3)), sequence_parallel=True), PLAIN),
+    (Case(Topology(dp=2), distributed_optimizer=True), PLAIN),
+    (Case(V, model=Model(tied=False), schedule="adaptive"), SHARDED),
+    (replace(SHARDED, topology=INTERLEAVED, schedule="adaptive"), SHARDED),
+    (Case(Topology()), FOLDED),
+    (Case(Topology(pp=2)), FOLDED),
 ]
 
 
-@pytest.mark.parametrize(("case", "background"), BITS, ids=str)
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(case, background, run_ranks, tmp_path):
-    num_ranks = case.topology.world_size
-    whole = run_ranks(num_ranks, run(case, tmp_path / "root", saves=True, background=background))
-    resumed = run_ranks(num_ranks, run(case, tmp_path / "root", saves=False))
-    for a, b in zip(whole, resumed, strict=True):
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Has a folder of checkpoints of each of BITS, by its name."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def saved(root) -> dict[Case, list[Ran]]:
+    """The ranks of each of BITS, which have saved."""
+    return in_turn(
+        {
+            case: (case.topology.world_size, run(case, root / str(case), saves=True, background=case == SHARDED))
+            for case in BITS
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def resumed(root, saved) -> dict[tuple[Case, Case], list[Ran]]:
+    """The ranks that went on from what others, or they themselves, had saved, by the cases of both."""
+    return in_turn(
+        {
+            (case, source): (case.topology.world_size, run(case, root / str(source), saves=False))
+            for case, source in (*zip(BITS, BITS, strict=True), *OTHERS)
+        }
+    )
+
+
+@pytest.mark.parametrize("case", BITS, ids=str)
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(case, saved, resumed):
+    for a, b in zip(saved[case], resumed[case, case], strict=True):
         assert b.losses == a.losses
         assert len(b.losses) == END
         assert [name for name in a.weights if not torch.equal(a.weights[name], b.weights[name])] == []
 
 
-# Who goes on, and whether the optimizer of those who saved was distributed.
-OTHERS = [
-    (Case(Topology()), False),
-    (Case(Topology()), True),
-    (Case(Topology(pp=4), "packed", schedule="adaptive"), True),
-    (Case(Topology(tp=2, pp=2, layers_per_stage=(1, 3)), sequence_parallel=True), False),
-    (Case(Topology(dp=2), distributed_optimizer=True), False),
-    (Case(V, schedule="adaptive"), True),
-    (Case(INTERLEAVED, schedule="adaptive", distributed_optimizer=True), True),
-]
-
-
-@pytest.fixture(scope="module")
-def saved() -> dict[bool, tuple[Path, list[float]]]:
-    """By whether the optimizer was distributed: a checkpoint of eight ranks, and the losses of the run that made it."""
-    return {}
-
-
-def _saved(distributed, run_ranks, saved, tmp_path_factory) -> tuple[Path, list[float]]:
-    if distributed not in saved:
-        root = tmp_path_factory.mktemp("saved")
-        (first, *_) = run_ranks(8, run(Case(ALL, distributed_optimizer=distributed), root, saves=True))
-        saved[distributed] = root, first.losses
-    return saved[distributed]
-
-
-@pytest.mark.parametrize(
-    ("case", "distributed"), OTHERS, ids=[f"{case}-of-{('plain', 'zero1')[zero1]}" for case, zero1 in OTHERS]
-)
-def test_another_topology_goes_on_with_the_same_losses(case, distributed, run_ranks, tmp_path_factory, saved):
-    root, expected = _saved(distributed, run_ranks, saved, tmp_path_factory)
-    for ran in run_ranks(case.topology.world_size, run(case, root, saves=False)):
-        assert ran.losses == pytest.approx(expected, rel=1e-5)
-
-
-def test_what_was_saved_under_a_v_goes_on_in_one_process_and_in_a_line(run_ranks, tmp_path):
-    (first, *_) = run_ranks(4, run(Case(V, schedule="adaptive"), tmp_path / "root", saves=True))
-    for topology in (Topology(), Topology(pp=2)):
-        for ran in run_ranks(topology.world_size, run(Case(topology), tmp_path / "root", saves=False)):
-            assert ran.losses == pytest.approx(first.losses, rel=1e-5)
+@pytest.mark.parametrize(("case", "source"), OTHERS, ids=str)
+def test_another_topology_goes_on_with_the_same_losses(case, source, saved, resumed):
+    for ran in resumed[case, source]:
+        assert ran.losses == pytest.approx(saved[source][0].losses, rel=1e-5)
 
 
 def weights_of(root: Path, case: Case, said: Case | None = None):
@@ -198,12 +196,10 @@ def weights_of(root: Path, case: Case, said: Case | None = None):
     return main
 
 
-def test_megatron_and_conversion_read_what_was_saved(run_ranks, saved, tmp_path_factory):
-    """Megatron's own loader finds every tensor and no other; Hugging Face's names hold the same bits."""
-    root, _ = _saved(False, run_ranks, saved, tmp_path_factory)
-    (truth,) = run_ranks(1, weights_of(root, Case(Topology())))
+def by_megatron(root: Path):
+    """What Megatron's own loader fills a model with, and the iteration it finds."""
 
-    def by_megatron(env) -> dict[str, torch.Tensor]:
+    def main(env) -> tuple[dict[str, torch.Tensor], int]:
         join(env)
         model, _, optimizer = build(Case(Topology()), Topology(), 0)
         sharded = model.sharded_state_dict(metadata=SHARDING)
@@ -215,31 +211,51 @@ def test_megatron_and_conversion_read_what_was_saved(run_ranks, saved, tmp_path_
         model.load_state_dict(loaded["model"])
         optimizer._optimizer.load_state_dict(loaded["optimizer"])
         dist.destroy_process_group()
-        assert loaded["iteration"] == SAVED
-        return dict(model.named_parameters())
+        return {name: p.detach().clone() for name, p in model.named_parameters()}, loaded["iteration"]
 
-    (loaded,) = run_ranks(1, by_megatron)
-    assert [name for name in truth if not torch.equal(truth[name], loaded[name])] == []
-    target = tmp_path_factory.mktemp("converted") / "hf"
-    converter.convert(converter.prepare_conversion(root, target, "hf", WriterOptions(), verify=True))
+    return main
+
+
+BROKEN = (".metadata", "common.pt", "__0_0.distcp")  # files that others could have written
+
+
+@pytest.fixture(scope="module")
+def loaded(root, saved) -> dict[str, Any]:
+    """What one process finds in what PLAIN has saved: as it is, by Megatron, into another model, and, by the name of a
+    file, with a bomb in its place."""
+    place, other, same = root / str(PLAIN), Case(Topology(), model=Model(modern=False)), Case(Topology())
+    jobs = {"truth": weights_of(place, same), "by Megatron": by_megatron(place)}
+    jobs |= {"sizes": weights_of(place, other), "tensor": weights_of(place, other, same)}
+    for name in BROKEN:
+        shutil.copytree(place, root / name)
+        file = latest(root / name) / name
+        bomb = pickle.dumps(_Bomb(root / "exploded"))
+        file.write_bytes((bomb + bytes(file.stat().st_size))[: file.stat().st_size])
+        jobs[name] = weights_of(root / name, same)
+    return {key: found for key, (found,) in in_turn({key: (1, job) for key, job in jobs.items()}).items()}
+
+
+def test_megatron_and_conversion_read_what_was_saved(root, loaded, tmp_path):
+    """Megatron's own loader finds every tensor and no other; Hugging Face's names hold the same bits."""
+    truth, (weights, iteration) = loaded["truth"], loaded["by Megatron"]
+    assert iteration == SAVED
+    assert [name for name in truth if not torch.equal(truth[name], weights[name])] == []
+    place, target = root / str(PLAIN), tmp_path / "hf"
+    converter.convert(converter.prepare_conversion(place, target, "hf", WriterOptions(), verify=True))
     published = load_file(target / "model.safetensors")
     assert torch.equal(published["model.embed_tokens.weight"], truth["embedding.word_embeddings.weight"])
     assert torch.equal(
         published["model.layers.3.mlp.down_proj.weight"], truth["decoder.layers.3.mlp.linear_fc2.weight"]
     )
-    state = megatron_dist.open_checkpoint(root).state
+    state = megatron_dist.open_checkpoint(place).state
     assert state is not None
     assert (state.iteration, state.optimizer_step, state.consumed_samples) == (SAVED, SAVED, SAVED * NUM_SAMPLES)
 
 
-def test_another_model_is_refused_by_its_sizes_or_by_the_tensor(run_ranks, saved, tmp_path_factory):
-    root, _ = _saved(False, run_ranks, saved, tmp_path_factory)
-    other = Case(Topology(), model=Model(modern=False))
-    (by_sizes,) = run_ranks(1, weights_of(root, other))
-    (by_tensor,) = run_ranks(1, weights_of(root, other, Case(Topology())))
-    assert "num_query_groups 2 where 4 is configured" in by_sizes
-    assert "swiglu True where False is configured" in by_sizes
-    assert "linear_qkv" in by_tensor
+def test_another_model_is_refused_by_its_sizes_or_by_the_tensor(loaded):
+    assert "num_query_groups 2 where 4 is configured" in loaded["sizes"]
+    assert "swiglu True where False is configured" in loaded["sizes"]
+    assert "linear_qkv" in loaded["tensor"]
 
 
 class _Bomb:
@@ -252,15 +268,7 @@ class _Bomb:
         return (Path.touch, (self.file,))
 
 
-def test_loading_unpickles_nothing_that_others_could_have_written(run_ranks, saved, tmp_path, tmp_path_factory):
-    root, _ = _saved(False, run_ranks, saved, tmp_path_factory)
-    shutil.copytree(root, tmp_path / "root")
-    folder, mark = latest(tmp_path / "root"), tmp_path / "exploded"
-    bomb = pickle.dumps(_Bomb(mark))
-    for name in (".metadata", "common.pt", "__0_0.distcp"):
-        size = (folder / name).stat().st_size
-        (folder / name).write_bytes((bomb + bytes(size))[:size])
-        (found,) = run_ranks(1, weights_of(tmp_path / "root", Case(Topology())))
-        assert isinstance(found, str) == (name == "__0_0.distcp")
-    assert "holds no tensor at byte" in found
-    assert not mark.exists()
+def test_loading_unpickles_nothing_that_others_could_have_written(root, loaded):
+    assert [isinstance(loaded[name], str) for name in BROKEN] == [False, False, True]
+    assert "holds no tensor at byte" in loaded[BROKEN[-1]]
+    assert not (root / "exploded").exists()

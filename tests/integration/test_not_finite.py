@@ -25,6 +25,7 @@ from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.update import ExecutedStep, Refused
 from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import Case, build, join, samples_of, step_plan_of, tensors_of
+from tests.support.rank_jobs import in_turn
 
 ALL = Topology(tp=2, pp=2, dp=2)
 CULPRIT = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -87,24 +88,64 @@ def without_targets(plan: ExecutionPlan, batches) -> ExecutionPlan:
     return replace(plan, micro_batches=bare)
 
 
-@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "zero1"])
-def test_what_is_not_finite_stops_all_ranks_before_a_weight_changes(distributed, run_ranks):
-    def main(env):
+def spoiled(distributed: bool):
+    """What is said of a loss and of a gradient that are not finite, and whether nothing changed."""
+
+    def main(env) -> tuple[list[str], bool]:
         rank = Rank(env, OptimizerSettings(clip_grad=0.0, distributed=distributed))
         assert isinstance(rank.step(0), float)
         before = rank.held()
         messages = [rank.step(1, bad_loss)]
-        spoiled = [p for name, p in rank.model.named_parameters() if name == CULPRIT]
+        culprits = [p for name, p in rank.model.named_parameters() if name == CULPRIT]
         if rank.me == ALL.coordinates(1):  # one tensor parallel rank of the first stage of one replica
-            spoiled[0].register_hook(lambda gradient: gradient * torch.inf)
+            culprits[0].register_hook(lambda gradient: gradient * torch.inf)
         messages.append(rank.step(2))
         is_same = same(before, rank.held())
         rank.leave()
         return messages, is_same
 
+    return main
+
+
+SPOILS = [None, bad_loss, None, bad_loss, bad_loss]
+
+
+def skipping(env) -> tuple[list[type], str, list[bool]]:
+    """The outcomes of steps, the last one's words, and which changed something."""
+    rank = Rank(env, OptimizerSettings(nan_policy="skip", max_skips=1))
+    outcomes, held = [], []
+    for step, spoil in enumerate(SPOILS):
+        outcomes.append(rank.step(step, spoil))
+        held.append(rank.held())
+    rank.leave()
+    changed = [not same(before, after) for before, after in itertools.pairwise(held)]
+    return [type(outcome) for outcome in outcomes], outcomes[-1], changed
+
+
+def aimless(env) -> tuple[Refused, bool]:
+    """The outcome of a step without target tokens, and whether nothing changed."""
+    rank = Rank(env, OptimizerSettings(weight_decay=0.1))
+    rank.step(0)
+    before = rank.held()
+    outcome = rank.step(1, without_targets)
+    is_same = same(before, rank.held())
+    rank.leave()
+    return outcome, is_same
+
+
+@pytest.fixture(scope="module")
+def ran():
+    return in_turn({job: (8, main) for job, main in JOBS.items()})
+
+
+JOBS = {"plain": spoiled(distributed=False), "zero1": spoiled(distributed=True), skipping: skipping, aimless: aimless}
+
+
+@pytest.mark.parametrize("job", ["plain", "zero1"])
+def test_what_is_not_finite_stops_all_ranks_before_a_weight_changes(job, ran):
     plan = lower(step_plan_of(Case(ALL), 1), ActivationFormat(32))[1][0]
     samples = ", ".join(str(sample.index) for sample in plan.micro_batches[1].samples)
-    found = run_ranks(8, main)
+    found = ran[job]
     assert len({tuple(messages) for messages, _ in found}) == 1
     (loss, gradient), _ = found[0]
     assert f"step 1 is not finite (loss nan): the loss of micro-batch 1 of replica 1 (samples {samples}) is nan" in loss
@@ -114,32 +155,13 @@ def test_what_is_not_finite_stops_all_ranks_before_a_weight_changes(distributed,
     assert all(is_same for _, is_same in found)
 
 
-def test_steps_are_skipped_up_to_the_number_in_a_row(run_ranks):
-    def main(env):
-        rank = Rank(env, OptimizerSettings(nan_policy="skip", max_skips=2))
-        outcomes, held = [], []
-        for step, spoil in enumerate([None, bad_loss, bad_loss, None, bad_loss, bad_loss, bad_loss]):
-            outcomes.append(rank.step(step, spoil))
-            held.append(rank.held())
-        rank.leave()
-        changed = [not same(before, after) for before, after in itertools.pairwise(held)]
-        return [type(outcome) for outcome in outcomes], outcomes[-1], changed
-
-    for kinds, last, changed in run_ranks(8, main):
-        assert kinds == [float, Refused, Refused, float, Refused, Refused, str]
-        assert "after 2 steps that were skipped in a row" in last
-        assert changed == [False, False, True, False, False, False]
+def test_steps_are_skipped_up_to_the_number_in_a_row(ran):
+    for kinds, last, changed in ran[skipping]:
+        assert kinds == [float, Refused, float, Refused, str]
+        assert "after 1 steps that were skipped in a row" in last
+        assert changed == [False, True, False, False]
 
 
-def test_a_step_without_target_tokens_changes_nothing_and_says_so(run_ranks):
-    def main(env):
-        rank = Rank(env, OptimizerSettings(weight_decay=0.1))
-        rank.step(0)
-        before = rank.held()
-        outcome, is_same = rank.step(1, without_targets), None
-        is_same = same(before, rank.held())
-        rank.leave()
-        return outcome, is_same
-
+def test_a_step_without_target_tokens_changes_nothing_and_says_so(ran):
     expected = Refused("step 1 has no target tokens: it has nothing to learn from")
-    assert run_ranks(8, main) == [(expected, True)] * 8
+    assert ran[aimless] == [(expected, True)] * 8

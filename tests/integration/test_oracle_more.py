@@ -6,7 +6,7 @@ that runs one row at a time, built here from the samples' tokens, without the pl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.splits.rules import fixed_rows
 from dynapipe_ext.topology import Topology
 from tests.support.megatron_ranks import CPU, costs_of, join, planned, tensors_of, worst_error
+from tests.support.rank_jobs import in_turn
 
 NUM_LAYERS, NUM_SAMPLES, ROW_LEN = 2, 10, 48
 TIED = Architecture.gpt(
@@ -86,7 +87,8 @@ class Outcome:
     losses: list[float]
     gradient_error: float  # of step 0: the worst entry's, relative to the largest of its parameter's gradient
     gradient_dtypes: set[torch.dtype]
-    parameters: dict[str, np.ndarray]  # after the steps
+    start: dict[str, np.ndarray]  # parameters before the steps
+    parameters: dict[str, np.ndarray]  # and after them
 
 
 def samples_of(step: int) -> list[TokenSample]:
@@ -157,8 +159,8 @@ def step_plan_of(case: Case, step: int) -> StepPlan:
     return step_plan
 
 
-def rank_main(case: Case, num_steps: int, expected: dict[str, np.ndarray] | None = None):
-    """Returns this rank's Outcome."""
+def rank_main(case: Case, expected: dict[str, np.ndarray]):
+    """Returns this rank's Outcome of two steps."""
 
     def main(env):
         join(env)
@@ -168,25 +170,28 @@ def rank_main(case: Case, num_steps: int, expected: dict[str, np.ndarray] | None
         transport = StrictTransport(topology, env.rank, groups, timeout_s=30)
         executor = PipelineExecutor(MegatronStage([ddp]), transport)
         form = ActivationFormat(case.shape.hidden_size, dtype=case.dtype)
-        losses, error = [], 0.0
-        for step in range(num_steps):
+        losses, error, start = [], 0.0, values_of(model)
+        for step in range(2):
             plans = lower(step_plan_of(case, step), form)
             for replica in plans:
                 verify([p.instructions for p in replica], replica[0].stage_ranks, len(replica[0].micro_batches))
             plan, samples = plans[me.dp_rank][me.pp_rank], samples_of(step)
             batches = [tensors_of(m, samples, case.loss_norm) for m in plan.micro_batches]
             losses.append(executor.execute(plan, batches))
-            if step == 0 and expected is not None:
+            if step == 0 and not case.distributed:  # whose gradients are in shards
                 error = worst_error(case.shape, topology, env.rank, [model], expected)
             optimizer.step(ExecutedStep(plan, losses[-1]))
         dtypes = {gradient.dtype for gradient in main_grads(ddp).values()}
-        parameters = {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
         transport.close()
         dist.barrier()
         dist.destroy_process_group()
-        return Outcome(losses, error, dtypes, parameters)
+        return Outcome(losses, error, dtypes, start, values_of(model))
 
     return main
+
+
+def values_of(model) -> dict[str, np.ndarray]:
+    return {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
 
 
 EXACT = [
@@ -194,19 +199,38 @@ EXACT = [
     Case(ALL, "idle", UNTIED, "samples"),
     Case(DP2, "cut", UNTIED),
     Case(PP2DP2, "cut", loss_norm="samples"),
-    Case(ALL, "cut"),
 ]
+PLAIN, BFLOAT16 = Case(ALL, "shared"), Case(ALL, "shared", dtype="bfloat16")
+SHARDED = replace(PLAIN, distributed=True)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The oracle's loss and gradients, by model, rows and norm."""
+    jobs = {asked(case): (1, oracle(case)) for case in (*EXACT, PLAIN)}
+    return {key: found for key, (found,) in in_turn(jobs).items()}
+
+
+def asked(case: Case):
+    return case.shape, case.rule == "cut", case.loss_norm
+
+
+@pytest.fixture(scope="module")
+def ran(alone) -> dict[Case, list[Outcome]]:
+    """Of every rank, by case."""
+    cases = (*EXACT, PLAIN, BFLOAT16, SHARDED)
+    return in_turn({case: (case.topology.world_size, rank_main(case, alone[asked(case)][1])) for case in cases})
 
 
 @pytest.mark.parametrize("case", EXACT, ids=str)
-def test_an_idle_replica_and_cut_samples_change_no_gradient(case, run_ranks):
-    ((loss, gradients),) = run_ranks(1, oracle(case))
+def test_an_idle_replica_and_cut_samples_change_no_gradient(case, ran, alone):
+    loss, _ = alone[asked(case)]
     if case.rule == "cut":
         pieces = [
             s for replica in step_plan_of(case, 0).batch.replicas for m in replica.micro_batches for s in m.samples
         ]
         assert any(piece.start for piece in pieces)
-    outcomes = run_ranks(case.topology.world_size, rank_main(case, 2, gradients))
+    outcomes = ran[case]
     for rank, outcome in enumerate(outcomes):
         assert outcome.losses[0] == pytest.approx(loss, rel=1e-5), f"rank {rank}"
         assert outcome.gradient_error <= 1e-5, f"rank {rank}"
@@ -217,27 +241,18 @@ def test_an_idle_replica_and_cut_samples_change_no_gradient(case, run_ranks):
         assert all(np.array_equal(outcome.parameters[name], wanted) for name, wanted in twin.parameters.items())
 
 
-@pytest.mark.parametrize(
-    "case", [Case(DP2, "shared", dtype="bfloat16"), Case(ALL, "shared", dtype="bfloat16")], ids=str
-)
-def test_bfloat16_weights_gather_float32_gradients_near_those_of_float32(case, run_ranks):
-    ((loss, gradients),) = run_ranks(1, oracle(case))
-    for rank, outcome in enumerate(run_ranks(case.topology.world_size, rank_main(case, 1, gradients))):
+def test_bfloat16_weights_gather_float32_gradients_near_those_of_float32(ran, alone):
+    loss, _ = alone[asked(BFLOAT16)]
+    for rank, outcome in enumerate(ran[BFLOAT16]):
         assert outcome.gradient_dtypes == {torch.float32}
         assert outcome.losses[0] == pytest.approx(loss, rel=2e-3), f"rank {rank}"
         assert 1e-5 < outcome.gradient_error <= 2e-2, f"rank {rank}"
 
 
-@pytest.mark.parametrize("topology", [DP2, ALL], ids=["dp2", "tp2pp2dp2"])
-def test_the_distributed_optimizer_leaves_the_weights_of_the_plain_one(topology, run_ranks):
-    plain, sharded = (
-        run_ranks(topology.world_size, rank_main(Case(topology, "shared", distributed=distributed), 2))
-        for distributed in (False, True)
-    )
-    start = run_ranks(topology.world_size, rank_main(Case(topology, "shared"), 0))
-    for rank, (one, other) in enumerate(zip(plain, sharded, strict=True)):
+def test_the_distributed_optimizer_leaves_the_weights_of_the_plain_one(ran):
+    for rank, (one, other) in enumerate(zip(ran[PLAIN], ran[SHARDED], strict=True)):
         assert other.losses == pytest.approx(one.losses, rel=1e-6)
         assert one.parameters.keys() == other.parameters.keys()
         for name, wanted in one.parameters.items():
             assert np.abs(other.parameters[name] - wanted).max() <= 1e-6, f"rank {rank}: {name}"
-            assert np.abs(wanted - start[rank].parameters[name]).max() > 1e-4, f"rank {rank}: {name} did not move"
+            assert np.abs(wanted - one.start[name]).max() > 1e-4, f"rank {rank}: {name} did not move"

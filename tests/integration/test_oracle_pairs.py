@@ -5,7 +5,7 @@ Real megatron-core ranks over gloo, with the strict transport (NCCL's ordering r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -32,6 +32,7 @@ from dynapipe_ext.topology import Topology
 from tests.support.checkpoints import tiny_variant
 from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import CPU, join
+from tests.support.rank_jobs import in_turn
 from tests.support.t5_ranks import (
     PairCase,
     build_pair_ddps,
@@ -45,7 +46,6 @@ from tests.support.t5_ranks import (
     worst_pair_error,
 )
 
-RunRanks = Callable[..., list[Any]]
 V11, ALL = "t5-v1.1", Topology(tp=2, pp=2, dp=2)
 CASES = [
     PairCase(Topology(), "packed", weights_lag=1),
@@ -102,91 +102,94 @@ def in_job(case: PairCase, env: Any) -> Iterator[tuple[list[Any], PipelineExecut
     dist.destroy_process_group()
 
 
+def exact(case: PairCase, env: Any) -> tuple[float, float]:
+    """The loss of a step, and the worst gradient's error."""
+    with in_job(case, env) as (ddps, executor, plan, batches):
+        loss = executor.execute(plan, batches)
+        wanted = published(case.variant, case.loss_norm).grads
+        return loss, worst_pair_error(case.topology, env.rank, [ddp.module for ddp in ddps], wanted)
+
+
+def stepped(case: PairCase, env: Any) -> list[float]:
+    """Loss and norm of steps, and the loss of forwards alone after them."""
+    with in_job(case, env) as (ddps, executor, plan, batches):
+        optimizer, found = pair_optimizer(case, ddps), []
+        for _ in range(3 if case.is_deterministic else 2):
+            found.append(executor.execute(plan, batches))
+            norm = optimizer.step(ExecutedStep(plan, found[-1]))
+            assert isinstance(norm, float)
+            found.append(norm)
+        return [*found, executor.execute(forwards_of(plan), batches)]
+
+
+def dropping(case: PairCase, env: Any) -> float:
+    with in_job(case, env) as (_, executor, plan, batches):
+        return executor.execute(plan, batches)
+
+
+def refused(env: Any) -> str:
+    """What is said of groups that were made without the model."""
+    one, topology = published("t5", "tokens"), Topology(pp=3)
+    join(env)
+    initialize_parallel(topology, 0)
+    config = transformer_config(one.architecture, topology, dtype="float32")
+    part = build_model(one.architecture, topology, env.rank, config, seed=0, device=CPU)
+    with pytest.raises(ConfigError) as caught:
+        sum_copies([part])
+    dist.destroy_process_group()
+    return str(caught.value)
+
+
+ALONE, EXACT = PairCase(Topology()), PairCase(Topology(), is_deterministic=True)
+SPREAD = PairCase(Topology(pp=3, dp=2, layers_per_stage=(3, 3, 2)), distributed_optimizer=True)
+FOLDED = replace(EXACT, topology=Topology(pp=2, placement=(0, 1, 1, 0)), schedule="zb-v")
+UNEVEN = replace(EXACT, topology=Topology(pp=3, layers_per_stage=(3, 3, 2)), recompute="selective")
+DROPPING = PairCase(Topology(), dropout=0.2)
+DROPPING_TOO = PairCase(
+    Topology(pp=2, placement=(0, 1, 0, 1)), dropout=0.2, recompute="full", schedule="interleaved-1f1b"
+)
+
+
+@pytest.fixture(scope="module")
+def ran() -> dict[Any, list[Any]]:
+    """What every rank found, by what it did and its case."""
+    done = {exact: CASES, stepped: (ALONE, SPREAD, EXACT, FOLDED, UNEVEN), dropping: (DROPPING, DROPPING_TOO)}
+    for case in CASES:
+        published(case.variant, case.loss_norm)  # here, once, instead of in every rank
+    jobs: dict[Any, Any] = {
+        (main, case): (case.topology.world_size, partial(main, case)) for main, cases in done.items() for case in cases
+    }
+    return in_turn(jobs | {refused: (3, refused)})
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_and_losses_equal_transformers_one_pair_at_a_time(case: PairCase, run_ranks: RunRanks) -> None:
-    one = published(case.variant, case.loss_norm)
-
-    def main(env: Any) -> tuple[float, float]:
-        with in_job(case, env) as (ddps, executor, plan, batches):
-            loss = executor.execute(plan, batches)
-            return loss, worst_pair_error(case.topology, env.rank, [ddp.module for ddp in ddps], one.grads)
-
-    for rank, (loss, error) in enumerate(run_ranks(case.topology.world_size, main)):
-        assert loss == pytest.approx(one.loss, rel=1e-5), f"rank {rank}"
+def test_gradients_and_losses_equal_transformers_one_pair_at_a_time(case: PairCase, ran: dict[Any, list[Any]]) -> None:
+    for rank, (loss, error) in enumerate(ran[exact, case]):
+        assert loss == pytest.approx(published(case.variant, case.loss_norm).loss, rel=1e-5), f"rank {rank}"
         assert error <= 1e-5, f"rank {rank}"
 
 
-def test_steps_leave_nothing_over_and_keep_copies_alike(run_ranks: RunRanks) -> None:
+def test_steps_leave_nothing_over_and_keep_copies_alike(ran: dict[Any, list[Any]]) -> None:
     """Under the distributed optimizer, whose replicas must cut what stages share alike: losses, norms and the loss of
     forwards alone after two updates are those of one process."""
-
-    def main(case: PairCase, env: Any) -> list[float]:
-        with in_job(case, env) as (ddps, executor, plan, batches):
-            optimizer = pair_optimizer(case, ddps)
-            found = []
-            for _ in range(2):
-                loss = executor.execute(plan, batches)
-                norm = optimizer.step(ExecutedStep(plan, loss))
-                assert isinstance(norm, float)
-                found += [loss, norm]
-            return [*found, executor.execute(forwards_of(plan), batches)]
-
-    published("t5", "tokens")
-    alone = run_ranks(1, partial(main, PairCase(Topology())))[0]
-    spread = PairCase(Topology(pp=3, dp=2, layers_per_stage=(3, 3, 2)), distributed_optimizer=True)
-    for rank, found in enumerate(run_ranks(6, partial(main, spread))):
+    (alone,) = ran[stepped, ALONE]
+    for rank, found in enumerate(ran[stepped, SPREAD]):
         assert found == pytest.approx(alone, rel=1e-4), f"rank {rank}"
 
 
-def test_deterministic_steps_have_the_same_bits_on_one_stage_and_on_many(run_ranks: RunRanks) -> None:
+def test_deterministic_steps_have_the_same_bits_on_one_stage_and_on_many(ran: dict[Any, list[Any]]) -> None:
     """The embedding is read by both sides and the head, biases by every layer, the encoder's output by four layers."""
-
-    def main(case: PairCase, env: Any) -> list[float]:
-        with in_job(case, env) as (ddps, executor, plan, batches):
-            optimizer = pair_optimizer(case, ddps)
-            found: list[Any] = []
-            for _ in range(3):
-                found.append(executor.execute(plan, batches))
-                found.append(optimizer.step(ExecutedStep(plan, found[-1])))
-            return [*found, executor.execute(forwards_of(plan), batches)]
-
-    published("t5", "tokens")
-    one = PairCase(Topology(), is_deterministic=True)
-    alone = run_ranks(1, partial(main, one))[0]
-    folded = replace(one, topology=Topology(pp=2, placement=(0, 1, 1, 0)), schedule="zb-v")
-    spread = replace(one, topology=Topology(pp=3, layers_per_stage=(3, 3, 2)), recompute="selective")
-    for case in (folded, spread):
-        assert run_ranks(case.topology.world_size, partial(main, case)) == [alone] * case.topology.world_size
+    for case in (FOLDED, UNEVEN):
+        assert ran[stepped, case] == ran[stepped, EXACT] * case.topology.world_size
 
 
-def test_groups_that_were_made_without_the_model_are_refused(run_ranks: RunRanks) -> None:
+def test_groups_that_were_made_without_the_model_are_refused(ran: dict[Any, list[Any]]) -> None:
     """Megatron sums an embedding over the first and the last rank; of these three the second holds it, too."""
-    one, topology = published("t5", "tokens"), Topology(pp=3)
-
-    def main(env: Any) -> str:
-        join(env)
-        initialize_parallel(topology, 0)
-        config = transformer_config(one.architecture, topology, dtype="float32")
-        part = build_model(one.architecture, topology, env.rank, config, seed=0, device=CPU)
-        with pytest.raises(ConfigError) as caught:
-            sum_copies([part])
-        dist.destroy_process_group()
-        return str(caught.value)
-
-    for said, size in zip(run_ranks(3, main), (2, 1, 2), strict=True):
+    for said, size in zip(ran[refused], (2, 1, 2), strict=True):
         assert said.startswith(f"Megatron's embedding group has {size} ranks but this encoder-decoder's embedding lies")
 
 
-def test_dropout_masks_depend_neither_on_the_pipeline_nor_on_recomputation(run_ranks: RunRanks) -> None:
-    def main(case: PairCase, env: Any) -> float:
-        with in_job(case, env) as (_, executor, plan, batches):
-            return executor.execute(plan, batches)
-
-    undropped = published("t5", "tokens").loss
-    cases = [
-        PairCase(Topology(), dropout=0.2),
-        PairCase(Topology(pp=2, placement=(0, 1, 0, 1)), dropout=0.2, recompute="full", schedule="interleaved-1f1b"),
-    ]
-    losses = [run_ranks(case.topology.world_size, partial(main, case))[0] for case in cases]
+def test_dropout_masks_depend_neither_on_the_pipeline_nor_on_recomputation(ran: dict[Any, list[Any]]) -> None:
+    losses = [ran[dropping, case][0] for case in (DROPPING, DROPPING_TOO)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert abs(losses[0] - undropped) > 1e-4  # it does drop
+    assert abs(losses[0] - published("t5", "tokens").loss) > 1e-4  # it does drop

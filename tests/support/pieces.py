@@ -20,7 +20,7 @@ from dynapipe_ext.topology import Topology
 # Of a run on four ranks, for `dynapipe train`.
 SETTINGS = """
 [run]
-steps = 3
+steps = 2
 [topology]
 tp = 1
 pp = 2
@@ -35,7 +35,8 @@ max_seq_len = 2048
 [data]
 path = "texts.jsonl"
 tokenizer = "bytes"
-tokens_per_batch = 6000
+tokens_per_batch = 4000
+num_workers = 0
 [plan]
 max_tokens = 2048
 split_backward = true
