@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, pattern_of
+from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, pattern_of, refuse_other_pairs
 from dynapipe_ext.models.presets import read_model
 
 Backend = Literal["auto", "megatron", "transformers"]
@@ -27,8 +27,8 @@ _GATED = ("silu", "gelu_pytorch_tanh")
 def read_trainable(model: str, backend: Backend) -> Architecture:
     """A model to train: as megatron-core computes it, or of the family "transformers", by its sizes.
 
-    "auto" takes transformers for a config.json that has no twin in megatron-core, if its family can be cut. Errors:
-    ConfigError, DataError.
+    "auto" takes transformers for a config.json that has no twin in megatron-core, if its family can be cut. A T5 is of
+    the family "t5", whatever computes it. Errors: ConfigError, DataError.
     """
     path = _config_of(model)
     if backend != "transformers":
@@ -39,6 +39,9 @@ def read_trainable(model: str, backend: Backend) -> Architecture:
                 raise
     if not path.is_file():
         raise ConfigError(f"{model} has no config.json, of which transformers could build a model: give its folder")
+    if _raw(path).get("is_encoder_decoder"):
+        refuse_other_pairs(model_type(model))
+        return read_model(model)[0]
     pattern_of(model_type(model))
     return read_sizes(_raw(path), str(path))
 
@@ -69,6 +72,8 @@ def carried_fault(model: str) -> str:
     raw = _raw(_config_of(model))
     kind, window = raw.get("model_type"), raw.get("sliding_window")
     fault = document_attention_fault(model)
+    if raw.get("is_encoder_decoder"):
+        fault = "inputs of an encoder-decoder attend to what comes later"
     if window and raw.get("use_sliding_window", True):
         fault = f"{kind} has windows of attention (sliding_window {window}), which do not go on from piece to piece"
     return f"{fault}: plan whole samples" if fault else ""
