@@ -83,7 +83,11 @@ def parts_of_folder(
 
     whole = _class_of(config, pattern)
     if _has_pairs(config, pattern):
-        return _built(whole, config, topology, pp_rank, T5Cut(_is_tied(load, whole)), load)
+        cut = T5Cut(_is_tied(load, whole))
+        parts = _built(whole, config, topology, pp_rank, cut, load)
+        for part in parts:
+            part.model.config.tie_word_embeddings = cut.tied  # which transformers says of every T5, and saves
+        return parts
     parts = _built(whole, config, topology, pp_rank, _cut_of(config, pattern), load)
     for model in (part.model for part in parts):
         head, embedding = (

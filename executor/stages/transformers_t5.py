@@ -122,6 +122,8 @@ class T5Cut:
     def in_place(self, model: Any, place: PartPlace) -> None:
         for stack, own in zip((model.encoder, model.decoder), _own_layers(model.config, place), strict=True):
             _cut_stack(stack, own)
+            stack._init_weights = _draw_nothing
+        model._init_weights = _draw_nothing
         holders = _holders(model.config, place.layers_per_stage, tied=self.tied)
         remove(model, ["lm_head"] * (not place.is_last) + ["shared"] * (place.stage not in holders[EMBEDDING]))
         there = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -159,6 +161,10 @@ class _BlockEntry(_PassingBlock, StageEntry):
         x = self._passed(args[0])
         layer: Any = self.layer[0]
         return x, layer.SelfAttention.compute_bias(x.shape[1], x.shape[1], device=x.device), args[5]
+
+
+def _draw_nothing(_: torch.nn.Module) -> None:
+    """In the place of transformers' drawing of weights, which looks for those that other stages have."""
 
 
 def _cut_stack(stack: Any, own: range) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -14,16 +13,18 @@ from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
+from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.transformers_parts import parts_of_config, parts_of_folder, parts_of_model
 from dynapipe_ext.executor.stages.transformers_saving import save_parts
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.models.presets import read_model
 from dynapipe_ext.packing.attention import register_document_attention
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology, placement_of
-from tests.support.checkpoints import HIDDEN, tiny_variant
-from tests.support.t5_ranks import NUM_PAIRS, length_of_pair, oracle_of, pair_tensors, pairs
+from tests.support.checkpoints import HIDDEN, saved, tiny_variant
+from tests.support.t5_ranks import NUM_PAIRS, PairCase, length_of_pair, oracle_of, pair_step_plan, pair_tensors, pairs
 from tests.support.tiny_steps import assert_same, learned
 
 VARIANTS = ("t5", "t5-v1.1")  # tied and rectified, untied and gated
@@ -43,9 +44,13 @@ def t5(variant: str, **changes: Any) -> Any:
     return tiny_variant(variant, **{"num_layers": 3, "num_decoder_layers": 2} | changes)
 
 
-def plans_of(topology: Topology, *, split: bool = False, **options: Any) -> Any:
+def format_of(topology: Topology) -> ActivationFormat:
     layers = layers_of_stages(3, 5, topology.num_stages, topology.layers_per_stage)
-    form = ActivationFormat(HIDDEN, order="bsh", first_decoder_stage=first_decoder_stage(layers))
+    return ActivationFormat(HIDDEN, order="bsh", first_decoder_stage=first_decoder_stage(layers))
+
+
+def plans_of(topology: Topology, *, split: bool = False, **options: Any) -> Any:
+    form = format_of(topology)
     options = {"layout": "padded", "max_tokens": 150, "split_backward": split, "pad_multiple": 4, "recompute": "none"} | options
     planner = Planner(topology, TokenCosts(topology.num_stages, overhead_ns=10**5), 10**9, format=form, **options)
     return prove_step(planner, [length_of_pair(pair) for pair in pairs()], step=0).plans[0]
@@ -67,3 +72,77 @@ def test_losses_and_gradients_are_those_of_the_whole_model(variant, topology, sp
     losses, found = learned(model, place, plans, batches=batches_of)
     assert losses == pytest.approx([loss] * place.pp, rel=1e-5)
     assert_same(found, gradients)
+
+
+def test_dropout_goes_by_sample_and_layer_and_comes_again_where_layers_or_stages_are_recomputed():
+    """Of the same micro-batches: what one stage draws, four draw, recomputed or not; all on one rank, for torch's
+    generator is that of a process."""
+    model, found = t5("t5", dropout_rate=0.2).train(), []
+    model.set_attn_implementation("sdpa")
+    four = Topology(placement=(0, 0, 0, 0))
+    for place, recompute in ((Topology(), "none"), (four, "none"), (four, "full"), (four, "stage")):
+        (plans,) = lower(pair_step_plan(PairCase(place, schedule="adaptive", recompute=recompute)), format_of(place))
+        found.append(learned(model, place, plans, batches=batches_of))
+    (alone, *_), gradients = found[0]
+    assert alone != pytest.approx(oracle_of(t5("t5"), "tokens")[0], rel=1e-3)
+    for losses, others in found[1:]:
+        assert losses == pytest.approx([alone] * len(losses), rel=1e-6)
+        assert_same(others, gradients)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parts_of_a_folder_are_its_weights_and_are_saved_as_what_transformers_loads(variant, tmp_path):
+    """Each rank has memory for its own alone; of several copies one is saved. Whether a head is tied, files tell."""
+    saved(t5(variant), tmp_path / "model")
+    whole = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model")
+    expected = dict(whole.named_parameters())
+    assert ("lm_head.weight" in expected) == (variant == "t5-v1.1")
+    copies = {name for name in expected if "relative" in name} | {"shared.weight"}
+    for place in (TOPOLOGIES["pp4"], TOPOLOGIES["v"]):
+        ranks = [parts_of_folder(tmp_path / "model", place, rank) for rank in range(place.pp)]
+        held = [{weight: name for part in rank for name, weight in part.model.named_parameters()} for rank in ranks]
+        names = [name for rank in held for name in rank.values()]
+        assert {name for name in names if names.count(name) > 1} == copies
+        assert all(torch.equal(weight, expected[name]) for rank in held for weight, name in rank.items())
+        parts = sorted((part for rank in ranks for part in rank), key=lambda part: part.place.stage)
+        save_parts(parts, tmp_path / place.placement_name)
+        again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / place.placement_name)
+        assert all(torch.equal(weight, expected[name]) for name, weight in again.named_parameters())
+        given = {"input_ids": torch.arange(1, 9)[None], "labels": torch.arange(2, 7)[None]}
+        assert torch.equal(again(**given).logits, whole(**given).logits)
+        assert read_model(str(tmp_path / place.placement_name))[0] == read_model(str(tmp_path / "model"))[0]
+
+
+def started(model: Any, **options: Any) -> None:
+    place = Topology()
+    (plan,) = plans_of(place, **options)
+    PipelineExecutor(TransformersStage(parts_of_model(model)), InlineHub().transport(0)).execute(plan, batches_of(plan))
+
+
+def padded_left(model: Any) -> None:
+    (plan,) = plans_of(Topology())
+    stage = TransformersStage(parts_of_model(model))
+    stage.start_step(plan)
+    batch = batches_of(plan)[0]
+    stage.load(0, batch | {"encoder_padding": batch["encoder_padding"].flip(1)})
+
+
+def attending_by_document(model: Any) -> None:
+    model.set_attn_implementation(register_document_attention())
+    started(model)
+
+
+@pytest.mark.parametrize(
+    ("error", "make", "says"),
+    [
+        (ConfigError, lambda model: started(model, layout="packed", max_tokens=64), 'packed pairs: plan with layout="p'),
+        (ConfigError, attending_by_document, "not known to add its relative biases under dynapipe_documents: build"),
+        (ConfigError, lambda model: parts_of_config(model.config, seed=0), "a t5 that transformers computes begins with"),
+        (ConfigError, lambda model: parts_of_model(model.encoder), "T5Stack cannot be cut as a T5 with its head"),
+        (ConfigError, lambda _: parts_of_config(transformers.BartConfig(), seed=0), "'bart' has an encoder and a decode"),
+        (DataError, padded_left, "encoder_padding of micro-batch 0 is not that of its plan: pad rows on the right"),
+    ],
+)  # fmt: skip
+def test_what_would_train_wrongly_is_refused_by_name(error, make, says):
+    with pytest.raises(error, match=says):
+        make(t5("t5"))
