@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,15 @@ def rate(schedule: str, step: int) -> float:
     return LEAST + (LR - LEAST) * parts[schedule]
 
 
-def plain_losses(model: Any, samples: list[Sample], batches: Iterator[list[int]], schedule: str) -> list[float]:
+def plain_losses(
+    model: Any,
+    samples: Sequence[Any],
+    batches: Iterator[list[int]],
+    schedule: str,
+    *,
+    loss_of: Callable[[Any, Any], torch.Tensor] = loss_sum,
+    targets_of: Callable[[list[Any]], int] = num_targets,
+) -> list[float]:
     """The losses of a training loop without anything of this project."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
@@ -136,9 +144,9 @@ def plain_losses(model: Any, samples: list[Sample], batches: Iterator[list[int]]
     for step, batch in enumerate(batches, 1):
         for group in optimizer.param_groups:
             group["lr"] = rate(schedule, step)
-        divisor, total = num_targets([samples[i] for i in batch]), 0.0
+        divisor, total = targets_of([samples[i] for i in batch]), 0.0
         for index in batch:
-            loss = loss_sum(model, samples[index]) / divisor
+            loss = loss_of(model, samples[index]) / divisor
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.tokens import TokenCosts
+from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.data.held_out import hold_out
+from dynapipe_ext.data.pairs import PairDataset
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
@@ -19,11 +27,19 @@ from dynapipe_ext.executor.stages.transformers_parts import parts_of_config, par
 from dynapipe_ext.executor.stages.transformers_saving import save_parts
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
 from dynapipe_ext.executor.transport.inline import InlineHub
+from dynapipe_ext.launch.cli import main
+from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.models.transformers_sizes import read_trainable
 from dynapipe_ext.packing.attention import register_document_attention
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology, placement_of
-from tests.support.checkpoints import HIDDEN, saved, tiny_variant
+from tests.integration.test_fine_tuning import BATCH, DECAY, LEAST, LR, STEPS, global_batches, plain_losses
+from tests.integration.test_train_command import report_of
+from tests.integration.test_train_pairs import VOCABULARY, write_pairs
+from tests.integration.test_transformers_command import interrupted
+from tests.support.checkpoints import HIDDEN, saved, tiny, tiny_variant
+from tests.support.preloaded import Preloaded
 from tests.support.t5_ranks import NUM_PAIRS, PairCase, length_of_pair, oracle_of, pair_step_plan, pair_tensors, pairs
 from tests.support.tiny_steps import assert_same, learned
 
@@ -51,7 +67,13 @@ def format_of(topology: Topology) -> ActivationFormat:
 
 def plans_of(topology: Topology, *, split: bool = False, **options: Any) -> Any:
     form = format_of(topology)
-    options = {"layout": "padded", "max_tokens": 150, "split_backward": split, "pad_multiple": 4, "recompute": "none"} | options
+    options = {
+        "layout": "padded",
+        "max_tokens": 150,
+        "split_backward": split,
+        "pad_multiple": 4,
+        "recompute": "none",
+    } | options
     planner = Planner(topology, TokenCosts(topology.num_stages, overhead_ns=10**5), 10**9, format=form, **options)
     return prove_step(planner, [length_of_pair(pair) for pair in pairs()], step=0).plans[0]
 
@@ -146,3 +168,86 @@ def attending_by_document(model: Any) -> None:
 def test_what_would_train_wrongly_is_refused_by_name(error, make, says):
     with pytest.raises(error, match=says):
         make(t5("t5"))
+
+
+def pair_loss(model: Any, pair: Any) -> torch.Tensor:
+    source, labels = torch.from_numpy(pair.source)[None], torch.from_numpy(pair.labels)
+    logits = model(input_ids=source, labels=labels[None], use_cache=False).logits[0]
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
+    preloaded_transformers: Preloaded, tmp_path: Path
+) -> None:
+    """Tied ends and biases lie on both ranks of a V: their gradients are summed, and count once in the norm."""
+    saved(tiny("t5", vocab_size=VOCABULARY, num_layers=2, num_decoder_layers=2), tmp_path / "model")
+    write_pairs(tmp_path, tmp_path / "model")
+    library = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=library, pad_token="<pad>", eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path / "model")
+    named = {"architecture": str(tmp_path / "model"), "backend": "transformers"}
+    config = TrainConfig().with_values(model=named, topology={"tp": 1, "pp": 1, "dp": 1}, plan={"layout": "padded"})
+    costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    given = ["--model", "model", "--data", "pairs.jsonl", "--output", "trained", "--backend", "transformers"]
+    given += ["--pp", "2", "--dp", "2", "--placement", "v", "--split-backward", "--layout", "padded", "--strict"]
+    given += ["--run-dir", "run", "--costs", "costs.json", "--memory-limit-gb", "1", "--num-workers", "0"]
+    given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--weight-decay", str(DECAY), "--betas", "0.9,0.95"]
+    given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2", "--truncate"]
+    given += ["--eval-fraction", "0.2", "--eval-every", str(STEPS), "--save-every", "16"]
+    preloaded_transformers.train(*given, cwd=tmp_path)
+    interrupted(tmp_path / "run", tmp_path / "moved")
+    elsewhere = ["--output", "trained-moved", "--pp", "1", "--dp", "1", "--placement", "linear"]
+    preloaded_transformers.train("--resume", "moved", *elsewhere, cwd=tmp_path)
+
+    train, held_out = (
+        PairDataset.of(part) for part in hold_out(TokenDataset.open(tmp_path / "run" / "data"), 0.2, seed=0)
+    )
+    report = report_of(tmp_path / "run")
+    model, trained, moved = (
+        transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / folder)
+        for folder in ("model", "trained", "trained-moved")
+    )
+    expected = plain_losses(
+        model,
+        [train[i] for i in range(len(train))],
+        global_batches(len(train)),
+        "cosine",
+        loss_of=pair_loss,
+        targets_of=lambda pairs: sum(len(pair.labels) for pair in pairs),
+    )
+    assert report["losses"] == pytest.approx(expected, rel=1e-5)
+    assert report["losses"][-1] < report["losses"][0]
+    for name, weight in trained.named_parameters():
+        torch.testing.assert_close(weight, model.get_parameter(name), rtol=1e-3, atol=1e-5, msg=name)
+        torch.testing.assert_close(weight, moved.get_parameter(name), rtol=1e-3, atol=1e-5, msg=name)
+    with torch.no_grad():
+        total = sum(float(pair_loss(trained, held_out[i])) for i in range(len(held_out)))
+    targets = int(held_out.lengths[:, 2].sum())
+    assert report["evaluations"][-1]["loss"] == pytest.approx(total / targets, rel=1e-5)
+    again = report_of(tmp_path / "moved")["losses"]
+    assert again[:16] == report["losses"][:16]
+    assert again[16:] == pytest.approx(report["losses"][16:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ([], "relative positions know no borders of packed pairs: give --layout padded, or leave --backend out"),
+        (["--layout", "padded", "--deterministic"], "an encoder-decoder that transformers computes, of which runs have no"),
+        (["--layout", "padded", "--tp", "2"], "whose runs have no tp"),
+        (["--layout", "padded", "--pieces", "16"], "inputs of an encoder-decoder attend to what comes later: plan whole"),
+    ],
+)  # fmt: skip
+def test_what_runs_of_pairs_do_not_have_is_refused_before_anything_is_prepared(asked, says, tmp_path, capsys):
+    saved(tiny("t5"), tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    given = ["train", "--model", str(tmp_path), "--data", "pairs.jsonl", "--backend", "transformers", *asked]
+    assert main(given) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_encoder_decoders_that_nobody_can_cut_are_refused_with_those_that_are_known(tmp_path):
+    transformers.BartConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="'bart' has an encoder and a decoder: of such models t5 alone is known"):
+        read_trainable(str(tmp_path), "transformers")
