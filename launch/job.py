@@ -109,10 +109,14 @@ def topology_of(config: TrainConfig) -> Topology:
         )
     learned = m.described.max_seq_len if m.described else m.max_seq_len
     if m.position == "learned" and (longest := round_up(m.max_seq_len, config.plan.pad_multiple)) > learned:
+        multiple = config.plan.pad_multiple
+        move = f"make max_seq_len {longest} or another multiple of pad_multiple"
+        if m.described:  # which learns no more
+            shorter = learned // multiple * multiple
+            move = f"make max_seq_len {shorter}, or pad_multiple less" if shorter else f"make pad_multiple {learned}"
         raise ConfigError(
-            f"max_seq_len is {m.max_seq_len} but rows are rounded up to pad_multiple {config.plan.pad_multiple}, to"
-            f" {longest} positions of which only {learned} are learned: make max_seq_len {longest} or another"
-            " multiple of pad_multiple"
+            f"max_seq_len is {m.max_seq_len} but rows are rounded up to pad_multiple {multiple}, to {longest} positions"
+            f" of which only {learned} are learned: {move}"
         )
     return topology
 

@@ -64,8 +64,8 @@ def refuse_other_pairs(kind: object) -> None:
     """Errors: ConfigError for an encoder-decoder, by transformers' model_type, that nobody knows to cut."""
     if kind not in ENCODER_DECODERS:
         raise ConfigError(
-            f"{short(kind)} has an encoder and a decoder: of such models {', '.join(ENCODER_DECODERS)} alone is known, so"
-            " give one, or a model that is a decoder only"
+            f"{short(kind)} has an encoder and a decoder: of such models {', '.join(ENCODER_DECODERS)} alone is known,"
+            " so give one, or a model that is a decoder only"
         )
 
 

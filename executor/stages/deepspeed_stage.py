@@ -17,6 +17,7 @@ from dynapipe_ext.executor.stages.exact_sums import Sum
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, TorchStage, with_batch
 from dynapipe_ext.executor.stages.transformers_part import TransformersPart
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage, token_loss_sum
+from dynapipe_ext.executor.stages.transformers_t5 import T5Part
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 
 _SCATTERS = 2  # the first ZeRO stage that scatters the gradients of each backward
@@ -71,8 +72,13 @@ def engine_stage(
 ) -> TransformersStage:
     """The stages of a rank of whose parts an engine was made, by their `engine_model`.
 
-    Errors: ConfigError for ZeRO 2 and 3 where ranks have parts of a model.
+    Errors: ConfigError for ZeRO 2 and 3 where ranks have parts of a model, and for an encoder-decoder.
     """
+    if any(isinstance(part, T5Part) for part in parts):
+        raise ConfigError(
+            "engines train causal models of transformers, in which head and embedding alone may be one weight: give"
+            " TransformersStage the parts of a T5"
+        )
     if _scatters_gradients(engine):
         if parallel.topology.num_stages > 1:
             raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -136,15 +136,16 @@ class TorchStage:
         return loss
 
 
-def check_shapes(batch: Batch, planned: MicroBatch, name: str, names: Iterable[str]) -> None:
+def check_shapes(batch: Batch, planned: MicroBatch, name: str, names: Collection[str]) -> None:
     """Errors: DataError where one of `names` begins with other dimensions than (rows, length) as planned."""
     lengths = dict.fromkeys(("tokens", "encoder_tokens", "position_ids"), planned.encoder_len)
     lengths |= dict.fromkeys(("decoder_tokens", "labels", "loss_weights"), planned.decoder_len or planned.encoder_len)
-    for key in names:
-        if key in lengths and tuple(batch[key].shape[:2]) != (shape := (planned.rows, lengths[key])):
+    for key in lengths.keys() & names:
+        shape, given = (planned.rows, lengths[key]), batch[key]
+        if isinstance(given, torch.Tensor) and given.shape[:2] != shape:
             raise DataError(
-                f"{key} of {name} has shape {tuple(batch[key].shape)}, not {shape} as planned: give collate functions"
-                " that keep to the plan"
+                f"{key} of {name} has shape {tuple(given.shape)}, not {shape} as planned: give collate functions that"
+                " keep to the plan"
             )
 
 

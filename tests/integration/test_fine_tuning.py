@@ -17,6 +17,7 @@ import transformers
 from dynapipe_ext.config import OptimizerSettings, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.data.batches import GlobalBatches
+from dynapipe_ext.data.pairs import PairSample
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.launch.env import RankEnv
@@ -101,10 +102,13 @@ def samples_of(run: Path) -> tuple[list[Sample], list[Sample]]:
     assert data.held_out is not None
 
     def samples(part: Any) -> list[Sample]:
-        found = [part[i] for i in range(len(part))]
-        return [Sample(torch.from_numpy(one.tokens), torch.from_numpy(np.array(one.is_target))) for one in found]
+        return [sample_of(part[i]) for i in range(len(part))]
 
     return samples(data.train), samples(data.held_out)
+
+
+def sample_of(prepared: Any) -> Sample:
+    return Sample(torch.from_numpy(prepared.tokens), torch.from_numpy(np.array(prepared.is_target)))
 
 
 def loss_sum(model: Any, sample: Sample) -> torch.Tensor:
@@ -115,6 +119,17 @@ def loss_sum(model: Any, sample: Sample) -> torch.Tensor:
 
 def num_targets(samples: list[Sample]) -> int:
     return int(sum(sample.is_target[1:].sum() for sample in samples))
+
+
+def pair_loss(model: Any, pair: PairSample) -> torch.Tensor:
+    """Of an encoder-decoder, its sum over a target."""
+    source, labels = torch.from_numpy(pair.source)[None], torch.from_numpy(pair.labels)
+    logits = model(input_ids=source, labels=labels[None], use_cache=False).logits[0]
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def pair_targets(pairs: list[PairSample]) -> int:
+    return sum(len(pair.labels) for pair in pairs)
 
 
 def rate(schedule: str, step: int) -> float:

@@ -34,7 +34,17 @@ from dynapipe_ext.models.transformers_sizes import read_trainable
 from dynapipe_ext.packing.attention import register_document_attention
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology, placement_of
-from tests.integration.test_fine_tuning import BATCH, DECAY, LEAST, LR, STEPS, global_batches, plain_losses
+from tests.integration.test_fine_tuning import (
+    BATCH,
+    DECAY,
+    LEAST,
+    LR,
+    STEPS,
+    global_batches,
+    pair_loss,
+    pair_targets,
+    plain_losses,
+)
 from tests.integration.test_train_command import report_of
 from tests.integration.test_train_pairs import VOCABULARY, write_pairs
 from tests.integration.test_transformers_command import interrupted
@@ -157,23 +167,17 @@ def attending_by_document(model: Any) -> None:
 @pytest.mark.parametrize(
     ("error", "make", "says"),
     [
-        (ConfigError, lambda model: started(model, layout="packed", max_tokens=64), 'packed pairs: plan with layout="p'),
+        (ConfigError, lambda model: started(model, layout="packed", max_tokens=64), "no borders of packed pairs: plan"),
         (ConfigError, attending_by_document, "not known to add its relative biases under dynapipe_documents: build"),
-        (ConfigError, lambda model: parts_of_config(model.config, seed=0), "a t5 that transformers computes begins with"),
+        (ConfigError, lambda model: parts_of_config(model.config, seed=0), "that transformers computes begins with"),
         (ConfigError, lambda model: parts_of_model(model.encoder), "T5Stack cannot be cut as a T5 with its head"),
-        (ConfigError, lambda _: parts_of_config(transformers.BartConfig(), seed=0), "'bart' has an encoder and a decode"),
+        (ConfigError, lambda _: parts_of_config(transformers.BartConfig(), seed=0), "'bart' has an encoder and a d"),
         (DataError, padded_left, "encoder_padding of micro-batch 0 is not that of its plan: pad rows on the right"),
     ],
 )  # fmt: skip
 def test_what_would_train_wrongly_is_refused_by_name(error, make, says):
     with pytest.raises(error, match=says):
         make(t5("t5"))
-
-
-def pair_loss(model: Any, pair: Any) -> torch.Tensor:
-    source, labels = torch.from_numpy(pair.source)[None], torch.from_numpy(pair.labels)
-    logits = model(input_ids=source, labels=labels[None], use_cache=False).logits[0]
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
 
 
 def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
@@ -214,7 +218,7 @@ def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
         global_batches(len(train)),
         "cosine",
         loss_of=pair_loss,
-        targets_of=lambda pairs: sum(len(pair.labels) for pair in pairs),
+        targets_of=pair_targets,
     )
     assert report["losses"] == pytest.approx(expected, rel=1e-5)
     assert report["losses"][-1] < report["losses"][0]
@@ -234,9 +238,9 @@ def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
     ("asked", "says"),
     [
         ([], "relative positions know no borders of packed pairs: give --layout padded, or leave --backend out"),
-        (["--layout", "padded", "--deterministic"], "an encoder-decoder that transformers computes, of which runs have no"),
+        (["--layout", "padded", "--deterministic"], "that transformers computes, of which runs have no --determ"),
         (["--layout", "padded", "--tp", "2"], "whose runs have no tp"),
-        (["--layout", "padded", "--pieces", "16"], "inputs of an encoder-decoder attend to what comes later: plan whole"),
+        (["--layout", "padded", "--pieces", "16"], "of an encoder-decoder attend to what comes later: plan wh"),
     ],
 )  # fmt: skip
 def test_what_runs_of_pairs_do_not_have_is_refused_before_anything_is_prepared(asked, says, tmp_path, capsys):

@@ -128,3 +128,15 @@ def test_bytes_that_wait_for_w_are_counted_where_backwards_are_split(plan: dict[
     stored = configured_costs(config, COUNTED).evaluate(one).stored_bytes
     plain = replace(configured_costs(config, COUNTED), split_backward=False).evaluate(one).stored_bytes
     assert bool((stored > plain).all()) == is_split
+
+
+def test_rows_that_a_published_model_has_too_few_positions_for_are_refused_with_what_works(tmp_path: Path) -> None:
+    raw = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 20}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = CONFIG.with_values(model={"architecture": str(tmp_path)}, plan={"pad_multiple": 8})
+    with pytest.raises(ConfigError, match=r"to 24 positions of which only 20 are learned: make max_seq_len 16, or pad"):
+        topology_of(config)
+    topology_of(config.with_values(model={"max_seq_len": 16}))
+    with pytest.raises(ConfigError, match=r"to 32 positions of which only 20 are learned: make pad_multiple 20"):
+        topology_of(config.with_values(plan={"pad_multiple": 32}))
+    topology_of(config.with_values(plan={"pad_multiple": 20}))
