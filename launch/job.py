@@ -24,6 +24,7 @@ from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
+from dynapipe_ext.models.transformers_sizes import dropout_rates
 from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch, round_up
 from dynapipe_ext.schedule_names import SPLIT_SCHEDULES, ScheduleName, own_placement
 from dynapipe_ext.schedules.planner import Planner
@@ -159,13 +160,13 @@ def analytic_costs(
 
 def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
     """Rates and factors as they were measured; what follows from the settings (topology, dtype, sharding) from them."""
-    plan, width = config.plan, 4 if config.model.dtype == "float32" else 2
+    plan, m, width = config.plan, config.model, 4 if config.model.dtype == "float32" else 2
     settled: dict[str, Any] = {
         "topology": topology_of(config),
         "activation_bytes_per_value": width,
         "param_bytes": width,
         "sequence_parallel": config.topology.sequence_parallel and config.topology.tp > 1,
-        "dropout": config.model.dropout > 0,
+        "dropout": config.model.dropout > 0 or (m.uses_transformers and bool(dropout_rates(m.architecture))),
         "distributed_optimizer": config.optimizer.distributed,
         "split_backward": plan.split_backward or plan.schedule in SPLIT_SCHEDULES,
     }

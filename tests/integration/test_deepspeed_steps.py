@@ -291,5 +291,5 @@ def test_what_would_be_wrong_or_hang_is_refused_on_every_rank(ran, name, says):
 
 def test_parts_of_an_encoder_decoder_are_refused():
     engine: Any = None
-    with pytest.raises(ConfigError, match="engines train causal models .*: give TransformersStage the parts of a T5"):
+    with pytest.raises(ConfigError, match=r"engines train causal models .*: give TransformersStage the parts of a T5"):
         engine_stage(engine, parts_of_model(tiny("t5")), parallel=engine)
