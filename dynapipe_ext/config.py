@@ -96,7 +96,9 @@ class ModelSettings:
 
     @property
     def uses_transformers(self) -> bool:
-        return self.described is not None and self.described.family == "transformers"
+        return self.described is not None and (
+            self.described.family == "transformers" or self.backend == "transformers"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ No tensor library is imported here: tensors are opaque, so the same engine runs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from dynapipe_ext.executor.instructions import ExecutionPlan, Recv, Send
@@ -63,8 +63,8 @@ class Reductions(Protocol):
 
     def sum_over_job(self, tensor: Any) -> None: ...
 
-    def sum_over_ends(self, tensor: Any) -> None:
-        """Over the ranks that hold the first and the last stage of one replica; no other rank calls it."""
+    def sum_over_pipeline(self, pp_ranks: tuple[int, ...]) -> Callable[[Any], None]:
+        """The sum over these pipeline ranks of one replica, which no others call; all ranks ask for it at one point."""
 
 
 class Pending(Protocol):

@@ -24,6 +24,7 @@ from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, PlanError
 from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
 from dynapipe_ext.models.architecture import VOCAB_MULTIPLE, Architecture
+from dynapipe_ext.models.transformers_sizes import dropout_rates
 from dynapipe_ext.plan import LAYER_RECOMPUTES, MicroBatch, round_up
 from dynapipe_ext.schedule_names import SPLIT_SCHEDULES, ScheduleName, own_placement
 from dynapipe_ext.schedules.planner import Planner
@@ -109,10 +110,14 @@ def topology_of(config: TrainConfig) -> Topology:
         )
     learned = m.described.max_seq_len if m.described else m.max_seq_len
     if m.position == "learned" and (longest := round_up(m.max_seq_len, config.plan.pad_multiple)) > learned:
+        multiple = config.plan.pad_multiple
+        move = f"make max_seq_len {longest} or another multiple of pad_multiple"
+        if m.described:  # which learns no more
+            shorter = learned // multiple * multiple
+            move = f"make max_seq_len {shorter}, or pad_multiple less" if shorter else f"make pad_multiple {learned}"
         raise ConfigError(
-            f"max_seq_len is {m.max_seq_len} but rows are rounded up to pad_multiple {config.plan.pad_multiple}, to"
-            f" {longest} positions of which only {learned} are learned: make max_seq_len {longest} or another"
-            " multiple of pad_multiple"
+            f"max_seq_len is {m.max_seq_len} but rows are rounded up to pad_multiple {multiple}, to {longest} positions"
+            f" of which only {learned} are learned: {move}"
         )
     return topology
 
@@ -155,13 +160,13 @@ def analytic_costs(
 
 def configured_costs(config: TrainConfig, costs: CountedCosts) -> CountedCosts:
     """Rates and factors as they were measured; what follows from the settings (topology, dtype, sharding) from them."""
-    plan, width = config.plan, 4 if config.model.dtype == "float32" else 2
+    plan, m, width = config.plan, config.model, 4 if config.model.dtype == "float32" else 2
     settled: dict[str, Any] = {
         "topology": topology_of(config),
         "activation_bytes_per_value": width,
         "param_bytes": width,
         "sequence_parallel": config.topology.sequence_parallel and config.topology.tp > 1,
-        "dropout": config.model.dropout > 0,
+        "dropout": config.model.dropout > 0 or (m.uses_transformers and bool(dropout_rates(m.architecture))),
         "distributed_optimizer": config.optimizer.distributed,
         "split_backward": plan.split_backward or plan.schedule in SPLIT_SCHEDULES,
     }

@@ -8,16 +8,11 @@ from typing import Any
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.tools.checkpoint.huggingface.carried_files import read_json_object
+from dynapipe_ext.models.transformers_sizes import config_file, dropout_rates
 
 Tables = dict[str, dict[str, Any]]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "dropout_rate", "embd_pdrop", "resid_pdrop")
-_DROPOUTS_UNSAID = {  # as transformers takes a config.json without a word
-    "gpt2": {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
-    "t5": {"dropout_rate": 0.1},
-}
 _USABLE = 0.9  # of a device's or machine's free memory
 # Of a run that goes on with published weights; one from the first step on has the defaults of the settings.
 _FINE_TUNING: Tables = {"optimizer": {"lr": 2e-5, "min_lr": 2e-6, "warmup_fraction": 0.03}}
@@ -56,17 +51,13 @@ def usual_settings(tables: Tables, *, num_ranks: int, adapts: bool = False) -> T
 
 def dropout_line(config: TrainConfig) -> str:
     """What a run says of the dropout in a config.json where megatron-core trains the model without; else nothing."""
-    model, place = config.model, Path(config.model.architecture)
-    file = place / "config.json" if place.is_dir() else place
-    if model.dropout or model.uses_transformers or not file.is_file():
+    model = config.model
+    if model.dropout or model.uses_transformers or not (rates := dropout_rates(model.architecture)):
         return ""
-    raw = read_json_object(file, "the model's configuration")
-    rates = _DROPOUTS_UNSAID.get(str(raw.get("model_type")), {}) | {
-        name: raw[name] for name in _DROPOUTS if name in raw
-    }
-    if not (found := [f"{name} {rate:g}" for name, rate in rates.items() if isinstance(rate, float) and rate]):
-        return ""
-    return f"dropout: none, though {file} has {', '.join(found)}: [model] dropout of a --config sets one rate for all"
+    found = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    return (
+        f"dropout: none, though {model.architecture} has {found}: [model] dropout of a --config sets one rate for all"
+    )
 
 
 def memory_of_a_rank_gb(num_ranks: int) -> float:

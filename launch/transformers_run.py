@@ -13,7 +13,8 @@ from dynapipe_ext.executor.checkpoints.transformers_checkpoint import load_parts
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, Float32Accumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.torch_stage import MakeAccumulator
 from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
-from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, parts_of_config, parts_of_folder
+from dynapipe_ext.executor.stages.transformers_part import TransformersPart
+from dynapipe_ext.executor.stages.transformers_parts import parts_of_config, parts_of_folder
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 from dynapipe_ext.launch.built_model import BuiltModel

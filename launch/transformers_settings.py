@@ -14,6 +14,8 @@ from dynapipe_ext.topology import Topology
 def refuse_unsupported(config: TrainConfig) -> None:
     """Errors: ConfigError for settings that only models of megatron-core have, or that a DeepSpeed engine has not, and
     for adapters of what peft does not adapt."""
+    if config.model.uses_transformers and config.model.num_decoder_layers:
+        _refuse_beside_pairs(config)
     if config.lora.enabled:
         _refuse_adapters(config)
     if config.deepspeed.config:
@@ -60,6 +62,27 @@ def _refuse_adapters(config: TrainConfig) -> None:
         )
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("--lora trains adapters of peft, which is not installed: pip install 'dynapipe-ext[lora]'")
+
+
+def _refuse_beside_pairs(config: TrainConfig) -> None:
+    """Errors: ConfigError for what an encoder-decoder has by megatron-core alone, or not at all."""
+    model, plan = config.model, config.plan
+    if plan.layout != "padded":
+        raise ConfigError(
+            f"{model.architecture} is computed by transformers, whose relative positions know no borders of packed"
+            " pairs: give --layout padded, or leave --backend out"
+        )
+    asked = {
+        "--lora": config.lora.enabled,
+        "--deepspeed": bool(config.deepspeed.config),
+        "--deterministic": config.optimizer.deterministic,
+        "a start without weights": not model.init_from,
+    }
+    if found := [name for name, is_asked in asked.items() if is_asked]:
+        raise ConfigError(
+            f"{model.architecture} is an encoder-decoder that transformers computes, of which runs have no"
+            f" {', '.join(found)}: leave it out, or where megatron-core has that, leave --backend out"
+        )
 
 
 def _asked_of_megatron(config: TrainConfig) -> dict[str, bool]:

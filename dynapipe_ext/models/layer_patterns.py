@@ -57,6 +57,16 @@ LAYER_PATTERNS: dict[str, LayerPattern] = {  # by transformers' model_type
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
 }
+ENCODER_DECODERS = ("t5",)  # of which other code knows where they are cut
+
+
+def refuse_other_pairs(kind: object) -> None:
+    """Errors: ConfigError for an encoder-decoder, by transformers' model_type, that nobody knows to cut."""
+    if kind not in ENCODER_DECODERS:
+        raise ConfigError(
+            f"{short(kind)} has an encoder and a decoder: of such models {', '.join(ENCODER_DECODERS)} alone is known,"
+            " so give one, or a model that is a decoder only"
+        )
 
 
 def pattern_of(kind: object) -> LayerPattern:

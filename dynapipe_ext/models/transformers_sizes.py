@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, pattern_of
+from dynapipe_ext.models.layer_patterns import LAYER_PATTERNS, pattern_of, refuse_other_pairs
 from dynapipe_ext.models.presets import read_model
 
 Backend = Literal["auto", "megatron", "transformers"]
@@ -21,16 +21,21 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "dropout_rate", "embd_pdrop", "resid_pdrop")
+_DROPOUTS_UNSAID = {  # as transformers takes a config.json without a word
+    "gpt2": {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
+    "t5": {"dropout_rate": 0.1},
+}
 _GATED = ("silu", "gelu_pytorch_tanh")
 
 
 def read_trainable(model: str, backend: Backend) -> Architecture:
     """A model to train: as megatron-core computes it, or of the family "transformers", by its sizes.
 
-    "auto" takes transformers for a config.json that has no twin in megatron-core, if its family can be cut. Errors:
-    ConfigError, DataError.
+    "auto" takes transformers for a config.json that has no twin in megatron-core, if its family can be cut. A T5 is of
+    the family "t5", whatever computes it. Errors: ConfigError, DataError.
     """
-    path = _config_of(model)
+    path = config_file(model)
     if backend != "transformers":
         try:
             return read_model(model)[0]
@@ -39,13 +44,25 @@ def read_trainable(model: str, backend: Backend) -> Architecture:
                 raise
     if not path.is_file():
         raise ConfigError(f"{model} has no config.json, of which transformers could build a model: give its folder")
+    if _raw(path).get("is_encoder_decoder"):
+        refuse_other_pairs(model_type(model))
+        return read_model(model)[0]
     pattern_of(model_type(model))
     return read_sizes(_raw(path), str(path))
 
 
 def model_type(model: str) -> str:
     """Transformers' name of the family, in a model's config.json; empty where it says none."""
-    return str(_raw(_config_of(model)).get("model_type") or "")
+    return str(_raw(config_file(model)).get("model_type") or "")
+
+
+def dropout_rates(model: str) -> dict[str, float]:
+    """The rates above 0 that a model's config.json has, or has without a word; none where there is no such file."""
+    if not (path := config_file(model)).is_file():
+        return {}
+    raw = _raw(path)
+    rates = _DROPOUTS_UNSAID.get(str(raw.get("model_type")), {}) | {n: raw[n] for n in _DROPOUTS if n in raw}
+    return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate}
 
 
 def _raw(path: Path) -> Mapping[str, Any]:
@@ -58,7 +75,7 @@ def _raw(path: Path) -> Mapping[str, Any]:
 
 def document_attention_fault(model: str) -> str:
     """Why attention document by document does not compute what a config.json says; nothing if it does."""
-    raw = _raw(_config_of(model))
+    raw = _raw(config_file(model))
     if cap := raw.get("attn_logit_softcapping"):
         return f"{raw.get('model_type')} caps its scores (attn_logit_softcapping {cap})"
     return ""
@@ -66,15 +83,18 @@ def document_attention_fault(model: str) -> str:
 
 def carried_fault(model: str) -> str:
     """Why a model of transformers cannot attend from piece to piece of a cut sample; nothing if it can."""
-    raw = _raw(_config_of(model))
+    raw = _raw(config_file(model))
     kind, window = raw.get("model_type"), raw.get("sliding_window")
     fault = document_attention_fault(model)
+    if raw.get("is_encoder_decoder"):
+        fault = "inputs of an encoder-decoder attend to what comes later"
     if window and raw.get("use_sliding_window", True):
         fault = f"{kind} has windows of attention (sliding_window {window}), which do not go on from piece to piece"
     return f"{fault}: plan whole samples" if fault else ""
 
 
-def _config_of(model: str) -> Path:
+def config_file(model: str) -> Path:
+    """Of a model's folder, or the file itself."""
     return Path(model) / "config.json" if Path(model).is_dir() else Path(model)
 
 

@@ -14,7 +14,7 @@ from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
 from dynapipe_ext.executor.checkpoints.manifest import MODEL_FOLDER, RunState, read_manifest, refuse_other_model
 from dynapipe_ext.executor.stages.deepspeed_engine import DeepSpeedOptimizer, gathered
-from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
+from dynapipe_ext.executor.stages.transformers_part import TransformersPart
 from dynapipe_ext.executor.stages.transformers_saving import SAVING_FAULTS, join_stages, write_stages
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 

@@ -23,7 +23,8 @@ from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.all_ranks import SavingTogether
 from dynapipe_ext.executor.checkpoints.manifest import OPTIMIZER_FILES, RunState, read_manifest, refuse_other_model
 from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
-from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, parts_of_folder
+from dynapipe_ext.executor.stages.transformers_part import TransformersPart
+from dynapipe_ext.executor.stages.transformers_parts import parts_of_folder
 from dynapipe_ext.executor.stages.transformers_saving import (
     ADAPTER_FILE,
     SAVING_FAULTS,

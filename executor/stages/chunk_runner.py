@@ -61,14 +61,21 @@ class ChunkRunner:
         own = list(parameters)
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in own}
         self._trains = any(parameter.requires_grad for parameter in own)
+        self._only_infers = any(parameter.is_inference() for parameter in own)
         self.measure_bytes = measure_bytes
 
     def start_step(self, plan: ExecutionPlan) -> None:
-        """Errors: ConfigError where the plan gives this rank another number of stages than it has chunks."""
+        """Errors: ConfigError where the plan gives this rank another number of stages than it has chunks, and where
+        torch's inference mode forbids what the plan learns."""
         if len(plan.stages) != self._num_chunks:
             raise ConfigError(
                 f"pipeline rank {plan.pp_rank} runs stages {plan.stages} of the plan but was given {self._num_chunks}"
                 f" model chunks: give one a stage, in that order (Topology.stages_of({plan.pp_rank}))"
+            )
+        if not plan.forward_only and (self._only_infers or torch.is_inference_mode_enabled()):
+            raise ConfigError(
+                f"step {plan.step} has backwards, but torch.inference_mode() was on where weights were made or the step"
+                " is executed: leave it, or plan forwards alone (planner.for_forwards())"
             )
         self._plan = plan
         self._losses: dict[int, torch.Tensor] = {}

@@ -15,8 +15,9 @@ from dynapipe_ext.executor.stages.accumulator import NO_COPIES, Copies, Gradient
 from dynapipe_ext.executor.stages.deepspeed_engine import is_other_stages, leave_to_other_stage
 from dynapipe_ext.executor.stages.exact_sums import Sum
 from dynapipe_ext.executor.stages.torch_stage import LossFunction, TorchStage, with_batch
-from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
-from dynapipe_ext.executor.stages.transformers_stage import TransformersStage, copied_weight, token_loss_sum
+from dynapipe_ext.executor.stages.transformers_part import TransformersPart
+from dynapipe_ext.executor.stages.transformers_stage import TransformersStage, token_loss_sum
+from dynapipe_ext.executor.stages.transformers_t5 import T5Part
 from dynapipe_ext.executor.transport.parallel_context import ParallelContext
 
 _SCATTERS = 2  # the first ZeRO stage that scatters the gradients of each backward
@@ -71,8 +72,13 @@ def engine_stage(
 ) -> TransformersStage:
     """The stages of a rank of whose parts an engine was made, by their `engine_model`.
 
-    Errors: ConfigError for ZeRO 2 and 3 where ranks have parts of a model.
+    Errors: ConfigError for ZeRO 2 and 3 where ranks have parts of a model, and for an encoder-decoder.
     """
+    if any(isinstance(part, T5Part) for part in parts):
+        raise ConfigError(
+            "engines train causal models of transformers, in which head and embedding alone may be one weight: give"
+            " TransformersStage the parts of a T5"
+        )
     if _scatters_gradients(engine):
         if parallel.topology.num_stages > 1:
             raise ConfigError(
@@ -80,10 +86,11 @@ def engine_stage(
                 f" {parallel.topology.num_stages} stages: take one, or ZeRO 0 or 1"
             )
         parts[0].run_by(engine)
-    ends = parallel.topology.stage_ranks[0], parallel.topology.stage_ranks[-1]
-    copy = copied_weight(parts)
-    if copy is not None and parallel.coordinates.pp_rank == max(ends):  # never 0, whose norms stage 0 takes whole
-        leave_to_other_stage(copy)
+    for part in parts:
+        for name, weight in part.shared.items():
+            ranks = {parallel.topology.stage_ranks[stage] for stage in part.holders[name]}
+            if parallel.coordinates.pp_rank != min(ranks):  # which may be 0, whose norms stage 0 takes whole
+                leave_to_other_stage(weight)
     return TransformersStage(parts, loss=loss, accumulator=partial(EngineGradients, engine), parallel=parallel)
 
 

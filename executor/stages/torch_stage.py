@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from dynapipe_ext.executor.protocols import Batch, Reductions, Tensors
 from dynapipe_ext.executor.stages.accumulator import GradientAccumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.chunk_runner import ChunkRunner
 from dynapipe_ext.executor.stages.split_linear import make_linears_splittable
+from dynapipe_ext.plan import MicroBatch
 
 Module = Callable[..., Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
@@ -92,6 +93,9 @@ class TorchStage:
         self._plan = plan
 
     def load(self, micro_batch: int, batch: Batch) -> None:
+        """Errors: DataError for tokens of other rows than planned."""
+        names = [name for name in batch if name.endswith("tokens")]
+        check_shapes(batch, self._plan.micro_batches[micro_batch], f"micro-batch {micro_batch}", names)
         self._runner.load(micro_batch, batch)
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
@@ -130,6 +134,19 @@ class TorchStage:
         if self._doubts_loss:
             self._doubts_loss = not _heeds_weights(self._loss, output, batch, loss)
         return loss
+
+
+def check_shapes(batch: Batch, planned: MicroBatch, name: str, names: Collection[str]) -> None:
+    """Errors: DataError where one of `names` begins with other dimensions than (rows, length) as planned."""
+    lengths = dict.fromkeys(("tokens", "encoder_tokens", "position_ids"), planned.encoder_len)
+    lengths |= dict.fromkeys(("decoder_tokens", "labels", "loss_weights"), planned.decoder_len or planned.encoder_len)
+    for key in lengths.keys() & names:
+        shape, given = (planned.rows, lengths[key]), batch[key]
+        if isinstance(given, torch.Tensor) and given.shape[:2] != shape:
+            raise DataError(
+                f"{key} of {name} has shape {tuple(given.shape)}, not {shape} as planned: give collate functions that"
+                " keep to the plan"
+            )
 
 
 def _chunks(modules: Any) -> list[Module]:

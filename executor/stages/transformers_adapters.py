@@ -12,7 +12,7 @@ import torch
 
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.stages.keyed_random import seed_of
-from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
+from dynapipe_ext.executor.stages.transformers_part import TransformersPart
 from dynapipe_ext.executor.stages.transformers_saving import ADAPTER_NAME, trained_weights
 from dynapipe_ext.lora import ALL_LINEAR, LoraSettings
 

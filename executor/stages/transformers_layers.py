@@ -1,8 +1,4 @@
-"""Where causal models of transformers keep what a pipeline cuts, and how one stage's share is cut out.
-
-Masks, windows, rotary angles and scales are computed by the model's own forward, on every stage alike: what other
-stages have leaves a place in which hidden states pass through, so every layer keeps its number and its name.
-"""
+"""Which layers the stages of a transformers model have, and what stands in the places of the others."""
 
 from __future__ import annotations
 
@@ -13,17 +9,25 @@ from typing import Any
 import torch
 
 from dynapipe_ext.errors import ConfigError, ExecutionError
-from dynapipe_ext.models.layer_patterns import LayerPattern
 from dynapipe_ext.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
 class PartPlace:
-    """A stage of a cut model: its number, that of all stages, and the layers that it has."""
+    """A stage of a cut model, and how many layers each stage has."""
 
     stage: int
-    num_stages: int
-    layers: range
+    layers_per_stage: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers_per_stage)
+
+    @property
+    def layers(self) -> range:
+        """By their numbers in the whole model."""
+        first = sum(self.layers_per_stage[: self.stage])
+        return range(first, first + self.layers_per_stage[self.stage])
 
     @property
     def is_first(self) -> bool:
@@ -43,68 +47,7 @@ def places_of(topology: Topology, num_layers: int, pp_rank: int) -> list[PartPla
     counts = topology.with_layers(num_layers).layers_per_stage
     if min(counts) < 1:
         raise ConfigError(f"layers_per_stage is {counts} but each stage of a transformers model needs a layer or more")
-    firsts = [sum(counts[:stage]) for stage in range(len(counts))]
-    return [
-        PartPlace(stage, len(counts), range(firsts[stage], firsts[stage] + counts[stage]))
-        for stage in topology.stages_of(pp_rank)
-    ]
-
-
-def check_pattern(model: Any, pattern: LayerPattern) -> None:
-    """Errors: ConfigError where the model is no causal model of that pattern, or cannot be cut without a change."""
-    config, name = model.config, type(model).__name__
-    for path in (pattern.layers, *pattern.first, *pattern.last):
-        if path not in dict(model.named_modules()):
-            raise ConfigError(f"{name} has no module {path!r}: give the LayerPattern that names its own")
-    if not isinstance(model.get_submodule(pattern.layers), torch.nn.ModuleList):
-        raise ConfigError(f"{pattern.layers!r} of {name} is no list of layers: give the LayerPattern that names it")
-    if model.get_output_embeddings() is None:
-        raise ConfigError(f"{name} has no language model head: give a causal model (AutoModelForCausalLM)")
-    if getattr(config, "output_router_logits", False):
-        raise ConfigError(
-            f"output_router_logits of {name} adds a loss of all routers together, which no stage sees: set it to False"
-        )
-    if getattr(config, "use_bidirectional_attention", None):
-        raise ConfigError(f"{name} attends in both directions, so that padding would be seen: a causal model is needed")
-    ends = {_key_of(model, end()) for end in (model.get_input_embeddings, model.get_output_embeddings)}
-    if others := {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()} - ends:
-        raise ConfigError(
-            f"{name} ties weights other than head and embedding ({', '.join(sorted(others))}): it cannot be cut"
-        )
-
-
-def has_tied_ends(model: Any) -> bool:
-    """Whether the head's weight is that of the embedding, in the whole model and so in its parts."""
-    return bool(model._tied_weights_keys and model.config.get_text_config().tie_word_embeddings)
-
-
-def cut_in_place(model: Any, pattern: LayerPattern, place: PartPlace) -> None:
-    """Leave a model what its stage needs. The last stage keeps a tied embedding for its head."""
-    layers = model.get_submodule(pattern.layers)
-    tied = has_tied_ends(model)
-    embedding = _key_of(model, model.get_input_embeddings()).removesuffix(".weight")
-    for number, layer in enumerate(layers):
-        if number not in place.layers:
-            layers[number] = AbsentModule(layer, pattern.returns_tuple)
-    if not place.is_first:
-        layers[0] = StageEntry(layers[0], pattern.returns_tuple)
-        _remove(model, [path for path in pattern.first if not (tied and place.is_last and path == embedding)])
-    if not place.is_last:
-        layers[len(layers) - 1] = StageExit(layers[len(layers) - 1], pattern.returns_tuple)
-        _remove(model, pattern.last)
-        model.all_tied_weights_keys = {}
-
-
-def cut_out(model: Any, pattern: LayerPattern, place: PartPlace) -> Any:
-    """A stage's share as a model of its own, with the very layers and weights of `model`, which stays whole."""
-    own = _with_own_modules(model)
-    for path in {*pattern.first, *pattern.last, pattern.layers + "."}:
-        parent = own
-        for name in path.split(".")[:-1]:
-            setattr(parent, name, _with_own_modules(getattr(parent, name)))
-            parent = getattr(parent, name)
-    cut_in_place(own, pattern, place)
-    return own
+    return [PartPlace(stage, counts) for stage in topology.stages_of(pp_rank)]
 
 
 class AbsentModule(torch.nn.Module):
@@ -158,19 +101,19 @@ class StageExit(AbsentModule):
         return kept
 
 
-def _with_own_modules(module: Any) -> Any:
+def with_own_modules(module: Any) -> Any:
     """A shallow copy whose children can be replaced without a change to the original."""
     own = copy.copy(module)
     own._modules = dict(module._modules)
     return own
 
 
-def _remove(model: Any, paths: Any) -> None:
+def remove(model: Any, paths: Any) -> None:
     for path in paths:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, AbsentModule(model.get_submodule(path)))
 
 
-def _key_of(model: Any, module: Any) -> str:
+def key_of(model: Any, module: Any) -> str:
     """The name of a module's weight within the model."""
     return next((f"{name}.weight" for name, other in model.named_modules() if other is module), "")

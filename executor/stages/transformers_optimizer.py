@@ -16,8 +16,7 @@ from dynapipe_ext.executor.protocols import Reductions
 from dynapipe_ext.executor.stages.accumulator import gradient_of
 from dynapipe_ext.executor.stages.collectives import gather_json, named_collectives
 from dynapipe_ext.executor.stages.megatron_optimizer import learning_rates
-from dynapipe_ext.executor.stages.transformers_layers import has_tied_ends
-from dynapipe_ext.executor.stages.transformers_parts import TransformersPart
+from dynapipe_ext.executor.stages.transformers_part import TransformersPart, copied_weights
 from dynapipe_ext.executor.update import ExecutedStep, Refused, SkipPolicy
 
 _MOST_FAULTS = 3
@@ -46,9 +45,7 @@ class TransformersOptimizer:
         self._deterministic = settings.deterministic
         self._device = next(parts[0].parameters()).device
         self._speaks = parts[0].place.is_first  # one rank of each replica
-        last = parts[-1]
-        counted_twice = last.place.is_last and not parts[0].place.is_first and has_tied_ends(last.model)
-        self._copy = last.model.get_input_embeddings().weight if counted_twice else None
+        self._copies = copied_weights(parts)
         self._masters = {p: p if p.dtype == torch.float32 else _master(p) for p in named}
         decaying = [master for p, master in self._masters.items() if p.dim() > 1]
         others = [master for p, master in self._masters.items() if p.dim() <= 1]
@@ -70,7 +67,7 @@ class TransformersOptimizer:
         """
         plan = executed.plan
         gradients = {p: gradient_of(p) for p in self._names}
-        squares = [float(g.double().square().sum()) for p, g in gradients.items() if p is not self._copy]
+        squares = [float(g.double().square().sum()) for p, g in gradients.items() if p not in self._copies]
         targets = sum(sample.target for m in plan.micro_batches for sample in m.samples)
         is_finite = math.isfinite(sum(squares) + executed.loss)
         own = [sum(squares), float(not is_finite), float(self._speaks) * targets]
@@ -141,7 +138,7 @@ class TransformersOptimizer:
         found = {}
         for parameter, name in self._names.items():
             master = self._masters[parameter]
-            if parameter is self._copy:
+            if parameter in self._copies:
                 continue
             if master is not parameter:
                 found[f"master.{name}"] = master.detach()

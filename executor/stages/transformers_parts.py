@@ -1,4 +1,4 @@
-"""A pipeline rank's parts of a causal model of transformers: out of a whole model, a checkpoint folder, or a seed.
+"""A pipeline rank's parts of a model of transformers: out of a whole model, a checkpoint folder, or a seed.
 
 From a folder or a configuration no rank ever holds more than its own parts: the whole model is described on torch's
 meta device, cut, and only what is left gets memory.
@@ -14,109 +14,19 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from dynapipe_ext.errors import ConfigError, DataError, in_one_line
-from dynapipe_ext.executor.protocols import Batch
+from dynapipe_ext.errors import ConfigError, DataError, ExecutionError, in_one_line
 from dynapipe_ext.executor.stages.keyed_random import seed_of
-from dynapipe_ext.executor.stages.transformers_layers import (
-    PartPlace,
-    StageEntry,
-    StageExit,
-    check_pattern,
-    cut_in_place,
-    cut_out,
-    has_tied_ends,
-    places_of,
-)
-from dynapipe_ext.models.layer_patterns import LayerPattern, pattern_of
+from dynapipe_ext.executor.stages.transformers_causal import CausalCut, has_tied_ends
+from dynapipe_ext.executor.stages.transformers_layers import PartPlace, places_of, remove
+from dynapipe_ext.executor.stages.transformers_part import Cut, TransformersPart, cut_out, hold_shared_once
+from dynapipe_ext.executor.stages.transformers_t5 import T5Cut
+from dynapipe_ext.inference.memory_profiling import is_out_of_memory
+from dynapipe_ext.models.layer_patterns import LayerPattern, pattern_of, refuse_other_pairs
 from dynapipe_ext.topology import Topology
-
-
-class TransformersPart(torch.nn.Module):
-    """One stage of a causal model: (ids or hidden states, batch) -> hidden states or logits, (rows, length, width).
-
-    `model` is a PreTrainedModel whose layers keep their numbers and names; adapters go into it
-    (`part.model.add_adapter(…)`). `batch` holds "model_inputs", further arguments of its forward, and where layers
-    draw random numbers "random_key", of which those of each layer are made. Training is the model's own mode.
-    """
-
-    def __init__(self, model: Any, place: PartPlace, pattern: LayerPattern) -> None:
-        super().__init__()
-        self.model, self.place, self.pattern = model, place, pattern
-        self.training = model.training
-        places = model.get_submodule(pattern.layers)
-        self._entry, self._exit = places[0], places[len(places) - 1]
-        self._key = ""
-        self._call = model.__call__ if place.is_last else model.get_submodule(pattern.body).__call__
-        for number in place.layers:
-            layer = places[number]
-            layer.register_forward_pre_hook(lambda _module, _inputs, name=f"layer {number}": self._seed(name))
-            layer.register_forward_hook(self._check_output)
-
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        place, draws = self.place, self.model.training and "random_key" in batch
-        inputs = batch["model_inputs"] | {name: batch[name] for name in ("carried",) if name in batch}
-        if place.is_first:
-            inputs["input_ids"] = x
-        else:
-            assert isinstance(self._entry, StageEntry)
-            inputs["inputs_embeds"] = self._entry.received = x
-        devices = [x.device] if x.is_cuda else []
-        with torch.random.fork_rng(devices=devices, enabled=draws):
-            self._key = batch["random_key"] if draws else ""
-            self._seed("embedding")
-            output = self._call(use_cache=False, **inputs)
-            self._key = ""
-        if place.is_last:
-            logits: torch.Tensor = output.logits
-            return logits
-        assert isinstance(self._exit, StageExit)
-        return self._exit.take()
-
-    def run_by(self, engine: torch.nn.Module) -> None:
-        """Have `engine`, which wraps the whole model, run its forwards from now on: it gathers weights before them."""
-        self._call = engine.__call__
-
-    def recompute_layers(self, enabled: bool) -> None:
-        """Whether layers keep their inputs alone from the next forward on. Errors: ConfigError where they cannot."""
-        if enabled and not self.model.training:
-            raise ConfigError("transformers recomputes layers in training mode alone: call train(), or plan without")
-        places = self.model.get_submodule(self.pattern.layers)
-        for number in self.place.layers:
-            layer = places[number]
-            if not hasattr(layer, "gradient_checkpointing"):
-                if enabled:
-                    raise ConfigError(f'{type(layer).__name__} cannot be recomputed: plan with recompute="none"')
-                return
-            layer.gradient_checkpointing = enabled
-            layer._gradient_checkpointing_func = partial(self._checkpoint, f"layer {number}")
-
-    def _checkpoint(self, layer: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Recomputation seeds as the forward did: the layer's hooks are outside of `call` or, in older versions,
-        within, where they find no key by then."""
-        key = self._key
-
-        def run(*given: Any) -> Any:
-            if key:
-                torch.manual_seed(seed_of(key, layer))
-            return call(*given)
-
-        return torch.utils.checkpoint.checkpoint(run, *arguments, use_reentrant=False)
-
-    def _seed(self, layer: str) -> None:
-        if self._key:
-            torch.manual_seed(seed_of(self._key, layer))
-
-    def _check_output(self, layer: Any, _inputs: Any, output: Any) -> None:
-        if isinstance(output, tuple) != self.pattern.returns_tuple:
-            raise ConfigError(
-                f"{type(layer).__name__} returns {type(output).__name__}: give its LayerPattern"
-                f" returns_tuple={not self.pattern.returns_tuple}"
-            )
 
 
 def parts_of_model(
@@ -126,12 +36,13 @@ def parts_of_model(
 
     Without a topology, the model in one part.
 
-    Errors: ConfigError for a model that is no causal one of a known pattern, or that cannot be cut so.
+    Errors: ConfigError for a model that is neither a causal one of a known pattern nor a T5, or that cannot be cut so.
     """
-    pattern = pattern or pattern_of(model.config.model_type)
-    check_pattern(model, pattern)
-    places = places_of(topology or Topology(), len(model.get_submodule(pattern.layers)), pp_rank)
-    return [TransformersPart(cut_out(model, pattern, place), place, pattern) for place in places]
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    cut = _cut_of(model.config, pattern, tied=head is model.get_input_embeddings().weight)
+    cut.check(model)
+    places = places_of(topology or Topology(), cut.num_layers(model.config), pp_rank)
+    return [cut_out(cut, model, place) for place in places]
 
 
 def parts_of_folder(
@@ -154,7 +65,12 @@ def parts_of_folder(
             model, found = part_class.from_pretrained(
                 folder, config=config, local_files_only=True, output_loading_info=True, **options
             )
-        except (OSError, RuntimeError, SafetensorError, UnpicklingError) as error:  # as files have them that are cut
+        except (OSError, RuntimeError, SafetensorError, UnpicklingError, MemoryError) as error:  # of files that are cut
+            if is_out_of_memory(error):
+                raise ExecutionError(
+                    f"the memory of this rank is too small for its part of {folder} ({in_one_line(error)}): raise pp,"
+                    " or take another machine"
+                ) from error
             raise DataError(
                 f"{folder} has weights that cannot be read ({in_one_line(error)}): give the folder of a whole model"
             ) from error
@@ -163,6 +79,17 @@ def parts_of_folder(
                 f"{folder} lacks weights of {type(model).__name__} or has them in other shapes: {', '.join(lacking)}:"
                 " give the folder of a whole model"
             )
+        return model
+
+    whole = _class_of(config, pattern)
+    if _has_pairs(config, pattern):
+        cut = T5Cut(_is_tied(load, whole))
+        parts = _built(whole, config, topology, pp_rank, cut, load)
+        for part in parts:
+            part.model.config.tie_word_embeddings = cut.tied  # which transformers says of every T5, and saves
+        return parts
+    parts = _built(whole, config, topology, pp_rank, _cut_of(config, pattern), load)
+    for model in (part.model for part in parts):
         head, embedding = (
             getattr(end(), "weight", None) for end in (model.get_output_embeddings, model.get_input_embeddings)
         )
@@ -171,9 +98,7 @@ def parts_of_folder(
                 f"{folder} has a head that differs from the embedding, to which its config.json ties it: correct"
                 " tie_word_embeddings there, or give the files that belong to the model"
             )
-        return model
-
-    return _built(config, topology, pp_rank, pattern, load)
+    return parts
 
 
 def parts_of_config(
@@ -197,56 +122,92 @@ def parts_of_config(
         with torch.random.fork_rng(devices=[]):
             return part_class.from_pretrained(None, config=config, state_dict={}, **options)
 
-    return _built(config, topology, pp_rank, pattern, draw, seed=seed)
+    whole = _class_of(config, pattern)
+    if _has_pairs(config, pattern):
+        raise ConfigError(
+            f"a {config.model_type} that transformers computes begins with weights: give a folder that has them, or"
+            " have megatron-core draw and compute it"
+        )
+    return _built(whole, config, topology, pp_rank, _cut_of(config, pattern), draw, seed=seed)
+
+
+def _has_pairs(config: Any, pattern: LayerPattern | None) -> bool:
+    """Errors: ConfigError for an encoder-decoder that nobody knows to cut."""
+    if pattern is None and getattr(config, "is_encoder_decoder", False):
+        refuse_other_pairs(config.model_type)
+        return True
+    return False
+
+
+def _cut_of(config: Any, pattern: LayerPattern | None, *, tied: bool = False) -> Cut:
+    """Errors: ConfigError for a family that nobody knows to cut."""
+    return T5Cut(tied) if _has_pairs(config, pattern) else CausalCut(pattern or pattern_of(config.model_type))
+
+
+def _is_tied(load: Callable[[Any], Any], whole: Any) -> bool:
+    """Whether the head of an encoder-decoder is its embedding, as transformers takes its files: by both alone."""
+
+    def leave_ends(model: Any) -> None:
+        remove(model, ["encoder", "decoder"])
+        model.all_tied_weights_keys = {"lm_head.weight": "shared.weight"}
+
+    with quietly():
+        model = load(_part_class(whole, leave_ends))
+    return model.lm_head.weight is model.shared.weight
+
+
+def _class_of(config: Any, pattern: LayerPattern | None) -> Any:
+    """The class of the whole model. Errors: ConfigError."""
+    mapping: Mapping[Any, Any] = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if _has_pairs(config, pattern):
+        mapping = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if type(config) not in mapping:
+        raise ConfigError(f"transformers has no causal model for a {type(config).__name__}: give the config of one")
+    return mapping[type(config)]
 
 
 def _built(
+    whole: Any,
     config: Any,
     topology: Topology | None,
     pp_rank: int,
-    pattern: LayerPattern | None,
+    cut: Cut,
     build: Callable[[Any], Any],
     *,
     seed: int | None = None,
 ) -> list[TransformersPart]:
     """Parts that `build` makes, each of a class that cuts itself before it has memory."""
-    mapping: Mapping[Any, Any] = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) not in mapping:
-        raise ConfigError(f"transformers has no causal model for a {type(config).__name__}: give the config of one")
-    pattern = pattern or pattern_of(config.model_type)
     parts = []
+
+    def leave(place: PartPlace, model: Any) -> None:
+        cut.check(model)
+        cut.in_place(model, place)
+        if seed is not None:
+            _key_draws(model, seed)
+
     with quietly():
-        for place in places_of(topology or Topology(), config.get_text_config().num_hidden_layers, pp_rank):
-            model = build(_part_class(mapping[type(config)], pattern, place, seed))
+        for place in places_of(topology or Topology(), cut.num_layers(config), pp_rank):
+            model = build(_part_class(whole, partial(leave, place)))
             for module in model.modules():
                 vars(module).pop("_init_weights", None)  # drawn
-            parts.append(TransformersPart(model.train(), place, pattern))
-    first, last = parts[0], parts[-1]
-    if first.place.is_first and last.place.is_last and first is not last and has_tied_ends(last.model):
-        last.model.set_input_embeddings(first.model.get_input_embeddings())
-        last.model.tie_weights()
+            parts.append(cut.part(model.train(), place))
+    hold_shared_once(parts)
     return parts
 
 
-def _part_class(whole: Any, pattern: LayerPattern, place: PartPlace, seed: int | None) -> Any:
-    """`whole`, cut to a stage as soon as it is made: from_pretrained then gives memory to that alone.
-
-    With a seed, what each module draws is keyed by its name.
-    """
+def _part_class(whole: Any, leave: Callable[[Any], None]) -> Any:
+    """`whole`, cut as soon as it is made to what `leave` leaves: from_pretrained then gives memory to that alone."""
 
     class Part(whole):  # type: ignore[misc]
         _keys_to_ignore_on_load_unexpected = (r".*",)
 
         def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
             super().__init__(config, *inputs, **kwargs)
-            check_pattern(self, pattern)
-            cut_in_place(self, pattern, place)
-            if seed is not None:
-                _key_draws(self, seed)
+            leave(self)
 
         def tie_weights(self, *arguments: Any, **kwargs: Any) -> Any:
-            """The head, where it is here, is tied to the embedding beside it."""
-            return super().tie_weights(*arguments, **kwargs) if place.is_last else None
+            """Of the weights that are one in the whole model, those that are here."""
+            return super().tie_weights(*arguments, **kwargs | {"recompute_mapping": False})
 
     Part.__name__ = Part.__qualname__ = whole.__name__
     Part.__module__ = whole.__module__

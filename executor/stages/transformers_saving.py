@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.protocols import Reductions
-from dynapipe_ext.executor.stages.transformers_layers import has_tied_ends
-from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, quietly
+from dynapipe_ext.executor.stages.transformers_part import TransformersPart, copied_weights
+from dynapipe_ext.executor.stages.transformers_parts import quietly
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_NAME = "default"  # in the names of peft's parameters, and not in its files,
@@ -60,10 +60,13 @@ def write_stages(parts: Sequence[TransformersPart], folder: Path) -> None:
 
 
 def _save_part(part: TransformersPart, folder: Path) -> None:
-    model, place, copied = part.model, part.place, None
-    if place.is_last and not place.is_first and has_tied_ends(model):
-        copied = model.get_input_embeddings().weight  # which the first stage saves
-    state = {name: weight for name, weight in model.state_dict(keep_vars=True).items() if weight is not copied}
+    model = part.model
+    saved = copied_weights([part])  # by the first stage that holds them; by one of several names they go here
+    state = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        if weight not in saved:
+            saved.add(weight)
+            state[name] = weight
     # In a job of several ranks transformers writes on the first alone, for there all would have the whole model.
     model.should_save_on_this_rank = lambda *_, **__: True
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from dynapipe_ext.errors import ConfigError, ExecutionError, check_timeout
@@ -110,7 +111,8 @@ class InlineReductions:
         check_timeout(timeout_s)
         self.topology = topology
         self._job = _ThreadSum(topology.pp, "the job", timeout_s)
-        self._ends = _ThreadSum(len({topology.stage_ranks[0], topology.stage_ranks[-1]}), "both ends", timeout_s)
+        self._of_ranks: dict[tuple[int, ...], _ThreadSum] = {}
+        self._timeout_s = timeout_s
 
     def sum_over_replicas(self, tensor: Any) -> None:
         """There is one."""
@@ -118,8 +120,9 @@ class InlineReductions:
     def sum_over_job(self, tensor: Any) -> None:
         self._job.add(tensor)
 
-    def sum_over_ends(self, tensor: Any) -> None:
-        self._ends.add(tensor)
+    def sum_over_pipeline(self, pp_ranks: tuple[int, ...]) -> Callable[[Any], None]:
+        said = f"pipeline ranks {pp_ranks}"
+        return self._of_ranks.setdefault(pp_ranks, _ThreadSum(len(pp_ranks), said, self._timeout_s)).add
 
 
 class _ThreadSum:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,10 +49,7 @@ class ParallelContext:
         self.transport = TorchP2PTransport(topology, rank, groups, device=self.device, timeout_s=timeout_s)
         self._rank, self._timeout_s = rank, timeout_s
         self.replicas = self.group(lambda c: (c.tp_rank, c.pp_rank))
-        ends = {topology.stage_ranks[0], topology.stage_ranks[-1]}
-        self._ends = None
-        if len(ends) > 1:
-            self._ends = self.group(lambda c: (c.tp_rank, c.dp_rank) if c.pp_rank in ends else None)
+        self._pipeline_groups: dict[tuple[int, ...], Any] = {}
 
     def group(self, in_common: Callable[[Coordinates], Hashable | None]) -> Any:
         """The process group of the ranks that have as much `in_common` as this one; all ranks make theirs at once."""
@@ -65,7 +63,9 @@ class ParallelContext:
     def sum_over_job(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor)
 
-    def sum_over_ends(self, tensor: torch.Tensor) -> None:
-        """Over the ranks that hold the first and the last stage of one replica; no other rank calls it."""
-        if self._ends is not None:
-            dist.all_reduce(tensor, group=self._ends)
+    def sum_over_pipeline(self, pp_ranks: tuple[int, ...]) -> Callable[[torch.Tensor], None]:
+        """The sum over these pipeline ranks of one replica, which no others call; all ranks ask for it at one point."""
+        if pp_ranks not in self._pipeline_groups:
+            group = self.group(lambda c: (c.tp_rank, c.dp_rank) if c.pp_rank in pp_ranks else None)
+            self._pipeline_groups[pp_ranks] = group
+        return partial(dist.all_reduce, group=self._pipeline_groups[pp_ranks])

@@ -178,11 +178,12 @@ def run(args: argparse.Namespace) -> int:
     refuse_unsupported(config)
     topology = topology_of(config)  # refuses what does not divide before anything is prepared
     variants(config, compare=args.compare)
-    if config.model.init_from and not config.model.uses_transformers:
+    described = config.model.described
+    if config.model.init_from and (described is None or described.family != "transformers"):
         say_loading("torch")
         from dynapipe_ext.launch.initial_weights import open_initial_weights
 
-        open_initial_weights(config.model.init_from, config.model.described)
+        open_initial_weights(config.model.init_from, described)
     address = asked_store(args.store, insecure=args.insecure_store)
     require_loggers(config)
     run_dir, resumed = resumed_run(args, config)

@@ -31,6 +31,7 @@ from dynapipe_ext.executor.update import ExecutedStep
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.lengths import SampleLength
+from tests.support.checkpoints import tiny
 from tests.support.deepspeed_ranks import quiet
 from tests.support.tiny_models import SIZES, VOCAB, one_by_one, samples_of, tiny_model
 
@@ -286,3 +287,9 @@ def test_bfloat16_engines_come_as_close_as_bfloat16_does(ran, plain, name):
 def test_what_would_be_wrong_or_hang_is_refused_on_every_rank(ran, name, says):
     for _, said in ran:
         assert re.search(says, said[name], re.DOTALL), said
+
+
+def test_parts_of_an_encoder_decoder_are_refused():
+    engine: Any = None
+    with pytest.raises(ConfigError, match=r"engines train causal models .*: give TransformersStage the parts of a T5"):
+        engine_stage(engine, parts_of_model(tiny("t5")), parallel=engine)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import transformers
 from dynapipe_ext.config import OptimizerSettings, TrainConfig
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.data.batches import GlobalBatches
+from dynapipe_ext.data.pairs import PairSample
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.launch.env import RankEnv
@@ -101,10 +102,13 @@ def samples_of(run: Path) -> tuple[list[Sample], list[Sample]]:
     assert data.held_out is not None
 
     def samples(part: Any) -> list[Sample]:
-        found = [part[i] for i in range(len(part))]
-        return [Sample(torch.from_numpy(one.tokens), torch.from_numpy(np.array(one.is_target))) for one in found]
+        return [sample_of(part[i]) for i in range(len(part))]
 
     return samples(data.train), samples(data.held_out)
+
+
+def sample_of(prepared: Any) -> Sample:
+    return Sample(torch.from_numpy(prepared.tokens), torch.from_numpy(np.array(prepared.is_target)))
 
 
 def loss_sum(model: Any, sample: Sample) -> torch.Tensor:
@@ -117,6 +121,17 @@ def num_targets(samples: list[Sample]) -> int:
     return int(sum(sample.is_target[1:].sum() for sample in samples))
 
 
+def pair_loss(model: Any, pair: PairSample) -> torch.Tensor:
+    """Of an encoder-decoder, its sum over a target."""
+    source, labels = torch.from_numpy(pair.source)[None], torch.from_numpy(pair.labels)
+    logits = model(input_ids=source, labels=labels[None], use_cache=False).logits[0]
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+
+def pair_targets(pairs: list[PairSample]) -> int:
+    return sum(len(pair.labels) for pair in pairs)
+
+
 def rate(schedule: str, step: int) -> float:
     """The learning rate of a step, from 1, as the field has these schedules."""
     if step <= WARMUP:
@@ -126,7 +141,15 @@ def rate(schedule: str, step: int) -> float:
     return LEAST + (LR - LEAST) * parts[schedule]
 
 
-def plain_losses(model: Any, samples: list[Sample], batches: Iterator[list[int]], schedule: str) -> list[float]:
+def plain_losses(
+    model: Any,
+    samples: Sequence[Any],
+    batches: Iterator[list[int]],
+    schedule: str,
+    *,
+    loss_of: Callable[[Any, Any], torch.Tensor] = loss_sum,
+    targets_of: Callable[[list[Any]], int] = num_targets,
+) -> list[float]:
     """The losses of a training loop without anything of this project."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
@@ -136,9 +159,9 @@ def plain_losses(model: Any, samples: list[Sample], batches: Iterator[list[int]]
     for step, batch in enumerate(batches, 1):
         for group in optimizer.param_groups:
             group["lr"] = rate(schedule, step)
-        divisor, total = num_targets([samples[i] for i in batch]), 0.0
+        divisor, total = targets_of([samples[i] for i in batch]), 0.0
         for index in batch:
-            loss = loss_sum(model, samples[index]) / divisor
+            loss = loss_of(model, samples[index]) / divisor
             loss.backward()
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

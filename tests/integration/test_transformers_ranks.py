@@ -20,7 +20,7 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import OptimizerSettings
 from dynapipe_ext.data.collate import collate
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator
@@ -215,6 +215,17 @@ def test_weights_that_cannot_be_read_are_refused_by_their_folder(folder, tmp_pat
     torch.save(model.state_dict(), sharded / "pytorch_model.bin")
     refused("pytorch_model.bin", (sharded / "pytorch_model.bin").read_bytes()[:-9])
     refused("pytorch_model.bin", pickle.dumps(os.getcwd))
+
+
+def test_memory_that_ends_while_weights_are_read_is_not_told_as_files_that_cannot_be(folder, monkeypatch):
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried"
+        )
+
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "from_pretrained", fails)
+    with pytest.raises(ExecutionError, match=r"memory of this rank is too small for its part of .*: raise pp"):
+        parts_of_folder(folder)
 
 
 def test_a_saved_model_is_one_that_transformers_loads_and_never_takes_the_place_of_another(folder, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,13 @@ def batches_of(plan) -> list[dict[str, torch.Tensor]]:
 
 
 def learned(
-    model: Any, topology: Topology, plans, *, accumulator: MakeAccumulator = PlainAccumulator, **options: Any
+    model: Any,
+    topology: Topology,
+    plans,
+    *,
+    batches: Callable[[Any], list[Any]] = batches_of,
+    accumulator: MakeAccumulator = PlainAccumulator,
+    **options: Any,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Each rank's loss, and all gradients by the whole model's names; ranks are threads with a model each."""
     hub, parallel = InlineHub(), InlineReductions(topology)
@@ -57,7 +64,7 @@ def learned(
         executor = PipelineExecutor(
             TransformersStage(parts, accumulator=accumulator, parallel=parallel), hub.transport(number)
         )
-        losses[number] = executor.execute(plans[number], batches_of(plans[number]))
+        losses[number] = executor.execute(plans[number], batches(plans[number]))
         for part in parts:
             for name, weight in part.model.named_parameters():
                 if weight.grad is not None:

@@ -128,3 +128,33 @@ def test_bytes_that_wait_for_w_are_counted_where_backwards_are_split(plan: dict[
     stored = configured_costs(config, COUNTED).evaluate(one).stored_bytes
     plain = replace(configured_costs(config, COUNTED), split_backward=False).evaluate(one).stored_bytes
     assert bool((stored > plain).all()) == is_split
+
+
+def test_rows_that_a_published_model_has_too_few_positions_for_are_refused_with_what_works(tmp_path: Path) -> None:
+    raw = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 20}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = CONFIG.with_values(model={"architecture": str(tmp_path)}, plan={"pad_multiple": 8})
+    with pytest.raises(ConfigError, match=r"to 24 positions of which only 20 are learned: make max_seq_len 16, or pad"):
+        topology_of(config)
+    topology_of(config.with_values(model={"max_seq_len": 16}))
+    with pytest.raises(ConfigError, match=r"to 32 positions of which only 20 are learned: make pad_multiple 20"):
+        topology_of(config.with_values(plan={"pad_multiple": 32}))
+    topology_of(config.with_values(plan={"pad_multiple": 20}))
+
+
+@pytest.mark.parametrize("said", [{}, {"dropout_rate": 0.1}, {"dropout_rate": 0.0}])
+def test_what_dropout_keeps_is_counted_by_the_rates_of_the_framework_that_computes_the_model(
+    said: dict[str, float], tmp_path: Path
+) -> None:
+    """A T5 has 0.1 without a word; megatron-core trains it without."""
+    raw = {"model_type": "t5", "is_encoder_decoder": True, "num_layers": 2, "vocab_size": 61} | said
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    counted = {}
+    for backend in ("transformers", "megatron"):
+        config = TrainConfig().with_values(
+            model={"architecture": str(tmp_path), "backend": backend}, topology={"tp": 1, "pp": 1, "dp": 1}
+        )
+        costs = analytic_costs(config, architecture_of(config, 61), flops_per_s=1e12, overhead_ns=0)
+        pair = MicroBatch((SampleLength(0, 64, 64, 64),))
+        counted[backend] = int(costs.evaluate([pair]).stored_bytes[0, 0])
+    assert (counted["transformers"] > 1.3 * counted["megatron"]) == (said != {"dropout_rate": 0.0})

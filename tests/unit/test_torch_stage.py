@@ -172,6 +172,14 @@ PARTLY_TARGETS[-1]["loss_weights"][0, 0] = 0
             "the plan is for pp 2 x dp 1 but parallel= is for pp 3 x dp 1",
         ),
         (lambda m: InlineReductions(Topology(pp=2, dp=2)), "dp 2 must be 1"),
+        (
+            lambda m: torch.inference_mode()(run)(TorchStage(m, loss_sum)),
+            r"step 0 has backwards, but torch\.inference_mode\(\) was on .*planner\.for_forwards\(\)",
+        ),
+        (
+            lambda _: run(TorchStage(torch.inference_mode()(model_of)(), loss_sum)),
+            r"inference_mode\(\) was on where weights were made",
+        ),
     ],
 )
 def test_what_would_train_wrongly_is_refused_by_name(make, says):
@@ -194,6 +202,13 @@ def test_rows_of_one_document_and_rows_attended_to_as_a_whole_need_no_word():
     plan = plan_of(layout="packed")
     whole = tuple(replace(m, attention="row") for m in plan.micro_batches)
     assert run(TorchStage(model_of(), loss_sum), replace(plan, micro_batches=whole)) > 0
+
+
+def test_tokens_of_other_rows_than_planned_are_refused_with_both_shapes():
+    plan = plan_of()
+    batches = [batch | {"tokens": batch["tokens"][:, 1:]} for batch in map(batch_of, plan.micro_batches)]
+    with pytest.raises(DataError, match=r"tokens of micro-batch 0 has shape \(\d, \d\), not \(\d, \d\) as planned"):
+        run(TorchStage(model_of(), loss_sum), plan, batches)
 
 
 def test_a_batch_without_tokens_is_refused_with_the_keys_that_it_has():

@@ -1,0 +1,149 @@
+"""How far the losses of `dynapipe train` part from a plain transformers loop, of every family at every arrangement.
+
+    python tests/bench/families.py [--variants llama t5 …] [--output results/families.json]
+
+Each variant of a published family, tiny, is trained for 20 steps from the same folder on the same samples: by
+megatron-core and, of the families that can be cut so, by transformers; and by the loop of
+tests/integration/test_fine_tuning.py, one sample at a time. A figure is the largest relative difference of a step's
+loss. What cannot be trained so says why. A variant's result is kept until it is measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from contenders import provenance
+
+from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.data.pairs import PairDataset
+from dynapipe_ext.launch.job import analytic_costs, architecture_of
+from dynapipe_ext.models.layer_patterns import ENCODER_DECODERS, LAYER_PATTERNS
+from tests.integration.test_fine_tuning import (
+    BATCH,
+    DECAY,
+    LEAST,
+    LR,
+    SAMPLES,
+    STEPS,
+    global_batches,
+    pair_loss,
+    pair_targets,
+    plain_losses,
+    sample_of,
+)
+from tests.integration.test_train_command import report_of
+from tests.support.checkpoints import VARIANTS, saved, tiny_variant
+from tests.support.model_folders import VOCABULARY, write_model_tokenizer, write_pairs
+from tests.support.preloaded import TRANSFORMERS, Preloaded
+
+RESULTS = Path(__file__).parent / "results"
+BACKENDS = {
+    "megatron": {"TP1": (1, 1, 1), "TP2": (2, 1, 1), "PP2": (1, 2, 1), "TP2 x PP2 x DP2": (2, 2, 2)},
+    "transformers": {"TP1": (1, 1, 1), "PP2": (1, 2, 1), "PP2 x DP2": (1, 2, 2)},
+}
+
+
+def prepared(variant: str, folder: Path) -> None:
+    """A folder with the model, its tokenizer, data, costs and settings of a variant."""
+    lengths = {"n_positions": 128} if variant == "gpt2" else {"max_position_embeddings": 128}
+    sizes = {} if VARIANTS[variant][0] in ENCODER_DECODERS else lengths
+    saved(tiny_variant(variant, vocab_size=VOCABULARY, **sizes), folder / "model")
+    write_model_tokenizer(folder / "model", starts=False)
+    write_pairs(folder / "data.jsonl", SAMPLES)
+    config = TrainConfig().with_values(
+        model={"architecture": str(folder / "model")}, topology={"tp": 1, "pp": 1, "dp": 1}
+    )
+    costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+    (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    (folder / "settings.toml").write_text("[topology]\nsequence_parallel = true\n")
+
+
+def runs(variant: str, folder: Path, preloaded: Preloaded) -> Iterator[tuple[str, str, Path | str]]:
+    """(backend, arrangement, directory of the run or why there is none)."""
+    family = VARIANTS[variant][0]
+    is_pairs = family in ENCODER_DECODERS
+    for backend, arrangements in BACKENDS.items():
+        if backend == "transformers" and family not in {*LAYER_PATTERNS, *ENCODER_DECODERS}:
+            continue
+        for name, (tp, pp, dp) in arrangements.items():
+            run = f"{backend}-{tp}-{pp}-{dp}"
+            given = ["--model", "model", "--data", "data.jsonl", "--backend", backend, "--run-dir", run, "--strict"]
+            given += ["--tp", str(tp), "--pp", str(pp), "--dp", str(dp), "--costs", "costs.json"]
+            given += ["--memory-limit-gb", "1", "--num-workers", "0", "--steps", str(STEPS), "--lr", str(LR)]
+            given += ["--batch-size", str(BATCH), "--min-lr", str(LEAST), "--weight-decay", str(DECAY)]
+            given += ["--lr-schedule", "cosine", "--warmup", "0.2", "--betas", "0.9,0.95"]
+            given += ["--layout", "padded"] * (is_pairs and backend == "transformers")
+            given += ["--config", "settings.toml"] * (tp > 1 and not is_pairs)
+            try:
+                preloaded.train(*given, cwd=folder, timeout=500)
+                yield backend, name, folder / run
+            except AssertionError as error:
+                yield backend, name, " ".join(str(error).split()).partition("error: ")[2][:400] or str(error)[-400:]
+
+
+def expected(variant: str, folder: Path, run: Path) -> list[float]:
+    data = TokenDataset.open(run / "data")
+    if VARIANTS[variant][0] in ENCODER_DECODERS:
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder / "model", attn_implementation="eager")
+        pairs = PairDataset.of(data)
+        samples: list[Any] = [pairs[i] for i in range(len(pairs))]
+        batches = global_batches(len(samples))
+        return plain_losses(model, samples, batches, "cosine", loss_of=pair_loss, targets_of=pair_targets)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
+    samples = [sample_of(data[i]) for i in range(len(data))]
+    return plain_losses(model, samples, global_batches(len(samples)), "cosine")
+
+
+def measured(variant: str, preloaded: Preloaded) -> dict[str, dict[str, float | str]]:
+    found: dict[str, dict[str, float | str]] = {}
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
+        folder = Path(scratch)
+        prepared(variant, folder)
+        wanted: list[float] = []
+        for backend, name, run in runs(variant, folder, preloaded):
+            figure: float | str = run if isinstance(run, str) else ""
+            if isinstance(run, Path):
+                wanted = wanted or expected(variant, folder, run)
+                losses = report_of(run)["losses"]
+                figure = max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
+            found.setdefault(backend, {})[name] = figure
+            print(variant, backend, name, figure, flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=tuple(VARIANTS))
+    parser.add_argument("--output", type=Path, default=RESULTS / "families.json")
+    parser.add_argument("--machine", default="")
+    args = parser.parse_args()
+    result = json.loads(args.output.read_text()) if args.output.exists() else {"variants": {}}
+    with Preloaded() as preloaded:
+        preloaded.load(*TRANSFORMERS)
+        for variant in args.variants:
+            figures = measured(variant, preloaded)
+            result = {
+                **provenance(args.machine),
+                "steps": STEPS,
+                "variants": {**result["variants"], variant: figures},
+            }
+            args.output.write_text(json.dumps(result, indent=1) + "\n")
+    all_figures = [f for one in result["variants"].values() for by_name in one.values() for f in by_name.values()]
+    numbers = [figure for figure in all_figures if isinstance(figure, float)]
+    print(f"{len(numbers)} arrangements of {len(result['variants'])} variants, at most {max(numbers):.1e} apart")
+
+
+if __name__ == "__main__":
+    main()
