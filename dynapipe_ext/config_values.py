@@ -44,6 +44,7 @@ _ABOVE_ZERO = {
     "job": ("timeout_s",),
 }
 _AT_MOST: dict[str, dict[str, float]] = {
+    "run": {"epochs": 10_000},  # each is laid out before the run, for its steps
     "topology": {"tp": 1 << 16, "pp": 1 << 16, "dp": 1 << 20, "stages_per_rank": 1 << 10},
     "data": {"num_workers": 1 << 12, "prefetch_steps": 1 << 16},
     "plan": {"effort": 10**9},

@@ -33,9 +33,11 @@ class ConfigFields:
             raise ConfigError(f"{self.where}: {name} is {short(value)} but must be an integer of 1 to {MOST:,}")
         return value
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float | None = None) -> float:
         value = self.raw.get(name)
         value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"{self.where}: {name} is missing: give it as a number above 0")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ConfigError(f"{self.where}: {name} is {short(value)} but must be a number above 0")
         return float(value)
@@ -60,3 +62,24 @@ class ConfigFields:
             raise ConfigError(
                 f"{self.where}: {name} is {short(value)}: only {fine[0] if fine else None!r} is supported"
             )
+
+
+def rope_fields(fields: ConfigFields) -> ConfigFields:
+    """What is said of rotary frequencies: in `rope_parameters` (transformers 5) or `rope_scaling`, before it."""
+    said = {name: fields.raw[name] for name in ("rope_parameters", "rope_scaling") if fields.raw.get(name)}
+    for name, rope in said.items():
+        if not isinstance(rope, Mapping):
+            raise ConfigError(f"{fields.where}: {name} is {short(rope)} but must be an object")
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            raise ConfigError(f"{fields.where}: {name} is {short(rope)}, but all layers of such a model turn alike")
+    if len(said) == 2 and len({_scaling(fields, rope) for rope in said.values()}) == 2:
+        shown = " and ".join(f"{name} {short(rope)}" for name, rope in said.items())
+        raise ConfigError(f"{fields.where}: {shown} say different things of one: leave one out")
+    return ConfigFields(next(iter(said.values()), {}), f"{fields.where}: rope")
+
+
+def _scaling(fields: ConfigFields, rope: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Comparable: the base may stand beside it, a type under either name."""
+    said = {"rope_type": rope.get("type", "default"), "rope_theta": fields.raw.get("rope_theta"), **rope}
+    said.pop("type", None)
+    return tuple(sorted((name, repr(value)) for name, value in said.items() if value is not None))

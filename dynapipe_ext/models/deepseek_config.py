@@ -7,7 +7,7 @@ from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import Architecture
-from dynapipe_ext.models.config_fields import ConfigFields
+from dynapipe_ext.models.config_fields import ConfigFields, rope_fields
 from dynapipe_ext.models.latent import LatentAttention, Yarn
 
 LATENT_NORM_EPS = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps says
@@ -171,10 +171,8 @@ def _router(fields: ConfigFields, family: str) -> dict[str, Any]:
 
 
 def _rope(fields: ConfigFields) -> tuple[float, Yarn | None]:
-    rope = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"{fields.where}: rope_parameters is {short(rope)} but must be an object")
-    inner = ConfigFields(rope, f"{fields.where}: rope")
+    inner = rope_fields(fields)
+    rope = inner.raw
     inner.refuse("partial_rotary_factor", 1.0)
     theta = inner.number("rope_theta", fields.number("rope_theta", 1e4))
     kind = rope.get("rope_type") or rope.get("type") or "default"

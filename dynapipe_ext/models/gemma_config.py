@@ -37,6 +37,8 @@ def as_llama(fields: ConfigFields, family: str) -> ConfigFields:
 
 def gemma_values(fields: ConfigFields, family: str) -> dict[str, Any]:
     """The rest, as fields of an Architecture."""
+    if family == "gemma2":
+        fields.refuse("sliding_window_pattern", 2)
     every = _full_attention_every(fields, 2 if family == "gemma2" else 6)
     local_theta = 0.0
     if family == "gemma3_text":
@@ -80,8 +82,11 @@ def gemma_config(a: Architecture) -> dict[str, Any]:
 def _rope_of(fields: ConfigFields, layer_type: str) -> Mapping[str, Any]:
     """Of layers of one type, from `rope_parameters` (transformers 5); before it there was one `rope_scaling`."""
     rope = fields.raw.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping) or not isinstance(found := rope.get(layer_type) or {}, Mapping):
-        raise ConfigError(f"{fields.where}: rope_parameters is {short(rope)} but must be an object of objects")
+    known = isinstance(rope, Mapping) and set(rope) <= {_FULL, _WINDOWED}
+    if not known or not isinstance(found := rope.get(layer_type) or {}, Mapping):
+        raise ConfigError(
+            f"{fields.where}: rope_parameters is {short(rope)} but must be objects under {_FULL} and {_WINDOWED}"
+        )
     return found
 
 

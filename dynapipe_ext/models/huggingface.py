@@ -7,7 +7,7 @@ from typing import Any
 
 from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.models.architecture import FAMILIES, Architecture, RopeScaling
-from dynapipe_ext.models.config_fields import ACTIVATIONS, ConfigFields
+from dynapipe_ext.models.config_fields import ACTIVATIONS, ConfigFields, rope_fields
 from dynapipe_ext.models.deepseek_config import deepseek_config, deepseek_values
 from dynapipe_ext.models.gemma_config import as_llama, gemma_config, gemma_values
 from dynapipe_ext.suggestion import did_you_mean
@@ -54,6 +54,21 @@ _GEMMAS = ("gemma2", "gemma3_text")
 _DEEPSEEKS = ("deepseek_v2", "deepseek_v3")
 _WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "olmo2", *_GEMMAS)
 _WITHOUT_GROUPS = ("llama", "phi3", "olmo2")  # unless they say so
+# Second names of fields, which transformers takes for the first ones.
+_ALIASES: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {
+        "hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+        "max_position_embeddings": "n_positions",
+    },
+    "t5": {
+        "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers",
+        "head_dim": "d_kv",
+    },
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},  # transformers 5 writes it
+    "deepseek_v2": {"num_experts": "n_routed_experts"},
+    "deepseek_v3": {"num_local_experts": "n_routed_experts"},
+}  # fmt: skip
 
 
 def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architecture:
@@ -66,7 +81,7 @@ def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architect
         known = f"known are {', '.join(FAMILIES)}"
         said = f"{reason}; {known}" if reason else f"{known}{did_you_mean(str(family), FAMILIES)}"
         raise ConfigError(f"{where}: model_type is {short(family)}: {said}")
-    fields = ConfigFields(raw, where)
+    fields = ConfigFields(_by_first_names(raw, _ALIASES.get(family, {}), where), where)
     fields.refuse("quantization_config")
     if family in _GEMMAS:
         values = _read_llama(as_llama(fields, family), family) | gemma_values(fields, family)
@@ -79,6 +94,20 @@ def read_config(raw: Mapping[str, Any], where: str = "config.json") -> Architect
         return Architecture(family=family, **values)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _by_first_names(raw: Mapping[str, Any], aliases: Mapping[str, str], where: str) -> dict[str, Any]:
+    found = dict(raw)
+    for alias, name in aliases.items():
+        value = found.pop(alias, None)
+        if value is None:
+            continue
+        if found.get(name, value) != value:
+            raise ConfigError(
+                f"{where}: {alias} is {short(value)} but {name} {short(found[name])}: they are one thing, leave one out"
+            )
+        found[name] = value
+    return found
 
 
 def _dtype(fields: ConfigFields) -> str:
@@ -132,8 +161,7 @@ def _mixture(fields: ConfigFields, family: str) -> dict[str, Any]:
     fields.refuse("mlp_only_layers", [])
     experts, top_k, ffn = (60, 4, 1408) if family == "qwen2_moe" else (128, 8, 768)
     values: dict[str, Any] = {
-        # transformers 5 writes Qwen3-MoE's under the second name
-        "num_experts": fields.integer("num_experts", fields.integer("num_local_experts", experts)),
+        "num_experts": fields.integer("num_experts", experts),
         "top_k": fields.integer("num_experts_per_tok", top_k),
         "ffn_hidden_size": fields.integer("moe_intermediate_size", ffn),
         "norm_topk_prob": fields.flag("norm_topk_prob"),
@@ -145,7 +173,9 @@ def _mixture(fields: ConfigFields, family: str) -> dict[str, Any]:
 
 
 def _window(fields: ConfigFields, family: str) -> int:
-    if family in ("llama", "olmo2") or fields.raw.get("sliding_window") is None:
+    raw = fields.raw
+    window = raw.get("sliding_window", 4096 if family == "mistral" or family.startswith("qwen") else None)
+    if family in ("llama", "olmo2") or window is None:
         return 0
     if family.startswith("qwen"):
         if fields.flag("use_sliding_window"):
@@ -154,15 +184,13 @@ def _window(fields: ConfigFields, family: str) -> int:
                 " to false"
             )
         return 0
-    return fields.integer("sliding_window")
+    return fields.integer("sliding_window", window)
 
 
 def _rope(fields: ConfigFields, default: float) -> tuple[float, RopeScaling | None]:
-    """Frequencies' base and stretching, from `rope_parameters` (transformers 5) or the two fields before it."""
-    rope = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ConfigError(f"{fields.where}: rope_parameters is {short(rope)} but must be an object")
-    inner = ConfigFields(rope, f"{fields.where}: rope")
+    """Frequencies' base and stretching."""
+    inner = rope_fields(fields)
+    rope = inner.raw
     inner.refuse("partial_rotary_factor", 1.0)
     theta = inner.number("rope_theta", fields.number("rope_theta", default))
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -175,13 +203,13 @@ def _rope(fields: ConfigFields, default: float) -> tuple[float, RopeScaling | No
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, RopeScaling("linear", inner.number("factor", 1.0))
+        return theta, RopeScaling("linear", inner.number("factor"))
     return theta, RopeScaling(
         "llama3",
-        inner.number("factor", 8.0),
-        inner.number("low_freq_factor", 1.0),
-        inner.number("high_freq_factor", 4.0),
-        inner.integer("original_max_position_embeddings", 8192),
+        inner.number("factor"),
+        inner.number("low_freq_factor"),
+        inner.number("high_freq_factor"),
+        inner.integer("original_max_position_embeddings"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Every argument of Megatron-LM and megatron-core's TransformerConfig (0.16.1 to 0.19), by what it does to a model.
+"""Every argument of Megatron-LM and megatron-core's TransformerConfig (0.16.1 to 0.20), by what it does to a model.
 
     FOLLOWED         `read_arguments` makes something of it
     LEFT_AS_IT_IS    the model is one of the families here under these values only
@@ -56,6 +56,7 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
     "layernorm_zero_centered_gamma": _OFF,
     "apply_residual_connection_post_layernorm": _OFF,
     "mtp_num_layers": (0,),
+    "enable_mhc_connections": _OFF,
     "use_mup": _OFF,
     "is_hybrid_model": _OFF,
     "hybrid_override_pattern": ("",),
@@ -96,7 +97,8 @@ LEFT_AS_IT_IS: Mapping[str, tuple[Any, ...]] = {
 _HARMLESS = """
     *_weight_shards *gtp_weight_remat_size use_layer_wise_param_layout pad_vocab_size yarn_* freeze_all_layers
     flash_attention_version use_transformer_engine_op_fuser high_priority_a2a_comm_stream start_eval_at_iter
-    validation_set_names
+    validation_set_names mhc_* gdp_* batch_invariant_backend gtp_remat_* gtp_expert_remat_* moe_use_grouped_tensor
+    use_gigatoken otel_*
     *_parallel_size *_parallel_sizes *_parallel_comm_backend *_pipeline_num_layers *_parallel_layout
     num_layers_in_*_pipeline_stage num_*stage*_per_* num_layers_per_virtual_* *_in_pipeline_split sequence_parallel
     hybrid_context_parallel max_seqlen_per_dp_cp_rank pipeline_dtype params_dtype microbatch_group_size_per_vp_stage

@@ -133,6 +133,7 @@ def test_settings_survive_toml_and_json(tmp_path: Path) -> None:
         ("[optimizer]\nclip_grad = -1", r"\[optimizer\] clip_grad is -1\.0 but must be at least 0"),
         ("[optimizer]\nlr = 1e99", r"\[optimizer\] lr is 1e\+99 but must be at most 1"),
         ("[topology]\npp = 99999999999999999999", r"\[topology\] pp is 9{20} but must be at most 65,536"),
+        ("[run]\nepochs = 1e15", r"\[run\] epochs is 10{15}\.0 but must be at most 10,000"),
         ("[run]\nsteps = 99999999999999999999", r"\[run\] steps is 9{20} but must be at most 1,000,000"),
         ("[optimizer]\nbetas = [0.9, 2]", r"betas is \(0\.9, 2\.0\) but must be two numbers of 0 to below 1"),
         ("[plan]\nadapt_costs = true\n[optimizer]\ndeterministic = true", r"adapt_costs makes plans by what actions"),

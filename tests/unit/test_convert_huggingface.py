@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.models.huggingface import read_config
@@ -31,6 +34,46 @@ from tests.support.checkpoints import (
 )
 
 Tensors = dict[str, torch.Tensor]
+_SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 131, "max_position_embeddings": 64,
+}  # fmt: skip
+_DEEPSEEK = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "num_experts_per_tok": 8}
+_FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "phi3", "olmo2", "gemma2")
+_LARGER = {"gemma3_text": _SMALL, "deepseek_v2": _SMALL | _DEEPSEEK, "deepseek_v3": _SMALL | _DEEPSEEK}
+_OTHERS = {
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 131, "n_positions": 64},
+    "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 131},
+}
+_FACTORS = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_ROPES: list[Any] = [
+    None, {}, {"rope_type": "default"}, {"type": "default", "rope_theta": 5e5}, {"type": "linear", "factor": 2.0},
+    {"rope_type": "linear", "factor": 3.0}, {"type": "linear"}, {"rope_type": "llama3"},
+    {"rope_type": "llama3", **_FACTORS}, {"rope_type": "llama3", **_FACTORS, "original_max_position_embeddings": 32},
+    {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}, {"type": "linear", **_FACTORS},
+    {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e4}},
+]  # fmt: skip
+_FIELDS: dict[str, list[Any]] = {
+    "rope_scaling": _ROPES, "rope_parameters": _ROPES, "rope_theta": [None, 1e5], "attention_bias": [True],
+    "mlp_bias": [True], "head_dim": [8, 32], "partial_rotary_factor": [0.5, 1.0], "tie_word_embeddings": [True, False],
+    "hidden_act": ["gelu", "relu", "gelu_pytorch_tanh"], "hidden_activation": ["silu"], "rms_norm_eps": [1e-4],
+    "num_key_value_heads": [1, 4], "sliding_window": [None, 8], "use_sliding_window": [True], "max_window_layers": [1],
+    "layer_types": [["full_attention"] * 2, ["sliding_attention"] * 2, ["sliding_attention", "full_attention"]],
+    "sliding_window_pattern": [1, 2, 3], "num_experts": [16], "num_local_experts": [16], "n_routed_experts": [32],
+    "n_shared_experts": [1], "num_experts_per_tok": [1, 2], "norm_topk_prob": [True, False], "q_lora_rank": [None, 32],
+    "moe_intermediate_size": [48], "shared_expert_intermediate_size": [40], "qkv_bias": [False], "n_group": [1, 2],
+    "decoder_sparse_step": [2], "mlp_only_layers": [[], [1]], "topk_group": [1, 2], "routed_scaling_factor": [1.0],
+    "scoring_func": ["softmax", "sigmoid"], "topk_method": ["greedy", "group_limited_greedy", "noaux_tc"],
+    "first_k_dense_replace": [0, 1], "hidden_size": [128], "num_attention_heads": [2, 8], "num_hidden_layers": [1, 3],
+    "max_position_embeddings": [32], "n_inner": [None, 100], "activation_function": ["relu", "gelu"], "n_head": [2],
+    "scale_attn_weights": [False], "layer_norm_epsilon": [1e-4], "feed_forward_proj": ["gated-gelu", "silu", "gelu"],
+    "num_decoder_layers": [1], "d_kv": [8], "scale_decoder_outputs": [True, False], "is_gated_act": [True],
+    "attn_logit_softcapping": [None, 20.0], "final_logit_softcapping": [None, 10.0], "query_pre_attn_scalar": [16],
+    "rope_local_base_freq": [2e4], "original_max_position_embeddings": [16], "intermediate_size": [80],
+    "v_head_dim": [64], "use_bidirectional_attention": [True], "vocab_size": [200],
+}  # fmt: skip
 
 
 def resaved(source: Path, target: Path, shard_bytes: int = 200_000) -> ConversionOutcome:
@@ -270,3 +313,26 @@ def test_weights_that_are_there_twice_are_read_as_transformers_does_and_said(tmp
     reader = huggingface.open_checkpoint(folder)
     reader.check()
     assert any("pytorch_model.bin is not read" in notice for notice in reader.notices)
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")
+@pytest.mark.parametrize("family", [*_FAMILIES, *_LARGER, *_OTHERS])
+def test_a_field_under_any_name_is_what_transformers_makes_of_it_or_refused(family: str) -> None:
+    """An architecture that is read is that of what transformers writes of the same fields, defaults included."""
+    base = {"model_type": family, "pad_token_id": None} | (_LARGER | _OTHERS).get(family, _SMALL)
+    alone = [{name: value} for name, values in _FIELDS.items() for value in values]
+    both = [{"rope_scaling": one, "rope_parameters": other} for one, other in product(_ROPES, _ROPES)]
+    taken = 0
+    for change in [{}, *alone, *both]:
+        if family == "t5" and "tie_word_embeddings" in change:  # which transformers 5 writes true of each
+            continue
+        if family == "gemma3_text" and "type" in (change.get("rope_scaling") or {}):  # which transformers 4 alone takes
+            continue
+        try:
+            found = read_config(base | deepcopy(change))
+            whole = CONFIG_MAPPING[family].from_dict(base | deepcopy(change)).to_dict()
+        except (ConfigError, KeyError, AttributeError):  # these two are transformers'
+            continue
+        assert read_config(whole | {"dtype": "float32"}) == found, change
+        taken += 1
+    assert taken > len(alone) // 2

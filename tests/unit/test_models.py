@@ -306,6 +306,7 @@ def test_arguments_of_another_model_are_refused_by_name(arguments: dict[str, Any
             "moe_router_topk_scaling_factor": 9,
         },
         {"lr": 1e-4, "save": "there", "fp8": "hybrid", "hidden_dropout": 0.3, "world_size": 64, "my_flag": False},
+        {"mhc_num_residual_streams": 4, "gdp_num_householder": 3, "batch_invariant_backend": "te_native"},
     ],
 )
 def test_arguments_that_leave_the_model_as_it_is_are_passed_over(harmless: dict[str, Any]) -> None:
@@ -339,7 +340,7 @@ def test_every_argument_of_megatron_has_one_meaning_here() -> None:
     others |= {"use_mup", "hybrid_layer_pattern", "moe_router_force_biased", "moe_expert_rank_capacity_factor"}
     others |= {"moe_router_quantile_balancing_ema", "moe_mlp_glu_interleave_size", "moe_single_grouped_weight"}
     others |= {"moe_shared_expert_glu_interleave_size", "moe_single_grouped_bias", "use_grouped_gemm_for_dense_mlp"}
-    others |= {"use_grouped_gemm_for_shared_expert"}
+    others |= {"use_grouped_gemm_for_shared_expert", "enable_mhc_connections"}
     assert not (FOLLOWED | set(LEFT_AS_IT_IS)) - names - others or not MEGATRON_LM.is_file()
 
 

@@ -7,8 +7,10 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from dynapipe_ext.errors import ConfigError, DataError
@@ -40,6 +42,34 @@ def test_short_long_and_diverged_curves_are_drawn(tmp_path: Path) -> None:
     points = {"single": curve(1), "long": curve(500), "nan": [(0, 1, math.nan)], "none": []}
     write_loss_png(tmp_path / "l.png", points, "all")
     assert png_size(tmp_path / "l.png")[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("points", "steps", "legend"),
+    [
+        ([(1, 10, 5.95)], ["1"], "ours: 5.950"),
+        ([(100_000 + i, 10, 4.0) for i in range(3)], ["100000", "100001", "100002"], "ours: 4.000"),
+        ([(1, 10, 2e30), (2, 20, math.nan), (3, 30, math.nan)], ["1"], "ours: 2e+30, then not finite"),
+        ([(1, 10, 5.0), (2, 20, 3e-9)], ["1", "2"], "ours: 3e-09"),
+    ],
+    ids=["one step", "late steps", "diverged", "tiny"],
+)
+def test_steps_are_whole_and_the_legend_says_where_losses_end(
+    points: list[tuple[int, int, float]],
+    steps: list[str],
+    legend: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: (figure.canvas.draw(), figures.append(figure)))
+    write_loss_png(tmp_path / "l.png", {"ours": points}, "one")
+    (panel,) = figures[0].axes
+    ticks = zip(panel.get_xticks(), panel.get_xticklabels(), strict=True)
+    low, high = panel.get_xlim()
+    assert [label.get_text() for x, label in ticks if low <= x <= high] == steps
+    assert panel.xaxis.get_offset_text().get_text() == ""
+    assert [label.get_text() for label in figures[0].legends[0].get_texts()] == [legend]
 
 
 def test_validation_losses_are_points_on_the_curve_and_one_that_diverged_is_left_out(tmp_path: Path) -> None:

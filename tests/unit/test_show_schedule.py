@@ -194,6 +194,7 @@ def test_actions_of_a_cut_sample_are_marked_on_the_page(tmp_path: Path) -> None:
 
 def test_one_of_a_thing_is_not_called_several() -> None:
     assert uniform_view("1f1b", 1, 1).title == "1f1b: 1 rank, 1 micro-batch"
+    assert "1 micro-batch (by rank: 1)" in printed(uniform_view("1f1b", 1, 1), 80)
     assert uniform_view("zb-v", 1, 2).title == "zb-v: 2 stages on 1 rank, 2 micro-batches"
 
 

@@ -300,6 +300,14 @@ def test_a_browser_runs_the_page_without_errors(tmp_path: Path) -> None:
     seen.push(framed(), byId("card").querySelector(".carried").textContent.replaceAll(",", ";"));
     press("ArrowRight"); seen.push(framed(), byId("card").querySelector(".carried"));
     showStep(0);
+    const fillText = view.context.fillText, ends = [];
+    view.context.fillText = (text, x, y) => {
+      if (y === 11 && text !== "busy") ends.push(x + view.context.measureText(text).width / 2);
+    };
+    state.to = state.from + 4.01e15;
+    draw();
+    view.context.fillText = fillText;
+    seen.push(view.right > 40 && Math.max(...ends) < view.width - 40);
     document.body.dataset.seen = seen.join(",");
     </script></body>"""
     (tmp_path / "probe.html").write_text(page.replace("</body>", probe), encoding="utf-8")
@@ -321,7 +329,7 @@ def test_a_browser_runs_the_page_without_errors(tmp_path: Path) -> None:
         check=True,
     )
     sample = "sample 17; piece 2 of 2; tokens 4096-8191"
-    assert f'data-seen="0B0,1B0,true,true,true,true,true,,0135,{sample},2,"' in done.stdout
+    assert f'data-seen="0B0,1B0,true,true,true,true,true,,0135,{sample},2,,true"' in done.stdout
     assert "bubble ratio <b>50.0 %</b>" in re.sub(r' class="[^"]*"', "", done.stdout)
 
 
@@ -337,12 +345,15 @@ def test_shades_units_and_stages_are_told_apart_as_much_as_they_differ() -> None
       start_ns: [0, 1, 2], end_ns: [1, 2, 3] };
     const made = prepare(pane, {});
     console.log(JSON.stringify([shades(100, 101), shades(100, 6400), [0, 999, 4e6, 36e9].map(bytes), made.chunk,
-      made.numChunks]));
+      made.numChunks, [2.5e5, 9.9e9, 25.913e9].map(timeText),
+      [5e3, 5e8, 2e9].map((step) => tickText(3 * step, step) + " " + tickUnit(step).name)]));
     """
     )
     done = subprocess.run([node, "-"], input=script, capture_output=True, text=True, timeout=60, check=True)
-    near, far, sizes, chunk, num_chunks = json.loads(done.stdout)
+    near, far, sizes, chunk, num_chunks, times, ticks = json.loads(done.stdout)
     assert near[1] - near[0] == 0  # 1 % is no difference that a colour should show
     assert far == [0, 8]
     assert sizes == ["0 B", "999 B", "4.00 MB", "36.0 GB"]
     assert (chunk, num_chunks) == ([0, 1, 0], 2)
+    assert times == ["0.2500 ms", "9,900 ms", "25.91 s"]
+    assert ticks == ["0.015 ms", "1,500 ms", "6 s"]

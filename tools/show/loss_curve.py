@@ -133,7 +133,7 @@ def _line(panel: Any, xs: Sequence[float], losses: Sequence[float], name: str, i
         color=colour,
         linestyle=dashes,
         linewidth=2,
-        label=f"{name}: {last[1]:.3f}" if last else name,
+        label=f"{name}: {_last(losses)}",
         marker="o" if len(xs) < 12 else "",
         markersize=4,
     )
@@ -147,7 +147,7 @@ def _points(panel: Any, points: Sequence[tuple[float, float]]) -> None:
         xs, losses = zip(*points, strict=True)
         look = {"marker": "D", "markersize": 6, "markeredgecolor": "white", "markeredgewidth": 1.0, "zorder": 4}
         panel.plot(
-            xs, losses, linestyle=":", linewidth=1.2, color=_INK, label=f"validation loss: {losses[-1]:.3f}", **look
+            xs, losses, linestyle=":", linewidth=1.2, color=_INK, label=f"validation loss: {_last(losses)}", **look
         )
 
 
@@ -158,8 +158,22 @@ def _style(panel: Any, label: str) -> None:
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color("#aab3be")
     panel.tick_params(colors=_INK, labelsize=9, length=3)
-    panel.xaxis.get_major_locator().set_params(integer=label == "step")
+    panel.xaxis.get_major_locator().set_params(integer=label == "step", min_n_ticks=1)
+    panel.xaxis.get_major_formatter().set_useOffset(False)
     panel.margins(x=0.02)
+
+
+def _last(losses: Sequence[float]) -> str:
+    """What a legend says of where losses end.
+
+    >>> _last([5.0, 4.25]), _last([3e-7]), _last([5.0, math.nan]), _last([math.nan])
+    ('4.250', '3e-07', '5.000, then not finite', 'not finite')
+    """
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if not finite:
+        return "not finite"
+    shown = f"{finite[-1]:.3f}" if 1e-2 <= abs(finite[-1]) < 1e6 else f"{finite[-1]:.3g}"
+    return shown if math.isfinite(losses[-1]) else f"{shown}, then not finite"
 
 
 def _token_unit(most: int) -> tuple[int, str]:
@@ -168,7 +182,7 @@ def _token_unit(most: int) -> tuple[int, str]:
     >>> _token_unit(3_200_000)
     (1000000, ' (millions)')
     """
-    for scale, name in ((10**9, "billions"), (10**6, "millions"), (10**3, "thousands")):
+    for scale, name in ((10**12, "trillions"), (10**9, "billions"), (10**6, "millions"), (10**3, "thousands")):
         if most >= 2 * scale:
             return scale, f" ({name})"
     return 1, ""

@@ -33,7 +33,7 @@ from dynapipe_ext.schedules.tables.cyclic import clustered_cyclic
 from dynapipe_ext.timeline import Trace
 from dynapipe_ext.tools.json_file import read_json
 from dynapipe_ext.tools.show.timeline import write_trace_html
-from dynapipe_ext.tools.wording import percent
+from dynapipe_ext.tools.wording import counted, percent
 
 FILE_KINDS = (".csv", ".txt", ".json")
 FOR_COSTS = ("cyclic", "adaptive")  # schedules that follow from costs and a limit
@@ -72,16 +72,8 @@ class ScheduleView:
     @property
     def title(self) -> str:
         ranks, stages = len(self.schedule.ranks), self.schedule.num_stages
-        on = _count(ranks, "rank") if stages == ranks else f"{_count(stages, 'stage')} on {_count(ranks, 'rank')}"
-        return f"{self.schedule.name}: {on}, {_count(self.schedule.num_micro_batches, 'micro-batch')}"
-
-
-def _count(number: int, what: str) -> str:
-    """
-    >>> _count(1, "rank"), _count(2, "micro-batch")
-    ('1 rank', '2 micro-batches')
-    """
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
+        on = counted(ranks, "rank") if stages == ranks else f"{counted(stages, 'stage')} on {counted(ranks, 'rank')}"
+        return f"{self.schedule.name}: {on}, {counted(self.schedule.num_micro_batches, 'micro-batch')}"
 
 
 def read_schedule(path: str | Path, *, replica: int | None = None) -> PipelineSchedule:
@@ -268,7 +260,7 @@ def _figures(view: ScheduleView) -> list[tuple[str, str]]:
             f"{percent(view.bubble_ratio)}, {percent(view.inner_bubble_ratio)} between each rank's first and"
             " last action",
         ),
-        ("peak in flight", _most(view.in_flight, "micro-batches")),
+        ("peak in flight", _most(view.in_flight, "micro-batch" if max(view.in_flight) == 1 else "micro-batches")),
         (
             "peak memory",
             _most([num_bytes / 1e6 for num_bytes in view.peak_bytes], "MB")

@@ -45,11 +45,12 @@ function drawAxis(view) {
     c.fillStyle = colours.grid;
     c.fillRect(x, AXIS - 4, 1, view.height - AXIS);
     c.fillStyle = colours.muted;
-    if (x < view.width - view.right - 12 || view.right > 40) c.fillText(tickText(k * step, step), x, 11);
+    const text = tickText(k * step, step), end = x + c.measureText(text).width / 2;
+    if (view.right > 40 ? end < view.width - 44 : x < view.width - view.right - 12) c.fillText(text, x, 11);
   }
   c.textAlign = "right";
   c.fillStyle = colours.muted;
-  c.fillText("ms", view.left - 18, 11);
+  c.fillText(tickUnit(step).name, view.left - 18, 11);
 }
 
 function drawLabels(view) {
@@ -268,14 +269,14 @@ function buildPane(section, data) {
       `There is no ${name.toLowerCase()} trace for this step.`));
     return view;
   }
-  head.append(figure("makespan", milliseconds(data.makespan_ns)), figure("bubble ratio", percent(data.bubble_ratio)),
+  head.append(figure("makespan", timeText(data.makespan_ns)), figure("bubble ratio", percent(data.bubble_ratio)),
     figure("micro-batches", microBatchText(data.micro_batches)), figure("ranks", integer.format(data.rows.length)));
   if (data.peak_bytes) head.append(figure("peak held", bytes(data.peak_bytes)));
   view.canvas = element("canvas");
   view.canvas.tabIndex = 0;
   view.canvas.setAttribute("role", "application");
   view.canvas.setAttribute("aria-label", `${name} timeline of ${data.rows.length} ranks, makespan ` +
-    `${milliseconds(data.makespan_ns)}, bubble ${percent(data.bubble_ratio)}. Arrow keys walk over spans.`);
+    `${timeText(data.makespan_ns)}, bubble ${percent(data.bubble_ratio)}. Arrow keys walk over spans.`);
   view.context = view.canvas.getContext("2d");
   section.append(view.canvas);
   listen(view);

@@ -59,18 +59,18 @@ function fillCard() {
     line("", decoder ? "rows × encoder × decoder" : "rows × encoder");
     line("padded tokens", integer.format(data.tokens[data.shape[index]]));
   }
-  line("duration", milliseconds(duration));
+  line("duration", timeText(duration));
   const other = panes.find((pane) => pane !== view && pane.data?.rows.length);
   const twin = other ? counterpart(state.hover, other) : null;
   if (twin !== null) {
     const theirs = other.data.end_ns[twin] - other.data.start_ns[twin];
-    line(other.section.dataset.pane, milliseconds(theirs));
+    line(other.section.dataset.pane, timeText(theirs));
   }
-  line("CPU time", milliseconds(data.cpu_ns[index]) +
+  line("CPU time", timeText(data.cpu_ns[index]) +
     (duration ? ` (${Math.round((100 * data.cpu_ns[index]) / duration)} %)` : ""));
   if (data.peak_bytes) line("bytes held after", bytes(data.bytes[index]));
-  line("start", milliseconds(data.start_ns[index]));
-  line("end", milliseconds(data.end_ns[index]));
+  line("start", timeText(data.start_ns[index]));
+  line("end", timeText(data.end_ns[index]));
   const list = element("dl", "", ...rows);
   const heading = element("h3", "", swatch, label, ` ${KIND_NAMES[kind] === label ? "" : KIND_NAMES[kind]}`);
   const piece = data.carried[index] ? [element("p", "carried", pieceText(data.carried[index]))] : [];

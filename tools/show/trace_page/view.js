@@ -15,7 +15,8 @@ const ACTION = /^(\d+)([FBIW])(\d+)$/;
 const integer = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 
-function milliseconds(ns) {
+function timeText(ns) {
+  if (ns >= 1e10) return `${(ns / 1e9).toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 })} s`;
   const ms = ns / 1e6;
   const digits = ms === 0 || ms >= 1000 ? 0 : ms >= 100 ? 1 : ms >= 1 ? 2 : 4;
   return `${ms.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ms`;
@@ -161,7 +162,10 @@ function tickStep(span, width) {
   return power * ([1, 2, 5, 10].find((m) => m * power >= rough) ?? 10);
 }
 
+const tickUnit = (step) => (step >= 1e9 ? { ns: 1e9, name: "s" } : { ns: 1e6, name: "ms" });
+
 function tickText(ns, step) {
-  const digits = Math.max(0, Math.min(6, 6 - Math.floor(Math.log10(step) + 1e-9)));
-  return (ns / 1e6).toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  const unit = tickUnit(step).ns;
+  const digits = Math.max(0, Math.min(6, Math.ceil(Math.log10(unit / step) - 1e-9)));
+  return (ns / unit).toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
