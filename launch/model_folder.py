@@ -8,7 +8,7 @@ from typing import Any
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.transformers_sizes import config_file, dropout_rates
+from dynapipe_ext.models.transformers_sizes import dropout_rates
 
 Tables = dict[str, dict[str, Any]]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import select
+import signal
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ from dynapipe_ext.launch.cluster import run_local  # noqa: E402
 from dynapipe_ext.launch.env import RankEnv  # noqa: E402
 from dynapipe_ext.launch.redis_server import RedisServer  # noqa: E402
 from tests.support.preloaded import TRANSFORMERS, Preloaded  # noqa: E402
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; tests press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {

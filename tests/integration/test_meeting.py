@@ -79,12 +79,16 @@ def test_a_store_that_stands_still_is_not_waited_for(run_ranks, tmp_path):
     def main(env):
         env = replace(env, init_method=f"tcp://127.0.0.1:{port}")
         meeting, keeper = Meeting(env, limit_s=3600.0, silent_s=1.0), tmp_path / "keeper"
+        arrived = tmp_path / "arrived"
         if env.rank == 0:
             keeper.write_text(str(os.getpid()))
             meeting.arrive("meeting")
+            while not arrived.exists():  # no sooner, as rank 1 arrives by this store's answers
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGSTOP)
             return ""
         meeting.arrive("meeting")
+        arrived.touch()
         with pytest.raises(ExecutionError) as caught:
             meeting.arrive("preparation of the data")
         os.kill(int(keeper.read_text()), signal.SIGCONT)
