@@ -18,16 +18,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from dynapipe_ext.costs.abilities import over_topology, shape_prices
 from dynapipe_ext.costs.grid import INFEASIBLE
-from dynapipe_ext.costs.model import CostModel
+from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.plan import LAYER_RECOMPUTES
+from dynapipe_ext.splits.partition import best_partition
 
 FloatArray = npt.NDArray[np.float64]
 _ROUNDING_NS = 2  # cost models round F and B to whole ns, each up or down by at most half
@@ -59,6 +62,49 @@ def batch_bound_s(costs: CostModel, lengths: Sequence[int], *, dp: int) -> float
     whole_ns = (floor.work_ns / dp + floor.head_ns + floor.tail_ns).max()
     slack_ns = _ROUNDING_NS * len(lengths) * costs.num_stages
     return max(0.0, float(max(whole_ns, floor.chain_ns)) - slack_ns) / 1e9
+
+
+def whole_layers_bound_s(
+    costs: CostTable, lengths: Sequence[int], *, num_layers: int, dp: int, limit_bytes: float
+) -> float:
+    """Seconds that no plan beats whose micro-batches are padded, of whole samples, and whose layers are whole, whatever
+    its placement of stages on ranks, its recomputation and its order.
+
+    The rank with the head holds as many layers as an even share or more, or another rank holds one more than that: so
+    the busiest takes at least the work of the lighter of the two, under the cheapest micro-batches that either could
+    hold one of. A partition of least work is made of runs of the samples by length, so that dynamic programming finds
+    it. Nothing waits, and memory is for one micro-batch alone. The layers must divide over the ranks.
+    """
+    share, rest = divmod(num_layers, costs.topology.pp)
+    if rest or share < 2 or costs.topology.pp < 3:
+        raise ConfigError(
+            f"{num_layers} layers on {costs.topology.pp} ranks: the bound is for even shares on 3 or more"
+        )
+    uneven = (share - 1, share + 1, *[share] * (costs.topology.pp - 2))  # one more without the head; a share with it
+    shaped, _ = over_topology(costs, replace(costs.topology, placement=(), layers_per_stage=uneven))
+    order = np.sort(np.array(lengths, np.int64))
+    rows = np.arange(1, len(order) + 1)
+    works = []
+    for stage in (1, costs.topology.pp - 1):
+        table = np.full((len(order), len(order)), INFEASIBLE, np.int64)
+        for length in np.unique(order):
+            ends = np.flatnonzero(order == length)
+            table[ends] = _least_work(shaped, stage, rows, int(length), limit_bytes)
+        width = int(np.flatnonzero((table < INFEASIBLE).any(axis=0))[-1]) + 1
+        works.append(best_partition(np.ascontiguousarray(table[:, :width]), 0).sum_ns)
+    return min(works) / dp / 1e9
+
+
+def _least_work(costs: CostModel, stage: int, rows: IntArray, length: int, limit_bytes: float) -> IntArray:
+    """F + B of so many rows of a length on a stage, by the fastest kind of recomputation that fits alone."""
+    kinds = []
+    for recompute in LAYER_RECOMPUTES:
+        priced = shape_prices(costs).evaluate_shapes(rows, np.full_like(rows, length), np.zeros_like(rows), recompute)
+        needed = priced.static_bytes[stage] + priced.stored_bytes[stage] + priced.working_bytes[stage]
+        work = priced.forward_ns[stage] + priced.backward_ns[stage]
+        runs = (priced.forward_ns.max(axis=0) < INFEASIBLE) & (needed <= limit_bytes)
+        kinds.append(np.where(runs, work, INFEASIBLE))
+    return np.asarray(np.minimum.reduce(kinds))
 
 
 def _table_floor(costs: CostTable, lengths: Sequence[int]) -> _Floor:
