@@ -83,8 +83,8 @@ class Proposals:
     def cuts(self, samples: list[SampleLength], step: int) -> list[Proposal]:
         """Ordered samples that the search may cut anywhere."""
         proposed = []
-        stages = self.topology.num_stages
-        runs, firsts = self._first_cuts(samples, self._in_flight(stages, (stages + 1) // 2))
+        in_flight = self._in_flight(self.topology.num_stages, (self.topology.pp + 1) // 2)
+        runs, firsts = self._first_cuts(samples, in_flight)
         for cuts in firsts:
             start = Start(
                 kind_costs=runs.kind_costs,
