@@ -20,7 +20,6 @@ from dynapipe_ext.inference.batches import (
 )
 from dynapipe_ext.inference.memory_model import LearnedMemory, Trees
 from dynapipe_ext.inference.memory_records import RecordFile, read_records
-
 from tests.support.memory_law import ON, records, sizes_of
 
 
