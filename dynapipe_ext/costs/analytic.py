@@ -18,7 +18,7 @@ from dynapipe_ext.costs.floor import GrowingTimes, growing_times
 from dynapipe_ext.costs.grid import INFEASIBLE
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts
-from dynapipe_ext.costs.parameters import checked_topology, largest_layers, replica_and_expert_parameters
+from dynapipe_ext.costs.parameters import checked_topology, largest_layers, states_of_stages
 from dynapipe_ext.costs.states import (
     BYTES_PER_PARAMETER,
     Offload,
@@ -26,7 +26,6 @@ from dynapipe_ext.costs.states import (
     StateRecipe,
     ZeroStage,
     check_states,
-    state_bytes,
 )
 from dynapipe_ext.costs.tokens import carried_start, count_positions, fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError, PlanError
@@ -347,10 +346,8 @@ class AnalyticCosts:
 
     def static_parts(self) -> StateBytes:
         """Weights, gradients and Adam states of one rank of every stage."""
-        common, experts = replica_and_expert_parameters(self.architecture, self.topology, self.ep)
-        dp, recipe = self.topology.dp, self._recipe
-        options: Any = {"zero_stage": self._zero_stage, "exact_sums": self.exact_sums, "offload": self.offload}
-        return state_bytes(common, recipe, dp=dp, **options) + state_bytes(experts, recipe, dp=dp // self.ep, **options)
+        options = (self._recipe, self._zero_stage, self.exact_sums, self.offload)
+        return states_of_stages(self.architecture, self.topology, self.ep, *options)
 
     def static_bytes(self) -> IntArray:
         """The sum of `static_parts`."""

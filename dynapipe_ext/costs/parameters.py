@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import numpy as np
 
 from dynapipe_ext.costs.model import IntArray
+from dynapipe_ext.costs.states import Offload, StateBytes, StateRecipe, state_bytes
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.layer_kinds import kinds_of_stages
@@ -81,3 +85,20 @@ def parameters_per_stage(architecture: Architecture, topology: Topology, ep: int
     (124439808,)
     """
     return tuple(int(n) for n in replica_and_expert_parameters(architecture, topology, ep).sum(axis=0))
+
+
+@lru_cache(maxsize=64)  # every price of a micro-batch asks for it
+def states_of_stages(
+    architecture: Architecture,
+    topology: Topology,
+    ep: int,
+    recipe: StateRecipe,
+    zero_stage: int,
+    exact_sums: bool,
+    offload: Offload,
+) -> StateBytes:
+    """`state_bytes` of one rank of every stage: experts' states are divided over the replicas that hold the same."""
+    common, experts = replica_and_expert_parameters(architecture, topology, ep)
+    dp = topology.dp
+    options: Any = {"zero_stage": zero_stage, "exact_sums": exact_sums, "offload": offload}
+    return state_bytes(common, recipe, dp=dp, **options) + state_bytes(experts, recipe, dp=dp // ep, **options)

@@ -111,11 +111,11 @@ def train(
     _check_enough(table)
     generator = np.random.default_rng(seed)
     fold = generator.permutation(len(records)) % _NUM_FOLDS
-    num_phases = _num_phases(table, fold)
+    phases_of_folds, num_phases = _held_out_phases(table, fold)
     errors, rough, firsts, ratios = [], [], [], []
     foreseen: list[bool] = []
-    for k in range(_NUM_FOLDS):
-        phases, trees = _fit(table.take(fold != k), num_phases, generator)
+    for k, phases in enumerate(phases_of_folds):
+        trees = _boosted(table.take(fold != k), phases, generator)
         held = table.take(fold == k)
         i, j = _pairs(held)
         predicted = _ratios(held, i, j, phases, trees)
@@ -134,7 +134,8 @@ def train(
             f"only {len(every)} held-out pairs of batches have peaks near each other, but {_FEWEST_ERRORS} are needed:"
             f" collect {len(records)} more batches"
         )
-    phases, trees = _fit(table, num_phases, generator)
+    phases = fit_phases(table.shapes, table.peak, table.fitted, num_phases)
+    trees = _boosted(table, phases, generator)
     on_fit()
     model = LearnedMemory(measured_on, tuple(records), phases, trees, _thinned(every))
     return Training(
@@ -188,11 +189,6 @@ def _features(table: _Table, i: IntArray, j: IntArray) -> FloatArray:
     return features(table.shapes[j], table.shapes[i])
 
 
-def _fit(table: _Table, num_phases: int, generator: np.random.Generator) -> tuple[FloatArray, Trees]:
-    phases = fit_phases(table.shapes, table.peak, table.fitted, num_phases)
-    return phases, _boosted(table, phases, generator)
-
-
 def fit_phases(shapes_B4: IntArray, peak: FloatArray, fitted: npt.NDArray[np.bool_], num_phases: int) -> FloatArray:
     """(phase, term): the maximum of polynomials with least squared relative error; never below 0.
 
@@ -213,11 +209,14 @@ def fit_phases(shapes_B4: IntArray, peak: FloatArray, fitted: npt.NDArray[np.boo
 
 def _alternated(x_BT: FloatArray, peak: FloatArray, num_phases: int) -> FloatArray:
     longest = x_BT[:, 1]
+    fitted: dict[bytes, FloatArray] = {}  # by members: starts come to the same ones
 
     def polynomial(members: npt.NDArray[np.bool_]) -> FloatArray:
         if members.sum() < NUM_TERMS:
             return np.zeros(NUM_TERMS)
-        return non_negative_least_squares(x_BT[members], peak[members])
+        if (key := members.tobytes()) not in fitted:
+            fitted[key] = non_negative_least_squares(x_BT[members], peak[members])
+        return fitted[key]
 
     best_error, best = math.inf, np.zeros((1, NUM_TERMS))
     for key in (longest, x_BT[:, 4], x_BT[:, 5], peak / x_BT[:, 3]) if num_phases > 1 else (longest,):
@@ -237,22 +236,25 @@ def _alternated(x_BT: FloatArray, peak: FloatArray, num_phases: int) -> FloatArr
     return used
 
 
-def _num_phases(table: _Table, fold: IntArray) -> int:
-    """The fewest phases whose held-out error no further one lowers by much."""
-    scores = []
+def _held_out_phases(table: _Table, fold: IntArray) -> tuple[list[FloatArray], int]:
+    """Phases without each fold, and how many: the fewest whose held-out error no further one lowers by much."""
+    scores: list[float] = []
+    found: list[list[FloatArray]] = []
     for num_phases in range(1, _MOST_PHASES + 1):
         squares = []
+        found.append([])
         for k in range(_NUM_FOLDS):
             seen, held = table.take(fold != k), table.take((fold == k) & table.fitted)
             phases = fit_phases(seen.shapes, seen.peak, seen.fitted, num_phases)
             heights = product(terms(held.shapes), phases.T).max(axis=1)
             squares.append(log(heights / held.peak) ** 2)
+            found[-1].append(phases)
         scores.append(float(np.sqrt(np.concatenate(squares).mean())))
     chosen = 0
     for number, score in enumerate(scores):
         if score < _BETTER * scores[chosen]:
             chosen = number
-    return chosen + 1
+    return found[chosen], chosen + 1
 
 
 def _boosted(table: _Table, phases: FloatArray, generator: np.random.Generator) -> Trees:

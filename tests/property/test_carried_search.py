@@ -82,7 +82,7 @@ def carried(draw):
 
 @pytest.mark.skipif(native is None, reason="a pure build was asked for")
 @settings(max_examples=200)
-@given(case=carried(), split=st.booleans(), effort=st.integers(0, 200), more=st.integers(0, 90), equal=st.booleans())
+@given(case=carried(), split=st.booleans(), effort=st.integers(0, 60), more=st.integers(0, 90), equal=st.booleans())
 def test_the_native_core_finds_what_its_twin_finds_with_chains(case, split, effort, more, equal) -> None:
     stage_ranks, start, least, _ = case
     asked = Settings(

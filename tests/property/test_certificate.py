@@ -90,17 +90,16 @@ def shortest_ns(costs: MicroBatchCosts, *, split: bool) -> int:
     """
     num, last = costs.num_micro_batches, costs.num_stages - 1
     chain = [("F", s) for s in range(last + 1)] + [("I" if split else "B", s) for s in reversed(range(last + 1))]
-
-    def duration(kind: str, s: int, m: int) -> int:
-        tables = {"F": costs.forward_ns, "B": costs.backward_ns, "I": costs.input_ns, "W": costs.weight_ns}
-        return int(tables[kind][s, m])
-
+    tables = {"F": costs.forward_ns, "B": costs.backward_ns, "I": costs.input_ns, "W": costs.weight_ns}
+    duration = {kind: table.tolist() for kind, table in tables.items()}
+    transfer = [*costs.transfer_ns.tolist(), [0] * num][0]
     State = tuple[tuple[int, tuple[bool, ...]], ...]
+    Way = tuple[int, ...]  # clocks of the ranks, then arrivals
     start: State = tuple((0, (False,) * (last + 1)) for _ in range(num))
-    layer: dict[State, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {start: {((0,) * (last + 1), (0,) * num)}}
+    layer: dict[State, list[Way]] = {start: [(0,) * (last + 1 + num)]}
     steps = num * (len(chain) + (last + 1 if split else 0))
     for _ in range(steps):
-        following: dict[State, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        following: dict[State, set[Way]] = {}
         for state, ways in layer.items():
             for m, (done, weights) in enumerate(state):
                 moves = []
@@ -112,29 +111,26 @@ def shortest_ns(costs: MicroBatchCosts, *, split: bool) -> int:
                         if not weights[s] and done > chain.index(("I", s)):
                             moves.append(("W", s, (done, (*weights[:s], True, *weights[s + 1 :]))))
                 for kind, s, moved in moves:
-                    target = (*state[:m], moved, *state[m + 1 :])
-                    for clocks, ready in ways:
-                        begin = clocks[s] if kind == "W" else max(clocks[s], ready[m])
-                        end = begin + duration(kind, s, m)
-                        arrival = ready[m]
+                    reached = following.setdefault((*state[:m], moved, *state[m + 1 :]), set())
+                    takes, ready = duration[kind][s][m], last + 1 + m
+                    crosses = kind != "W" and moved[0] < len(chain) and chain[moved[0]][1] != s
+                    for way in ways:
+                        times = list(way)
+                        begin = way[s] if kind == "W" else max(way[s], way[ready])
+                        times[s] = begin + takes
                         if kind != "W":
-                            crosses = moved[0] < len(chain) and chain[moved[0]][1] != s
-                            arrival = end + (int(costs.transfer_ns[0, m]) if crosses else 0)
-                        way = ((*clocks[:s], end, *clocks[s + 1 :]), (*ready[:m], arrival, *ready[m + 1 :]))
-                        following.setdefault(target, set()).add(way)
+                            times[ready] = times[s] + transfer[m] * crosses
+                        reached.add(tuple(times))
         layer = {state: _not_dominated(ways) for state, ways in following.items()}
-    return min(max(clocks) for ways in layer.values() for clocks, _ in ways)
+    return min(max(way[: last + 1]) for ways in layer.values() for way in ways)
 
 
-def _not_dominated(
-    ways: set[tuple[tuple[int, ...], tuple[int, ...]]],
-) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-    kept: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for way in sorted(ways):
-        times = (*way[0], *way[1])
-        if not any(all(a <= b for a, b in zip((*k[0], *k[1]), times, strict=True)) for k in kept):
-            kept.append(way)
-    return set(kept)
+def _not_dominated(ways: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    if len(ways) == 1:
+        return list(ways)
+    times = np.array(list(ways))
+    before = (times[:, None] <= times).all(axis=2)  # all are different
+    return [tuple(way) for way in times[before.sum(axis=0) == 1].tolist()]
 
 
 def best_makespan_ns(

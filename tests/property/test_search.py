@@ -91,7 +91,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Start, int]:
 @given(
     case=cases(),
     split=st.booleans(),
-    effort=st.integers(0, 200),
+    effort=st.integers(0, 60),
     seed=st.integers(0, 2**64 - 1),
     equal=st.booleans(),
     cores=st.none() | st.builds(SharedCores, st.integers(1, 4), st.integers(1, 2)),

@@ -117,9 +117,9 @@ BY_PROCESSOR = (
 )  # fmt: skip
 
 
-def imported_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def imported_names(nodes: list[ast.AST]) -> Iterator[tuple[str, int]]:
     """Every module name that is imported, by statement or by importlib with a literal, with its line."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -140,10 +140,10 @@ def layer(module: str) -> str:
 
 def faults(path: str, text: str) -> list[str]:
     """What a source file (path below the root) does against the rules."""
-    tree = ast.parse(text)
+    nodes = list(ast.walk(ast.parse(text)))
     own = LAYERS.index(path.partition("/")[0])
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             found.append(f"{path}:{node.lineno}: relative import: use the full name dynapipe_ext.…")
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
@@ -152,7 +152,7 @@ def faults(path: str, text: str) -> list[str]:
             dotted = ast.unparse(node)
             if dotted == f"os.{node.attr}":
                 found.append(f"{path}:{node.lineno}: {dotted} is used in {ENVIRONMENT} alone: take an argument")
-    for name, line in imported_names(tree):
+    for name, line in imported_names(nodes):
         top = name.partition(".")[0]
         if top in LAYERS[1:]:
             found.append(f"{path}:{line}: import dynapipe_ext.{name}, not {name}: it would load a second copy")
@@ -162,14 +162,14 @@ def faults(path: str, text: str) -> list[str]:
             found.append(f"{path}:{line}: {top} is imported at the rim only: see RIM in tests/repo/test_layers.py")
         if name in {f"os.{one}" for one in AMBIENT} and path != ENVIRONMENT:
             found.append(f"{path}:{line}: {name} is used in {ENVIRONMENT} alone: take an argument")
-    return sorted({*found, *rounding_faults(path, tree)})
+    return sorted({*found, *rounding_faults(path, nodes)})
 
 
-def rounding_faults(path: str, tree: ast.AST) -> Iterator[str]:
+def rounding_faults(path: str, nodes: list[ast.AST]) -> Iterator[str]:
     """Arithmetic whose last bits the processor decides, where a plan or a fit may depend on it."""
     if not any(fnmatch.fnmatch(path, pattern) for pattern in FITTING):
         return
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.MatMult):
             yield f"{path}:{node.lineno}: @ rounds by the processor: use dynapipe_ext.reproducible.product"
         elif (

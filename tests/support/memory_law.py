@@ -6,16 +6,12 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 
 from dynapipe_ext.inference.batches import (
     FirstBatch,
 )
 from dynapipe_ext.inference.memory_model import LearnedMemory
 from dynapipe_ext.inference.memory_records import MeasuredOn, MemoryRecord
-
-pytest.importorskip("sklearn")
-
 
 ON = MeasuredOn(
     model="llama, 1000 parameters",

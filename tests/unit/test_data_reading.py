@@ -19,7 +19,7 @@ EXAMPLES = [Example("sum", "2 + 3", "5"), Example("unnamed", "", "héllo")]
 COMPRESS = {
     "": lambda b: b,
     ".gz": gzip.compress,
-    ".xz": lzma.compress,
+    ".xz": lambda b: lzma.compress(b, preset=0),
     ".zst": lambda b: zstandard.ZstdCompressor().compress(b),
 }
 

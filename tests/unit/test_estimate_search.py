@@ -18,7 +18,7 @@ from dynapipe_ext.tools.estimate.options import Dropped, Limits, Question, balan
 from dynapipe_ext.tools.estimate.ranking import Search, estimate, tokens_bounds
 from dynapipe_ext.topology import Topology
 
-QUICK = Search(tokens_per_batch=(1, 1 << 17), most_plans=6, effort=50)
+QUICK = Search(tokens_per_batch=(1, 1 << 16), most_plans=5, effort=20)
 
 
 def question(name="llama-3.2-1b", *, nodes=1, gpus=8, memory=80.0, lengths="uniform:2048", **limits) -> Question:

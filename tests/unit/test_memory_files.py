@@ -11,29 +11,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.inference.batches import (
     FirstBatch,
 )
-from dynapipe_ext.inference.memory_model import LearnedMemory
+from dynapipe_ext.inference.memory_model import LearnedMemory, Trees
 from dynapipe_ext.inference.memory_records import RecordFile, read_records
-
-pytest.importorskip("sklearn")
-
-from dynapipe_ext.inference.memory_training import Training, train
 from tests.support.memory_law import ON, records, sizes_of
 
 
 @pytest.fixture(scope="module")
-def training() -> Training:
-    return train(ON, records(110, spread=0.01))
-
-
-@pytest.fixture(scope="module")
-def model(training: Training) -> LearnedMemory:
-    return training.model
+def model() -> LearnedMemory:
+    """As training writes it: the two phases of the law with padding and without, a tree, and errors."""
+    phases = [[1e5, 0, 0, 4e4, 900, 0, 0, 0, 0], [0, 0, 0, 0, 1100, 0.2, 0, 0, 0.6]]
+    tree = {"feature": [0, 0, 1, 0, 0], "threshold": [2.0, 0.0, 0.5, 0.0, 0.0], "value": [0.0, 0.01, 0.0, -0.01, 0.02]}
+    tree |= {"left": [1, -1, 3, -1, -1], "right": [2, -1, 4, -1, -1]}
+    errors = tuple(np.linspace(0.98, 1.02, 400).tolist())
+    return LearnedMemory(ON, tuple(records(110)), np.array(phases), Trees.from_lists(0.0, [tree], "a tree"), errors)
 
 
 def changed(model: LearnedMemory, change: Callable[[dict[str, Any]], Any]) -> str:

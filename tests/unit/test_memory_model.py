@@ -125,9 +125,9 @@ def test_sizes_keep_real_peaks_under_the_limit_and_come_near_it(model: LearnedMe
 def test_the_share_of_peaks_above_the_margin_is_the_threshold_on_batches_never_seen() -> None:
     spread = 0.05
     noisy = train(ON, records(130, seed=1, spread=spread))
-    fresh = records(400, seed=9, spread=spread)
+    fresh = records(240, seed=9, spread=spread)
     shapes, peaks = shapes_of(fresh), np.array([r.peak_bytes for r in fresh], np.float64)
-    i, j = (x.ravel() for x in np.meshgrid(np.arange(400), np.arange(400), indexing="ij"))
+    i, j = (x.ravel() for x in np.meshgrid(np.arange(240), np.arange(240), indexing="ij"))
     chosen = (shapes[j, 1] <= shapes[i, 1]) & (shapes[j, 0] >= shapes[i, 0]) & (i != j)
     predicted = noisy.model.ratio(shapes[j[chosen]], shapes[i[chosen]])
     errors = (peaks[j] / peaks[i])[chosen] / predicted
@@ -156,7 +156,7 @@ def test_batches_out_of_memory_count() -> None:
             return dataclasses.replace(one, peak_bytes=None, limit_bytes=int(4e8))
         return one
 
-    seen = [steep(one) for one in records(150, seed=2)] + [record(400, 64, 400 * 64), record(2048, 17, 2048 * 17)]
+    seen = [steep(one) for one in records(110, seed=2)] + [record(400, 64, 400 * 64), record(2048, 17, 2048 * 17)]
     fitted = [one for one in seen if one.peak_bytes is not None]
     with_lost, without = train(ON, seen), train(ON, fitted)
     assert with_lost.num_out_of_memory == len(seen) - len(fitted) > 5

@@ -35,7 +35,7 @@ def costs_over(topology: Topology) -> AnalyticCosts:
     return AnalyticCosts(SHAPE, topology, flops_per_s=1e12, overhead_ns=2000)
 
 
-def search(limit_bytes: float = 60e9, layout: str = "padded", effort: int = 800) -> PlacementSearch:
+def search(limit_bytes: float = 60e9, layout: str = "padded", effort: int = 200) -> PlacementSearch:
     rng = np.random.default_rng(0)
     batches = [sample_lengths(rng.integers(20, 900, 24).tolist()) for _ in range(2)]
     planner = Planner(BASE, costs_over(BASE.with_layers(NUM_LAYERS)), limit_bytes, effort=effort)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,11 @@ def measured(device: Device, within: ProfileRange = _RANGE, **given: Any) -> Pro
     options = {"error_target": 0.03, "most_shapes": 24, "go_on": lambda _profile, _error: True} | given
     choose_and_measure(profile, device, within, **options)
     return profile
+
+
+@cache
+def usual() -> Profile:
+    return measured(Device())
 
 
 def padded(rows: int, length: int, recompute: Recompute = "none") -> MicroBatch:
@@ -197,7 +203,7 @@ def test_a_deadline_that_is_over_leaves_enough_for_a_table() -> None:
 
 
 def test_packed_rows_hold_what_packing_was_measured_to_add() -> None:
-    table = cost_table(measured(Device()), _RANGE, _SHAPE, value_bytes=4)
+    table = cost_table(usual(), _RANGE, _SHAPE, value_bytes=4)
     assert table.packed_bytes == pytest.approx({"none": 1.08, "selective": 1.04, "full": 1.0}, rel=1e-3)
     again = CostTable.from_json(json.loads(json.dumps(table.to_json())))
     for kind, more in again.packed_bytes.items():
@@ -212,14 +218,14 @@ def test_packed_rows_hold_what_packing_was_measured_to_add() -> None:
 def test_a_shape_that_was_measured_is_not_measured_again() -> None:
     profile, first = Profile(), Device()
     choose_and_measure(
-        profile, first, _RANGE, error_target=0.01, most_shapes=24, go_on=lambda p, _: len(p.shapes()) < 4
+        profile, first, _RANGE, error_target=0.01, most_shapes=12, go_on=lambda p, _: len(p.shapes()) < 4
     )
     kept = Profile.from_json(json.loads(json.dumps(profile.to_json())))
     assert kept.points == profile.points
     second = Device()
-    choose_and_measure(kept, second, _RANGE, error_target=0.01, most_shapes=24, go_on=lambda _p, _e: True)
+    choose_and_measure(kept, second, _RANGE, error_target=0.01, most_shapes=12, go_on=lambda _p, _e: True)
     at_once = Device()
-    whole = measured(at_once, error_target=0.01)
+    whole = measured(at_once, error_target=0.01, most_shapes=12)
     assert kept.points == whole.points
     assert first.asked + second.asked == at_once.asked
 
@@ -267,7 +273,7 @@ def test_states_are_those_of_every_stage(value_bytes: int, tied: bool) -> None:
         norm="layernorm",
         bias=True,
     )
-    table = cost_table(measured(Device()), _RANGE, shape, value_bytes=value_bytes)
+    table = cost_table(usual(), _RANGE, shape, value_bytes=value_bytes)
     for pp in (1, 2, 4):
         topology = Topology(pp=pp)
         expected = np.array(parameters_per_stage(shape, topology)) * (18 if value_bytes == 2 else 16)
@@ -275,13 +281,13 @@ def test_states_are_those_of_every_stage(value_bytes: int, tied: bool) -> None:
 
 
 def test_a_distributed_optimizer_divides_its_states_over_replicas() -> None:
-    table = cost_table(measured(Device()), _RANGE, _SHAPE, value_bytes=2, distributed_optimizer=True)
+    table = cost_table(usual(), _RANGE, _SHAPE, value_bytes=2, distributed_optimizer=True)
     parameters = parameters_per_stage(_SHAPE, Topology())[0]
     assert table.over(Topology(dp=4))[0].static_bytes().tolist() == [parameters * (6 + 12 // 4)]
 
 
 def test_the_table_says_w_the_heads_peak_and_wide_values() -> None:
-    table = cost_table(measured(Device()), _RANGE, _SHAPE, value_bytes=4).over(Topology(pp=2))[0]
+    table = cost_table(usual(), _RANGE, _SHAPE, value_bytes=4).over(Topology(pp=2))[0]
     again = CostTable.from_json(json.loads(json.dumps(table.to_json())))
     assert again.fingerprint() == table.fingerprint()
     for recompute in ("none", "selective", "full"):

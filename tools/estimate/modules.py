@@ -47,14 +47,15 @@ def modules_of(
     """
     if num_samples < 1:
         raise ConfigError(f"num_samples is {num_samples} but must be at least 1: give the samples of the positions")
-    a, groups = architecture, tensor_groups(architecture)
+    a, owned = architecture, dict[ModuleName, list[TensorGroup]]((name, []) for name in MODULES)
+    for group in tensor_groups(architecture):
+        owned[_module(group)].append(group)
     bytes_each = BYTES_PER_PARAMETER[recipe]
     squares = a.num_layers * positions.encoder_squares + a.num_decoder_layers * (
         positions.decoder_squares + positions.cross
     )
     found = []
-    for name in MODULES:
-        own = [group for group in groups if _module(group) == name]
+    for name, own in owned.items():
         parameters = sum(group.size for group in own if not group.is_buffer)
         flops = sum(_forward_flops(a, group, positions) for group in own)
         if name == "attention":
