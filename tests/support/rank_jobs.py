@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from dynapipe_ext.executor.stages.megatron_model import destroy_parallel
@@ -55,10 +56,13 @@ def in_turn(
 
 
 def forget_models() -> None:
-    """And their process groups, whose threads look around a hundred times a second each. Hooks on the nodes at which
-    gradients are summed hold a DDP, which holds the nodes: no collection sees that."""
+    """And all process groups but the world's, whose threads look around a hundred times a second each. Hooks on the
+    nodes at which gradients are summed hold a DDP, which holds the nodes: no collection sees that."""
     destroy_parallel()
     for one in gc.get_objects():
         if isinstance(one, DistributedDataParallel):
             one.grad_accs.clear()
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     gc.collect()
