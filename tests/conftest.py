@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import select
 import signal
 from collections.abc import Callable, Generator, Iterator
@@ -145,14 +144,16 @@ def run_ranks(tmp_path: Path) -> RunRanks:
     """
 
     def run(world_size: int, fn: Callable[[RankEnv], Any], timeout_s: float = 60.0) -> list[Any]:
+        from tests.support import rank_results  # it imports torch
+
         folder = tmp_path / f"ranks-{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
 
         def main(rank: RankEnv) -> int:
-            (folder / str(rank.rank)).write_bytes(pickle.dumps(fn(rank)))
+            rank_results.write(fn(rank), folder / str(rank.rank))
             return 0
 
         run_local(main, world_size, timeout_s=timeout_s)
-        return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
+        return [rank_results.read(folder / str(rank)) for rank in range(world_size)]
 
     return run

@@ -18,7 +18,6 @@ from dynapipe_ext.executor.stages.megatron import finalize_grads, wrap_ddp
 from dynapipe_ext.executor.stages.megatron_layers import rotary_frequencies
 from dynapipe_ext.executor.stages.megatron_model import (
     build_model,
-    destroy_parallel,
     initialize_parallel,
     transformer_config,
 )
@@ -47,6 +46,7 @@ from tests.support.published_models import (
     tokens,
     whole_tensors,
 )  # fmt: skip
+from tests.support.rank_jobs import forget_models
 
 LIMIT = 1e-5
 # (ranks, sequence parallel) -> cases; mistral-window has 2 query groups for 4 ranks.
@@ -198,7 +198,7 @@ def together(models: dict[str, Published], tmp_path_factory: pytest.TempPathFact
             initialize_parallel(topology, 0)
             for name in names:
                 found[topology, parallel, name] = spread(models[name], topology, rank, sequence_parallel=parallel)
-            destroy_parallel()
+            forget_models()
         return found
 
     results = ranks(4, tmp_path_factory.mktemp("together"), all_cases)

@@ -65,10 +65,10 @@ KINDS = sorted({(case.variant, case.dtype) for case in SAVED})
 
 
 @pytest.fixture(scope="module")
-def truths(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Local]:
+def truths() -> dict[tuple[str, str], Local]:
     """What one process holds after the training, by variant and dtype."""
     jobs = [(Case(variant, dtype=dtype), saving(None)) for variant, dtype in KINDS]
-    return dict(zip(KINDS, (held for (held,) in on_ranks(jobs, tmp_path_factory.mktemp("truths"))), strict=True))
+    return dict(zip(KINDS, (held for (held,) in on_ranks(jobs)), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Path]:
     """Checkpoints of both layouts that Megatron's ranks have written, by case."""
     folder = tmp_path_factory.mktemp("saved")
     places = {case: folder / str(case) for case in SAVED}
-    on_ranks([(case, saving(place)) for case, place in places.items()], folder)
+    on_ranks([(case, saving(place)) for case, place in places.items()])
     for case, place in places.items():
         if case.variant == "t5":  # Megatron's arguments cannot say all of it
             for written in place.iterdir():
@@ -168,7 +168,7 @@ def continued(saved: dict[Case, Path], tmp_path_factory: pytest.TempPathFactory)
         assert RNG_NOTICE in outcome.notices
         assert not any("optimizer" in notice for notice in outcome.notices)
         jobs += [(case, continuing(folder / str(i), target)), (case, never_stopped)]
-    found = on_ranks(jobs, folder / "ranks")
+    found = on_ranks(jobs)
     return [list(zip(found[2 * i], found[2 * i + 1], strict=True)) for i in range(len(LOADED))]
 
 

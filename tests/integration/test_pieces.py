@@ -36,7 +36,6 @@ from dynapipe_ext.executor.megatron.samples import megatron_arrays
 from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
 from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads, unwrapped
-from dynapipe_ext.executor.stages.megatron_model import destroy_parallel
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.launch.job import analytic_costs, architecture_of
@@ -61,6 +60,7 @@ from tests.support.megatron_ranks import (
 )
 from tests.support.pieces import SETTINGS, cut_sample, hand_made, pieced_replicas, random_legal_schedule
 from tests.support.preloaded import Preloaded
+from tests.support.rank_jobs import forget_models
 
 SAMPLES = samples_of(0)[:8]
 ONE = Topology()
@@ -149,7 +149,7 @@ def in_job(case: Case, env) -> Iterator[tuple[list[Any], MegatronStage, StrictTr
     yield ddps, MegatronStage(ddps, dropout=case.dropout > 0), transport
     transport.close()
     dist.barrier()
-    destroy_parallel()
+    forget_models()
 
 
 def plans_of(case: Case, env, kinds: Kinds, *, same: bool = False) -> Iterator[tuple[ExecutionPlan, tuple[Any, ...]]]:

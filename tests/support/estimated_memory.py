@@ -25,7 +25,6 @@ from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.executor.stages.megatron import packed_parameters, wrap_ddp
 from dynapipe_ext.executor.stages.megatron_model import (
     build_model,
-    destroy_parallel,
     initialize_parallel,
     transformer_config,
 )
@@ -40,6 +39,7 @@ from dynapipe_ext.plan import Layout, MicroBatch, Recompute
 from dynapipe_ext.topology import Topology
 
 megatron_cpu.install()
+from tests.support.rank_jobs import forget_models  # noqa: E402 (it imports megatron)
 
 CPU = torch.device("cpu")
 PARTS = ("weights", "gradients", "optimizer")
@@ -123,7 +123,7 @@ def on_ranks(jobs: Mapping[str, tuple[Topology, Callable[[int], Any]]], timeout_
                 for name, (topology, job) in mine.items():
                     initialize_parallel(topology, 0)
                     done[name] = job(topology.coordinates(env.rank).pp_rank)
-                    destroy_parallel()
+                    forget_models()
                 (Path(scratch) / f"{env.world_size}-{env.rank}.json").write_text(json.dumps(done))
                 dist.barrier()
                 dist.destroy_process_group()

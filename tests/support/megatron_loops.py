@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 
 from dynapipe_ext.executor.stages.megatron_weights import global_name, initialize_weights
+from tests.support.rank_jobs import forget_models
 
 VOCAB, LENGTH, ROWS = 128, 16, 2
 _EXPERTS: dict[str, Any] = {
@@ -55,7 +56,7 @@ class Stepped:
 
 def start(loop: Loop) -> tuple[list[Any], Any]:
     """The rank's chunks, wrapped for data parallelism, and their configuration."""
-    parallel_state.destroy_model_parallel()
+    forget_models()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=loop.tp,
         pipeline_model_parallel_size=loop.pp,

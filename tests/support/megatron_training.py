@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from dynapipe_ext.executor.stages.megatron import wrap_ddp
 from dynapipe_ext.executor.stages.megatron_model import (
     build_model,
-    destroy_parallel,
     initialize_parallel,
     transformer_config,
 )
 from dynapipe_ext.executor.stages.megatron_weights import full_shape, global_name, tensor_slice
-from dynapipe_ext.launch.cluster import run_local
+from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.megatron_arguments import write_arguments
@@ -36,6 +35,7 @@ from dynapipe_ext.tools.checkpoint.megatron.names import tied_head_name
 from dynapipe_ext.topology import Topology
 from tests.support.checkpoints import tiny_variant
 from tests.support.megatron_ranks import CPU, join
+from tests.support.rank_jobs import in_turn
 
 STEPS, SAMPLES, ITERATION = 2, 24, 10
 ONE = Topology()
@@ -224,30 +224,21 @@ def keeping_step(optimizer: Any) -> None:
 Job = tuple[Case, Callable[[Training], Any]]
 
 
-def on_ranks(jobs: Sequence[Job], folder: Path) -> list[list[Any]]:
+def on_ranks(jobs: Sequence[Job]) -> list[list[Any]]:
     """For each job what its function gives on every rank of its case; jobs of as many ranks share their processes."""
-    found: list[list[Any]] = [[] for _ in jobs]
-    for world_size in sorted({case.topology.world_size for case, _ in jobs}):
-        own = [i for i, (case, _) in enumerate(jobs) if case.topology.world_size == world_size]
-        place = folder / str(world_size)
-        place.mkdir(parents=True)
 
-        def main(env: Any, own: list[int] = own, place: Path = place) -> int:
-            join(env)
-            for i in own:
-                case, run = jobs[i]
-                torch.save(run(Training(case, env.rank)), place / f"{i}-{env.rank}.pt")
-                dist.barrier()
-                destroy_parallel()
-            dist.destroy_process_group()
-            for child in multiprocessing.active_children():  # megatron-core's saving leaves its queue's server behind
-                child.terminate()
-            return 0
+    def main(env: RankEnv, case: Case, run: Callable[[Training], Any]) -> Any:
+        join(env)
+        found = run(Training(case, env.rank))
+        dist.barrier()
+        dist.destroy_process_group()
+        return found
 
-        run_local(main, world_size, timeout_s=120)
-        for i in own:
-            found[i] = [torch.load(place / f"{i}-{rank}.pt") for rank in range(world_size)]
-    return found
+    named = {
+        (number, str(case)): (case.topology.world_size, partial(main, case=case, run=run))
+        for number, (case, run) in enumerate(jobs)
+    }
+    return list(dict(sorted(in_turn(named).items())).values())
 
 
 def saving(folder: Path | None) -> Callable[[Training], Local]:

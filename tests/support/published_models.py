@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from dynapipe_ext.tools.checkpoint.megatron.names import (
     to_megatron,
 )
 from dynapipe_ext.topology import Topology
+from tests.support import rank_results
 from tests.support.checkpoints import VARIANTS, saved, tensors_in, tiny
 from tests.support.megatron_ranks import CPU, join
 
@@ -223,12 +223,12 @@ def ranks(world_size: int, folder: Path, function: Any) -> list[Any]:
 
     def main(env: Any) -> int:
         join(env)
-        (folder / str(env.rank)).write_bytes(pickle.dumps(function(env.rank)))
+        rank_results.write(function(env.rank), folder / str(env.rank))
         dist.destroy_process_group()
         return 0
 
     run_local(main, world_size, timeout_s=90)
-    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world_size)]
+    return [rank_results.read(folder / str(rank)) for rank in range(world_size)]
 
 
 def difference(given: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import gc
-import pickle
+import multiprocessing
 import tempfile
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from dynapipe_ext.executor.stages.megatron_model import destroy_parallel
 from dynapipe_ext.launch.cluster import run_local
 from dynapipe_ext.launch.env import RankEnv
+from tests.support import rank_results
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -41,21 +43,26 @@ def in_turn(
                     except Exception as error:
                         error.add_note(f"in the job {key}")
                         raise
-                    _forget_models()
-                (place / str(env.rank)).write_bytes(pickle.dumps(returned))
+                    forget_models()
+                rank_results.write(returned, place / str(env.rank))
+                for child in multiprocessing.active_children():  # megatron-core's saving leaves its queue's server
+                    child.terminate()
                 return 0
 
             run_local(main, size, timeout_s=timeout_s)
-            ranks = [pickle.loads((Path(scratch) / str(rank)).read_bytes()) for rank in range(size)]
+            ranks = [rank_results.read(Path(scratch) / str(rank)) for rank in range(size)]
         found |= dict(zip(own, map(list, zip(*ranks, strict=True)), strict=True))
     return found
 
 
-def _forget_models() -> None:
-    """And their process groups, whose threads look around a hundred times a second each. Hooks on the nodes at which
-    gradients are summed hold a DDP, which holds the nodes: no collection sees that."""
+def forget_models() -> None:
+    """And all process groups but the world's, whose threads look around a hundred times a second each. Hooks on the
+    nodes at which gradients are summed hold a DDP, which holds the nodes: no collection sees that."""
     destroy_parallel()
     for one in gc.get_objects():
         if isinstance(one, DistributedDataParallel):
             one.grad_accs.clear()
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     gc.collect()
