@@ -18,7 +18,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from dynapipe_ext.errors import ConfigError, DataError, ExecutionError, in_one_line
+from dynapipe_ext.errors import ConfigError, DataError, in_one_line
 from dynapipe_ext.executor.stages.keyed_random import seed_of
 from dynapipe_ext.executor.stages.transformers_causal import CausalCut, has_tied_ends
 from dynapipe_ext.executor.stages.transformers_layers import PartPlace, places_of, remove
@@ -67,7 +67,7 @@ def parts_of_folder(
             )
         except (OSError, RuntimeError, SafetensorError, UnpicklingError, MemoryError) as error:  # of files that are cut
             if is_out_of_memory(error):
-                raise ExecutionError(
+                raise ConfigError(
                     f"the memory of this rank is too small for its part of {folder} ({in_one_line(error)}): raise pp,"
                     " or take another machine"
                 ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +152,23 @@ def started(model: Any, **options: Any) -> None:
     PipelineExecutor(TransformersStage(parts_of_model(model)), InlineHub().transport(0)).execute(plan, batches_of(plan))
 
 
-def padded_left(model: Any) -> None:
+def loaded(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     (plan,) = plans_of(Topology())
     stage = TransformersStage(parts_of_model(model))
     stage.start_step(plan)
-    batch = batches_of(plan)[0]
-    stage.load(0, batch | {"encoder_padding": batch["encoder_padding"].flip(1)})
+    stage.load(0, change(batches_of(plan)[0]))
+
+
+def padded_left(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch | {"encoder_padding": batch["encoder_padding"].flip(1)}
+
+
+def without_targets(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in batch.items() if name != "decoder_tokens"}
+
+
+def shorter(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch | {"decoder_tokens": batch["decoder_tokens"][:, 1:]}
 
 
 def attending_by_document(model: Any) -> None:
@@ -172,7 +184,9 @@ def attending_by_document(model: Any) -> None:
         (ConfigError, lambda model: parts_of_config(model.config, seed=0), "that transformers computes begins with"),
         (ConfigError, lambda model: parts_of_model(model.encoder), "T5Stack cannot be cut as a T5 with its head"),
         (ConfigError, lambda _: parts_of_config(transformers.BartConfig(), seed=0), "'bart' has an encoder and a d"),
-        (DataError, padded_left, "encoder_padding of micro-batch 0 is not that of its plan: pad rows on the right"),
+        (DataError, lambda model: loaded(model, padded_left), "encoder_padding of micro-batch 0 is not that of"),
+        (DataError, lambda model: loaded(model, without_targets), "stage 0 reads decoder_tokens of micro-batch 0, but"),
+        (DataError, lambda model: loaded(model, shorter), r"decoder_tokens of micro-batch 0 has shape .* as planned"),
     ],
 )  # fmt: skip
 def test_what_would_train_wrongly_is_refused_by_name(error, make, says):
