@@ -194,6 +194,11 @@ def test_what_would_train_wrongly_is_refused_by_name(error, make, says):
         make(t5("t5"))
 
 
+def norms_of(run: Path) -> list[float]:
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event["grad_norm"] for event in events if "grad_norm" in event]
+
+
 def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
     preloaded_transformers: Preloaded, tmp_path: Path
 ) -> None:
@@ -243,6 +248,9 @@ def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
         total = sum(float(pair_loss(trained, held_out[i])) for i in range(len(held_out)))
     targets = int(held_out.lengths[:, 2].sum())
     assert report["evaluations"][-1]["loss"] == pytest.approx(total / targets, rel=1e-5)
+    whole, on_one_rank = norms_of(tmp_path / "run"), norms_of(tmp_path / "moved")
+    assert len(whole) == STEPS
+    assert on_one_rank[-4:] == pytest.approx(whole[-4:], rel=1e-4)
     again = report_of(tmp_path / "moved")["losses"]
     assert again[:16] == report["losses"][:16]
     assert again[16:] == pytest.approx(report["losses"][16:], rel=1e-5)
