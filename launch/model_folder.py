@@ -54,10 +54,8 @@ def dropout_line(config: TrainConfig) -> str:
     model = config.model
     if model.dropout or model.uses_transformers or not (rates := dropout_rates(model.architecture)):
         return ""
-    found = ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
-    return (
-        f"dropout: none, though {model.architecture} has {found}: [model] dropout of a --config sets one rate for all"
-    )
+    file, found = config_file(model.architecture), ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    return f"dropout: none, though {file} has {found}: [model] dropout of a --config sets one rate for all"
 
 
 def memory_of_a_rank_gb(num_ranks: int) -> float:

@@ -95,7 +95,7 @@ class TorchStage:
     def load(self, micro_batch: int, batch: Batch) -> None:
         """Errors: DataError for tokens of other rows than planned."""
         names = [name for name in batch if name.endswith("tokens")]
-        check_shapes(batch, self._plan.micro_batches[micro_batch], f"micro-batch {micro_batch}", names)
+        check_rows(batch, self._plan.micro_batches[micro_batch], f"micro-batch {micro_batch}", names)
         self._runner.load(micro_batch, batch)
 
     def forward(self, stage: int, micro_batch: int, inputs: Tensors) -> Tensors:
@@ -136,7 +136,7 @@ class TorchStage:
         return loss
 
 
-def check_shapes(batch: Batch, planned: MicroBatch, name: str, names: Collection[str]) -> None:
+def check_rows(batch: Batch, planned: MicroBatch, name: str, names: Collection[str]) -> None:
     """Errors: DataError where one of `names` begins with other dimensions than (rows, length) as planned."""
     lengths = dict.fromkeys(("tokens", "encoder_tokens", "position_ids"), planned.encoder_len)
     lengths |= dict.fromkeys(("decoder_tokens", "labels", "loss_weights"), planned.decoder_len or planned.encoder_len)

@@ -100,7 +100,7 @@ class TransformersPart(torch.nn.Module, ABC):
             torch.manual_seed(seed_of(self._key, name))
 
 
-class Cut(Protocol):
+class ModelCut(Protocol):
     """How a family of models is cut into stages."""
 
     @property
@@ -119,7 +119,7 @@ class Cut(Protocol):
         """Of a model that was cut to its place."""
 
 
-def cut_out(cut: Cut, model: Any, place: PartPlace) -> TransformersPart:
+def cut_out(cut: ModelCut, model: Any, place: PartPlace) -> TransformersPart:
     """A stage's share as a model of its own, with the very layers and weights of `model`, which stays whole."""
     own = with_own_modules(model)
     parents = {tuple(path.split(".")[:depth]) for path in cut.changed for depth in range(1, path.count(".") + 1)}

@@ -18,11 +18,11 @@ import transformers
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from dynapipe_ext.errors import ConfigError, DataError, ExecutionError, in_one_line
+from dynapipe_ext.errors import ConfigError, DataError, in_one_line
 from dynapipe_ext.executor.stages.keyed_random import seed_of
 from dynapipe_ext.executor.stages.transformers_causal import CausalCut, has_tied_ends
 from dynapipe_ext.executor.stages.transformers_layers import PartPlace, places_of, remove
-from dynapipe_ext.executor.stages.transformers_part import Cut, TransformersPart, cut_out, hold_shared_once
+from dynapipe_ext.executor.stages.transformers_part import ModelCut, TransformersPart, cut_out, hold_shared_once
 from dynapipe_ext.executor.stages.transformers_t5 import T5Cut
 from dynapipe_ext.inference.memory_profiling import is_out_of_memory
 from dynapipe_ext.models.layer_patterns import LayerPattern, pattern_of, refuse_other_pairs
@@ -67,7 +67,7 @@ def parts_of_folder(
             )
         except (OSError, RuntimeError, SafetensorError, UnpicklingError, MemoryError) as error:  # of files that are cut
             if is_out_of_memory(error):
-                raise ExecutionError(
+                raise ConfigError(
                     f"the memory of this rank is too small for its part of {folder} ({in_one_line(error)}): raise pp,"
                     " or take another machine"
                 ) from error
@@ -139,7 +139,7 @@ def _has_pairs(config: Any, pattern: LayerPattern | None) -> bool:
     return False
 
 
-def _cut_of(config: Any, pattern: LayerPattern | None, *, tied: bool = False) -> Cut:
+def _cut_of(config: Any, pattern: LayerPattern | None, *, tied: bool = False) -> ModelCut:
     """Errors: ConfigError for a family that nobody knows to cut."""
     return T5Cut(tied) if _has_pairs(config, pattern) else CausalCut(pattern or pattern_of(config.model_type))
 
@@ -171,7 +171,7 @@ def _built(
     config: Any,
     topology: Topology | None,
     pp_rank: int,
-    cut: Cut,
+    cut: ModelCut,
     build: Callable[[Any], Any],
     *,
     seed: int | None = None,

@@ -14,7 +14,7 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.protocols import Batch, Reductions
 from dynapipe_ext.executor.stages.accumulator import Copies, PlainAccumulator
 from dynapipe_ext.executor.stages.keyed_random import random_key
-from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage, check_shapes
+from dynapipe_ext.executor.stages.torch_stage import LossFunction, MakeAccumulator, TorchStage, check_rows
 from dynapipe_ext.executor.stages.transformers_part import TransformersPart
 
 
@@ -74,7 +74,7 @@ class TransformersStage(TorchStage):
     def load(self, micro_batch: int, batch: Batch) -> None:
         """Errors: DataError for tensors of another shape than planned, or padded on the left."""
         planned, name = self._plan.micro_batches[micro_batch], f"micro-batch {micro_batch}"
-        check_shapes(batch, planned, name, batch)
+        check_rows(batch, planned, name, batch)
         for part in self._parts:
             batch = part.checked(batch, planned, name)
         inputs = self._parts[0].model_inputs(planned)

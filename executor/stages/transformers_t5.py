@@ -94,8 +94,11 @@ class T5Part(TransformersPart):
         given = batch.get("encoder_padding")
         if given is not None and (planned is None or not torch.equal(given.cpu(), torch.from_numpy(planned))):
             raise DataError(f"encoder_padding of {name} is not that of its plan: pad rows on the right")
-        if self.place.is_first and "encoder_tokens" not in batch:
-            raise DataError(f'stage 0 reads batch["encoder_tokens"] of {name}, but collate gave {sorted(batch)}')
+        read = ["encoder_tokens"] * self.place.is_first + ["decoder_tokens"] * (0 in self._own[1])
+        if lacking := [key for key in read if key not in batch]:
+            raise DataError(
+                f"stage {self.place.stage} reads {lacking[0]} of {name}, but the collate function gave {sorted(batch)}"
+            )
         return {**batch, "tokens": batch["encoder_tokens"]} if self.place.is_first else batch
 
 

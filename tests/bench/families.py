@@ -56,17 +56,12 @@ BACKENDS = {
 
 
 def prepared(variant: str, folder: Path) -> None:
-    """A folder with the model, its tokenizer, data, costs and settings of a variant."""
+    """A folder with the model, its tokenizer, data and settings of a variant."""
     lengths = {"n_positions": 128} if variant == "gpt2" else {"max_position_embeddings": 128}
     sizes = {} if VARIANTS[variant][0] in ENCODER_DECODERS else lengths
     saved(tiny_variant(variant, vocab_size=VOCABULARY, **sizes), folder / "model")
     write_model_tokenizer(folder / "model", starts=False)
     write_pairs(folder / "data.jsonl", SAMPLES)
-    config = TrainConfig().with_values(
-        model={"architecture": str(folder / "model")}, topology={"tp": 1, "pp": 1, "dp": 1}
-    )
-    costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
-    (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
     (folder / "settings.toml").write_text("[topology]\nsequence_parallel = true\n")
 
 
@@ -77,10 +72,14 @@ def runs(variant: str, folder: Path, preloaded: Preloaded) -> Iterator[tuple[str
     for backend, arrangements in BACKENDS.items():
         if backend == "transformers" and family not in {*LAYER_PATTERNS, *ENCODER_DECODERS}:
             continue
+        named = {"architecture": str(folder / "model"), "backend": backend}
+        config = TrainConfig().with_values(model=named, topology={"tp": 1, "pp": 1, "dp": 1})
+        costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
+        (folder / f"{backend}.json").write_text(json.dumps(cost_model_to_json(costs)))
         for name, (tp, pp, dp) in arrangements.items():
             run = f"{backend}-{tp}-{pp}-{dp}"
             given = ["--model", "model", "--data", "data.jsonl", "--backend", backend, "--run-dir", run, "--strict"]
-            given += ["--tp", str(tp), "--pp", str(pp), "--dp", str(dp), "--costs", "costs.json"]
+            given += ["--tp", str(tp), "--pp", str(pp), "--dp", str(dp), "--costs", f"{backend}.json"]
             given += ["--memory-limit-gb", "1", "--num-workers", "0", "--steps", str(STEPS), "--lr", str(LR)]
             given += ["--batch-size", str(BATCH), "--min-lr", str(LEAST), "--weight-decay", str(DECAY)]
             given += ["--lr-schedule", "cosine", "--warmup", "0.2", "--betas", "0.9,0.95"]

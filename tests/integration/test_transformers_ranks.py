@@ -20,7 +20,7 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import OptimizerSettings
 from dynapipe_ext.data.collate import collate
-from dynapipe_ext.errors import ConfigError, DataError, ExecutionError
+from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator
@@ -224,7 +224,7 @@ def test_memory_that_ends_while_weights_are_read_is_not_told_as_files_that_canno
         )
 
     monkeypatch.setattr(transformers.GPT2LMHeadModel, "from_pretrained", fails)
-    with pytest.raises(ExecutionError, match=r"memory of this rank is too small for its part of .*: raise pp"):
+    with pytest.raises(ConfigError, match=r"memory of this rank is too small for its part of .*: raise pp"):
         parts_of_folder(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +152,23 @@ def started(model: Any, **options: Any) -> None:
     PipelineExecutor(TransformersStage(parts_of_model(model)), InlineHub().transport(0)).execute(plan, batches_of(plan))
 
 
-def padded_left(model: Any) -> None:
+def loaded(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     (plan,) = plans_of(Topology())
     stage = TransformersStage(parts_of_model(model))
     stage.start_step(plan)
-    batch = batches_of(plan)[0]
-    stage.load(0, batch | {"encoder_padding": batch["encoder_padding"].flip(1)})
+    stage.load(0, change(batches_of(plan)[0]))
+
+
+def padded_left(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch | {"encoder_padding": batch["encoder_padding"].flip(1)}
+
+
+def without_targets(batch: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in batch.items() if name != "decoder_tokens"}
+
+
+def shorter(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch | {"decoder_tokens": batch["decoder_tokens"][:, 1:]}
 
 
 def attending_by_document(model: Any) -> None:
@@ -172,12 +184,19 @@ def attending_by_document(model: Any) -> None:
         (ConfigError, lambda model: parts_of_config(model.config, seed=0), "that transformers computes begins with"),
         (ConfigError, lambda model: parts_of_model(model.encoder), "T5Stack cannot be cut as a T5 with its head"),
         (ConfigError, lambda _: parts_of_config(transformers.BartConfig(), seed=0), "'bart' has an encoder and a d"),
-        (DataError, padded_left, "encoder_padding of micro-batch 0 is not that of its plan: pad rows on the right"),
+        (DataError, lambda model: loaded(model, padded_left), "encoder_padding of micro-batch 0 is not that of"),
+        (DataError, lambda model: loaded(model, without_targets), "stage 0 reads decoder_tokens of micro-batch 0, but"),
+        (DataError, lambda model: loaded(model, shorter), r"decoder_tokens of micro-batch 0 has shape .* as planned"),
     ],
 )  # fmt: skip
 def test_what_would_train_wrongly_is_refused_by_name(error, make, says):
     with pytest.raises(error, match=says):
         make(t5("t5"))
+
+
+def norms_of(run: Path) -> list[float]:
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event["grad_norm"] for event in events if "grad_norm" in event]
 
 
 def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
@@ -229,6 +248,9 @@ def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
         total = sum(float(pair_loss(trained, held_out[i])) for i in range(len(held_out)))
     targets = int(held_out.lengths[:, 2].sum())
     assert report["evaluations"][-1]["loss"] == pytest.approx(total / targets, rel=1e-5)
+    whole, on_one_rank = norms_of(tmp_path / "run"), norms_of(tmp_path / "moved")
+    assert len(whole) == STEPS
+    assert on_one_rank[-4:] == pytest.approx(whole[-4:], rel=1e-4)
     again = report_of(tmp_path / "moved")["losses"]
     assert again[:16] == report["losses"][:16]
     assert again[16:] == pytest.approx(report["losses"][16:], rel=1e-5)

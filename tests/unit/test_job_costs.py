@@ -157,4 +157,5 @@ def test_what_dropout_keeps_is_counted_by_the_rates_of_the_framework_that_comput
         costs = analytic_costs(config, architecture_of(config, 61), flops_per_s=1e12, overhead_ns=0)
         pair = MicroBatch((SampleLength(0, 64, 64, 64),))
         counted[backend] = int(costs.evaluate([pair]).stored_bytes[0, 0])
-    assert (counted["transformers"] > 1.3 * counted["megatron"]) == (said != {"dropout_rate": 0.0})
+    more = counted["transformers"] / counted["megatron"]
+    assert more > 1.2 if said.get("dropout_rate", 0.1) else more == 1
