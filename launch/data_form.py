@@ -58,7 +58,7 @@ def is_encoder_decoder(name: str) -> bool:
     """Whether the config.json of a model's folder says that an encoder reads inputs apart."""
     try:
         config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and config.get("is_encoder_decoder") is True
 

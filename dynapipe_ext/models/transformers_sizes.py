@@ -51,7 +51,7 @@ def model_type(model: str) -> str:
 def _raw(path: Path) -> Mapping[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as a model's configuration ({error})") from error
     return raw if isinstance(raw, dict) else {}
 
