@@ -18,6 +18,7 @@ _DROPOUTS_UNSAID = {  # as transformers takes a config.json without a word
     "gpt2": {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
     "t5": {"dropout_rate": 0.1},
 }
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 _USABLE = 0.9  # of a device's or machine's free memory
 # Of a run that goes on with published weights; one from the first step on has the defaults of the settings.
 _FINE_TUNING: Tables = {"optimizer": {"lr": 2e-5, "min_lr": 2e-6, "warmup_fraction": 0.03}}
@@ -67,6 +68,17 @@ def dropout_line(config: TrainConfig) -> str:
     if not (found := [f"{name} {rate:g}" for name, rate in rates.items() if isinstance(rate, float) and rate]):
         return ""
     return f"dropout: none, though {file} has {', '.join(found)}: [model] dropout of a --config sets one rate for all"
+
+
+def prediction_line(architecture: str) -> str:
+    """What is said of a config.json's layers of multi-token prediction, which no model here has; else nothing."""
+    place = Path(architecture)
+    file = place / "config.json" if place.is_dir() else place
+    if not file.is_file():
+        return ""
+    raw = read_json_object(file, "the model's configuration")
+    found = [f"{name} {raw[name]}" for name in _PREDICTION_LAYERS if raw.get(name)]
+    return f"multi-token prediction: left out, though {file} has {', '.join(found)}" if found else ""
 
 
 def memory_of_a_rank_gb(num_ranks: int) -> float:
