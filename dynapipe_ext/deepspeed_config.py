@@ -95,7 +95,7 @@ def read_deepspeed_config(path: str | Path) -> Json:
     """The file as it is. Errors: ConfigError for what is no such file, or says what no run here can do."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as a DeepSpeed configuration ({error})") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds {short(raw)}, not a DeepSpeed configuration: give a JSON object")

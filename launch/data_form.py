@@ -13,7 +13,14 @@ from dynapipe_ext.config_data import DataSettings
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, is_own, load_encoder, with_separator
 from dynapipe_ext.data.preprocessing.inputs import BlockStream, InputFile
 from dynapipe_ext.data.preprocessing.records import TextRecord, records
-from dynapipe_ext.data.preprocessing.rendering import MESSAGES, PAIRS, RecordFields, Template, template_of
+from dynapipe_ext.data.preprocessing.rendering import (
+    CONVERSATIONS,
+    MESSAGES,
+    PAIRS,
+    RecordFields,
+    Template,
+    template_of,
+)
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder, load_model_tokenizer
 from dynapipe_ext.data.tokenizer import FILE_NAME, Tokenizer
 from dynapipe_ext.errors import ConfigError, DataError
@@ -51,7 +58,7 @@ def is_encoder_decoder(name: str) -> bool:
     """Whether the config.json of a model's folder says that an encoder reads inputs apart."""
     try:
         config = json.loads((Path(name) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and config.get("is_encoder_decoder") is True
 
@@ -95,8 +102,9 @@ def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Toke
     if isinstance(tokenizer, FolderEncoder):
         return DataForm(template, fields)
     if template == "chat":
+        field = CONVERSATIONS if CONVERSATIONS in record else MESSAGES
         raise ConfigError(
-            f"{where}: the record has {MESSAGES!r}, which needs the chat template of a decoder-only model, but the"
+            f"{where}: the record has {field!r}, which needs the chat template of a decoder-only model, but the"
             f" tokenizer is {data.tokenizer!r}: name such a model's folder by --model, or its tokenizer's by"
             " --tokenizer; give an encoder-decoder input and target"
         )
@@ -104,7 +112,7 @@ def _form_of_file(data: DataSettings, file: InputFile, tokenizer: Encoder | Toke
 
 
 def _first(file: InputFile, named: RecordFields) -> tuple[str, TextRecord]:
-    columns = {MESSAGES, named.text, *(named.pair or ()), *(name for pair in PAIRS for name in pair)}
+    columns = {MESSAGES, CONVERSATIONS, named.text, *(named.pair or ()), *(name for pair in PAIRS for name in pair)}
     for block in BlockStream([file], columns=columns):
         for where, record in records(block, text_key=named.text):
             return where, record

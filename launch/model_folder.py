@@ -8,11 +8,13 @@ from typing import Any
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.transformers_sizes import dropout_rates
+from dynapipe_ext.models.transformers_sizes import config_file, dropout_rates
+from dynapipe_ext.tools.checkpoint.huggingface.carried_files import read_json_object
 
 Tables = dict[str, dict[str, Any]]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 _USABLE = 0.9  # of a device's or machine's free memory
 # Of a run that goes on with published weights; one from the first step on has the defaults of the settings.
 _FINE_TUNING: Tables = {"optimizer": {"lr": 2e-5, "min_lr": 2e-6, "warmup_fraction": 0.03}}
@@ -56,6 +58,16 @@ def dropout_line(config: TrainConfig) -> str:
         return ""
     file, found = config_file(model.architecture), ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     return f"dropout: none, though {file} has {found}: [model] dropout of a --config sets one rate for all"
+
+
+def prediction_line(architecture: str) -> str:
+    """What is said of a config.json's layers of multi-token prediction, which no model here has; else nothing."""
+    file = config_file(architecture)
+    if not file.is_file():
+        return ""
+    raw = read_json_object(file, "the model's configuration")
+    found = [f"{name} {raw[name]}" for name in _PREDICTION_LAYERS if raw.get(name)]
+    return f"multi-token prediction: left out, though {file} has {', '.join(found)}" if found else ""
 
 
 def memory_of_a_rank_gb(num_ranks: int) -> float:

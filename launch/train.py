@@ -45,7 +45,7 @@ from dynapipe_ext.launch.job import (
     variants,
 )
 from dynapipe_ext.launch.listeners import shown, written
-from dynapipe_ext.launch.model_folder import dropout_line
+from dynapipe_ext.launch.model_folder import dropout_line, prediction_line
 from dynapipe_ext.launch.outcome import begin_run, is_unfinished, resume_run, run_facts, write_outcome
 from dynapipe_ext.launch.placement import followed_placement, settled_placement, trials_table
 from dynapipe_ext.launch.rank_log import RankLog, rank_log
@@ -136,6 +136,7 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
     meeting = Meeting(env, limit_s=max(timeout_s, PREPARE_LIMIT_S), silent_s=timeout_s)
     if costs is None and env.rank == 0:
         said = (ranks_line(topology), followed_placement(config), adapters_line(config), dropout_line(config))
+        said += (prediction_line(config.model.architecture),)
         print("\n".join(line for line in said if line), file=sys.stderr)
         progress, advance = data_progress(config)
         with progress:

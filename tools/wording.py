@@ -31,6 +31,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
+def figure(value: float, digits: int = 4) -> str:
+    """
+    >>> figure(0.08041), figure(1632.4, 3), figure(16_210.0), figure(0.0)
+    ('0.08041', '1,632', '16,210', '0')
+    """
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
+
+
 def seconds(duration_s: float | None) -> str:
     """
     >>> seconds(1.234), seconds(0.0123), seconds(None)

@@ -51,7 +51,7 @@ def read_cost_file(path: str | Path) -> CostModel:
     """The cost model in a JSON file of any kind. Errors: DataError for a file that holds none."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cost file {path} cannot be read: {error}: give a cost model written as JSON") from error
     if not isinstance(raw, dict):
         raise DataError(f"cost file {path} holds {type(raw).__name__}: give a cost model written as JSON")

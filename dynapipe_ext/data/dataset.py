@@ -301,7 +301,7 @@ def _reusable(folder: Path, settings: Mapping[str, object], source: str) -> Toke
 def _read_meta(folder: Path) -> dict[str, object]:
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{folder} holds no prepared data ({error}): prepare it first") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise DataError(f"{folder} is not data of format {FORMAT}: remove it and prepare the data again")

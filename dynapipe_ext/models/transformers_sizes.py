@@ -68,7 +68,7 @@ def dropout_rates(model: str) -> dict[str, float]:
 def _raw(path: Path) -> Mapping[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read as a model's configuration ({error})") from error
     return raw if isinstance(raw, dict) else {}
 

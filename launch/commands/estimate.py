@@ -16,6 +16,7 @@ from dynapipe_ext.errors import ConfigError, short
 from dynapipe_ext.launch.command_parser import add_json, add_pieces, add_truncate, cut_at, ending
 from dynapipe_ext.launch.commands.plan_inputs import read_lengths
 from dynapipe_ext.launch.job import topology_of
+from dynapipe_ext.launch.model_folder import prediction_line
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.cluster import DEVICES, PRECISIONS, Cluster
 from dynapipe_ext.models.presets import PRESETS, read_model
@@ -115,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
     console = output(_PIPE_COLUMNS, json_to=args.json)
     with WorkProgress("planning", search.most_plans, console=Console(stderr=True), enabled=sys.stderr.isatty()) as bar:
         found = estimate(question, search, bar.advance)
+    if left_out := prediction_line(args.model):
+        console.print(left_out, markup=False, soft_wrap=True)
     show_estimate(found, prices, console, most=args.top)
     if args.json:
         deliver(args.json, estimate_json(found, prices))

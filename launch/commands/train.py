@@ -28,7 +28,7 @@ from dynapipe_ext.launch.command_parser import (
 from dynapipe_ext.launch.env import RankEnv, debug_settings, limit_threads, num_cores
 from dynapipe_ext.launch.job import check_batches, check_fits, settled_steps, topology_of, variants
 from dynapipe_ext.launch.listeners import require_loggers
-from dynapipe_ext.launch.model_folder import dropout_line, settings_of_model, usual_settings
+from dynapipe_ext.launch.model_folder import dropout_line, prediction_line, settings_of_model, usual_settings
 from dynapipe_ext.launch.outcome import keeping_what_ran
 from dynapipe_ext.launch.placement import followed_placement, settled_placement, trials_table
 from dynapipe_ext.launch.process_title import set_process_title
@@ -213,7 +213,12 @@ def run(args: argparse.Namespace) -> int:
                 address = server.address
                 console.print(f"store: embedded {server.name} {server.version} on a unix socket")
             costs = given or _measure(config, data.whole.vocab_size)
-            notices = (followed_placement(config), adapters_line(config), dropout_line(config))
+            notices = (
+                followed_placement(config),
+                adapters_line(config),
+                dropout_line(config),
+                prediction_line(config.model.architecture),
+            )
             if said := "\n".join(line for line in notices if line):
                 console.print(said, markup=False, soft_wrap=True)
             config, costs, trials = settled_placement(config, costs, data.train.lengths, _num_cores())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError
@@ -16,6 +19,7 @@ from dynapipe_ext.tools.estimate.advice import advice
 from dynapipe_ext.tools.estimate.lengths import distribution_data, file_data
 from dynapipe_ext.tools.estimate.options import Dropped, Limits, Question, balanced_layers, spreads
 from dynapipe_ext.tools.estimate.ranking import Search, estimate, tokens_bounds
+from dynapipe_ext.tools.estimate.table import Prices, show_estimate
 from dynapipe_ext.topology import Topology
 
 QUICK = Search(tokens_per_batch=(1, 1 << 16), most_plans=5, effort=20)
@@ -125,7 +129,11 @@ def test_what_needs_more_than_hosts_usually_have_comes_last_and_help_is_said():
     assert all(unusual)  # 18 bytes a parameter are 3.65 TB a node
     told = " ".join(advice(answer))
     assert "15 nodes would hold the states of ZeRO 3" in told  # 405.9e9 x 18 bytes in 0.8 x 78 GB x 8
-    assert "LoRA" in told
+    assert "LoRA (dynapipe train --lora) keeps little but the weights, 50.7 GB of a device under --pp or ZeRO 3" in told
+    shown = io.StringIO()
+    show_estimate(answer, Prices(), Console(file=shown, width=200), most=3)
+    assert not re.search(r"\de\+\d", shown.getvalue())  # 1632 s, 16,210 TFLOPs
+    assert "ZeRO stage 3 with offload all: it has stages 0 and 1, on the device (others at tp 1, by" in shown.getvalue()
     assert not list(advice(estimate(question("llama-3-8b"), QUICK)))
     large_hosts = estimate(replace(q, cluster=replace(q.cluster, host_memory_gb=4000.0)), QUICK)
     assert not list(advice(large_hosts))

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dynapipe_ext.errors import DataError
-from dynapipe_ext.tools.json_file import write_atomic
+from dynapipe_ext.costs.interchange import read_cost_file
+from dynapipe_ext.data.dataset import TokenDataset
+from dynapipe_ext.deepspeed_config import read_deepspeed_config
+from dynapipe_ext.errors import DataError, DynaPipeError
+from dynapipe_ext.launch.data_form import is_encoder_decoder
+from dynapipe_ext.models.presets import read_model
+from dynapipe_ext.models.transformers_sizes import model_type
+from dynapipe_ext.tools.json_file import read_json, write_atomic
 
 
 def test_a_device_is_written_to_and_never_replaced() -> None:
@@ -34,3 +42,27 @@ def test_a_file_is_replaced_in_one_step_and_its_folder_made(tmp_path: Path) -> N
     for folder in (tmp_path / "new", ".", "/"):
         with pytest.raises(DataError, match="is a folder: name another file, or move it away"):
             write_atomic(folder, "text")
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        read_cost_file,
+        read_deepspeed_config,
+        model_type,
+        read_model,
+        lambda path: TokenDataset.open(Path(path).parent),
+        lambda path: read_json(path, "plan", "a plan"),
+    ],
+    ids=["costs", "DeepSpeed", "transformers", "a model", "prepared data", "a plan"],
+)
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["deep", "long number"])
+def test_json_that_python_cannot_read_is_refused_by_its_path(
+    read: Callable[[str], object], text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "meta.json").write_text(text)
+    (tmp_path / "config.json").write_text(text)
+    path = str(tmp_path / "config.json")
+    with pytest.raises(DynaPipeError, match=re.escape(str(tmp_path))):
+        read(path)
+    assert not is_encoder_decoder(str(tmp_path))

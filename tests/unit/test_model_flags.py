@@ -25,7 +25,7 @@ from dynapipe_ext.launch.job import (
     settled_steps,
     topology_of,
 )
-from dynapipe_ext.launch.model_folder import dropout_line
+from dynapipe_ext.launch.model_folder import dropout_line, prediction_line
 from dynapipe_ext.launch.trained_model import refuse_output
 from dynapipe_ext.lengths import as_length_array, sample_lengths
 from dynapipe_ext.tools.wandb_run import WandbRun, require_wandb
@@ -82,7 +82,7 @@ def test_a_config_without_weights_is_trained_from_the_start_at_the_usual_rate(fo
         assert config.optimizer == TrainConfig().optimizer
 
 
-def test_a_run_says_that_it_leaves_out_the_dropout_of_a_models_config(folder: Path) -> None:
+def test_a_run_says_what_it_leaves_out_of_a_models_config(folder: Path) -> None:
     """What transformers would take of the file, or without a word in it; where transformers computes, it does."""
     data = folder / "data.jsonl"
     config = settings(["--model", folder, "--data", data])
@@ -94,6 +94,11 @@ def test_a_run_says_that_it_leaves_out_the_dropout_of_a_models_config(folder: Pa
     )
     assert dropout_line(config.with_values(model={"dropout": 0.1})) == ""
     assert dropout_line(config.with_values(model={"backend": "transformers"})) == ""
+    (folder / "config.json").write_text('{"model_type": "gpt2", "embd_pdrop": 0.0}')
+    assert prediction_line(str(folder)) == prediction_line("llama-2-7b") == ""
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"num_nextn_predict_layers": 1}))
+    said = f"multi-token prediction: left out, though {folder}/config.json has num_nextn_predict_layers 1"
+    assert prediction_line(str(folder)) == said
     (folder / "config.json").write_text('{"model_type": "gpt2", "embd_pdrop": 0.0}')
     assert "has attn_pdrop 0.1, resid_pdrop 0.1: " in dropout_line(settings(["--model", folder, "--data", data]))
 

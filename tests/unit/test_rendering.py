@@ -105,6 +105,16 @@ def test_loss_falls_on_what_the_assistant_says_and_ends(name: str, tokenizers: P
     assert arrays["loss_weights"][0, : sample.positions].tolist() == sample.is_target[1:].astype(float).tolist()
 
 
+@pytest.mark.parametrize("named", [{"user": "human", "assistant": "gpt"}, {}])
+def test_sharegpts_turns_are_the_messages_of_a_chat(named: Mapping[str, str], tokenizers: Path, tmp_path: Path) -> None:
+    turns = [{"from": named.get(said["role"], said["role"]), "value": said["content"]} for said in TWO_TURNS]
+    records = [{"messages": TWO_TURNS}, {"conversations": turns, "id": "x"}, {"conversations": TWO_TURNS}]
+    dataset = prepared(tokenizers / "chatml", records, tmp_path)
+    assert shown(dataset, 0) == shown(dataset, 1) == shown(dataset, 2)
+    (tmp_path / "alone").mkdir()
+    assert shown(prepared(tokenizers / "chatml", records[1:2], tmp_path / "alone")) == shown(dataset)
+
+
 def test_an_answer_that_no_special_token_ends_gets_the_end_of_text(tokenizers: Path, tmp_path: Path) -> None:
     dataset = prepared(tokenizers / "plain", [{"messages": TWO_TURNS[1:3]}], tmp_path)
     assert shown(dataset) == "user: how are you\nassistant:⟦ fine\n</s>⟧"
@@ -236,6 +246,14 @@ def called() -> dict[str, Any]:
         ("forgets", [CHAT], "line 1: the chat template writes message 2 in another way once more messages follow"),
         ("none", [CHAT], "the tokenizer has no chat template: give a folder that has one"),
         ("chatml", [{"messages": TWO_TURNS[:2]}], "line 1: no message has the role 'assistant'"),
+        ("chatml", [{"conversations": [{"from": "function", "value": "4"}]}], "line 1: turn 1 .* is from 'function'"),
+        (
+            "chatml",
+            [{"conversations": [{"from": "gpt"}]}],
+            "line 1: turn 1 of 'conversations' is from 'gpt'.* a \"value\"",
+        ),
+        ("chatml", [{"conversations": [], "system": "be"}], "line 1: field 'system' stands beside 'conversations'"),
+        ("chatml", [{"messages": [TWO_TURNS[1], TWO_TURNS[2] | {"weight": 0}]}], "line 1: message 2 has weight 0, but"),
         ("chatml", [{"messages": []}], "line 1: field 'messages' must be a list"),
         ("chatml", [{"messages": ["hi"]}], 'line 1: message 1 must be an object with a "role"'),
         ("chatml", [{"messages": [{"role": "user"}]}], "line 1: message 1, of role 'user', lacks 'content'"),

@@ -36,8 +36,8 @@ def advice(found: Estimate) -> Iterator[str]:
     share = weights * found.num_parameters / cluster.world_size
     if share <= room:
         yield (
-            f"LoRA (elsewhere: dynapipe train has none) keeps little but the weights, {share / _GB:,.1f} GB of a device"
-            " under ZeRO 3"
+            f"LoRA (dynapipe train --lora) keeps little but the weights, {share / _GB:,.1f} GB of a device"
+            + " under --pp or ZeRO 3" * (cluster.world_size > 1)
         )
     else:
         yield f"the weights alone are {share / _GB:,.1f} GB of a device: LoRA would not help, more devices would"

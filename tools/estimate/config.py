@@ -14,6 +14,7 @@ from dynapipe_ext.plan import round_up
 from dynapipe_ext.tools.estimate.options import Question, pad_multiple
 from dynapipe_ext.tools.estimate.ranking import Option
 from dynapipe_ext.tools.toml_file import toml_of
+from dynapipe_ext.tools.wording import figure
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -30,7 +31,10 @@ def train_fault(question: Question, option: Option) -> str:
     if question.precision not in _DTYPES:
         return f"precision {question.precision} needs loss scaling"
     if s.zero_stage > 1 or s.offload != "none":
-        return f"ZeRO stage {s.zero_stage} with offload {s.offload}: it has stages 0 and 1, on the device"
+        return (
+            f"ZeRO stage {s.zero_stage} with offload {s.offload}: it has stages 0 and 1, on the device (others at tp 1,"
+            " by --deepspeed)"
+        )
     if question.states_recipe not in ("megatron", "fp32"):
         return f"states are those of {question.recipe}, not Megatron's"
     if VOCAB_MULTIPLE % s.topology.tp:
@@ -91,7 +95,7 @@ def toml_text(
         tables,
         f"Option {place} of dynapipe estimate for {question.name} on {cluster.nodes} x {cluster.gpus_per_node}"
         f" {cluster.device.name} of {cluster.gpu_memory_gb:g} GB.",
-        f"Predicted: {t.total_s:.4g} s a step, {option.tokens_per_s:,.0f} tokens/s, bubble"
+        f"Predicted: {figure(t.total_s)} s a step, {option.tokens_per_s:,.0f} tokens/s, bubble"
         f" {100 * option.bubble_ratio:.1f} %, {option.peak_bytes / 1e9:.2f} GB on the fullest rank.",
         f"Lengths: {question.data.description}. What is not said here keeps its default.",
     )

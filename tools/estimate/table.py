@@ -19,7 +19,7 @@ from dynapipe_ext.tools.estimate.modules import ModuleEstimate, modules_of, posi
 from dynapipe_ext.tools.estimate.options import Question
 from dynapipe_ext.tools.estimate.ranking import Estimate, Option, tokens_bounds
 from dynapipe_ext.tools.estimate.step_time import HOST_UPDATE_BYTES_PER_S
-from dynapipe_ext.tools.wording import counted
+from dynapipe_ext.tools.wording import counted, figure
 
 FORMAT = "dynapipe-estimate/1"
 _GB = 1e9
@@ -155,7 +155,7 @@ def _row(question: Question, option: Option, prices: Prices, *, offloads: bool) 
         f"{option.real_tokens:,.0f}",
         f"{least:,}" if least == most else f"{least:,}-{most:,}",
         largest,
-        f"{option.time.total_s:.3g}",
+        figure(option.time.total_s, 3),
         f"{option.tokens_per_s:,.0f}",
         f"{100 * option.mfu:.1f}",
         f"{100 * max(0.0, option.bubble_ratio):.1f}",
@@ -189,12 +189,13 @@ def _show_best(estimate: Estimate, console: Console) -> None:
     console.print(memory_table(best))
     time = best.time
     console.print(
-        f"step: pipeline {time.pipeline_s:.4g} s (no order of it under {best.lower_bound_s:.4g}), gradients and weights"
-        f" between replicas {time.exchange_s:.3g}, optimizer {time.optimizer_s:.3g}, host link {time.offload_s:.3g}"
+        f"step: pipeline {figure(time.pipeline_s)} s (no order of it under {figure(best.lower_bound_s)}), gradients and"
+        f" weights between replicas {figure(time.exchange_s, 3)}, optimizer {figure(time.optimizer_s, 3)}, host link"
+        f" {figure(time.offload_s, 3)}"
     )
     evaluation = best.evaluation
     console.print(
-        f"evaluation of one such batch: {evaluation.seconds:.4g} s; fullest rank {_gb(evaluation.beside_bytes)} GB"
+        f"evaluation of one such batch: {figure(evaluation.seconds)} s; fullest rank {_gb(evaluation.beside_bytes)} GB"
         f" beside training, {_gb(evaluation.alone_bytes)} GB alone"
     )
     if best.host_bytes_per_node:
@@ -213,7 +214,7 @@ def modules_table(question: Question) -> Table:
     for name in ("module", "parameters", "GB in inference", "GB in training", "TFLOPs forward", "TFLOPs in training"):
         table.add_column(name, justify="left" if name == "module" else "right", no_wrap=True)
     for one in modules(question):
-        work = (f"{flops / 1e12:.4g}" for flops in (one.forward_flops, one.training_flops))
+        work = (figure(flops / 1e12) for flops in (one.forward_flops, one.training_flops))
         bytes_held = (f"{num_bytes / _GB:.3f}" for num_bytes in (one.inference_bytes, one.training_bytes))
         table.add_row(one.name, f"{one.parameters:,}", *bytes_held, *work)
     return table

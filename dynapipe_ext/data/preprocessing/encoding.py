@@ -18,13 +18,13 @@ from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of
 from dynapipe_ext.data.preprocessing.inputs import Block, TextUnit
 from dynapipe_ext.data.preprocessing.records import TextRecord, records
 from dynapipe_ext.data.preprocessing.rendering import (
-    MESSAGES,
+    CHAT_FIELDS,
     TASK,
-    TOOLS,
     RecordFields,
     Renderer,
     Template,
     first_target,
+    is_chat,
 )
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.reading import Example, example_of, lacking, string_field
@@ -71,7 +71,7 @@ class EncodeSettings:
         if self.target == "megatron" or self.keys_only:
             return frozenset(self.keys)
         if self.template == "chat":
-            return frozenset((MESSAGES, TOOLS, TASK))
+            return CHAT_FIELDS
         return frozenset((*self.keys, *(self.pair or ()), "task"))
 
     def digest(self, encoder: Encoder) -> str:
@@ -255,7 +255,7 @@ def _example(where: str, record: TextRecord, settings: EncodeSettings) -> Exampl
         _refuse_lacking(where, record, settings)
         return Example("unnamed", "", string_field(record, key, where=where))
     has_pair = settings.pair is not None and all(name in record for name in settings.pair)
-    if MESSAGES in record and settings.keys[0] not in record and not has_pair:
+    if is_chat(record) and settings.keys[0] not in record and not has_pair:
         raise DataError(
             f"{where}: the record is a chat, which the chat template of a model's folder reads: name that folder as"
             " --tokenizer, or as --model of `dynapipe train`"

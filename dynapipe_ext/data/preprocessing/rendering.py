@@ -17,12 +17,15 @@ from typing import Any, Literal, Protocol, assert_never
 
 from dynapipe_ext.data.length_bounds import LengthBounds
 from dynapipe_ext.data.reading import lacking, string_field
-from dynapipe_ext.errors import ConfigError, DataError
+from dynapipe_ext.errors import ConfigError, DataError, short
 
 Template = Literal["chat", "prompt", "text"]
-MESSAGES, TOOLS, TASK = "messages", "tools", "task"
+MESSAGES, CONVERSATIONS, TOOLS, TASK = "messages", "conversations", "tools", "task"
+CHAT_FIELDS = frozenset((MESSAGES, CONVERSATIONS, TOOLS, TASK, "system"))
 # The fields of a prompt and its response, by the names that people give them.
 PAIRS = (("input", "target"), ("prompt", "response"), ("prompt", "completion"), ("inputs", "targets"))
+_SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_LOSS_SWITCHES = ("weight", "train")  # of a message, in others' formats
 _ROLES_KEPT = ("system", "user", "tool")  # whose words no template may drop; of an assistant's it may drop reasoning
 
 
@@ -254,7 +257,7 @@ def template_of(record: Mapping[str, object], named: RecordFields, where: str) -
             return "text", named
         raise lacking(record, [named.text], where=where, fields="name a field that it has, or leave out --text-key")
     pairs = (named.pair,) if named.pair != PAIRS[0] else PAIRS
-    if MESSAGES in record:
+    if is_chat(record):
         return "chat", named
     for pair in pairs:
         if all(name in record for name in pair):
@@ -270,6 +273,10 @@ def template_of(record: Mapping[str, object], named: RecordFields, where: str) -
     )
 
 
+def is_chat(record: Mapping[str, object]) -> bool:
+    return MESSAGES in record or CONVERSATIONS in record
+
+
 def _strings(record: Mapping[str, object], names: tuple[str, ...], where: str) -> list[str]:
     if missing := [name for name in names if name not in record]:
         raise lacking(record, missing, where=where, fields="all records of the data must be of one kind")
@@ -278,14 +285,21 @@ def _strings(record: Mapping[str, object], names: tuple[str, ...], where: str) -
 
 def _messages(record: Mapping[str, object], where: str) -> list[Mapping[str, Any]]:
     """The chat's messages. Errors: DataError for what is none."""
-    if MESSAGES not in record:
+    if not is_chat(record):
         raise lacking(record, [MESSAGES], where=where, fields="all records of the data must be of one kind")
-    messages = record[MESSAGES]
+    messages = record[MESSAGES] if MESSAGES in record else _as_messages(record, where)
     if not isinstance(messages, list) or not messages:
         raise DataError(f'{where}: field {MESSAGES!r} must be a list of {{"role", "content"}}, at least one')
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f'{where}: message {number} must be an object with a "role", like "user"')
+        if message["role"] == "assistant" and (
+            switches := [f"{name} {message[name]!r}" for name in _LOSS_SWITCHES if message.get(name) not in (None, 1)]
+        ):
+            raise DataError(
+                f"{where}: message {number} has {switches[0]}, but loss falls on every answer: leave that out to train"
+                " on it, or give it a role that is not trained on"
+            )
         if message.get("content") is None and (message.get("tool_calls") or message["role"] == "tool"):
             continue
         if "content" not in message:
@@ -294,6 +308,26 @@ def _messages(record: Mapping[str, object], where: str) -> list[Mapping[str, Any
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to train on: remove it")
     return messages
+
+
+def _as_messages(record: Mapping[str, object], where: str) -> object:
+    """ShareGPT's turns, {"from", "value"} each, or messages under its name."""
+    if record.get("system"):
+        raise DataError(f"{where}: field 'system' stands beside {CONVERSATIONS!r}: make it the first turn of these")
+    turns = record[CONVERSATIONS]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) and "role" not in turn for turn in turns):
+        return turns
+    for number, turn in enumerate(turns, 1):
+        if turn.get("from") not in _SPEAKERS or "value" not in turn:
+            raise DataError(
+                f"{where}: turn {number} of {CONVERSATIONS!r} is from {short(turn.get('from'))}: known are"
+                f' {", ".join(_SPEAKERS)}, with a "value" each; write others as {MESSAGES!r} of "role" and "content"'
+            )
+    return [
+        {"role": _SPEAKERS[turn["from"]], "content": turn["value"]}
+        | {name: turn[name] for name in _LOSS_SWITCHES if name in turn}
+        for turn in turns
+    ]
 
 
 def _with_targets(rendered: Rendered, where: str) -> Rendered:
