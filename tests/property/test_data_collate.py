@@ -11,7 +11,6 @@ from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 
-
 SEVERAL = settings(max_examples=50)  # of many micro-batches each
 
 
