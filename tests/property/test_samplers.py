@@ -94,7 +94,7 @@ def test_what_is_carried_is_never_twice_in_a_step_and_epochs_together_train_all_
     assert again.plan.samples.tolist() == sampler.plan.samples.tolist()
 
 
-@settings(max_examples=30)
+@settings(max_examples=40)
 @given(lengths_and_cap(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), OBJECTIVES, LASTS, st.data())
 def test_a_state_resumes_bit_for_bit_also_under_other_numbers_of_ranks(
     data: tuple[list[int], int], first: int, second: int, third: int, objective: Any, last: Any, draw: Any
