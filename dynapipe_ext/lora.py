@@ -28,10 +28,6 @@ class LinearLayer:
     num_inputs: int
     num_outputs: int
 
-    @property
-    def num_weights(self) -> int:
-        return self.num_inputs * self.num_outputs
-
     def answers_to(self, target: str) -> bool:
         """As peft matches names: the whole name or its end."""
         return self.name == target or self.name.endswith(f".{target}")

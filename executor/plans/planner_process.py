@@ -63,9 +63,6 @@ class PlannerJob:
     order_size: int | None = None  # and of the sampler's order after them, if there is one
     parent_pid: int = 0  # whose end is this process's own; 0: only that of its input, for the kernel watches a thread
 
-    def for_worker(self, worker: int) -> PlannerJob:
-        return replace(self, worker=worker)
-
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 

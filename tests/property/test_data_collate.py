@@ -3,13 +3,15 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.data.collate import collate, document_lengths
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
+
+SEVERAL = settings(max_examples=50)  # of many micro-batches each
 
 
 @st.composite
@@ -61,6 +63,7 @@ def terms(arrays):
 
 
 @pytest.mark.parametrize("loss_norm", ["tokens", "samples"])
+@SEVERAL
 @given(plans())
 def test_every_target_label_appears_exactly_once_with_its_weight(loss_norm, plan):
     samples, micro_batches = plan
@@ -75,6 +78,7 @@ def test_every_target_label_appears_exactly_once_with_its_weight(loss_norm, plan
     assert got == wanted
 
 
+@SEVERAL
 @given(plans())
 def test_arrays_have_the_shape_and_the_number_of_targets_of_the_plan(plan):
     samples, micro_batches = plan
@@ -95,6 +99,7 @@ def test_padded_and_packed_hold_the_same_terms_of_the_loss(attention, samples, p
     assert terms(padded) == terms(packed)
 
 
+@SEVERAL
 @given(plans())
 def test_documents_from_the_plan_alone_are_those_of_the_arrays(plan):
     samples, micro_batches = plan
@@ -111,6 +116,7 @@ def test_documents_from_the_plan_alone_are_those_of_the_arrays(plan):
             assert "cu_seqlens" not in arrays
 
 
+@SEVERAL
 @given(plans())
 def test_no_packed_document_holds_tokens_of_two_samples(plan):
     samples, micro_batches = plan

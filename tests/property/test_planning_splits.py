@@ -30,7 +30,7 @@ COSTS = TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.5, overhead_ns=30
 BY_SHAPE, BY_BATCH = shape_evaluate(COSTS, min_in_flight=3), micro_batch_evaluate(COSTS, min_in_flight=3)
 # An overhead worth several samples, so that splits differ in more than the longest sample.
 MERGING = shape_evaluate(TokenCosts(3, ns_per_token=100, ns_per_token_squared=0.05, overhead_ns=30_000))
-STEADY = settings(derandomize=True)
+STEADY = settings(derandomize=True, max_examples=60)
 Runs = list[tuple[int, int]]
 LENGTH = st.one_of(st.just(1), st.integers(1, 40), st.integers(1, 400))
 
@@ -139,7 +139,7 @@ BOUNDS = st.builds(
 IN_RUNS = batches(most=9, decoder=False) | batches(least=10, most=11, decoder=True)
 
 
-@settings(STEADY, max_examples=60)
+@STEADY
 @given(IN_RUNS, st.integers(1, 4), st.integers(2, 4), BOUNDS)
 def test_padded_split_equals_brute_force_over_contiguous_partitions(
     samples: list[SampleLength], dp: int, pp: int, bounds: Bounds
@@ -182,7 +182,7 @@ def set_partitions(items: list[int]) -> Iterator[list[list[int]]]:
             yield [*parts[:k], [first, *parts[k]], *parts[k + 1 :]]
 
 
-@settings(STEADY, max_examples=60)
+@STEADY
 @given(batches(most=7), st.integers(1, 3), st.integers(2, 4), BOUNDS)
 def test_padded_split_equals_brute_force_over_all_partitions(
     samples: list[SampleLength], dp: int, pp: int, bounds: Bounds

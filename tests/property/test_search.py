@@ -87,7 +87,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Start, int]:
 
 
 @pytest.mark.skipif(native is None, reason="a pure build was asked for")
-@settings(max_examples=250)
+@settings(max_examples=180)
 @given(
     case=cases(),
     split=st.booleans(),

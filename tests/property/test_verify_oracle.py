@@ -36,6 +36,8 @@ from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from tests.support.lowered import Programs, costs_of, lowered
 
+Lane = tuple[int, int, int]  # the lower rank, the other, the communicator
+Queue = tuple[Lane, tuple[list[int], list[int]]]
 PLACEMENTS = [(0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0), (1, 0)]
 
 
@@ -49,21 +51,21 @@ class StuckError(HarmError):
 
 def explore(programs: Programs, stage_ranks: Sequence[int], num_micro_batches: int, *, freely: bool = False) -> int:
     """Number of states that some interleaving reaches; raises HarmError if one of them fails or is stuck."""
-    lanes = _lanes(programs)
-    start = ((0,) * len(programs), (0,) * len(lanes))  # what each rank has run, what of each queue has ended
+    queues = _queues(programs)
+    start = ((0,) * len(programs), (0,) * len(queues))  # what each rank has run, what of each queue has ended
     seen, todo = {start}, [start]
     # What does not depend on what has ended is found once for each place.
-    queues_at, awaited_at = cache(partial(_queues, programs, lanes)), cache(partial(_awaited, programs, lanes))
+    awaited_at = cache(partial(_awaited, programs, [lane for lane, _ in queues]))
     check_local = cache(partial(_check_local, programs, stage_ranks))
     while todo:
         pcs, ended = todo.pop()
-        startable = _startable(programs, queues_at(pcs), ended, freely)
-        moves = [(pcs, (*ended[:lane], ended[lane] + 1, *ended[lane + 1 :])) for lane in startable]
+        startable = _startable(programs, queues, pcs, ended, freely)
+        moves = [(pcs, (*ended[:q], ended[q] + 1, *ended[q + 1 :])) for q in startable]
         for rank, pc in enumerate(pcs):
             if pc == len(programs[rank]):
                 continue
-            lane, k = awaited_at(rank, pc) or (0, -1)
-            if k < 0 or k < ended[lane]:
+            queue, k = awaited_at(rank, pc) or (0, -1)
+            if k < 0 or k < ended[queue]:
                 check_local(rank, pc)
                 moves.append(((*pcs[:rank], pc + 1, *pcs[rank + 1 :]), ended))
         if not moves and any(pc < len(program) for pc, program in zip(pcs, programs, strict=True)):
@@ -78,45 +80,42 @@ def explore(programs: Programs, stage_ranks: Sequence[int], num_micro_batches: i
     return len(seen)
 
 
-def _lanes(programs: Programs) -> list[tuple[int, int, int]]:
-    """Pairs of ranks with a communicator that some transfer uses; each has its queue."""
-    posts = [(rank, x) for rank, program in enumerate(programs) for x in program if isinstance(x, Send | Recv)]
-    return sorted({(min(rank, x.peer), max(rank, x.peer), x.channel) for rank, x in posts})
+def _queues(programs: Programs) -> list[Queue]:
+    """Pairs of ranks with a communicator, and where in the programs of both they post something there."""
+    places: dict[Lane, tuple[list[int], list[int]]] = {}
+    for rank, program in enumerate(programs):
+        for place, x in enumerate(program):
+            if isinstance(x, Send | Recv):
+                lane = (min(rank, x.peer), max(rank, x.peer), x.channel)
+                places.setdefault(lane, ([], []))[rank > x.peer].append(place)
+    return sorted(places.items())
 
 
-def _queues(programs: Programs, lanes: list[tuple[int, int, int]], pcs: Sequence[int]) -> list[dict[int, list[int]]]:
-    """Per queue, per rank: the places in its program of what it has posted."""
-    queues: list[dict[int, list[int]]] = [{} for _ in lanes]
-    for rank, pc in enumerate(pcs):
-        for place, instruction in enumerate(programs[rank][:pc]):
-            if isinstance(instruction, Send | Recv):
-                low, high = sorted((rank, instruction.peer))
-                queues[lanes.index((low, high, instruction.channel))].setdefault(rank, []).append(place)
-    return queues
-
-
-def _startable(programs: Programs, queues, ended: tuple[int, ...], freely: bool) -> list[int]:
+def _startable(programs: Programs, queues: list[Queue], pcs, ended: tuple[int, ...], freely: bool) -> list[int]:
     """The queues whose front both sides have posted.
 
     Unless `freely`, no side may have posted something before it, on any queue, that has not ended.
     """
     found, fronts = [], {}  # rank -> place of the first that it has posted and that has not ended
-    for sides, k in zip(queues, ended, strict=True):
-        for rank, places in sides.items():
-            if k < len(places):
+    posted = []
+    for ((low, high, _), sides), k in zip(queues, ended, strict=True):
+        of_both = 0
+        for rank, places in zip((low, high), sides, strict=True):
+            if k < len(places) and places[k] < pcs[rank]:
                 fronts[rank] = min(places[k], fronts.get(rank, places[k]))
-    for lane, (sides, k) in enumerate(zip(queues, ended, strict=True)):
-        if len(sides) == 2 and all(k < len(places) for places in sides.values()):
-            (low, ours), (high, theirs) = sides.items()
+                of_both += 1
+        posted.append(of_both == 2)
+    for number, (((low, high, _), (ours, theirs)), k) in enumerate(zip(queues, ended, strict=True)):
+        if posted[number]:
             a, b = programs[low][ours[k]], programs[high][theirs[k]]
             if type(a) is type(b) or a.buffer != b.buffer or a.specs != b.specs:
                 raise HarmError(f"{a} meets {b}")
             if freely or (ours[k] == fronts[low] and theirs[k] == fronts[high]):
-                found.append(lane)
+                found.append(number)
     return found
 
 
-def _awaited(programs: Programs, lanes: list[tuple[int, int, int]], rank: int, pc: int) -> tuple[int, int] | None:
+def _awaited(programs: Programs, lanes: list[Lane], rank: int, pc: int) -> tuple[int, int] | None:
     """What a wait needs to have ended: (queue, place in it) of the last posted of that name. One for nothing fails."""
     instruction = programs[rank][pc]
     if not isinstance(instruction, WaitSend | WaitRecv):

@@ -29,7 +29,7 @@ def chat_lengths(count: int = 6144) -> Any:
     return np.clip(drawn, 24, 2048).astype(np.int64)
 
 
-def tailed_lengths(count: int = 60_000, seed: int = 0) -> Any:
+def tailed_lengths(count: int = 30_000, seed: int = 0) -> Any:
     return np.maximum(np.random.default_rng(seed).lognormal(6, 1, count), 1).astype(np.int64)
 
 
@@ -64,9 +64,9 @@ def test_carried_steps_are_full_and_even() -> None:
 @pytest.mark.parametrize("num_replicas", [8, 64])
 def test_steps_of_any_lengths_are_no_more_than_multipacks_even_in_cost_and_alike_in_length(num_replicas: int) -> None:
     rng = np.random.default_rng(0)
-    documents = np.clip(rng.lognormal(9.4, 0.5, 1800), 2500, 36_000).astype(np.int64)
-    tasks = np.clip(rng.lognormal(4.6, 1, 39_000), 5, 900).astype(np.int64)
-    mixed = np.concatenate([documents[:600], tasks])
+    documents = np.clip(rng.lognormal(9.4, 0.5, 900), 2500, 36_000).astype(np.int64)
+    tasks = np.clip(rng.lognormal(4.6, 1, 20_000), 5, 900).astype(np.int64)
+    mixed = np.concatenate([documents[:300], tasks])
     for lengths, cap in ((tailed_lengths(), 0), (mixed, 0), (documents, 0), (chat_lengths(), 16_384), (tasks, 32_768)):
         cap = max(cap, int(lengths.max()))
         found = sampler(lengths, num_replicas, cap)
