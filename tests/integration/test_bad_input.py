@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.interchange import cost_model_to_json
-from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.tools.account.report import RunReport
+from tests.support.given_costs import write_costs
 from tests.support.preloaded import Command, Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
 
@@ -67,7 +66,7 @@ def processes(session: int) -> list[Process]:
         if folder.name.isdigit():
             with suppress(OSError):  # it ended meanwhile
                 state, parent_pid, _, its_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if int(its_session) == session and state not in "ZX":
                     found.append(Process(int(folder.name), int(parent_pid), command))
     return sorted(found, key=lambda process: process.pid)
@@ -106,8 +105,7 @@ def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(TINY)
     config = TrainConfig.read(path)
-    costs = analytic_costs(config, architecture_of(config, BYTES_VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
-    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    write_costs(config, BYTES_VOCABULARY, tmp_path / "costs.json")
     path.write_text(f'{TINY}[plan]\ncosts = "{tmp_path / "costs.json"}"\n')
     return path
 

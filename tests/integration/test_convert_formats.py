@@ -21,7 +21,7 @@ from dynapipe_ext.tools.checkpoint.formats import GroupTensors, StateKind, Train
 from dynapipe_ext.tools.checkpoint.huggingface import folder as huggingface
 from dynapipe_ext.tools.checkpoint.recognise import recognise
 from tests.support import meta_llama
-from tests.support.checkpoints import VARIANTS, differences, logits, saved, tensors_in, tiny_variant, unequal
+from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny_variant, unequal
 from tests.support.pairs import pairwise_cases
 
 MEGATRON = ("megatron", "megatron-legacy")
@@ -86,11 +86,6 @@ def test_the_way_there_and_back_gives_the_same_model(variant: str, to: str, mode
     assert differences(tensors_in(model), tensors_in(tmp_path / "back")) == []
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "back" / name).read_text()) == json.loads((model / name).read_text())
-    kind = type(tiny_variant(variant, vocab_size=8))
-    assert torch.equal(
-        logits(kind.from_pretrained(tmp_path / "back", attn_implementation="eager")),
-        logits(kind.from_pretrained(model, attn_implementation="eager")),
-    )
 
 
 @pytest.mark.parametrize("to", MEGATRON)

@@ -13,13 +13,11 @@ import torch
 import transformers
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.deepspeed_checkpoint import load_engine
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.formats import WriterOptions
 from tests.integration.test_fine_tuning import (
@@ -37,10 +35,11 @@ from tests.integration.test_fine_tuning import (
 )
 from tests.integration.test_train_command import report_of
 from tests.integration.test_transformers_command import interrupted, model_folder
+from tests.support.given_costs import write_costs
 from tests.support.model_folders import VOCABULARY, write_chats
 from tests.support.preloaded import Preloaded
 
-SAVED = 16
+SAVED = 6
 FILE = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": 4,
@@ -61,15 +60,14 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A folder with the model; of each of RUNS its 20 steps, NAME-trained, and what went on from step 16, NAME-again;
+    """A folder with the model; of each of RUNS its steps, NAME-trained, and what went on from step SAVED, NAME-again;
     what each said."""
     folder = tmp_path_factory.mktemp("deepspeed")
     model = model_folder("qwen3", folder / "model")
     write_chats(folder / "data.jsonl", SAMPLES)
     named = {"architecture": str(model), "backend": "transformers"}
     config = TrainConfig().with_values(model=named, topology={"tp": 1, "pp": 1, "dp": 1})
-    costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
-    (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    write_costs(config, VOCABULARY, folder / "costs.json")
     given = ["--model", "model", "--data", "data.jsonl", "--deepspeed", "ds.json"]
     given += ["--costs", "costs.json", "--memory-limit-gb", "1", "--num-workers", "0"]
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--save-every", str(SAVED), "--keep-last", "0"]

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.executor.checkpoints.folder import checkpoints
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import read_events
+from tests.support.given_costs import write_costs
 from tests.support.preloaded import Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
 
@@ -41,6 +43,12 @@ strict = true
 """
 
 
+def with_costs(folder: Path) -> list[str]:
+    """The flags of a run by the settings in a folder, and costs."""
+    write_costs(TrainConfig.read(folder / "settings.toml"), 300, folder / "costs.json")
+    return ["--config", "settings.toml", "--costs", "costs.json"]
+
+
 def test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits(
     preloaded: Preloaded, tmp_path: Path
 ) -> None:
@@ -48,10 +56,10 @@ def test_validation_losses_are_those_of_one_process_and_training_keeps_its_bits(
     held_out = tmp_path / "held.jsonl"
     pairs = [{"input": f"reverse {'ab' * (1 + i % 9)}", "target": f"{'ba' * (1 + i % 9)}"} for i in range(40)]
     held_out.write_text("\n".join(map(json.dumps, pairs)) + "\n")
-    settings, evaluated = ["--config", "settings.toml"], ["--eval-every", "2", "--eval-data", "held.jsonl"]
+    settings, evaluated = with_costs(tmp_path), ["--eval-every", "2", "--eval-data", "held.jsonl"]
     said = preloaded.train(*settings, "--run-dir", "runs/four", *evaluated, cwd=tmp_path)
     in_line = ["--num-workers", "0"]
-    preloaded.train(*settings, *in_line, "--run-dir", "runs/plain", "--costs", "runs/four/costs.json", cwd=tmp_path)
+    preloaded.train(*settings, *in_line, "--run-dir", "runs/plain", cwd=tmp_path)
     alone = [*in_line, "--tp", "1", "--pp", "1", "--layout", "padded"]
     preloaded.train(*settings, "--run-dir", "runs/one", *alone, *evaluated, cwd=tmp_path)
 
@@ -82,7 +90,7 @@ def test_a_run_with_a_part_held_out_goes_on_with_the_same_part_and_refuses_anoth
 ) -> None:
     (tmp_path / "settings.toml").write_text(SETTINGS.replace("tp = 2", "tp = 1").replace("dp = 1", "dp = 2"))
     flags = ["--run-dir", "runs/part", "--eval-every", "3", "--eval-steps", "1", "--eval-fraction", "0.25"]
-    preloaded.train("--config", "settings.toml", *flags, cwd=tmp_path)
+    preloaded.train(*with_costs(tmp_path), *flags, "--num-workers", "0", cwd=tmp_path)
     preloaded.train("--resume", "runs/part", "--steps", "6", cwd=tmp_path)
     result = RunReport.read(tmp_path / "runs" / "part" / "report.json").result
     assert [done.number for done in result.evaluations] == [3, 5, 6]

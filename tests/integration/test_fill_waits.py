@@ -122,26 +122,28 @@ def plain() -> dict[str, Ran]:
 
 
 @pytest.mark.parametrize(
-    ("topology", "strict", "late"),
+    ("schedule", "topology", "strict", "late"),
     [
-        ({}, False, []),
-        ({}, True, []),
-        ({}, True, [0, 1]),
-        (SHARDED, True, [1, 3]),  # ranks of one stage then run their weight gradients at different places
-        ({"dp": 2}, True, [2, 3]),
+        ("adaptive", {}, False, []),
+        ("adaptive", {}, True, [0, 1]),
+        # Ranks of one stage then run their weight gradients at different places.
+        ("zb-h1", SHARDED, True, [1, 3]),
+        ("adaptive", {"dp": 2}, True, [2, 3]),
     ],
-    ids=["as transfers end", "strict", "everything late", "one of tp2 late", "one of dp2 late"],
+    ids=["as transfers end", "everything late", "one of tp2 late", "one of dp2 late"],
 )
 def test_a_training_run_that_fills_its_waits_has_the_bits_of_one_that_does_not(
     run_ranks,
     redis_server: RedisServer,
     tmp_path: Path,
     plain: dict[str, Ran],
+    schedule: str,
     topology: dict[str, Any],
     strict: bool,
     late: list[int],
 ) -> None:
     config = BASE.with_values(run={"run_dir": str(tmp_path / "run")}, topology=topology, job={"strict": True})
+    config = config.with_values(plan={"schedule": schedule, "split_backward": schedule == "adaptive"})
     if str(topology) not in plain:
         plain[str(topology)] = run(config, run_ranks, redis_server, frozenset())
     config = config.with_values(

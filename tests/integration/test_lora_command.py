@@ -12,12 +12,10 @@ import transformers
 from safetensors.torch import load_file
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest, refuse_other_model
 from dynapipe_ext.executor.stages.transformers_parts import parts_of_folder
 from dynapipe_ext.executor.stages.transformers_saving import load_adapters, save_parts
-from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from tests.integration.test_fine_tuning import (
     BATCH,
     DECAY,
@@ -31,6 +29,7 @@ from tests.integration.test_fine_tuning import (
 )
 from tests.integration.test_train_command import report_of
 from tests.integration.test_transformers_command import interrupted, last_tensors, model_folder
+from tests.support.given_costs import write_costs
 from tests.support.model_folders import VOCABULARY, write_chats
 from tests.support.preloaded import Preloaded
 
@@ -41,21 +40,20 @@ RANKS = {
     "alone": (),
     "spread": ("--pp", "2", "--dp", "2", "--placement", "v", "--split-backward"),
     "zero1": ("--deepspeed", "zero1.json", "--pp", "2"),
-    "zero3": ("--deepspeed", "zero3.json", "--dp", "2", "--save-every", "16", "--keep-last", "0"),
+    "zero3": ("--deepspeed", "zero3.json", "--dp", "2", "--save-every", "6", "--keep-last", "0"),
 }
 
 
 @pytest.fixture(scope="module")
 def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of 20 steps for each of RANKS, and what each has left in NAME-adapter; of a run in 16 bits
+    """A folder with a run for each of RANKS, and what each has left in NAME-adapter; of a run in 16 bits
     with dropout, `wide`, and what went on from its step 4, `again`."""
     folder = tmp_path_factory.mktemp("lora")
     model_folder("llama", folder / "model")
     write_chats(folder / "data.jsonl", SAMPLES)
     config = TrainConfig().with_values(model={"architecture": str(folder / "model"), "backend": "transformers"})
     config = config.with_values(topology={"tp": 1, "pp": 1, "dp": 1})
-    costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
-    (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    write_costs(config, VOCABULARY, folder / "costs.json")
     given = ["--model", "model", "--data", "data.jsonl", "--costs", "costs.json", "--memory-limit-gb", "1", "--strict"]
     given += ["--batch-size", str(BATCH), "--num-workers", "0", "--lr", str(LR), "--min-lr", str(LEAST), "--lora"]
     long = ["--steps", str(STEPS), "--weight-decay", str(DECAY), "--warmup", "0.2", "--betas", "0.9,0.95"]

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.estimated import Strategy, estimated_costs
-from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.errors import ConfigError, ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
@@ -38,13 +37,13 @@ from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads, unwrapped
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
-from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.cluster import DEVICES, Cluster
 from dynapipe_ext.plan import MicroBatch, Recompute
 from dynapipe_ext.schedules.actions import Action, Kind, PipelineSchedule
 from dynapipe_ext.tools.show.timeline import read_trace_file
 from dynapipe_ext.topology import Topology
+from tests.support.given_costs import write_costs
 from tests.support.lowered import forwards_of
 from tests.support.megatron_ranks import (
     CPU,
@@ -366,8 +365,7 @@ def test_a_run_in_pieces_has_the_losses_of_one_with_whole_samples(preloaded: Pre
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "settings.toml").write_text(SETTINGS)
     config = TrainConfig.read(tmp_path / "settings.toml")
-    costs = analytic_costs(config, architecture_of(config, 258), flops_per_s=50e9, overhead_ns=1_000_000)
-    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    write_costs(config, 258, tmp_path / "costs.json")
     given = ["--config", "settings.toml", "--costs", "costs.json"]
     found, counts = [], []
     for pieces in ("off", "400"):

@@ -16,9 +16,10 @@ from dynapipe_ext.tools.account.report import RunReport
 from tests.support.preloaded import Command, Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
 
+STEPS = 24
 SETTINGS = f"""
 [run]
-steps = 40
+steps = {STEPS}
 [topology]
 tp = 1
 pp = 2
@@ -31,7 +32,7 @@ dropout = 0.1
 num_samples = 100
 tokenizer = "bytes"
 truncate = true
-tokens_per_batch = 2048
+tokens_per_batch = 1024
 [job]
 timeout_s = 60
 strict = true
@@ -70,14 +71,14 @@ def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(preload
     status, said = signalled_at(3, signal.SIGTERM, train("--config", str(config), "--run-dir", str(broken)))
     assert (status, "save, for at most 60 s" in said) == (143, True), said
     first = read_manifest(latest(broken / "checkpoints")).run
-    assert 3 <= first.step < 40
+    assert 3 <= first.step < STEPS
     assert RunReport.read(broken / "report.json").unfinished == "ended by a signal (SIGTERM)"
     second = train("--resume", "latest", "--save-every", "3")
     status, said = signalled_at(first.step + 5, signal.SIGKILL, second)
     assert status == -signal.SIGKILL, said
     assert f"step {first.step + 1} (1/" in said
     saved = read_manifest(latest(broken / "checkpoints")).run
-    assert first.step < saved.step < 40
+    assert first.step < saved.step < STEPS
     moved = tmp_path / "elsewhere" / "moved"
     moved.parent.mkdir()
     broken.rename(moved)
@@ -90,7 +91,7 @@ def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(preload
     status, said = ended(train("--config", str(config), "--run-dir", str(whole), "--costs", str(moved / "costs.json")))
     assert status == 0, said
     a, b = (RunReport.read(run / "report.json").result for run in (moved, whole))
-    assert len(a.losses) == 40
+    assert len(a.losses) == STEPS
     assert a.losses == b.losses
     assert a.real_tokens_per_step == b.real_tokens_per_step
     last = [read_manifest(latest(run / "checkpoints")).run for run in (moved, whole)]
@@ -98,7 +99,7 @@ def test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not(preload
     assert last[0].loader == last[1].loader
     status, said = ended(train("--resume", str(whole)))
     assert status == 2
-    assert "has done 40 steps and steps is 40: raise --steps" in said
+    assert f"has done {STEPS} steps and steps is {STEPS}: raise --steps" in said
 
 
 @pytest.mark.parametrize(

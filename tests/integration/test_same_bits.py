@@ -34,6 +34,7 @@ from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.executor.update import ExecutedStep
 from dynapipe_ext.launch.env import RankEnv
 from dynapipe_ext.topology import Topology
+from tests.support.given_costs import write_costs
 from tests.support.megatron_ranks import Case, Model, build_trained, join, samples_of, step_plan_of, tensors_of
 from tests.support.preloaded import Preloaded
 from tests.support.rank_jobs import in_turn
@@ -193,12 +194,16 @@ timeout_s = 60
 def test_a_run_of_one_rank_and_one_of_four_write_the_same_losses_and_norms(
     dtype: str, preloaded: Preloaded, tmp_path: Path
 ):
-    """`dynapipe train --deterministic`, by a rule that cuts the same micro-batches whatever the topology."""
+    """`dynapipe train --deterministic`, by a rule that cuts the same micro-batches whatever the topology.
+
+    Waits are filled, too."""
     (tmp_path / "settings.toml").write_text(SETTINGS)
-    spread = "--pp 2 --dp 2 --placement v --split-backward --costs one/costs.json"
+    write_costs(TrainConfig.read(tmp_path / "settings.toml"), 258, tmp_path / "costs.json")
+    spread = "--pp 2 --dp 2 --placement v --split-backward --fill-waits"
     found = []
     for name, flags in (("one", []), ("four", spread.split())):
         common = ["--config", "settings.toml", "--run-dir", name, "--deterministic", "--dtype", dtype]
+        common += ["--costs", "costs.json"]
         preloaded.train(*common, *flags, cwd=tmp_path)
         steps = [json.loads(line) for line in (tmp_path / name / "events.jsonl").read_text().splitlines()]
         found.append([(step["loss"], step["grad_norm"]) for step in steps if "grad_norm" in step])

@@ -18,13 +18,12 @@ import zstandard
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.core import active_core
-from dynapipe_ext.costs.interchange import cost_model_to_json
-from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.launch.network import free_port
 from dynapipe_ext.launch.redis_server import RedisServer
 from dynapipe_ext.tools.account.report import RunReport
 from dynapipe_ext.tools.account.run_events import read_events
 from dynapipe_ext.tools.show.timeline import read_trace_file
+from tests.support.given_costs import write_costs
 from tests.support.preloaded import Preloaded
 from tests.support.tiny_sizes import TINY_SIZES
 
@@ -101,8 +100,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     (folder / "measured.toml").write_text(TINY)
     config = TrainConfig.read(folder / "measured.toml")
-    costs = analytic_costs(config, architecture_of(config, BYTES_VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
-    (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    write_costs(config, BYTES_VOCABULARY, folder / "costs.json")
     in_line = TINY.replace("[job]", "num_workers = 0\n[job]")
     (folder / "tiny.toml").write_text(f'{in_line}[plan]\ncosts = "{folder / "costs.json"}"\n')
     return folder / "tiny.toml"
@@ -171,11 +169,6 @@ def _chrome(run_dir: Path) -> list[dict[str, Any]]:
     raw = json.loads((run_dir / "trace.chrome.json").read_text())
     events: list[dict[str, Any]] = raw["traceEvents"] if isinstance(raw, dict) else raw
     return events
-
-
-def test_the_loss_falls(train: Train) -> None:
-    losses = train("--steps", "12")["losses"]
-    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
 
 
 def test_the_same_seed_gives_the_same_losses_and_figures_of_all_ranks_come_every_log_every_steps(
@@ -265,21 +258,6 @@ def test_no_rank_holds_more_than_was_predicted_where_backwards_are_split(train: 
         assert 0.6 * predicted <= measured <= predicted
 
 
-def test_a_published_schedule_that_fills_its_waits_trains_to_the_bits_of_one_that_does_not(
-    train: Train, tiny: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "small.toml").write_text(f"{tiny.read_text()}max_tokens = 512\n")  # of [plan]: several micro-batches
-
-    def trained(*arguments: str) -> dict[str, Any]:
-        flags = ["--steps", "3", "--layout", "padded", "--tokens-per-batch", "2048", "--schedule", "zb-h1"]
-        return train(*flags, *arguments, config=tmp_path / "small.toml")
-
-    plain, filled = trained(), trained("--fill-waits")
-    assert max(count for step in plain["num_micro_batches"] for count in step) >= 3
-    for name in ("losses", "num_micro_batches"):
-        assert filled[name] == plain[name]
-
-
 @pytest.fixture(scope="module")
 def four_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Settings and costs of a tiny model that makes four stages; the learning rate is the same at every step."""
@@ -290,12 +268,11 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
     text += "[optimizer]\nlr = 1e-2\nmin_lr = 1e-2\nwarmup_steps = 1\n"
     (folder / "four.toml").write_text(text)
     config = TrainConfig.read(folder / "four.toml")
-    costs = analytic_costs(config, architecture_of(config, BYTES_VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
-    (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    write_costs(config, BYTES_VOCABULARY, folder / "costs.json")
     return f'{text}[plan]\neffort = 200\ncosts = "{folder / "costs.json"}"\n'
 
 
-def test_a_v_learns_what_a_line_learns_and_goes_on_as_one(
+def test_the_loss_falls_and_a_v_learns_what_a_line_learns_and_goes_on_as_one(
     preloaded: Preloaded, four_layers: str, tmp_path: Path
 ) -> None:
     (tmp_path / "four.toml").write_text(four_layers)
@@ -307,6 +284,7 @@ def test_a_v_learns_what_a_line_learns_and_goes_on_as_one(
     assert TrainConfig.read(tmp_path / "v" / "config.toml").topology.placement == "linear"
     wanted = report_of(tmp_path / "line")["losses"]
     assert len(wanted) == 4
+    assert wanted[-1] < 0.9 * wanted[0]
     assert report_of(tmp_path / "v")["losses"] == pytest.approx(wanted, rel=1e-5)
 
 

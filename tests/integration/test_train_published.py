@@ -12,13 +12,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.launch.job import analytic_costs, architecture_of, topology_of
+from dynapipe_ext.launch.job import topology_of
 from tests.integration.test_train_command import report_of
 from tests.support.checkpoints import saved, tensors_in, tiny
+from tests.support.given_costs import write_costs
 from tests.support.preloaded import Preloaded
 
 VOCABULARY, SAMPLES = 300, 30
@@ -99,8 +99,7 @@ def test_the_first_loss_is_that_of_transformers(
     settings.write_text(SETTINGS.format(folder=tmp_path, samples=SAMPLES, sequence_parallel=str(has_experts).lower()))
     config = TrainConfig.read(settings).with_values(model={"architecture": str(folder)})
     assert topology_of(config).layers_per_stage == (1, 3)
-    costs = analytic_costs(config, architecture_of(config, 290), flops_per_s=50e9, overhead_ns=1_000_000)
-    (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    write_costs(config, 290, tmp_path / "costs.json")
     flags = ["--architecture", str(folder), "--init-from", str(weights), "--tokenizer", str(folder / "tokenizer.json")]
     flags += ["--data", str(tmp_path / "data.jsonl"), "--run-dir", str(tmp_path / "run")]
     preloaded.train("--config", str(settings), *flags)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ import transformers
 from safetensors.torch import load_file
 
 from dynapipe_ext.config import TrainConfig
-from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.cli import main
-from dynapipe_ext.launch.job import analytic_costs, architecture_of
 from dynapipe_ext.models.transformers_sizes import read_trainable
 from tests.integration.test_fine_tuning import (
     BATCH,
@@ -32,12 +29,13 @@ from tests.integration.test_fine_tuning import (
     samples_of,
 )
 from tests.integration.test_train_command import report_of
+from tests.support.given_costs import write_costs
 from tests.support.model_folders import VOCABULARY, write_chats, write_model_tokenizer, write_pairs
 from tests.support.preloaded import Preloaded
 from tests.support.tiny_models import CONFIGS, tiny_model
 
 RANKS = ("--pp", "2", "--dp", "2", "--placement", "v", "--split-backward")
-SAVED = 16
+SAVED = 6
 
 
 def model_folder(family: str, folder: Path, **settings: float) -> Path:
@@ -47,7 +45,7 @@ def model_folder(family: str, folder: Path, **settings: float) -> Path:
     model = tiny_model(config)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.mul_(0.5)  # 20 steps then do not drift apart
+            weight.mul_(0.5)  # the steps then do not drift apart
     model.save_pretrained(folder)
     write_model_tokenizer(folder)
     return folder
@@ -55,17 +53,14 @@ def model_folder(family: str, folder: Path, **settings: float) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the run of 20 steps that left `trained`, and from its step 16 `again` and, on one rank, `moved`.
+    """A folder with the run that left `trained`, and from its step SAVED `again` and, on one rank, `moved`.
 
     The model has soft-capped scores, windows in some layers and tied ends, over stages and replicas.
     """
     folder = tmp_path_factory.mktemp("transformers")
     model_folder("gemma2", folder / "model")
     write_chats(folder / "data.jsonl", SAMPLES)
-    named = {"architecture": str(folder / "model"), "backend": "transformers"}
-    config = TrainConfig().with_values(model=named, topology={"tp": 1, "pp": 1, "dp": 1})
-    costs = analytic_costs(config, architecture_of(config, VOCABULARY), flops_per_s=50e9, overhead_ns=1_000_000)
-    (folder / "costs.json").write_text(json.dumps(cost_model_to_json(costs)))
+    count_costs(folder)
     given = ["--model", "model", "--data", "data.jsonl", "--output", "trained", *RANKS, "--strict"]
     given += ["--backend", "transformers"]
     given += ["--run-dir", "run", "--costs", "costs.json", "--memory-limit-gb", "1"]
@@ -77,6 +72,13 @@ def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFact
         interrupted(folder / "run", folder / name)
         preloaded_transformers.train("--resume", name, "--output", f"trained-{name}", *ranks, cwd=folder)
     return folder
+
+
+def count_costs(folder: Path) -> None:
+    """Write costs of the model in a folder beside it."""
+    named = {"architecture": str(folder / "model"), "backend": "transformers"}
+    config = TrainConfig().with_values(model=named, topology={"tp": 1, "pp": 1, "dp": 1})
+    write_costs(config, VOCABULARY, folder / "costs.json")
 
 
 def interrupted(run: Path, copy: Path) -> None:
@@ -132,7 +134,9 @@ def test_sixteen_bits_and_dropout_go_on_to_the_bit_and_the_best_weights_are_the_
     """Float32 masters, random numbers that go by step and sample, and a learning rate that is soon too high."""
     model_folder("gpt2", tmp_path / "model", resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
     write_chats(tmp_path / "data.jsonl", SAMPLES)
+    count_costs(tmp_path)
     given = ["--model", "model", "--data", "data.jsonl", "--output", "trained", "--backend", "transformers"]
+    given += ["--costs", "costs.json"]
     given += ["--run-dir", "run", "--pp", "2", "--num-workers", "0", "--dtype", "bf16", "--memory-limit-gb", "1"]
     given += ["--steps", "6", "--batch-size", str(BATCH), "--lr", "0.1", "--lr-schedule", "constant", "--warmup", "0"]
     given += ["--eval-fraction", "0.2", "--eval-every", "2", "--keep-best", "--save-every", "2", "--keep-last", "0"]
@@ -190,7 +194,9 @@ def test_long_samples_run_in_pieces_with_the_losses_of_a_plain_loop(
     monkeypatch.chdir(tmp_path)
     model_folder("llama", tmp_path / "model")
     write_pairs(tmp_path / "data.jsonl", SAMPLES)
+    count_costs(tmp_path)
     given = ["--model", "model", "--data", "data.jsonl", "--backend", "transformers", "--run-dir", "run", "--strict"]
+    given += ["--costs", "costs.json"]
     given += ["--pp", "2", "--pieces", "16", "--plan-dir", "plans", "--memory-limit-gb", "1", "--num-workers", "0"]
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--weight-decay", str(DECAY), "--betas", "0.9,0.95"]
     given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]

@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.executor.checkpoints.folder import latest
 from dynapipe_ext.tools.account.report import RunReport
+from tests.support.given_costs import write_costs
 from tests.support.hosts import Host, NoHostsError, host_files, store_of, two_hosts
 from tests.support.preloaded import Preloaded
 from tests.support.rank_processes import rank_process
@@ -63,7 +65,9 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
     """The launcher starts all again from the last checkpoint; each host has a planner of its own."""
     config = tmp_path / "job.toml"
     config.write_text(CONFIG)
+    write_costs(TrainConfig.read(config), 258, tmp_path / "costs.json")
     words = ["launch", *host_files(hosts, tmp_path, slots=2), "--max-restarts", "1", "--config", str(config)]
+    words += ["--costs", str(tmp_path / "costs.json")]
     said: list[str] = []
     with store_of(hosts[0], tmp_path) as flags:
         with preloaded.started([*words, "--run-dir", "killed", *flags], cwd=tmp_path) as launcher:
@@ -85,7 +89,7 @@ def test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run(
     for i, (_, _, device) in enumerate(hosts):
         said_by = f"network of rank {2 * i}'s machine: {device} (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
         assert log.count(said_by) == 2  # the first rank that is on it, at both starts
-    preloaded.train("--config", str(config), "--run-dir", "clean", "--costs", "killed/costs.json", cwd=tmp_path)
+    preloaded.train("--config", str(config), "--run-dir", "clean", "--costs", "costs.json", cwd=tmp_path)
     killed, clean = (RunReport.read(tmp_path / run / "report.json").result.losses for run in ("killed", "clean"))
     assert (len(killed), killed) == (12, clean)
     weights = [
