@@ -74,8 +74,8 @@ def with_adapted(settings: LoraSettings, model: ModelSettings, where: str) -> Lo
         )
     if model.described is not None and model.described.num_decoder_layers:
         raise ConfigError(
-            f"{said} adapts models that are decoders only, but {model.architecture} has an encoder too: train all of its"
-            " weights, without --lora"
+            f"{said} adapts models that are decoders only, but {model.architecture} has an encoder too: train all of"
+            " its weights, without --lora"
         )
     if not model.uses_transformers or model.described is None:
         return replace(settings, described=None)  # refused, unless another setting names a model yet
