@@ -5,8 +5,9 @@
 Each variant of a published family, tiny, is trained for 20 steps from the same folder on the same samples: by
 megatron-core and, of the families that can be cut so, by transformers; and by the loop of
 tests/integration/test_fine_tuning.py, one sample at a time. A figure is the largest relative difference of a step's
-loss; "loop" is that of the loop itself under transformers' other kernel of attention, if it has one: so far steps drift apart by themselves. Weights are halved: large ones drift further. What cannot be trained so says why. A
-variant's result is kept until it is measured again.
+loss; "loop" is that of the loop itself under transformers' other kernel of attention, if it has one: so far steps drift
+apart by themselves. Weights are halved: large ones drift further. What cannot be trained so says why. A variant's
+result is kept until it is measured again.
 """
 
 from __future__ import annotations
