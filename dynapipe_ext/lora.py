@@ -68,6 +68,11 @@ def with_adapted(settings: LoraSettings, model: ModelSettings, where: str) -> Lo
             f"{said} r is {settings.r}, lora_alpha {settings.lora_alpha:g} and lora_dropout {settings.lora_dropout:g}:"
             " r must be at least 1, lora_alpha above 0 and lora_dropout in 0..1"
         )
+    if model.described is not None and model.described.num_decoder_layers:
+        raise ConfigError(
+            f"{said} adapts models that are decoders only, but {model.architecture} has an encoder too: train all of"
+            " its weights, without --lora"
+        )
     if not model.uses_transformers or model.described is None:
         return replace(settings, described=None)  # refused, unless another setting names a model yet
     kind = model_type(model.architecture)

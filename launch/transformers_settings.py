@@ -72,12 +72,12 @@ def _refuse_beside_pairs(config: TrainConfig) -> None:
             f"{model.architecture} is computed by transformers, whose relative positions know no borders of packed"
             " pairs: give --layout padded, or leave --backend out"
         )
-    asked = {
-        "--lora": config.lora.enabled,
-        "--deepspeed": bool(config.deepspeed.config),
-        "--deterministic": config.optimizer.deterministic,
-        "a start without weights": not model.init_from,
-    }
+    if not model.init_from:
+        raise ConfigError(
+            f"{model.architecture} is an encoder-decoder, which transformers trains from weights on, but gives none:"
+            " name a folder with weights by --model, or leave --backend out"
+        )
+    asked = {"--deepspeed": config.deepspeed.config, "--deterministic": config.optimizer.deterministic}
     if found := [name for name, is_asked in asked.items() if is_asked]:
         raise ConfigError(
             f"{model.architecture} is an encoder-decoder that transformers computes, of which runs have no"

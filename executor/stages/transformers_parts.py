@@ -1,7 +1,7 @@
 """A pipeline rank's parts of a model of transformers: out of a whole model, a checkpoint folder, or a seed.
 
-From a folder or a configuration no rank ever holds more than its own parts: the whole model is described on torch's
-meta device, cut, and only what is left gets memory.
+From a folder or a configuration no rank ever holds more than its own parts (of a T5, at first, embedding and head): the
+whole model is described on torch's meta device, cut, and only what is left gets memory.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ def parts_of_model(
 
     Errors: ConfigError for a model that is neither a causal one of a known pattern nor a T5, or that cannot be cut so.
     """
-    head = getattr(model.get_output_embeddings(), "weight", None)
-    cut = _cut_of(model.config, pattern, tied=head is model.get_input_embeddings().weight)
+    head, embedding = (
+        getattr(end(), "weight", None) for end in (model.get_output_embeddings, model.get_input_embeddings)
+    )
+    cut = _cut_of(model.config, pattern, tied=head is embedding)
     cut.check(model)
     places = places_of(topology or Topology(), cut.num_layers(model.config), pp_rank)
     return [cut_out(cut, model, place) for place in places]

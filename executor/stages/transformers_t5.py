@@ -36,15 +36,14 @@ _SIDES = ("encoder", "decoder")
 class T5Part(TransformersPart):
     """One stage of T5: (input ids, batch), or what the stage before sent, -> hidden states or logits.
 
-    They are (rows, length, width), the encoder's before the decoder's. `tied` says whether the head's weight is the
-    embedding's.
+    They are (rows, length, width), the encoder's before the decoder's. `tied`: the head's weight is the embedding's.
     """
 
     def __init__(self, model: Any, place: PartPlace, *, tied: bool) -> None:
         encoder, decoder = self._own = _own_layers(model.config, place)
         layers = dict(zip(place.layers, [*_of(model.encoder, encoder), *_of(model.decoder, decoder)], strict=True))
         super().__init__(model, place, layers, _holders(model.config, place.layers_per_stage, tied=tied))
-        self.tied, self._call = tied, model.__call__
+        self._call = model.__call__
         for side, stack in zip(_SIDES, (model.encoder, model.decoder), strict=True):
             self._seed_before(stack, f"{side} embedding")
 

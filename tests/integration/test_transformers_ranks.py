@@ -25,7 +25,8 @@ from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator
 from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
-from dynapipe_ext.executor.stages.transformers_parts import TransformersPart, parts_of_config, parts_of_folder
+from dynapipe_ext.executor.stages.transformers_part import TransformersPart
+from dynapipe_ext.executor.stages.transformers_parts import parts_of_config, parts_of_folder
 from dynapipe_ext.executor.stages.transformers_saving import save_parts
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
 from dynapipe_ext.executor.update import ExecutedStep

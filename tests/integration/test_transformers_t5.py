@@ -262,15 +262,24 @@ def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
         ([], "relative positions know no borders of packed pairs: give --layout padded, or leave --backend out"),
         (["--layout", "padded", "--deterministic"], "that transformers computes, of which runs have no --determ"),
         (["--layout", "padded", "--tp", "2"], "whose runs have no tp"),
+        (["--layout", "padded", "--lora", "--lora-target-modules", "q"], "has an encoder too: train all of"),
         (["--layout", "padded", "--pieces", "16"], "of an encoder-decoder attend to what comes later: plan wh"),
     ],
 )  # fmt: skip
 def test_what_runs_of_pairs_do_not_have_is_refused_before_anything_is_prepared(asked, says, tmp_path, capsys):
-    saved(tiny("t5"), tmp_path)
-    (tmp_path / "tokenizer.json").touch()
-    given = ["train", "--model", str(tmp_path), "--data", "pairs.jsonl", "--backend", "transformers", *asked]
-    assert main(given) == 2
-    assert says in " ".join(capsys.readouterr().err.split())
+    assert says in refusal(saved(tiny("t5"), tmp_path), asked, capsys)
+
+
+def test_a_run_of_pairs_without_weights_is_refused(tmp_path, capsys):
+    tiny("t5").config.save_pretrained(tmp_path)
+    said = refusal(tmp_path, ["--layout", "padded"], capsys)
+    assert "which transformers trains from weights on, but gives none: name a folder" in said
+
+
+def refusal(model: Path, asked: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    (model / "tokenizer.json").touch()
+    assert main(["train", "--model", str(model), "--data", "pairs.jsonl", "--backend", "transformers", *asked]) == 2
+    return " ".join(capsys.readouterr().err.split())
 
 
 def test_encoder_decoders_that_nobody_can_cut_are_refused_with_those_that_are_known(tmp_path):
