@@ -12,7 +12,7 @@ from dynapipe_ext.config_data import DataSettings, EvalSettings, check_data_sett
 from dynapipe_ext.config_model import check_heads, check_pieces_of_model, refuse_order_in_bits, with_described
 from dynapipe_ext.config_values import checked_value, refuse_out_of_bounds, refuse_unknown
 from dynapipe_ext.deepspeed_config import DeepSpeedSettings, with_decided, with_read
-from dynapipe_ext.errors import ConfigError
+from dynapipe_ext.errors import ConfigError, reason
 from dynapipe_ext.lora import LoraSettings, with_adapted
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.transformers_sizes import Backend
@@ -213,8 +213,8 @@ class TrainConfig:
         """Errors: ConfigError naming the file, and the table and name that are unknown or of the wrong type."""
         try:
             raw = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read as TOML: {error}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: cannot be read as TOML: {reason(error)}: give a file of settings") from error
         return cls.from_json(raw, where=str(path))
 
     @classmethod

@@ -21,6 +21,15 @@ _MOST_INT = 2**63 - 1  # what arrays hold
 _MOST_TIMEOUT_S = 10**9  # what clocks and locks can wait for
 
 
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, in a message that names it.
+
+    >>> reason(FileNotFoundError(2, "No such file or directory", "here.toml")), reason(ValueError("no number"))
+    ('No such file or directory', 'no number')
+    """
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def short(value: object) -> str:
     """`value` as messages show it, in at most 40 characters.
 

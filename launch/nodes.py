@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from dynapipe_ext.errors import ConfigError, short
+from dynapipe_ext.errors import ConfigError, reason, short
 from dynapipe_ext.launch.agent import LOST_STATUS, SAVED_STATUSES, NodeEnd
 from dynapipe_ext.launch.cluster import BUG_STATUS, USER_ERROR_STATUS, Supervised, end_all
 from dynapipe_ext.launch.signals import raise_if_lost
@@ -45,7 +45,9 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the host file {path} cannot be read ({error}): give one with a host a line") from error
+        raise ConfigError(
+            f"the host file {path} cannot be read ({reason(error)}): give one with a host a line"
+        ) from error
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, 1):
         name, *rest = line.partition("#")[0].split() or [""]

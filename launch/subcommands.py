@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -95,6 +96,8 @@ _EPILOG = """examples:
 def run_subcommand(arguments: Sequence[str]) -> int:
     """Do what the words of a command line ask for; returns the exit status."""
     keep_cuda_forkable()  # some commands fork ranks once they have asked for devices
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks is spelled, as on standard error
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _run(arguments)
         if sys.stdout is not None:  # it was closed before we came

@@ -8,11 +8,14 @@ from itertools import accumulate, pairwise
 
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
+from dynapipe_ext.pieces import chains
 from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.certificate import Certificate
+from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores, simulate_shared_ns
-from dynapipe_ext.schedules.judge.simulate import SpanNs, simulate_ns, trace_of
+from dynapipe_ext.schedules.judge.simulate import SpanNs, bubble_ratio, last_end_ns, simulate_ns, trace_of
+from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.timeline import Trace
 
 ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica
@@ -95,6 +98,57 @@ def replica_costs(costs: CostModel, replicas: Iterable[Sequence[MicroBatch]]) ->
     return tuple(priced.take(range(first, end)) for first, end in pairwise(ends))
 
 
+def shared_by_twins(
+    replicas: Sequence[Sequence[MicroBatch]], schedules: Sequence[PipelineSchedule], costs: ReplicaCosts
+) -> tuple[tuple[PipelineSchedule, ...], ReplicaCosts]:
+    """Equal schedules and costs, where replicas do the same in one order, as one object each: a costs object is of one
+    schedule, and who judges replicas may do so once for each."""
+    first: dict[tuple[object, ...], list[tuple[PipelineSchedule, MicroBatchCosts]]] = {}
+    found = []
+    for micro_batches, schedule, priced in zip(replicas, schedules, costs, strict=True):
+        twins = first.setdefault((priced.digest(), chains(micro_batches)), [])
+        twin = next((one for one in twins if one[0] == schedule), None)
+        if twin is None:
+            twins.append(twin := (schedule, priced))
+        found.append(twin)
+    return tuple(schedule for schedule, _ in found), tuple(priced for _, priced in found)
+
+
+def predicted(
+    replicas: Sequence[Sequence[MicroBatch]],
+    schedules: Sequence[PipelineSchedule],
+    costs: ReplicaCosts,
+    limit_bytes: int,
+    cores: SharedCores | None,
+) -> tuple[Prediction, ...]:
+    """Of replicas whose twins share their costs: each valid, within the limit, and simulated; bounds are to come.
+
+    Errors: PlanError for what is not valid, or holds more.
+    """
+    peaks: dict[int, tuple[int, ...]] = {}
+    for dp_rank, (micro_batches, schedule, priced) in enumerate(zip(replicas, schedules, costs, strict=True)):
+        if id(priced) in peaks:
+            continue
+        validate(schedule, len(micro_batches), chains(micro_batches))
+        held = peaks[id(priced)] = peak_bytes(schedule, priced)
+        if max(held) > limit_bytes:
+            raise PlanError(
+                f"replica {dp_rank}: {schedule.name} needs {max(held)} B on pipeline rank {held.index(max(held))} but"
+                f" the limit is {limit_bytes} B: use the adaptive schedule, smaller micro-batches, recomputation or"
+                " more tp"
+            )
+    known: dict[int, Prediction] = {}  # by spans, which twins share unless they share cores
+    found = []
+    for spans, priced in zip(step_spans(schedules, costs, cores), costs, strict=True):
+        if id(spans) not in known:
+            end_ns, bubble = last_end_ns(spans), bubble_ratio(spans)
+            known[id(spans)] = Prediction(
+                makespan_ns=end_ns, lower_bound_ns=0, peak_bytes=peaks[id(priced)], bubble_ratio=bubble
+            )
+        found.append(known[id(spans)])
+    return tuple(found)
+
+
 def step_spans(
     schedules: Sequence[PipelineSchedule], costs: Sequence[MicroBatchCosts], cores: SharedCores | None
 ) -> tuple[list[list[SpanNs]], ...]:
@@ -102,4 +156,8 @@ def step_spans(
     replicas = list(zip(schedules, costs, strict=True))
     if cores is not None:
         return simulate_shared_ns(replicas, cores)
-    return tuple(simulate_ns(*replica) for replica in replicas)
+    known: dict[tuple[int, int], list[SpanNs]] = {}
+    for schedule, priced in replicas:
+        if (pair := (id(schedule), id(priced))) not in known:
+            known[pair] = simulate_ns(schedule, priced)
+    return tuple(known[id(schedule), id(priced)] for schedule, priced in replicas)

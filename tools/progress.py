@@ -143,7 +143,7 @@ class StepProgress(_Meter):
         if done.refused:
             self._print(f"step {done.number} changed no weight: {done.refused}")
         if not self._live and (done.number % self._every == 0 or self._done == self._total):
-            drift = f"  drift {100 * done.all_ranks.drift:+.0f} %" if done.all_ranks else ""
+            drift = f"  drift {percent(done.all_ranks.drift, 0, signed=True)}" if done.all_ranks else ""
             self._print(f"step {done.number} ({self._done}/{self._total})  {figures}{drift}  ETA {self._left()}")
         if done.fit is not None:
             errors = f"{percent(done.fit.error_before)} off, the new ones {percent(done.fit.error_after)}"

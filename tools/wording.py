@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 
-def percent(share: float | None, digits: int = 1) -> str:
+def percent(share: float | None, digits: int = 1, *, signed: bool = False) -> str:
     """
     >>> percent(0.1234), percent(-1e-17), percent(None), percent(-1e-5, 2)
     ('12.3 %', '0.0 %', '-', '0.00 %')
+    >>> percent(0.25, signed=True), percent(-1e-5, 0, signed=True)
+    ('+25.0 %', '+0 %')
     """
-    return "-" if share is None else f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # -0.0 + 0.0 is 0.0
+    sign = "+" if signed else ""
+    return "-" if share is None else f"{round(100 * share, digits) + 0.0:{sign}.{digits}f} %"  # -0.0 + 0.0 is 0.0
 
 
 def format_bytes(num_bytes: int) -> str:

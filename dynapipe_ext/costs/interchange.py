@@ -16,7 +16,7 @@ from dynapipe_ext.costs.frozen import FrozenCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, short
+from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, reason, short
 
 
 def cost_model_to_json(model: CostModel) -> dict[str, Any]:
@@ -52,7 +52,9 @@ def read_cost_file(path: str | Path) -> CostModel:
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"cost file {path} cannot be read: {error}: give a cost model written as JSON") from error
+        raise DataError(
+            f"cost file {path} cannot be read ({reason(error)}): give a cost model written as JSON"
+        ) from error
     if not isinstance(raw, dict):
         raise DataError(f"cost file {path} holds {type(raw).__name__}: give a cost model written as JSON")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -48,6 +48,11 @@ class MicroBatchCosts:
     def input_ns(self) -> IntArray:
         """The input-gradient share I of a split backward."""
         return self.backward_ns - self.weight_ns
+
+    def digest(self) -> tuple[object, ...]:
+        """Equal for equal costs."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return tuple((v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v for v in values)
 
     def take(self, micro_batches: Sequence[int] | IntArray) -> MicroBatchCosts:
         """The columns of some micro-batches, in the order given."""

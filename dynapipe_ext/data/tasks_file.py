@@ -25,7 +25,7 @@ import numpy as np
 from dynapipe_ext.config_values import refuse_unknown
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.length_bounds import SideBounds, TaskBounds
-from dynapipe_ext.errors import ConfigError, DataError, check_integer, short
+from dynapipe_ext.errors import ConfigError, DataError, check_integer, reason, short
 from dynapipe_ext.suggestion import did_you_mean
 
 _INPUT, _TARGET, _WEIGHT = "max_input_len", "max_target_len", "weight"
@@ -113,7 +113,7 @@ def _tables(path: str) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8-sig")
         tables = json.loads(text) if Path(path).suffix.lower() == ".json" else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as a file of tasks: {error}") from error
+        raise ConfigError(f"{path}: cannot be read as a file of tasks: {reason(error)}") from error
     if not isinstance(tables, dict):
         raise ConfigError(f"{path} must hold an object of tasks, but holds {short(tables)}")
     return tables

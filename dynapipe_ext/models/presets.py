@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.errors import ConfigError, DataError, reason, short
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import read_config
 from dynapipe_ext.models.megatron_arguments import read_arguments
@@ -210,7 +210,9 @@ def read_model(model: str) -> tuple[Architecture, str]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read as a model's configuration ({error}): give its config.json") from error
+        raise DataError(
+            f"{path}: cannot be read as a model's configuration ({reason(error)}): give its config.json"
+        ) from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: must be an object of a model's sizes, but is {short(raw)}: give its config.json")
     where = str(path)

@@ -236,7 +236,8 @@ def _say(plan: ExecutionPlan, shape: UniformShape) -> None:
         what = "forwards" if shape.forward_only else "forwards and backwards"
         print(
             f"dynapipe: {what} of {shape.num_micro_batches} micro-batches of {shape.rows} x {shape.seq_len} tokens on"
-            f" {plan.num_stages} stages by a proven plan, predicted bubble {plan.prediction.bubble_ratio:.1%}",
+            f" {plan.num_stages} stages by a proven plan, predicted bubble"
+            f" {max(0.0, plan.prediction.bubble_ratio):.1%}",
             flush=True,
         )
 

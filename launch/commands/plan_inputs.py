@@ -17,7 +17,7 @@ from dynapipe_ext.costs.abilities import activation_format_of, has_decoder, repl
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.errors import ConfigError, DataError, short
+from dynapipe_ext.errors import ConfigError, DataError, reason, short
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at
 from dynapipe_ext.launch.job import (
     TRAIN_COLLECTIVES,
@@ -206,7 +206,9 @@ def read_lengths(path: str | Path) -> LengthArray:
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} cannot be read as lengths ({error}): give .npy or one length a line") from error
+        raise DataError(
+            f"{path} cannot be read as lengths ({reason(error)}): give .npy or one length a line"
+        ) from error
     rows = [_parse_line(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise DataError(f"{path} has no lengths: give one a line")
@@ -230,7 +232,7 @@ def read_batch(path: str, index: int) -> LengthArray:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read ({error}): give a JSON list of batches") from error
+        raise DataError(f"{path} cannot be read ({reason(error)}): give a JSON list of batches") from error
     raw = parse_json(text, path, "a list of batches")
     if not isinstance(raw, list) or not 0 <= index < len(raw):
         held = counted(len(raw), "batch") if isinstance(raw, list) else type(raw).__name__

@@ -69,14 +69,17 @@ def certify(
 
     Errors: PlanError if the weights alone exceed the limit, or a bound is above the makespan (a defect, never a plan).
     """
-    known: dict[int, ReplicaBounds] = {}  # by whose costs they are of
+    known: dict[tuple[int, int], ReplicaBounds] = {}  # by whose schedule and costs they are of
     if like is not None and like.certificate is not None:
-        known = {id(priced): bounds for priced, bounds in zip(like.costs, like.certificate.replicas, strict=True)}
-    replicas = tuple(
-        known.get(id(priced))
-        or replica_bounds(schedule, priced, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes)
-        for schedule, priced in zip(step_plan.schedules, step_plan.costs, strict=True)
-    )
+        before = zip(like.schedules, like.costs, like.certificate.replicas, strict=True)
+        known = {(id(schedule), id(priced)): bounds for schedule, priced, bounds in before}
+    pairs = list(zip(step_plan.schedules, step_plan.costs, strict=True))
+    for schedule, priced in pairs:
+        if (pair := (id(schedule), id(priced))) not in known:
+            known[pair] = replica_bounds(
+                schedule, priced, split=schedule.is_split, memory_limit_bytes=memory_limit_bytes
+            )
+    replicas = tuple(known[id(schedule), id(priced)] for schedule, priced in pairs)
     ranks, dp = step_plan.schedules[0].stage_ranks, len(step_plan.schedules)
     certificate = Certificate(
         makespan_ns=max(prediction.makespan_ns for prediction in step_plan.predictions),

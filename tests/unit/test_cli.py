@@ -219,6 +219,20 @@ def test_a_reader_that_has_gone_is_no_traceback(words: tuple[str, ...]) -> None:
     os.close(write_end)
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8:strict"])
+def test_what_the_encoding_of_the_output_lacks_is_spelled(encoding: str, tmp_path: Path) -> None:
+    """A name that is no UTF-8, and a sign that ASCII has not."""
+    page = os.fsencode(tmp_path) + b"/\xff\xe2\x82\xac.html"
+    command = [sys.executable, "-m", "dynapipe_ext.launch.cli", *SHOWN, "--html", page]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=120, check=True)
+    assert (
+        done.stdout.splitlines()[-1]
+        .rstrip()
+        .endswith(b"/\\udcff\\u20ac.html" if "utf" not in encoding else b"\xac.html")
+    )
+
+
 def test_output_that_finds_no_room_is_one_line_and_status_2() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     status, said = _ended_writing_to(full, *SHOWN)

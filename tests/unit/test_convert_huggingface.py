@@ -182,6 +182,14 @@ def test_layers_of_multi_token_prediction_are_left_out_where_that_is_asked(tmp_p
     assert json.loads((tmp_path / "target" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
+def test_code_that_a_folder_brings_is_said_not_to_be_followed(tmp_path: Path) -> None:
+    source = saved(tiny("llama"), tmp_path / "source")
+    edit_json(source / "config.json", auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
+    (notice,) = (line for line in resaved(source, tmp_path / "target").notices if "auto_map" in line)
+    assert "names code of its own (auto_map {'AutoModelForCausalLM': " in notice
+    assert notice.endswith("followed is what transformers itself makes of a llama")
+
+
 def test_rotary_frequencies_are_left_out_by_name(tmp_path: Path) -> None:
     source = saved(tiny("llama"), tmp_path / "source")
     wanted = tensors_in(source)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.deepspeed_config import read_deepspeed_config
@@ -47,6 +48,7 @@ def test_a_file_is_replaced_in_one_step_and_its_folder_made(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "read",
     [
+        TrainConfig.read,
         read_cost_file,
         read_deepspeed_config,
         model_type,
@@ -54,15 +56,17 @@ def test_a_file_is_replaced_in_one_step_and_its_folder_made(tmp_path: Path) -> N
         lambda path: TokenDataset.open(Path(path).parent),
         lambda path: read_json(path, "plan", "a plan"),
     ],
-    ids=["costs", "DeepSpeed", "transformers", "a model", "prepared data", "a plan"],
+    ids=["settings", "costs", "DeepSpeed", "transformers", "a model", "prepared data", "a plan"],
 )
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["deep", "long number"])
-def test_json_that_python_cannot_read_is_refused_by_its_path(
+def test_what_python_cannot_read_is_refused_by_its_path(
     read: Callable[[str], object], text: str, tmp_path: Path
 ) -> None:
     (tmp_path / "meta.json").write_text(text)
     (tmp_path / "config.json").write_text(text)
     path = str(tmp_path / "config.json")
+    if read == TrainConfig.read:
+        Path(path).write_text(f"a = {text}")
     with pytest.raises(DynaPipeError, match=re.escape(str(tmp_path))):
         read(path)
     assert not is_encoder_decoder(str(tmp_path))

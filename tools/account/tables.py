@@ -38,7 +38,7 @@ def _microseconds(duration_s: float | None) -> str:
 
 
 def _drift(measured_s: float | None, predicted_s: float | None) -> str:
-    return f"{100 * (measured_s / predicted_s - 1):+.1f} %" if measured_s and predicted_s else "-"
+    return percent(measured_s / predicted_s - 1 if measured_s and predicted_s else None, signed=True)
 
 
 def summary_table(report: RunReport) -> Table:

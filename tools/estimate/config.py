@@ -14,7 +14,7 @@ from dynapipe_ext.plan import round_up
 from dynapipe_ext.tools.estimate.options import Question, pad_multiple
 from dynapipe_ext.tools.estimate.ranking import Option
 from dynapipe_ext.tools.toml_file import toml_of
-from dynapipe_ext.tools.wording import figure
+from dynapipe_ext.tools.wording import figure, percent
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -96,6 +96,6 @@ def toml_text(
         f"Option {place} of dynapipe estimate for {question.name} on {cluster.nodes} x {cluster.gpus_per_node}"
         f" {cluster.device.name} of {cluster.gpu_memory_gb:g} GB.",
         f"Predicted: {figure(t.total_s)} s a step, {option.tokens_per_s:,.0f} tokens/s, bubble"
-        f" {100 * option.bubble_ratio:.1f} %, {option.peak_bytes / 1e9:.2f} GB on the fullest rank.",
+        f" {percent(option.bubble_ratio)}, {option.peak_bytes / 1e9:.2f} GB on the fullest rank.",
         f"Lengths: {question.data.description}. What is not said here keeps its default.",
     )

@@ -61,13 +61,13 @@ def planned_memory(plan: StepPlan, costs: EstimatedCosts, reserved_bytes: int) -
         table.tolist() for table in (priced.stored_bytes, priced.working_bytes, head, costs.message_bytes(priced))
     )
     best: list[EstimatedMemory] = []
+    known = set()  # of replicas that do the same
     for columns, schedule in zip(_columns(plan), plan.schedules, strict=True):
-        if columns.start == columns.stop:
+        own = tuple(tuple(tuple(row[columns]) for row in table) for table in tables)
+        if columns.start == columns.stop or (id(schedule), own) in known:
             continue
-        found = [
-            _at_peak(schedule, rank, [[row[columns] for row in table] for table in tables], costs, reserved_bytes)
-            for rank in range(costs.topology.pp)
-        ]
+        known.add((id(schedule), own))
+        found = [_at_peak(schedule, rank, own, costs, reserved_bytes) for rank in range(costs.topology.pp)]
         best = [max(pair, key=lambda m: m.total) for pair in zip(best, found, strict=True)] if best else found
     return tuple(best)
 
@@ -79,7 +79,11 @@ def _columns(plan: StepPlan) -> list[slice]:
 
 
 def _at_peak(
-    schedule: PipelineSchedule, rank: int, tables: Sequence[list[list[int]]], costs: EstimatedCosts, reserved_bytes: int
+    schedule: PipelineSchedule,
+    rank: int,
+    tables: Sequence[Sequence[Sequence[int]]],
+    costs: EstimatedCosts,
+    reserved_bytes: int,
 ) -> EstimatedMemory:
     stored, working, heads, messages = tables
     whole_units = costs.states.buffers.tolist()

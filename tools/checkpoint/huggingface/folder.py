@@ -74,6 +74,11 @@ class HuggingFaceReader:
         self._prediction = [name for name in self._stored if _is_of_prediction(architecture, name)]
         self.files = carried_files(path)
         self.notices: tuple[str, ...] = ()
+        if own_code := raw.get("auto_map"):
+            self.notices += (
+                f"{path / CONFIG} names code of its own (auto_map {short(own_code)}): followed is what transformers"
+                f" itself makes of a {architecture.family}",
+            )
         if buffers:
             self.notices += (f"{len(buffers)} buffers are no weights and are left out: {_some(buffers)}",)
         if unread := [name for name in WEIGHT_FILES if (path / name).is_file()][1:]:
