@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import SplitRule
@@ -19,7 +17,6 @@ from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_j
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError, PlanError, short
 from dynapipe_ext.lengths import LengthArray, SampleLength, as_samples
-from dynapipe_ext.pieces import chains
 from dynapipe_ext.plan import (
     LAYER_RECOMPUTES,
     RECOMPUTES,
@@ -34,10 +31,7 @@ from dynapipe_ext.plan import (
 from dynapipe_ext.schedule_names import ScheduleName, check_fill_waits, check_placed
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.certificate import batch_floor_ns, certify
-from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores
-from dynapipe_ext.schedules.judge.simulate import bubble_ratio, last_end_ns
-from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.schedules.planner_settings import (
     check_bounds,
     check_collectives,
@@ -48,7 +42,7 @@ from dynapipe_ext.schedules.planner_settings import (
 from dynapipe_ext.schedules.search.flow_shop import forwards_in_order
 from dynapipe_ext.schedules.search.optimizer import Settings, optimize_best
 from dynapipe_ext.schedules.search.proposals import Proposal, Proposals, Replicas
-from dynapipe_ext.schedules.step_plan import Prediction, ReplicaCosts, StepPlan, replica_costs, step_spans
+from dynapipe_ext.schedules.step_plan import ReplicaCosts, StepPlan, predicted, replica_costs
 from dynapipe_ext.schedules.tables.published import schedule_of_costs
 from dynapipe_ext.schedules.whole_or_pieces import whole_or_pieces
 from dynapipe_ext.splits.carried import PieceCut, PieceCuts, piece_sizes
@@ -231,7 +225,7 @@ class Planner:
             changed = zip(over, found, again, replica_costs(self.costs, found), strict=True)
             for d, micro_batches, schedule, costs in changed:
                 replicas[d], schedules[d], priced[d] = micro_batches, schedule, costs
-        return self._predicted(replicas, tuple(schedules), tuple(priced), step=before.batch.step)
+        return self._predicted(replicas, tuple(schedules), tuple(priced), step=before.batch.step, like=before)
 
     def _found(self, samples: list[SampleLength], step: int) -> StepPlan:
         """The best plan, without its bounds: of long samples in pieces, where that is asked for or ends earlier."""
@@ -346,31 +340,21 @@ class Planner:
         return min(found, key=lambda plan: plan.makespan_ns)
 
     def _predicted(
-        self, replicas: Replicas, schedules: Schedules, priced: ReplicaCosts | None = None, *, step: int
+        self,
+        replicas: Replicas,
+        schedules: Schedules,
+        priced: ReplicaCosts | None = None,
+        *,
+        step: int,
+        like: StepPlan | None = None,
     ) -> StepPlan:
-        """The plan, validated and simulated apart from what made it; its lower bounds are to come."""
+        """The plan as `predicted`; its lower bounds are to come."""
         priced = priced or replica_costs(self.costs, replicas)
-        limit = int(self.memory_limit_bytes)
-        plans, peaks_of = [], []
-        for dp_rank, (micro_batches, schedule, costs) in enumerate(zip(replicas, schedules, priced, strict=True)):
-            validate(schedule, len(micro_batches), chains(micro_batches))
-            peaks = peak_bytes(schedule, costs)
-            if max(peaks) > limit:
-                rank = int(np.argmax(peaks))
-                raise PlanError(
-                    f"replica {dp_rank}: {schedule.name} needs {max(peaks)} B on pipeline rank {rank} but the limit is"
-                    f" {limit} B: use the adaptive schedule, smaller micro-batches, recomputation or more tp"
-                )
-            plans.append(ReplicaPlan(dp_rank, tuple(micro_batches)))
-            peaks_of.append(peaks)
-        predictions = [
-            Prediction(
-                makespan_ns=last_end_ns(spans), lower_bound_ns=0, peak_bytes=peaks, bubble_ratio=bubble_ratio(spans)
-            )
-            for spans, peaks in zip(step_spans(schedules, priced, self.shared_cores), peaks_of, strict=True)
-        ]
-        batch = GlobalBatchPlan(step=step, replicas=tuple(plans), loss_norm=self.loss_norm, seed=self.seed)
-        return StepPlan(batch, tuple(schedules), tuple(predictions), priced, self.shared_cores)
+        plans = tuple(ReplicaPlan(dp_rank, tuple(micro_batches)) for dp_rank, micro_batches in enumerate(replicas))
+        limit, cores = int(self.memory_limit_bytes), self.shared_cores
+        predictions = predicted(replicas, schedules, priced, cores=cores, memory_limit_bytes=limit, like=like)
+        batch = GlobalBatchPlan(step=step, replicas=plans, loss_norm=self.loss_norm, seed=self.seed)
+        return StepPlan(batch, tuple(schedules), predictions, priced, cores)
 
     def to_json(self) -> dict[str, Any]:
         """Everything that changes a plan; `from_json` makes an equal planner in another process."""

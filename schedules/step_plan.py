@@ -8,11 +8,14 @@ from itertools import accumulate, pairwise
 
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
 from dynapipe_ext.errors import PlanError
+from dynapipe_ext.pieces import chains
 from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch
 from dynapipe_ext.schedules.actions import PipelineSchedule
 from dynapipe_ext.schedules.judge.certificate import Certificate
+from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.shared_cores import SharedCores, simulate_shared_ns
-from dynapipe_ext.schedules.judge.simulate import SpanNs, simulate_ns, trace_of
+from dynapipe_ext.schedules.judge.simulate import SpanNs, bubble_ratio, last_end_ns, simulate_ns, trace_of
+from dynapipe_ext.schedules.judge.validate import validate
 from dynapipe_ext.timeline import Trace
 
 ReplicaCosts = tuple[MicroBatchCosts, ...]  # of each replica
@@ -93,6 +96,43 @@ def replica_costs(costs: CostModel, replicas: Iterable[Sequence[MicroBatch]]) ->
     ends = [0, *accumulate(map(len, replicas := list(replicas)))]
     priced = costs.evaluate([m for replica in replicas for m in replica])
     return tuple(priced.take(range(first, end)) for first, end in pairwise(ends))
+
+
+def predicted(
+    replicas: Sequence[Sequence[MicroBatch]],
+    schedules: Sequence[PipelineSchedule],
+    costs: Sequence[MicroBatchCosts],
+    *,
+    cores: SharedCores | None,
+    memory_limit_bytes: int,
+    like: StepPlan | None = None,
+) -> tuple[Prediction, ...]:
+    """What each replica's step will be, validated and simulated apart from what made it; without lower bounds.
+
+    Where each rank has a core of its own, replicas whose schedule and costs are the very objects of a plan `like` this
+    one have its predictions. Errors: PlanError for a schedule that cannot run, or exceeds the limit.
+    """
+    told: dict[int, Prediction] = {}
+    if like is not None and cores is None:
+        before = enumerate(zip(like.schedules, like.costs, like.predictions, strict=True))
+        told = {d: one for d, (order, priced, one) in before if order is schedules[d] and priced is costs[d]}
+    fresh = [dp_rank for dp_rank in range(len(schedules)) if dp_rank not in told]
+    peaks = {}
+    for d in fresh:
+        validate(schedules[d], len(replicas[d]), chains(replicas[d]))
+        peaks[d] = peak_bytes(schedules[d], costs[d])
+        if (most := max(peaks[d])) > memory_limit_bytes:
+            raise PlanError(
+                f"replica {d}: {schedules[d].name} needs {most} B on pipeline rank {peaks[d].index(most)} but the"
+                f" limit is {memory_limit_bytes} B: use the adaptive schedule, smaller micro-batches, recomputation or"
+                " more tp"
+            )
+    timed = step_spans([schedules[d] for d in fresh], [costs[d] for d in fresh], cores)
+    for d, spans in zip(fresh, timed, strict=True):
+        told[d] = Prediction(
+            makespan_ns=last_end_ns(spans), lower_bound_ns=0, peak_bytes=peaks[d], bubble_ratio=bubble_ratio(spans)
+        )
+    return tuple(told[d] for d in range(len(schedules)))
 
 
 def step_spans(
