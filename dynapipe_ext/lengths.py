@@ -82,6 +82,30 @@ def as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) ->
         raise DataError(f"lengths are {short(lengths)} but must be a list of SampleLength or of integers, or an array")
     given = len(lengths) and isinstance(lengths[0], SampleLength)
     samples = list(cast("Sequence[SampleLength]", lengths)) if given else sample_lengths(cast(LengthArray, lengths))
+    if not _are_plain(samples):
+        _check_one_by_one(samples)
+    return samples
+
+
+def _are_plain(samples: Sequence[SampleLength]) -> bool:
+    """Whether all can be planned, and no number is of a type but int: told without a look at each sample by itself."""
+    if {*map(type, samples)} != {SampleLength}:
+        return False
+    index, encoder, decoder, target, start = columns = (
+        [s.index for s in samples],
+        [s.encoder for s in samples],
+        [s.decoder for s in samples],
+        [s.target for s in samples],
+        [s.start for s in samples],
+    )
+    if any({*map(type, column)} != {int} for column in columns) or min(encoder) < 1:
+        return False
+    if min(map(min, (index, decoder, target, start))) < 0 or max(max(encoder), max(decoder)) > MOST_POSITIONS:
+        return False
+    return all(t <= e + d for t, e, d in zip(target, encoder, decoder, strict=True))
+
+
+def _check_one_by_one(samples: Sequence[SampleLength]) -> None:
     for s in samples:
         if not isinstance(s, SampleLength):
             raise DataError(f"{short(s)} stands among samples but is no SampleLength: give those alone")
@@ -96,4 +120,3 @@ def as_samples(lengths: Sequence[SampleLength] | Sequence[int] | LengthArray) ->
                 " from 0 on, an encoder side of 1 to 2^31 positions, a decoder side of at most as many, and no"
                 " more targets than positions"
             )
-    return samples

@@ -13,10 +13,10 @@ import heapq
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.executor.instructions import (
@@ -43,8 +43,7 @@ Times = Sequence[Sequence[tuple[int, int]]]  # per rank, per action: (start_ns, 
 RankPrograms = tuple[tuple[Instruction, ...], ...]  # of each pipeline rank
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
+class _Message(NamedTuple):
     """A buffer that changes ranks; positions are indices into the two ranks' action lists."""
 
     buffer: Buffer
@@ -78,18 +77,18 @@ def lower_schedule(
     decoded = activation_format.first_decoder_stage  # all boundaries before it are alike, and all from it on
     specs_of = cache(lambda micro_batch, boundary: activation_format.specs(micro_batches[micro_batch], boundary))
     for message, post in _in_one_order(order_times or times, _messages(schedule)):
-        sender, receiver = message.sender, message.receiver
+        buffer, sender, sent_after, receiver, used_by = message
         channel = channel_of(sender, receiver)
-        boundary = message.buffer.stage - (message.buffer.payload == "gradient")
-        specs = specs_of(message.buffer.micro_batch, 0 if decoded is None or boundary < decoded else decoded)
-        after[sender][message.sent_after].append(Send(message.buffer, receiver, channel, specs))
-        before[receiver][post].append(Recv(message.buffer, sender, channel, specs))
-        arrival_ns = times[sender][message.sent_after][1]
+        boundary = buffer.stage - (buffer.payload == "gradient")
+        specs = specs_of(buffer.micro_batch, 0 if decoded is None or boundary < decoded else decoded)
+        after[sender][sent_after].append(Send(buffer, receiver, channel, specs))
+        before[receiver][post].append(Recv(buffer, sender, channel, specs))
+        arrival_ns = times[sender][sent_after][1]
         if transfer_ns is not None:
-            arrival_ns += transfer_ns[boundary][message.buffer.micro_batch]
-        wait = max(bisect_right(starts[sender], arrival_ns), message.sent_after + 1)
-        before[sender][wait].append(WaitSend(message.buffer))
-        before[receiver][message.used_by].append(WaitRecv(message.buffer))
+            arrival_ns += transfer_ns[boundary][buffer.micro_batch]
+        wait = max(bisect_right(starts[sender], arrival_ns), sent_after + 1)
+        before[sender][wait].append(WaitSend(buffer))
+        before[receiver][used_by].append(WaitRecv(buffer))
     return tuple(
         tuple(_rank_instructions(actions, before[rank], after[rank])) for rank, actions in enumerate(schedule.ranks)
     )

@@ -13,7 +13,7 @@ import json
 import operator
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, assert_never
 
 from dynapipe_ext.activations import TensorSpec
@@ -132,7 +132,7 @@ def _mac(key: bytes, head: bytes, context: bytes, packed: bytes) -> bytes:
 
 def _to_json(plan: ExecutionPlan, micro_batches: str) -> bytes:
     tables: dict[tuple[TensorSpec, ...], int] = {}
-    instructions = ",".join([_instruction_text(instruction, tables) for instruction in plan.instructions])
+    instructions = _instructions_text(plan.instructions, tables)
     prediction = plan.prediction
     place = [plan.step, plan.dp_rank, plan.pp_rank, plan.stage_ranks]
     rest = [
@@ -201,29 +201,37 @@ def _micro_batch(row: list[Any]) -> MicroBatch:
     return MicroBatch(samples, layout, recompute, attention, pad_multiple, min_len)
 
 
-def _instruction_text(instruction: Instruction, tables: dict[tuple[TensorSpec, ...], int]) -> str:
-    """Its JSON, written here: a step of thousands of ranks has hundreds of thousands of instructions."""
-    match instruction:  # the most frequent first, as cases are tried in turn
-        case WaitSend(buffer):
-            return f'["s",{_buffer_text(buffer)}]'
-        case WaitRecv(buffer):
-            return f'["r",{_buffer_text(buffer)}]'
-        case Send(buffer, peer, channel, specs):
-            return f'["S",{_buffer_text(buffer)},{peer},{channel},{tables.setdefault(specs, len(tables))}]'
-        case Recv(buffer, peer, channel, specs):
-            return f'["R",{_buffer_text(buffer)},{peer},{channel},{tables.setdefault(specs, len(tables))}]'
-        case Load(micro_batch):
-            return f'["L",{micro_batch}]'
-        case Forward(stage, micro_batch):
-            return f'["F",{stage},{micro_batch}]'
-        case Backward(stage, micro_batch):
-            return f'["B",{stage},{micro_batch}]'
-        case BackwardInput(stage, micro_batch):
-            return f'["I",{stage},{micro_batch}]'
-        case BackwardWeight(stage, micro_batch):
-            return f'["W",{stage},{micro_batch}]'
-        case _:
-            assert_never(instruction)
+def _instructions_text(instructions: Sequence[Instruction], tables: dict[tuple[TensorSpec, ...], int]) -> str:
+    """Their JSON, written here: a step of thousands of ranks has hundreds of thousands of instructions."""
+    texts = []
+    places: dict[int, int] = {}  # by the id of specs, whose hash takes longer than all the rest
+    for instruction in instructions:
+        match instruction:  # the most frequent first, as cases are tried in turn
+            case WaitSend():
+                texts.append(f'["s",{_buffer_text(instruction.buffer)}]')
+            case WaitRecv():
+                texts.append(f'["r",{_buffer_text(instruction.buffer)}]')
+            case Send() | Recv():
+                specs = instruction.specs
+                if (place := places.get(id(specs))) is None:
+                    place = places[id(specs)] = tables.setdefault(specs, len(tables))
+                letter = "S" if type(instruction) is Send else "R"
+                texts.append(
+                    f'["{letter}",{_buffer_text(instruction.buffer)},{instruction.peer},{instruction.channel},{place}]'
+                )
+            case Load():
+                texts.append(f'["L",{instruction.micro_batch}]')
+            case Forward():
+                texts.append(f'["F",{instruction.stage},{instruction.micro_batch}]')
+            case Backward():
+                texts.append(f'["B",{instruction.stage},{instruction.micro_batch}]')
+            case BackwardInput():
+                texts.append(f'["I",{instruction.stage},{instruction.micro_batch}]')
+            case BackwardWeight():
+                texts.append(f'["W",{instruction.stage},{instruction.micro_batch}]')
+            case _:
+                assert_never(instruction)
+    return ",".join(texts)
 
 
 def _instruction(row: list[Any], tables: tuple[tuple[TensorSpec, ...], ...]) -> Instruction:

@@ -225,7 +225,7 @@ class Planner:
             changed = zip(over, found, again, replica_costs(self.costs, found), strict=True)
             for d, micro_batches, schedule, costs in changed:
                 replicas[d], schedules[d], priced[d] = micro_batches, schedule, costs
-        return self._predicted(replicas, tuple(schedules), tuple(priced), step=before.batch.step)
+        return self._predicted(replicas, tuple(schedules), tuple(priced), step=before.batch.step, like=before)
 
     def _found(self, samples: list[SampleLength], step: int) -> StepPlan:
         """The best plan, without its bounds: of long samples in pieces, where that is asked for or ends earlier."""
@@ -340,15 +340,22 @@ class Planner:
         return min(found, key=lambda plan: plan.makespan_ns)
 
     def _predicted(
-        self, replicas: Replicas, schedules: Schedules, priced: ReplicaCosts | None = None, *, step: int
+        self,
+        replicas: Replicas,
+        schedules: Schedules,
+        priced: ReplicaCosts | None = None,
+        *,
+        step: int,
+        like: StepPlan | None = None,
     ) -> StepPlan:
-        """The plan, validated and simulated apart from what made it; its lower bounds are to come."""
+        """The plan as `predicted`; its lower bounds are to come."""
         priced = priced or replica_costs(self.costs, replicas)
         schedules, priced = shared_by_twins(replicas, schedules, priced)
-        predictions = predicted(replicas, schedules, priced, int(self.memory_limit_bytes), self.shared_cores)
+        limit, cores = int(self.memory_limit_bytes), self.shared_cores
+        predictions = predicted(replicas, schedules, priced, cores=cores, memory_limit_bytes=limit, like=like)
         plans = tuple(ReplicaPlan(d, tuple(micro_batches)) for d, micro_batches in enumerate(replicas))
         batch = GlobalBatchPlan(step=step, replicas=plans, loss_norm=self.loss_norm, seed=self.seed)
-        return StepPlan(batch, schedules, predictions, priced, self.shared_cores)
+        return StepPlan(batch, schedules, predictions, priced, cores)
 
     def to_json(self) -> dict[str, Any]:
         """Everything that changes a plan; `from_json` makes an equal planner in another process."""

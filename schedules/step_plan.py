@@ -117,36 +117,43 @@ def shared_by_twins(
 def predicted(
     replicas: Sequence[Sequence[MicroBatch]],
     schedules: Sequence[PipelineSchedule],
-    costs: ReplicaCosts,
-    limit_bytes: int,
+    costs: Sequence[MicroBatchCosts],
+    *,
     cores: SharedCores | None,
+    memory_limit_bytes: int,
+    like: StepPlan | None = None,
 ) -> tuple[Prediction, ...]:
-    """Of replicas whose twins share their costs: each valid, within the limit, and simulated; bounds are to come.
+    """What each replica's step will be, validated and simulated apart from what made it; without lower bounds. Twins
+    share their costs (`shared_by_twins`).
 
-    Errors: PlanError for what is not valid, or holds more.
+    Where each rank has a core of its own, replicas whose schedule and costs are the very objects of a plan `like` this
+    one have its predictions. Errors: PlanError for a schedule that cannot run, or exceeds the limit.
     """
-    peaks: dict[int, tuple[int, ...]] = {}
-    for dp_rank, (micro_batches, schedule, priced) in enumerate(zip(replicas, schedules, costs, strict=True)):
-        if id(priced) in peaks:
+    told: dict[int, Prediction] = {}
+    if like is not None and cores is None:
+        before = enumerate(zip(like.schedules, like.costs, like.predictions, strict=True))
+        told = {d: one for d, (order, priced, one) in before if order is schedules[d] and priced is costs[d]}
+    fresh = [dp_rank for dp_rank in range(len(schedules)) if dp_rank not in told]
+    peaks: dict[int, tuple[int, ...]] = {}  # by costs, which twins share
+    for d in fresh:
+        if id(costs[d]) in peaks:
             continue
-        validate(schedule, len(micro_batches), chains(micro_batches))
-        held = peaks[id(priced)] = peak_bytes(schedule, priced)
-        if max(held) > limit_bytes:
+        validate(schedules[d], len(replicas[d]), chains(replicas[d]))
+        held = peaks[id(costs[d])] = peak_bytes(schedules[d], costs[d])
+        if max(held) > memory_limit_bytes:
             raise PlanError(
-                f"replica {dp_rank}: {schedule.name} needs {max(held)} B on pipeline rank {held.index(max(held))} but"
-                f" the limit is {limit_bytes} B: use the adaptive schedule, smaller micro-batches, recomputation or"
+                f"replica {d}: {schedules[d].name} needs {max(held)} B on pipeline rank {held.index(max(held))} but the"
+                f" limit is {memory_limit_bytes} B: use the adaptive schedule, smaller micro-batches, recomputation or"
                 " more tp"
             )
     known: dict[int, Prediction] = {}  # by spans, which twins share unless they share cores
-    found = []
-    for spans, priced in zip(step_spans(schedules, costs, cores), costs, strict=True):
+    timed = step_spans([schedules[d] for d in fresh], [costs[d] for d in fresh], cores)
+    for d, spans in zip(fresh, timed, strict=True):
         if id(spans) not in known:
-            end_ns, bubble = last_end_ns(spans), bubble_ratio(spans)
-            known[id(spans)] = Prediction(
-                makespan_ns=end_ns, lower_bound_ns=0, peak_bytes=peaks[id(priced)], bubble_ratio=bubble
-            )
-        found.append(known[id(spans)])
-    return tuple(found)
+            end_ns, bubble, peak = last_end_ns(spans), bubble_ratio(spans), peaks[id(costs[d])]
+            known[id(spans)] = Prediction(makespan_ns=end_ns, lower_bound_ns=0, peak_bytes=peak, bubble_ratio=bubble)
+        told[d] = known[id(spans)]
+    return tuple(told[d] for d in range(len(schedules)))
 
 
 def step_spans(

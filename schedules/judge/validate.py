@@ -18,24 +18,24 @@ def validate(schedule: PipelineSchedule, num_micro_batches: int, chains: Sequenc
     Errors: PlanError naming the action, stage or micro-batch at fault.
     """
     _check_placement(schedule)
-    done: dict[tuple[int, int], str] = {}
+    num_stages, stage_ranks = schedule.num_stages, schedule.stage_ranks
+    letters = {id(kind): kind.value for kind in Kind}  # an Enum's own lookups take most of the time here
+    done = [[""] * num_micro_batches for _ in stage_ranks]
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
-            if not 0 <= action.stage < schedule.num_stages:
-                raise PlanError(f"action {action} names a stage outside 0..{schedule.num_stages - 1}")
-            if schedule.stage_ranks[action.stage] != rank:
+            stage, micro_batch = action.stage, action.micro_batch
+            if not 0 <= stage < num_stages:
+                raise PlanError(f"action {action} names a stage outside 0..{num_stages - 1}")
+            if stage_ranks[stage] != rank:
                 raise PlanError(
-                    f"action {action} is on rank {rank} but stage {action.stage} is placed on rank"
-                    f" {schedule.stage_ranks[action.stage]}"
+                    f"action {action} is on rank {rank} but stage {stage} is placed on rank {stage_ranks[stage]}"
                 )
-            if not 0 <= action.micro_batch < num_micro_batches:
+            if not 0 <= micro_batch < num_micro_batches:
                 raise PlanError(f"action {action} names a micro-batch outside 0..{num_micro_batches - 1}")
-            key = action.stage, action.micro_batch
-            done[key] = done.get(key, "") + action.kind.value
+            done[stage][micro_batch] += letters[id(action.kind)]
     allowed = ("F",) if schedule.forward_only else ("FB", "FIW")
-    for stage in range(schedule.num_stages):
-        for micro_batch in range(num_micro_batches):
-            kinds = done.get((stage, micro_batch), "")
+    for stage, of_stage in enumerate(done):
+        for micro_batch, kinds in enumerate(of_stage):
             if kinds not in allowed:
                 raise PlanError(
                     f"micro-batch {micro_batch} on stage {stage} runs {kinds or 'nothing'} but must run"
@@ -81,18 +81,19 @@ def _check_progress(schedule: PipelineSchedule, num_micro_batches: int) -> None:
     done = bytearray(always + 1)  # forwards of every stage and micro-batch, gradients, and what nothing waits for
     done[always] = True
 
-    def moved(action: Action) -> tuple[int, int]:
-        """What it needs and what it brings."""
-        place = action.stage * count + action.micro_batch
-        match action.kind:
-            case Kind.FORWARD:
-                return place - count if action.stage else always, place
-            case Kind.BACKWARD_WEIGHT:
-                return gradients + place, always
-            case _:  # its F stands before it in the same list
-                return gradients + place + count if action.stage < last else always, gradients + place
-
-    moves = [list(map(moved, actions)) for actions in schedule.ranks]
+    moves: list[list[tuple[int, int]]] = []  # of each action: what it needs and what it brings
+    for actions in schedule.ranks:
+        steps = []
+        for action in actions:
+            stage, kind = action.stage, action.kind
+            place = stage * count + action.micro_batch
+            if kind is Kind.FORWARD:
+                steps.append((place - count if stage else always, place))
+            elif kind is Kind.BACKWARD_WEIGHT:
+                steps.append((gradients + place, always))
+            else:  # its F stands before it in the same list
+                steps.append((gradients + place + count if stage < last else always, gradients + place))
+        moves.append(steps)
     position = [0] * len(moves)
     progress = True
     while progress:

@@ -20,7 +20,7 @@ from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.schedules.judge.certificate import certify
 from dynapipe_ext.schedules.planner import Planner
-from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.schedules.step_plan import StepPlan, predicted
 from dynapipe_ext.topology import Topology
 
 FORMAT = ActivationFormat(8)
@@ -122,6 +122,9 @@ def test_replicas_that_leave_the_reserve_as_they_are_stay_so_with_their_bounds_a
     assert second.batch.replicas[roomy] == first.batch.replicas[roomy]
     assert second.schedules[roomy] == first.schedules[roomy]
     assert second.predictions[roomy] == first.predictions[roomy]
+    micro_batches = [replica.micro_batches for replica in second.batch.replicas]
+    asked = {"cores": None, "memory_limit_bytes": room, "like": first}
+    assert predicted(micro_batches, second.schedules, second.costs, **asked)[roomy] is first.predictions[roomy]
     assert second.batch.replicas[full] != first.batch.replicas[full]
 
     assert first.certificate
