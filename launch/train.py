@@ -135,8 +135,8 @@ def _train(env: RankEnv, job: TrainingJob, log: RankLog | None) -> int:
     timeout_s = config.job.timeout_s
     meeting = Meeting(env, limit_s=max(timeout_s, PREPARE_LIMIT_S), silent_s=timeout_s)
     if costs is None and env.rank == 0:
-        said = (ranks_line(topology), followed_placement(config), adapters_line(config), dropout_line(config))
-        said += (prediction_line(config.model.architecture),)
+        said = [ranks_line(topology), followed_placement(config), adapters_line(config), dropout_line(config)]
+        said.append(prediction_line(config.model.architecture))
         print("\n".join(line for line in said if line), file=sys.stderr)
         progress, advance = data_progress(config)
         with progress:

@@ -156,7 +156,7 @@ def step_spans(
     replicas = list(zip(schedules, costs, strict=True))
     if cores is not None:
         return simulate_shared_ns(replicas, cores)
-    known: dict[tuple[int, int], list[SpanNs]] = {}
+    known: dict[tuple[int, int], list[list[SpanNs]]] = {}
     for schedule, priced in replicas:
         if (pair := (id(schedule), id(priced))) not in known:
             known[pair] = simulate_ns(schedule, priced)
