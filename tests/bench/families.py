@@ -117,7 +117,8 @@ def measured(variant: str, preloaded: Preloaded) -> dict[str, dict[str, float | 
     found: dict[str, dict[str, float | str]] = {}
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
         folder = Path(scratch)
-        has_two_kernels = prepared(variant, folder)._supports_sdpa
+        model = prepared(variant, folder)
+        has_two_kernels = model._supports_sdpa and not getattr(model.config, "attn_logit_softcapping", None)
         wanted: list[float] = []
 
         def worst(losses: list[float]) -> float:
