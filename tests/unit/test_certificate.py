@@ -121,9 +121,8 @@ def test_replicas_that_do_the_same_are_judged_once_and_alike() -> None:
     schedules, costs = (tuple(map(deepcopy, given)) for given in (plan.schedules, plan.costs))
     apart = replace(plan, schedules=schedules, costs=costs)
     assert certify(apart, planner.costs, samples, memory_limit_bytes=10**6) == plan.certificate
-    assert predicted(_micro_batches(plan), schedules, costs, 10**6, None) == tuple(
-        replace(prediction, lower_bound_ns=0) for prediction in plan.predictions
-    )
+    anew = predicted(_micro_batches(plan), schedules, costs, cores=None, memory_limit_bytes=10**6)
+    assert anew == tuple(replace(prediction, lower_bound_ns=0) for prediction in plan.predictions)
     uneven = planner.plan([*samples[:-1], SampleLength(15, 24)])
     assert len({*map(id, uneven.costs)}) == 2
 
