@@ -154,7 +154,8 @@ def main() -> None:
                 "variants": {**result["variants"], variant: figures},
             }
             args.output.write_text(json.dumps(result, indent=1) + "\n")
-    all_figures = [f for one in result["variants"].values() for by_name in one.values() for f in by_name.values()]
+    by_backend = [one[backend] for one in result["variants"].values() for backend in BACKENDS if backend in one]
+    all_figures = [figure for by_name in by_backend for figure in by_name.values()]
     numbers = [figure for figure in all_figures if isinstance(figure, float)]
     print(f"{len(numbers)} arrangements of {len(result['variants'])} variants, at most {max(numbers):.1e} apart")
 
