@@ -43,7 +43,8 @@ RunRanks = Callable[..., list[Any]]
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of real ranks come first, the dearest before them: the many short ones then leave no worker idle."""
-    dear = ["test_quickstart.py", "test_train_command.py", "test_oracle.py", "test_megatron_script.py"]
+    dear = ["test_quickstart.py", "test_megatron_script.py", "test_two_nodes.py", "test_train_command.py"]
+    dear += ["test_oracle.py", "test_family_logits.py"]
     order = {name: place for place, name in enumerate(dear)}
 
     def place(item: pytest.Item) -> tuple[bool, int]:

@@ -272,9 +272,10 @@ def four_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f'{text}[plan]\neffort = 200\ncosts = "{folder / "costs.json"}"\n'
 
 
-def test_the_loss_falls_and_a_v_learns_what_a_line_learns_and_goes_on_as_one(
+def test_a_v_learns_what_a_line_learns_and_goes_on_as_one(
     preloaded: Preloaded, four_layers: str, tmp_path: Path
 ) -> None:
+    """And the loss falls."""
     (tmp_path / "four.toml").write_text(four_layers)
     settings = ["--config", "four.toml"]
     preloaded.train(*settings, "--run-dir", "line", "--steps", "4", cwd=tmp_path)

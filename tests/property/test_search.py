@@ -87,11 +87,11 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Start, int]:
 
 
 @pytest.mark.skipif(native is None, reason="a pure build was asked for")
-@settings(max_examples=180)
+@settings(max_examples=110)
 @given(
     case=cases(),
     split=st.booleans(),
-    effort=st.integers(0, 60),
+    effort=st.integers(0, 400),
     seed=st.integers(0, 2**64 - 1),
     equal=st.booleans(),
     cores=st.none() | st.builds(SharedCores, st.integers(1, 4), st.integers(1, 2)),

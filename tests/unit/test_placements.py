@@ -37,7 +37,7 @@ def costs_over(topology: Topology) -> AnalyticCosts:
 
 def search(limit_bytes: float = 60e9, layout: str = "padded", effort: int = 200) -> PlacementSearch:
     rng = np.random.default_rng(0)
-    batches = [sample_lengths(rng.integers(20, 900, 24).tolist()) for _ in range(2)]
+    batches = [sample_lengths(rng.integers(20, 900, 16).tolist()) for _ in range(2)]
     planner = Planner(BASE, costs_over(BASE.with_layers(NUM_LAYERS)), limit_bytes, effort=effort)
     return PlacementSearch(planner, costs_over, NUM_LAYERS, batches)
 
