@@ -27,6 +27,8 @@ def reason(error: Exception) -> str:
     >>> reason(FileNotFoundError(2, "No such file or directory", "here.toml")), reason(ValueError("no number"))
     ('No such file or directory', 'no number')
     """
+    if isinstance(error, RecursionError):
+        return "it nests too deep to be read"
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 

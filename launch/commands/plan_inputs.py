@@ -99,15 +99,12 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
         layers = counted(args.layers, "layer")
         return Priced(table, topology, f"measured table of {args.model}, {layers}, from {path}", True)
     if path:
-        try:
-            if topology is None and (
-                args.config or config.placement != "linear" or any(getattr(args, name) for name in ("tp", "pp", "dp"))
-            ):
-                measured_at = t.tp if args.config or args.tp is not None else read_costs(path, None)[1].tp
-                topology = replace(placed_stages(config), tp=measured_at, layers_per_stage=())
-            costs, topology = read_costs(path, topology)  # over its own, where none is asked for
-        except RecursionError as error:
-            raise DataError(f"cost file {path} nests too deep to be read: give a cost model written as JSON") from error
+        if topology is None and (
+            args.config or config.placement != "linear" or any(getattr(args, name) for name in ("tp", "pp", "dp"))
+        ):
+            measured_at = t.tp if args.config or args.tp is not None else read_costs(path, None)[1].tp
+            topology = replace(placed_stages(config), tp=measured_at, layers_per_stage=())
+        costs, topology = read_costs(path, topology)  # over its own, where none is asked for
         return Priced(costs, topology, f"{type(costs).__name__} from {path}")
     topology = topology_of(config)
     estimated = analytic_costs(

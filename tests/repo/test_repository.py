@@ -50,7 +50,7 @@ TESTED_COMMANDS = {
         "tests/integration/test_resume_command.py::test_a_run_that_was_ended_killed_and_resumed_is_the_one_that_was_not"
     ),
     "dynapipe train --placement v": (
-        "tests/integration/test_train_command.py::test_the_loss_falls_and_a_v_learns_what_a_line_learns_and_goes_on_as_one"
+        "tests/integration/test_train_command.py::test_a_v_learns_what_a_line_learns_and_goes_on_as_one"
     ),
     "dynapipe train --eval-every 100 --eval-data held.jsonl": (
         "tests/integration/test_evaluation_command.py"

@@ -56,7 +56,7 @@ def test_a_plan_of_forwards_says_so_is_what_it_claims_and_can_be_shown_and_drawn
     assert cli.main(["plan", "--show", str(tmp_path / "plan.json")]) == 0
     assert "Plan of forwards alone" in capsys.readouterr().out
     assert cli.main(["show-schedule", str(tmp_path / "plan.json")]) == 0
-    assert "peak in flight  1 micro-batches" in capsys.readouterr().out
+    assert "peak in flight  1 micro-batch" in capsys.readouterr().out
 
 
 def _training(raw: Raw) -> None:
