@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dynapipe_ext.executor.stages import megatron_cpu
+from dynapipe_ext.launch.env import RankEnv
+from tests.conftest import RunRanks
 
 pytest.importorskip("megatron.core")
 INSTALLED = megatron_cpu.install()  # before transformers is imported
@@ -44,3 +47,24 @@ def test_transformers_and_the_compiler_work_after_it_and_dropout_warns_of_nothin
         with tracker.fork("dropout"):
             torch.rand(1)
     assert "CPU RNG state changed" not in caplog.text  # once a layer and micro-batch with dropout
+
+
+@pytest.mark.skipif(not INSTALLED, reason="CUDA exists: nothing is redirected")
+def test_all_groups_share_the_threads_that_watch_connections(run_ranks: RunRanks) -> None:
+    """And what groups do with them; a group made after the first of all ranks has ended begins anew."""
+
+    def rank(env: RankEnv) -> list[tuple[int, float]]:
+        found = []
+        for again in range(2):
+            dist.init_process_group("gloo", f"{env.init_method}-{again}", rank=env.rank, world_size=2)
+            groups = [dist.new_group([0, 1]) for _ in range(5)]
+            total = torch.ones(1)
+            for group in groups:
+                dist.all_reduce(total, group=group)
+            names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+            found.append((names.count("gloo_tcp_loop"), total.item()))
+            del groups, group
+            dist.destroy_process_group()
+        return found
+
+    assert run_ranks(2, rank) == [[(1, 32.0), (1, 32.0)]] * 2
