@@ -26,6 +26,7 @@ from tests.support.preloaded import TRANSFORMERS, Preloaded  # noqa: E402
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+_SHARED = "DYNAPIPE_TESTS_PRELOADED"  # where the process listens that all workers share
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {
     "dynapipe_ext": "dynapipe_ext",
@@ -62,6 +63,18 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
+    """Workers are forks of one process, which imports what they do once, and gives their tests their commands."""
+    import execnet
+
+    shared = Preloaded()
+    config.add_cleanup(lambda: shared.__exit__(None, None, None))
+    shared.__enter__().load(*TRANSFORMERS)
+    os.environ[_SHARED] = shared.address
+    specs[:] = [execnet.XSpec(f"{spec}//python={shared.interpreter}") for spec in specs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +121,7 @@ def redis_server() -> Iterator[RedisServer]:
 @pytest.fixture(scope="session")
 def preloaded() -> Iterator[Preloaded]:
     """`preloaded.run(["train", …], timeout=60)`: commands as processes that need not import torch and megatron."""
-    with Preloaded() as process:
+    with Preloaded(os.environ.get(_SHARED, "")) as process:
         yield process
 
 

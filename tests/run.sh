@@ -37,14 +37,10 @@ ended() {
 
 "$venv_python" -m mypy >build/mypy.log 2>&1 & # a minute of one core: all else begins beside it
 trap 'kill %1 2>/dev/null || true' EXIT
-# What nearly every test imports is compiled once here, not by all processes of the first minute at once.
-site=$("$venv_python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-"$venv_python" -m compileall -qq -j 2 "$site"/{torch,megatron,deepspeed,numpy,sympy} || true
-
 check "ruff check" "$venv_python" -m ruff check .
 check "ruff format" "$venv_python" -m ruff format --check .
-# Three workers on 2 cores, since some wait; a file stays together, and tests/conftest.py says which ones come first.
-check "pytest" "$venv_python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=25 "$@"
+# Four workers on 2 cores, since many tests wait; a file stays together, and tests/conftest.py says which ones come first.
+check "pytest" "$venv_python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=25 "$@"
 check "mypy" ended %1 build/mypy.log
 
 if [ ${#failed[@]} -gt 0 ]; then

@@ -148,11 +148,14 @@ def run_steps(
         run_local(main, topology.world_size, timeout_s=timeout_s)
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(topology.world_size)]
     return [
-        Trace(tuple(Span(**{**span, "shape": tuple(span["shape"])}) for spans in of_step for span in spans)).stretched(
-            1 / scale
-        )
+        Trace(tuple(_unscaled(span, scale) for spans in of_step for span in spans))
         for of_step in zip(*ranks, strict=True)
     ]
+
+
+def _unscaled(span: dict[str, Any], scale: float) -> Span:
+    times = {name: span[name] * (1 / scale) for name in ("start_s", "end_s")}
+    return Span(**{**span, **times, "shape": tuple(span["shape"])})
 
 
 def median_ratio(steps: Sequence[Step]) -> float:

@@ -214,18 +214,20 @@ def test_the_model_may_be_left_in_another_form_in_the_place_of_an_old_one(
 ) -> None:
     run = trained / CASES[4].name / "run"
     config = TrainConfig.read(run / "config.toml")
-    config = config.with_values(checkpoint={"output": str(tmp_path / "out"), "save_format": form})
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes").write_text("old")
+    link, place = tmp_path / "link", tmp_path / "disk" / "out"
+    link.symlink_to(place)
+    config = config.with_values(checkpoint={"output": str(link), "save_format": form})
+    place.mkdir(parents=True)
+    (place / "notes").write_text("old")
     assert write_trained_model(config, run, overwrite=True) == STEPS
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert not (tmp_path / "out" / "notes").exists()
-    reader, wanted = (
-        recognise(place)[0].open(place) for place in (tmp_path / "out", run / "checkpoints" / f"iter_{STEPS:07d}")
-    )
+    assert [path.name for path in place.parent.iterdir()] == ["out"]
+    assert link.is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "link"}
+    assert not (place / "notes").exists()
+    reader, wanted = (recognise(at)[0].open(at) for at in (place, run / "checkpoints" / f"iter_{STEPS:07d}"))
     for group in tensor_groups(wanted.architecture):
         assert not differences(reader.read(group, "weight"), wanted.read(group, "weight"))
-    assert {"tokenizer.json", "config.json"} <= {path.name for path in (tmp_path / "out").rglob("*")}
+    assert {"tokenizer.json", "config.json"} <= {path.name for path in place.rglob("*")}
 
 
 def test_a_model_whose_place_was_taken_meanwhile_is_whole_beside_it(trained: Path, tmp_path: Path) -> None:
@@ -258,7 +260,7 @@ def test_a_wider_checkpoint_is_rounded_to_the_weights_and_whole_in_their_masters
         def loaded(dtype: Any) -> tuple[Any, Any]:
             config = transformer_config(architecture, Topology(), dtype=dtype)
             model = build_model(architecture, Topology(), 0, config, seed=None, device=cpu)
-            load_initial_weights(model, str(folder), architecture, Topology(), 0)
+            load_initial_weights(model, str(folder), architecture)
             return model, config
 
         given = list(loaded("float32")[0].parameters())

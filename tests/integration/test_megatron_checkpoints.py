@@ -100,7 +100,7 @@ def test_what_megatron_saved_is_read_whole(
             assert same(found[kind], truth[kind], case.architecture) == [], kind
         assert reader.state is not None
         assert (reader.state.iteration, reader.state.optimizer_step) == (ITERATION, STEPS)
-        assert reader.progress == {"num_floating_point_operations_so_far": 12.5}
+        assert reader.megatron.progress == {"num_floating_point_operations_so_far": 12.5}
         assert reader.state.consumed_samples == reader.state.scheduler["num_steps"] == SAMPLES
 
 

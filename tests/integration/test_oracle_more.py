@@ -19,7 +19,7 @@ from dynapipe_ext.data.dataset import TokenSample
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof.replica import verify
-from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads, wrap_ddp
+from dynapipe_ext.executor.stages.megatron import MegatronStage, wrap_ddp
 from dynapipe_ext.executor.stages.megatron_model import build_model, initialize_parallel, transformer_config
 from dynapipe_ext.executor.stages.megatron_optimizer import MegatronOptimizer
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
@@ -32,7 +32,7 @@ from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.schedules.tables.one_f_one_b import one_f_one_b
 from dynapipe_ext.splits.rules import fixed_rows
 from dynapipe_ext.topology import Topology
-from tests.support.megatron_ranks import CPU, costs_of, join, planned, tensors_of, worst_error
+from tests.support.megatron_ranks import CPU, costs_of, join, main_grads, planned, tensors_of, worst_error
 from tests.support.rank_jobs import in_turn
 
 NUM_LAYERS, NUM_SAMPLES, ROW_LEN = 2, 10, 48

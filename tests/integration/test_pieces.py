@@ -34,7 +34,7 @@ from dynapipe_ext.executor.megatron.gradient_sync import StepGradients
 from dynapipe_ext.executor.megatron.samples import megatron_arrays
 from dynapipe_ext.executor.megatron.shapes import MicroBatchShapes
 from dynapipe_ext.executor.proof.replica import verify
-from dynapipe_ext.executor.stages.megatron import MegatronStage, main_grads, unwrapped
+from dynapipe_ext.executor.stages.megatron import MegatronStage, unwrapped
 from dynapipe_ext.executor.transport.groups import make_pipeline_groups
 from dynapipe_ext.executor.transport.strict import StrictTransport
 from dynapipe_ext.lengths import SampleLength
@@ -53,6 +53,7 @@ from tests.support.megatron_ranks import (
     build_ddps,
     join,
     length_of,
+    main_grads,
     samples_of,
     tensors_of,
     worst_error,

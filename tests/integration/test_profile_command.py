@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,14 @@ tp = 1
 timeout_s = 60
 """
 _FEW = ("--min-len", "8", "--max-tokens", "256", "--max-shapes", "6", "--held-out", "1", "--recompute", "none,full")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_repeats() -> Iterator[None]:
+    """Of each action as many as any has: what is held here are bytes, and times that are far apart."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiling, "_MOST_REPEATS", profiling._LEAST_REPEATS)
+        yield
 
 
 @pytest.fixture

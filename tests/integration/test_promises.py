@@ -50,9 +50,10 @@ def test_no_measured_action_starts_before_its_input_has_ended(run_dir):
 def test_costs_of_a_run_follow_the_settings_of_the_next_one(run_dir):
     """Rates are measured, but widths and sharding come from the settings that use them."""
     from dynapipe_ext.config import TrainConfig
-    from dynapipe_ext.launch.job import configured_costs, read_costs
+    from dynapipe_ext.costs.interchange import read_cost_file
+    from dynapipe_ext.launch.job import configured_costs
 
-    costs, _ = read_costs(run_dir / "costs.json", None)
+    costs = read_cost_file(run_dir / "costs.json")
     wide = configured_costs(TrainConfig(), costs)
     narrow = configured_costs(TrainConfig().with_values(model={"dtype": "bfloat16"}, topology={"pp": 4}), costs)
     assert (wide.param_bytes, wide.activation_bytes_per_value, wide.num_stages) == (4, 4, 2)

@@ -15,7 +15,6 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator
-from dynapipe_ext.executor.stages.split_linear import trained_share
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
@@ -134,8 +133,6 @@ def test_adapters_learn_what_they_learn_in_the_whole_model_and_frozen_weights_no
     losses, found = learned(model, place, plans_of(place, "packed", split=split))
     assert losses == pytest.approx([loss] * place.pp, rel=1e-5)
     assert_same(found, gradients)
-    (part,) = parts_of_model(model)
-    assert 0 < trained_share(part) < 0.3
 
 
 def test_layers_and_stages_that_are_recomputed_draw_and_learn_the_same_and_layers_keep_less():

@@ -81,7 +81,7 @@ def carried(draw):
 
 
 @pytest.mark.skipif(native is None, reason="a pure build was asked for")
-@settings(max_examples=70)
+@settings(max_examples=35)
 @given(case=carried(), split=st.booleans(), effort=st.integers(0, 400), more=st.integers(0, 90), equal=st.booleans())
 def test_the_native_core_finds_what_its_twin_finds_with_chains(case, split, effort, more, equal) -> None:
     stage_ranks, start, least, _ = case
@@ -113,7 +113,7 @@ def test_what_is_found_runs_pieces_in_order_within_the_limit_and_as_fast_as_it_s
         assert makespan_ns(schedule, costs) <= makespan
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(case=carried(), split=st.booleans())
 def test_no_order_blocks_where_every_chain_fits_with_all_that_stands_between_its_pieces(case, split) -> None:
     """Any interleaving of chains and whole micro-batches, under every rule, with the bytes that the argument needs and

@@ -14,7 +14,7 @@ from dynapipe_ext.schedules.judge.bounds import replica_bounds
 from dynapipe_ext.schedules.judge.memory import peak_bytes
 from dynapipe_ext.schedules.judge.simulate import makespan_ns, simulate_ns
 from dynapipe_ext.schedules.judge.validate import validate
-from dynapipe_ext.schedules.search.flow_shop import forward_schedule, injection_order
+from dynapipe_ext.schedules.search.flow_shop import _FlowShop, forward_schedule, injection_order
 from dynapipe_ext.tools.check.recomputed_bounds import replica_bounds_ns
 
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1)]
@@ -101,6 +101,18 @@ def test_the_bound_holds_for_stages_in_any_order_and_counts_no_way_back() -> Non
     schedule = forward_schedule(costs, (0, 1, 2))
     chain = int(costs.forward_ns.sum() + costs.transfer_ns.sum())
     assert replica_bounds(schedule, costs, split=False).best_ns == chain == simulate_ns(schedule, costs)[2][0][1]
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**32), num_stages=st.integers(2, 5), count=st.integers(7, 12))
+def test_micro_batches_alike_take_what_the_bound_of_all_permutations_says(
+    seed: int, num_stages: int, count: int
+) -> None:
+    one, placement = forward_costs(seed, num_stages, 1), tuple(range(num_stages))
+    assert (
+        ends_at(one.take([0] * count), placement, range(count))
+        == _FlowShop(one.take([0] * count), placement).bound_ns()
+    )
 
 
 @pytest.mark.parametrize("num_stages", [3, 5])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +16,17 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError, VerificationError
-from dynapipe_ext.executor.instructions import Backward, Forward, Load, Recv, Send, WaitRecv, WaitSend
+from dynapipe_ext.executor.instructions import (
+    Backward,
+    BackwardInput,
+    Buffer,
+    Forward,
+    Load,
+    Recv,
+    Send,
+    WaitRecv,
+    WaitSend,
+)
 from dynapipe_ext.executor.lowering import lower_schedule
 from dynapipe_ext.executor.proof.replica import verify
 from dynapipe_ext.executor.proven_step import prove_step
@@ -77,13 +88,17 @@ def random_costs(rng: random.Random, num_stages: int, num_micro_batches: int) ->
 PLACEMENTS = [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1), (0, 1, 2, 2, 1, 0), (1, 0)]
 
 
-def lowered(seed: int, stage_ranks: tuple[int, ...], num_micro_batches: int):
+def lowered(seed: int, stage_ranks: tuple[int, ...], num_micro_batches: int, form: ActivationFormat = FORMAT):
     rng = random.Random(seed)
     schedule = random_schedule(rng, stage_ranks, num_micro_batches)
     costs = random_costs(rng, len(stage_ranks), num_micro_batches)
-    micro_batches = [MicroBatch((SampleLength(i, i + 1),)) for i in range(num_micro_batches)]
+    micro_batches = [micro_batch_of(i, form) for i in range(num_micro_batches)]
     times = simulate_ns(schedule, costs)
-    return schedule, lower_schedule(schedule, times, micro_batches, FORMAT, costs.transfer_ns.tolist())
+    return schedule, lower_schedule(schedule, times, micro_batches, form, costs.transfer_ns.tolist())
+
+
+def micro_batch_of(i: int, form: ActivationFormat) -> MicroBatch:
+    return MicroBatch((SampleLength(i, i + 1, 0 if form.first_decoder_stage is None else 2 * i + 1),))
 
 
 plans = st.tuples(st.integers(0, 10**6), st.sampled_from(PLACEMENTS), st.integers(1, 6))
@@ -91,16 +106,33 @@ plans = st.tuples(st.integers(0, 10**6), st.sampled_from(PLACEMENTS), st.integer
 
 @settings(max_examples=300)
 @given(plans)
-def test_every_schedule_that_simulates_lowers_to_a_plan_that_is_proven(drawn):
+def test_every_schedule_that_simulates_lowers_to_a_plan_that_is_proven_with_the_bytes_it_has_in_flight(drawn):
     schedule, programs = lowered(*drawn)
-    peaks = verify(programs, schedule.stage_ranks, drawn[2])
-    assert (max(peaks) > 0) == (len(set(schedule.stage_ranks)) > 1)
+    assert verify(programs, schedule.stage_ranks, drawn[2]) == [most_in_flight(program) for program in programs]
+
+
+def most_in_flight(program) -> int:
+    """Bytes from each Send to its WaitSend, and from each Recv to the action that takes what came."""
+    sent, received, most = {}, {}, 0
+    for one in program:
+        match one:
+            case Send() | Recv():
+                (sent if isinstance(one, Send) else received)[one.buffer] = sum(spec.num_bytes for spec in one.specs)
+            case WaitSend():
+                del sent[one.buffer]
+            case Forward(stage, m):
+                received.pop(Buffer("activation", stage - 1, m), None)
+            case Backward(stage, m) | BackwardInput(stage, m):
+                received.pop(Buffer("gradient", stage + 1, m), None)
+        most = max(most, sum(sent.values()) + sum(received.values()))
+    return most
 
 
 @settings(max_examples=100)
 @given(plans)
-def test_every_send_has_one_recv_in_the_same_place_of_its_queue(drawn):
-    _, programs = lowered(*drawn)
+def test_every_send_has_one_recv_in_the_same_place_of_its_queue_and_the_shapes_of_its_boundary(drawn):
+    form = ActivationFormat(8, first_decoder_stage=drawn[0] % len(drawn[1]))
+    _, programs = lowered(*drawn, form)
     sends: dict[tuple[int, int, int], list] = {}
     recvs: dict[tuple[int, int, int], list] = {}
     for rank, program in enumerate(programs):
@@ -113,17 +145,22 @@ def test_every_send_has_one_recv_in_the_same_place_of_its_queue(drawn):
                 recvs.setdefault(lane, []).append((instruction.buffer, instruction.specs))
     assert sends == recvs
     assert all(channel == (sender > receiver) for sender, receiver, channel in sends)
+    for buffer, specs in itertools.chain.from_iterable(sends.values()):
+        boundary = buffer.stage - (buffer.payload == "gradient")
+        assert specs == form.specs(micro_batch_of(buffer.micro_batch, form), boundary)
 
 
 @settings(max_examples=100)
 @given(plans)
-def test_each_rank_runs_exactly_its_schedule_and_loads_each_micro_batch_once(drawn):
+def test_each_rank_runs_exactly_its_schedule_loads_each_micro_batch_once_and_frees_what_it_sent_before_it_waits(drawn):
     schedule, programs = lowered(*drawn)
     for program, actions in zip(programs, schedule.ranks, strict=True):
         computed = [i for i in program if not isinstance(i, Load | Send | Recv | WaitSend | WaitRecv)]
         assert [(i.stage, i.micro_batch) for i in computed] == [(a.stage, a.micro_batch) for a in actions]
         loads = Counter(i.micro_batch for i in program if isinstance(i, Load))
         assert loads == Counter(range(drawn[2]))
+        for before, after in itertools.pairwise(program):
+            assert not (isinstance(before, WaitRecv) and isinstance(after, WaitSend))
 
 
 def damaged(rng: random.Random, programs):

@@ -21,7 +21,7 @@ from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, ReplicaPlan, check_cover, round_up
 from dynapipe_ext.splits import partition
 from dynapipe_ext.splits.balance import assign_replicas
-from dynapipe_ext.splits.packing import fill_lightest, micro_batch_evaluate, split_packed
+from dynapipe_ext.splits.packing import RowPackings, RowRule, fill_lightest, micro_batch_evaluate
 from dynapipe_ext.splits.padded import ShapeEvaluate, ordered, shape_evaluate, split_padded
 from dynapipe_ext.splits.partition import best_partition
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, packed_documents, pad_to_batch_max
@@ -63,7 +63,8 @@ def replicate(micro_batches: list[MicroBatch], dp: int) -> list[list[MicroBatch]
 def test_every_split_trains_every_sample_once(samples: list[SampleLength], dp: int, pp: int, multiple: int) -> None:
     dp = min(dp, len(samples))
     padded = split_padded(samples, BY_SHAPE, pp=pp, dp=dp, pad_multiple=multiple)
-    packed = split_packed(samples, BY_BATCH, max_tokens=510, pp=pp, dp=dp, pad_multiple=multiple)
+    rows = RowPackings.of(samples, BY_BATCH, RowRule(max_tokens=510, pad_multiple=multiple))
+    packed = rows.best(BY_BATCH, pp=pp, dp=dp, max_bytes=None, equal_counts=False)
     check(replicate(padded, dp), samples, dp)
     check(replicate(packed, dp), samples, dp)
     assert max(max(m.encoder_len, m.decoder_len) for m in packed) <= 510

@@ -130,6 +130,12 @@ def test_any_plan_comes_back_equal(plan: ExecutionPlan) -> None:
     assert wire.decode(wire.encode(plan, KEY, context=b"a"), KEY, context=b"a") == plan
 
 
+def test_a_plan_says_what_it_promises_in_seconds_bytes_and_shares() -> None:
+    plan = example_plan()
+    promised = (plan.makespan_s, plan.lower_bound_s, plan.peak_bytes, plan.padding_efficiency)
+    assert promised == (10e-9, 9e-9, 4, 100 / 120)
+
+
 def test_the_round_trip_covers_every_instruction() -> None:
     assert set(of_kind) == set(get_args(Instruction))
 
@@ -247,7 +253,7 @@ def test_a_signed_bomb_is_not_inflated_beyond_the_bound(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "body", [b"[]", b"{}", b"nonsense", b"[[0,0,0,[]],[],[['Q',1]],[],[1,1,[1],0],[1,1,1,1,[],0],false]"]
+    "body", [b"[]", b"{}", b"nonsense", b'[[0,0,0,[]],[],[["Q",1]],[],[1,1,[1],0],["tokens",1,1,1,[],0],false]']
 )
 def test_signed_bytes_that_are_not_a_plan_are_a_store_error(body: bytes) -> None:
     with pytest.raises(StoreError, match="same dynapipe-ext release"):

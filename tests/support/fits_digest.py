@@ -43,7 +43,7 @@ def measure(part: ModelPart, m: MicroBatch, *, bytes_only: bool = False) -> Meas
 def found() -> dict[str, object]:
     within = ProfileRange(min_len=16, max_len=512, max_tokens=4096)
     profile = Profile()
-    choose_and_measure(profile, measure, within, error_target=0.0, most_shapes=14, go_on=lambda _profile, _error: True)
+    choose_and_measure(profile, measure, within, error_target=0.0, most_shapes=14, go_on=lambda _profile: True)
     table = cost_table(profile, within, SHAPE, value_bytes=4)
     points = {(r, n): 1e-6 * r * n for r, n in [(1, 16), (1, 128), (8, 16), (8, 128), (4, 64)]}
     random = np.random.default_rng(0)

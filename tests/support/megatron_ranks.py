@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib import import_module
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -177,13 +178,14 @@ def join(env) -> None:
     dist.init_process_group("gloo", env.init_method, rank=env.rank, world_size=env.world_size, timeout=limit)
 
 
-def step_plan_of(case: Case, step: int) -> StepPlan:
-    """Uneven micro-batches (5, 2, 1, 3 and 3 samples); of two replicas one has two of them, the other three, where the
-    case does not deal them otherwise."""
-    lengths = [length_of(sample) for sample in samples_of(step)]
-    cuts = [lengths[:5], lengths[5:7], lengths[7:8], lengths[8:11], lengths[11:]]
-    parts = [MicroBatch(tuple(cut), case.layout, case.recompute, pad_multiple=4) for cut in cuts]
-    deal = case.deal or (((0, 1, 2, 3, 4),) if case.topology.dp == 1 else ((0, 1), (2, 3, 4)))
+def step_plan_of(case: Case, step: int, samples_of_each: Sequence[int] = (5, 2, 1, 3, 3)) -> StepPlan:
+    """Uneven micro-batches, of so many samples each; of two replicas the first has the fewer of them, where the case
+    does not deal them otherwise."""
+    lengths = iter([length_of(sample) for sample in samples_of(step)])
+    cuts = [tuple(islice(lengths, count)) for count in samples_of_each]
+    parts = [MicroBatch(cut, case.layout, case.recompute, pad_multiple=4) for cut in cuts]
+    ends = [len(parts) * replica // case.topology.dp for replica in range(case.topology.dp + 1)]
+    deal = case.deal or [range(*two) for two in pairwise(ends)]
     replicas = [[parts[number] for number in own] for own in deal]
     costs = costs_of(case.topology, replicas)
     schedules = [schedule_of(case.schedule, c, case.topology) for c in costs]
@@ -290,3 +292,8 @@ def worst_error(
 class Spans(list):
     def record(self, span) -> None:
         self.append(span)
+
+
+def main_grads(ddp: Any) -> dict[str, torch.Tensor]:
+    """Name -> float32 gradient sums of this rank, after `finish_step`."""
+    return {name: parameter.main_grad for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}

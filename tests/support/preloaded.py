@@ -1,6 +1,7 @@
 """`dynapipe` commands that start in milliseconds: forks of one process that has imported what training imports.
 
-`Preloaded` starts that process, this file as a program. A command is as one that was executed: its own process, and
+`Preloaded` starts that process, this file as a program; the workers of a suite are forks of it, too, and share it
+(`interpreter`). A command is as one that was executed: its own process, and
 session where asked for, working directory, environment, standard streams, signal handlers, exit status, and what ends
 with the interpreter: threads and functions registered for then. What it cannot show is an import that is missing, late
 or wrong, nor how modules are taken down: tests of every kind of start keep one command that is executed.
@@ -12,7 +13,10 @@ import atexit
 import gc
 import importlib
 import json
+import logging
 import os
+import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,9 +24,11 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, NoReturn
 
 _MODULES = (
@@ -74,17 +80,35 @@ class Command:
 
 
 class Preloaded:
-    """The process that commands are forks of, while the context lasts."""
+    """The process that commands are forks of, while the context lasts; with an `address`, that of another context."""
+
+    def __init__(self, address: str = "") -> None:
+        self.address = address
+        self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Preloaded:
-        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen([sys.executable, "-P", __file__, *_MODULES], stdin=theirs)
+        if not self.address:
+            self._folder = tempfile.TemporaryDirectory()  # its owner's alone, as what listens in it is
+            self.address = f"{self._folder.name}/preloaded"
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(self.address)
+                listener.listen()
+                words = [sys.executable, "-P", __file__, "serve", str(os.getpid()), *_MODULES]
+                self._process = subprocess.Popen(words, stdin=listener)
+        self._requests = _connected(self.address)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._requests.close()
-        self._process.wait(60)
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(60)
+            self._folder.cleanup()
+
+    @property
+    def interpreter(self) -> str:
+        """A command line that runs `-c CODE`, once appended, as Python does, but with all modules loaded."""
+        return shlex.join([sys.executable, "-P", __file__, "interpret", self.address])
 
     def load(self, *modules: str) -> None:
         """Import these, too, before the next command begins."""
@@ -145,36 +169,73 @@ class Preloaded:
         return done.stderr
 
 
-def _serve(requests: socket.socket) -> None:
-    """Forks a command for every request, and a process that waits for it, until the other end is closed."""
+def _connected(address: str) -> socket.socket:
+    requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    requests.connect(address)
+    return requests
+
+
+def _interpret(address: str, arguments: Sequence[str]) -> NoReturn:
+    """Lends a fork of the preloaded process this one's streams, and ends as it does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the fork
+    request = {"arguments": arguments, "cwd": str(Path.cwd()), "environment": {**os.environ}, "is_code": True}
+    status_read, status_write = os.pipe()
+    with _connected(address) as requests:
+        socket.send_fds(requests, [json.dumps(request).encode()], [0, 1, 2, status_write])
+    os.close(status_write)
+    with open(status_read) as status:
+        _, code = status
+    os._exit(int(code) % 256)
+
+
+def _serve(listener: socket.socket) -> NoReturn:
+    """Forks a command for every request, and a process that waits for it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
     signal.signal(signal.SIGCHLD, lambda *_: _reap())
+    watched = selectors.DefaultSelector()
+    watched.register(listener, selectors.EVENT_READ)
     while True:
-        request, streams, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
-        if not request:
-            return
-        given = json.loads(request)
-        if "modules" in given:
-            _load(given["modules"])
-            continue
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            requests.close()
-            *standard, status = streams
-            if (pid := os.fork()) == 0:
-                _become(standard, status, **given)
-            for stream in standard:
+        for key, _ in watched.select():
+            if key.fileobj is listener:
+                watched.register(listener.accept()[0], selectors.EVENT_READ)
+                continue
+            requests: socket.socket = key.fileobj  # type: ignore[assignment]
+            request, streams, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 4)
+            given = json.loads(request) if request else {}
+            if not given:
+                watched.unregister(requests)
+                requests.close()
+            elif "modules" in given:
+                _load(given["modules"])
+            elif os.fork() == 0:
+                _run(watched, streams, given)
+            for stream in streams:
                 os.close(stream)
-            exit_status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            os.write(status, f"{exit_status}\n".encode())
-            os._exit(0)
-        for stream in streams:
-            os.close(stream)
+
+
+def _run(watched: selectors.BaseSelector, streams: Sequence[int], given: dict[str, Any]) -> NoReturn:
+    """A fork that is the command, and this one, which waits for it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for key in [*watched.get_map().values()]:
+        key.fileobj.close()  # type: ignore[union-attr]
+    watched.close()
+    *standard, status = streams
+    if (pid := os.fork()) == 0:
+        _become(standard, status, **given)
+    for stream in standard:
+        os.close(stream)
+    exit_status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.write(status, f"{exit_status}\n".encode())
+    os._exit(0)
 
 
 def _load(modules: Sequence[str]) -> None:
+    show, warnings.showwarning = warnings.showwarning, lambda *_, **__: None  # of what no test is about
+    logging.disable(logging.WARNING)
     for module in modules:
         importlib.import_module(module)
+    logging.disable(logging.NOTSET)
+    warnings.showwarning = show
     gc.freeze()  # what is loaded is not searched for garbage by every command
 
 
@@ -193,10 +254,11 @@ def _become(
     arguments: list[str],
     cwd: str,
     environment: dict[str, str],
-    new_session: bool,
-    faults: dict[str, Any] | None,
+    new_session: bool = False,
+    faults: dict[str, Any] | None = None,
+    is_code: bool = False,
 ) -> NoReturn:
-    """What `dynapipe ARGUMENTS` does once it has been executed."""
+    """What `dynapipe ARGUMENTS` does once it has been executed, or `python ARGUMENTS`, the last of which is code."""
     from dynapipe_ext.launch import cli
 
     if new_session:
@@ -216,6 +278,11 @@ def _become(
         sys.path.append(str(Path(__file__).parent))
         importlib.import_module("faults").install(**faults)
     try:
+        if is_code:
+            sys.argv, sys.dont_write_bytecode = ["-c"], "-B" in arguments
+            sys.modules["__main__"] = main = ModuleType("__main__")
+            exec(arguments[-1], vars(main))
+            sys.exit()
         sys.exit(cli.main())
     except SystemExit as ended:
         _end(ended.code)
@@ -236,8 +303,13 @@ def _end(code: object) -> NoReturn:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "interpret":
+        _interpret(sys.argv[2], sys.argv[3:])
+
+    from dynapipe_ext.executor.parent_death import end_with_parent
     from dynapipe_ext.executor.stages import megatron_cpu
 
+    end_with_parent(int(sys.argv[2]))
     megatron_cpu.install()  # before anything of megatron is imported
-    _load(sys.argv[1:])
+    _load(sys.argv[3:])
     _serve(socket.socket(fileno=0))
