@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.plans.source import PlanSource
 from dynapipe_ext.executor.plans.step_positions import StepPosition
 from dynapipe_ext.executor.protocols import Batch
+
+_SLICE_S = 0.5  # how late Ctrl-C may be noticed that comes as a wait begins: Python looks for it only around one
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +32,15 @@ def read_ahead(
         try:  # Ctrl-C may already come while the thread starts
             pending = pool.submit(read, places[0])
             for following in places[1:]:
-                item = pending.result()
+                item = _awaited(pending)
                 pending = pool.submit(read, following)
                 yield item
-            yield pending.result()
+            yield _awaited(pending)
         finally:
             source.close()  # else leaving the pool would wait for a plan that nobody wants any more
+
+
+def _awaited(pending: Future[ReadStep]) -> ReadStep:
+    while not wait([pending], _SLICE_S).done:
+        pass
+    return pending.result()

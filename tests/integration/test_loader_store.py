@@ -233,7 +233,8 @@ def test_ctrl_c_ends_a_wait_for_a_plan_that_never_comes(address: StoreAddress, n
 
         def interrupt() -> None:
             store.waited.wait(60)
-            os.kill(os.getpid(), signal.SIGINT)
+            # What the main thread waits in does not see it come, as when it comes just before a wait begins.
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
         thread.start()
