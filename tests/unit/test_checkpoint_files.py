@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,41 @@ def test_the_newest_complete_checkpoint_is_the_latest_and_the_pointer_names_it(t
     assert (tmp_path / "root" / folders.POINTER).read_text() == "100"
     with pytest.raises(DataError, match="holds no complete checkpoint"):
         folders.latest(tmp_path / "nowhere")
+
+
+def test_of_a_save_that_was_killed_the_old_checkpoint_comes_back_and_nothing_else_stays(tmp_path: Path) -> None:
+    """Killed between the two renames: the old one is set aside, the new one has no name yet."""
+    folder = saved(tmp_path, 3)
+    folder.rename(tmp_path / f".{folder.name}{folders._OLD}")
+    folders.begin(tmp_path, 3)
+    folders.begin(tmp_path, 4)
+    folders.tidy(tmp_path)
+    assert {entry.name for entry in tmp_path.iterdir()} == {folder.name, folders.POINTER}
+    assert folders.latest(tmp_path) == folder
+
+
+def test_all_that_a_checkpoint_holds_is_on_the_disk_before_it_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[int | str] = []  # inodes that reached the disk, and names that appeared
+    sync, rename = os.fsync, Path.rename
+
+    def synced(descriptor: int) -> None:
+        events.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        events.append(target.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    folder = saved(tmp_path, 3)
+    appears = events.index(folder.name)
+    assert {one.stat().st_ino for one in (folder, *folder.iterdir())} <= set(events[:appears])
+    assert tmp_path.stat().st_ino in events[appears:]
+    pointer = tmp_path / folders.POINTER
+    assert pointer.stat().st_ino in events[: events.index(pointer.name)]
 
 
 @pytest.mark.parametrize(

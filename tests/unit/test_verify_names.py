@@ -63,6 +63,17 @@ def test_a_stage_up_and_all_micro_batches_down_is_another_name_and_refused(progr
     verify(programs, range(NUM_RANKS), NUM_MICRO_BATCHES)
 
 
+def test_the_buffer_of_a_wait_that_is_left_out_is_named(programs):
+    for rank, program in enumerate(programs):
+        for wait in program:
+            if not isinstance(wait, WaitSend | WaitRecv):
+                continue
+            changed = [[one for one in p if one is not wait] for p in programs]
+            kind = "never waits for sending" if isinstance(wait, WaitSend) else "needs"
+            with pytest.raises(VerificationError, match=f"rank {rank}.*{kind} the {wait.buffer}(,|$)"):
+                verify(changed, range(NUM_RANKS), NUM_MICRO_BATCHES)
+
+
 def test_a_buffer_may_come_back_but_not_while_the_rank_still_has_it():
     """Rank 0 lends its output to rank 1, which returns it before it gets it for good."""
     activation, gradient = Buffer("activation", 0, 0), Buffer("gradient", 1, 0)

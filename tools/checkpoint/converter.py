@@ -118,7 +118,7 @@ def prepare_conversion(
     written_as = format_of(target)
     say_loading("torch")  # not before: what is refused above needs none
     reader = read_as.open(source)
-    if drop_mtp and hasattr(reader, "drop_prediction_layers"):
+    if drop_mtp:
         reader.drop_prediction_layers()
     reader.check()
     if carry is not None:
@@ -127,7 +127,7 @@ def prepare_conversion(
     pieces = tuple(writer.pieces())
     _refuse_lost(reader, pieces)
     notices = [f"{source} could also be read as {', '.join(also)}: --from chooses"] if also else []
-    notices += [*getattr(reader, "notices", ()), *getattr(writer, "notices", ()), *_left_out(reader, pieces, target)]
+    notices += [*reader.notices, *writer.notices, *_left_out(reader, pieces, target)]
     identity = {
         "version": importlib.metadata.version("dynapipe-ext"),
         "source": str(source),
@@ -179,7 +179,7 @@ def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_
         num_resumed,
         conversion.verify,
         conversion.notices,
-        getattr(conversion.writer, "usage", ()),
+        conversion.writer.usage,
     )
 
 
@@ -247,7 +247,7 @@ def _settle_configs(conversion: Conversion) -> None:
     places = [conversion.partial / CONFIG, conversion.partial / "huggingface" / CONFIG]
     default = places[0] if conversion.target_format.name == "hf" else places[1]
     for place in {default, *(place for place in places if place.exists())}:
-        settle_config(place, conversion.reader.architecture, getattr(conversion.reader, "config_fields", {}))
+        settle_config(place, conversion.reader.architecture, conversion.reader.config_fields)
 
 
 def _refuse_places(source: Path, destination: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
 from dynapipe_ext.models.architecture import Architecture
@@ -37,6 +38,19 @@ class TrainingState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronValues:
+    """What checkpoints of Megatron's alone hold besides: plain values, which one takes from another as they are.
+
+    `dropped_arguments` have other values, like members of enumerations.
+    """
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    dropped_arguments: tuple[str, ...] = ()
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    grad_scaler: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
     """How a checkpoint is laid out over ranks; formats without ranks refuse what they cannot heed."""
 
@@ -60,12 +74,22 @@ def states_of(groups: Iterable[TensorGroup], kinds: Iterable[StateKind]) -> tupl
 
 
 class CheckpointReader(Protocol):
-    """A checkpoint on disk. Opening it reads no tensors; errors are DataErrors that name the file and the tensor."""
+    """A checkpoint on disk. Opening it reads no tensors; errors are DataErrors that name the file and the tensor.
+
+    What has a value here is for readers that have more to say; they name this class as their base.
+    """
 
     architecture: Architecture
     kinds: tuple[StateKind, ...]
     state: TrainingState | None
     files: tuple[Path, ...]  # tokenizer, generation config, config.json: carried along
+    notices: tuple[str, ...] = ()  # what is there and is not carried
+    config_fields: Mapping[str, Any] = MappingProxyType({})  # for a config.json, where none is carried
+    megatron: MegatronValues = MegatronValues()
+
+    def drop_prediction_layers(self) -> None:
+        """Leave out the layers of multi-token prediction, which `check` refuses."""
+        return
 
     def check(self) -> None:
         """Refuse missing, extra and misshapen tensors, all of them named, before anything is written."""
@@ -78,6 +102,9 @@ class CheckpointReader(Protocol):
 
 class CheckpointWriter(Protocol):
     """Writes into a directory that does not count as a checkpoint until the converter has renamed it."""
+
+    notices: tuple[str, ...] = ()  # what the checkpoint lacks, or cannot say
+    usage: tuple[str, ...] = ()  # how it is loaded
 
     def pieces(self) -> Sequence[CheckpointPiece]: ...
 

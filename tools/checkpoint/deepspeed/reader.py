@@ -23,7 +23,7 @@ from dynapipe_ext.tools.checkpoint.deepspeed.names import ModulePlaces, canonica
 from dynapipe_ext.tools.checkpoint.deepspeed.tag import read_tag
 from dynapipe_ext.tools.checkpoint.deepspeed.writer import DeepSpeedWriter
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import refuse_faults
-from dynapipe_ext.tools.checkpoint.formats import STATE_KINDS, GroupTensors, StateKind
+from dynapipe_ext.tools.checkpoint.formats import STATE_KINDS, CheckpointReader, GroupTensors, StateKind
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, read_json_object
 from dynapipe_ext.tools.checkpoint.recognise import TAG_FILES, is_tag, told_tag
 
@@ -37,12 +37,12 @@ def open_checkpoint(path: Path) -> DeepSpeedReader:
     return DeepSpeedReader(path)
 
 
-class DeepSpeedReader:
+class DeepSpeedReader(CheckpointReader):
     """Gives tensors by their names on the Hub.
 
     "weight" is the module's, in its dtype: what stages 0 to 2 and pipelines save, under stage 3 the fp32 master rounded
     to that dtype, as the engine itself does after each step. "master" and the moments are the optimizer's; of a frozen
-    parameter the master is the weight and the moments are 0. `notices` say what is there and is not carried.
+    parameter the master is the weight and the moments are 0.
     """
 
     def __init__(self, path: Path) -> None:

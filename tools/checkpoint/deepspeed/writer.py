@@ -26,6 +26,7 @@ from dynapipe_ext.tools.checkpoint.deepspeed.universal import FILES, FOLDER, NUM
 from dynapipe_ext.tools.checkpoint.formats import (
     CheckpointPiece,
     CheckpointReader,
+    CheckpointWriter,
     GroupTensors,
     Source,
     StateKind,
@@ -47,7 +48,7 @@ _KNOWN = {
 _TORCH_ADAM = {"foreach", "capturable", "maximize"}
 
 
-class DeepSpeedWriter:
+class DeepSpeedWriter(CheckpointWriter):
     """One piece with the module, and one for each group of masters and moments."""
 
     def __init__(self, directory: Path, reader: CheckpointReader, options: WriterOptions) -> None:

@@ -26,6 +26,7 @@ from dynapipe_ext.tools.checkpoint.files.torch_file import read_torch_file
 from dynapipe_ext.tools.checkpoint.formats import (
     CheckpointPiece,
     CheckpointReader,
+    CheckpointWriter,
     GroupTensors,
     Source,
     StateKind,
@@ -53,8 +54,8 @@ def open_checkpoint(path: Path) -> HuggingFaceReader:
     return HuggingFaceReader(path)
 
 
-class HuggingFaceReader:
-    """Reads one tensor at a time by its place in the files. `notices` say what is there and is not carried."""
+class HuggingFaceReader(CheckpointReader):
+    """Reads one tensor at a time by its place in the files."""
 
     kinds: tuple[StateKind, ...] = ("weight",)
     state: TrainingState | None = None
@@ -73,7 +74,6 @@ class HuggingFaceReader:
         self._unequal_copies = self._resolve_copies()
         self._prediction = [name for name in self._stored if _is_of_prediction(architecture, name)]
         self.files = carried_files(path)
-        self.notices: tuple[str, ...] = ()
         if own_code := raw.get("auto_map"):
             self.notices += (
                 f"{path / CONFIG} names code of its own (auto_map {short(own_code)}): followed is what transformers"
@@ -92,7 +92,6 @@ class HuggingFaceReader:
             self.architecture = replace(self.architecture, dtype=str(first.dtype).removeprefix("torch."))
 
     def drop_prediction_layers(self) -> None:
-        """Leave out the layers of multi-token prediction, which `check` refuses."""
         for name in self._prediction:
             del self._stored[name]
         if self._prediction:
@@ -156,7 +155,7 @@ class HuggingFaceReader:
         return unequal
 
 
-class HuggingFaceWriter:
+class HuggingFaceWriter(CheckpointWriter):
     """Writes safetensors shards of at most `shard_bytes`, their index, the carried files and, last, config.json."""
 
     def __init__(

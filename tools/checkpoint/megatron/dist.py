@@ -21,7 +21,7 @@ from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_faults
 from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord, read_pickle
-from dynapipe_ext.tools.checkpoint.formats import GroupTensors, StateKind
+from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, GroupTensors, StateKind
 from dynapipe_ext.tools.checkpoint.megatron.dist_names import StoredKey, extra_state, keys_of
 from dynapipe_ext.tools.checkpoint.megatron.dist_writer import MegatronDistWriter as MegatronDistWriter
 from dynapipe_ext.tools.checkpoint.megatron.folder import carried, read_architecture
@@ -75,8 +75,8 @@ def open_checkpoint(path: Path) -> MegatronDistReader:
     return MegatronDistReader(iteration_folder(path))
 
 
-class MegatronDistReader:
-    """A CheckpointReader of one iteration's folder."""
+class MegatronDistReader(CheckpointReader):
+    """Of one iteration's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,8 +88,7 @@ class MegatronDistReader:
                 f"{folder / COMMON} holds {type(common).__name__} where a dictionary is needed: copy it again"
             )
         contents = read_contents(common)
-        self.arguments, self.progress, self.grad_scaler = contents.arguments, contents.progress, contents.grad_scaler
-        self.dropped_arguments = contents.dropped_arguments
+        self.megatron = contents.megatron
         self.files = carried(folder)
         embedding = self._stored.get(EMBEDDING)
         self.architecture, notices = read_architecture(

@@ -29,6 +29,7 @@ from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.formats import (
     CheckpointPiece,
     CheckpointReader,
+    CheckpointWriter,
     Source,
     StateKind,
     WriterOptions,
@@ -62,8 +63,8 @@ _CONTENT = {
 }
 
 
-class MegatronDistWriter:
-    """A CheckpointWriter. Errors: ConfigError for a layout that the model cannot have."""
+class MegatronDistWriter(CheckpointWriter):
+    """Errors: ConfigError for a layout that the model cannot have."""
 
     def __init__(self, directory: Path, reader: CheckpointReader, options: WriterOptions) -> None:
         self.directory = directory
@@ -192,7 +193,7 @@ class MegatronDistWriter:
             "checkpoint_version": 3.0,
             "iteration": self._state.iteration if self._state else 0,
             "content_metadata": dict(_CONTENT),
-            **getattr(self._reader, "progress", {}),
+            **self._reader.megatron.progress,
         }
         if self._state is not None:
             common["opt_param_scheduler"] = dict(self._state.scheduler)
@@ -210,7 +211,7 @@ class MegatronDistWriter:
         optimizer: dict[str, Any] = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
         if self._layout.architecture.dtype == "float32":
             optimizer |= {"state": inner["state"], "param_groups": inner["param_groups"]}
-        if scaler := getattr(self._reader, "grad_scaler", {}):
+        if scaler := self._reader.megatron.grad_scaler:
             optimizer["grad_scaler"] = grad_scaler(scaler)
         return optimizer
 

@@ -19,7 +19,7 @@ from dynapipe_ext.errors import DataError
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_faults
 from dynapipe_ext.tools.checkpoint.files.torch_file import ArchiveRecord
-from dynapipe_ext.tools.checkpoint.formats import GroupTensors, StateKind
+from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, GroupTensors, StateKind
 from dynapipe_ext.tools.checkpoint.megatron.folder import carried, read_architecture
 from dynapipe_ext.tools.checkpoint.megatron.legacy_names import whole_name
 from dynapipe_ext.tools.checkpoint.megatron.legacy_optimizer import RankOptimizer, optimizer_tensors
@@ -64,17 +64,16 @@ def open_checkpoint(path: Path) -> MegatronLegacyReader:
     return MegatronLegacyReader(iteration_folder(path))
 
 
-class MegatronLegacyReader:
-    """A CheckpointReader of one iteration's folder."""
+class MegatronLegacyReader(CheckpointReader):
+    """Of one iteration's folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         ranks = _read_ranks(folder)
         self._tp = 1 + max(rank.tp_rank for rank in ranks)
         contents = read_contents(ranks[0].content)
-        self.arguments, self.progress, self.grad_scaler = contents.arguments, contents.progress, contents.grad_scaler
+        self.megatron = contents.megatron
         _refuse_other_versions(folder, ranks[0].content)
-        self.dropped_arguments = contents.dropped_arguments
         self.state = contents.state
         self.files = carried(folder)
         self._faults: list[str] = []

@@ -15,6 +15,7 @@ from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.formats import (
     CheckpointPiece,
     CheckpointReader,
+    CheckpointWriter,
     Source,
     StateKind,
     WriterOptions,
@@ -66,8 +67,8 @@ class _Entry:
         return self.dtype == torch.float32
 
 
-class MegatronLegacyWriter:
-    """A CheckpointWriter. `transformer_impl` says whose layers will load the files; their names differ.
+class MegatronLegacyWriter(CheckpointWriter):
+    """`transformer_impl` says whose layers will load the files; their names differ.
 
     Errors: ConfigError for a layout that the model cannot have.
     """
@@ -190,7 +191,7 @@ class MegatronLegacyWriter:
             "args": arguments_of(self._reader, self._layout, self._options, is_training=self._state is not None),
             "checkpoint_version": 3.0,
             "iteration": self._state.iteration if self._state else 0,
-            **getattr(self._reader, "progress", {}),
+            **self._reader.megatron.progress,
             "model": self._model(stage, ordered, planned),
         }
         value["args"].transformer_impl = self._implementation
@@ -237,6 +238,6 @@ class MegatronLegacyWriter:
         if "master" not in self._kinds:
             return inner
         outer: dict[str, Any] = {"optimizer": inner, "fp32_from_fp16_params": masters}
-        if scaler := getattr(self._reader, "grad_scaler", {}):
+        if scaler := self._reader.megatron.grad_scaler:
             outer["grad_scaler"] = grad_scaler(scaler)
         return outer

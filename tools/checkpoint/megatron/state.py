@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dynapipe_ext.models.megatron_arguments import num_added_tokens, write_arguments
 from dynapipe_ext.models.tensors import tensor_groups
-from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, StateKind, TrainingState, WriterOptions
+from dynapipe_ext.tools.checkpoint.formats import (
+    CheckpointReader,
+    MegatronValues,
+    StateKind,
+    TrainingState,
+    WriterOptions,
+)
 from dynapipe_ext.tools.checkpoint.megatron.launch_options import pipeline_layout, usage_notices
 from dynapipe_ext.tools.checkpoint.megatron.pickles import is_plain, plain, scalar
 from dynapipe_ext.tools.checkpoint.megatron.shards import RankLayout
@@ -36,19 +42,16 @@ _GROUP = {
 
 @dataclass(frozen=True, slots=True)
 class MegatronContents:
-    """Plain values of a checkpoint; `progress` and `grad_scaler` are carried as they are."""
+    """A checkpoint but for its tensors."""
 
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    state: TrainingState | None = None
-    progress: Mapping[str, Any] = field(default_factory=dict)
-    grad_scaler: Mapping[str, Any] = field(default_factory=dict)
-    notices: tuple[str, ...] = ()
-    dropped_arguments: tuple[str, ...] = ()  # whose values are no plain ones, like members of enumerations
+    megatron: MegatronValues
+    state: TrainingState | None
+    notices: tuple[str, ...]
 
     @property
     def told(self) -> Mapping[str, Any]:
         """The arguments, those with other values too: one that makes another model must not be passed over."""
-        return {**self.arguments, **dict.fromkeys(self.dropped_arguments, "no plain value")}
+        return {**self.megatron.arguments, **dict.fromkeys(self.megatron.dropped_arguments, "no plain value")}
 
 
 def read_contents(common: Mapping[str, Any]) -> MegatronContents:
@@ -78,7 +81,8 @@ def read_contents(common: Mapping[str, Any]) -> MegatronContents:
     outer = common.get("optimizer")
     scaler = outer.get("grad_scaler") if isinstance(outer, Mapping) else None
     loss_scale = plain(scaler) if isinstance(scaler, Mapping) else {}
-    return MegatronContents(kept, state, progress, loss_scale, tuple(notices), dropped)
+    values = MegatronValues(arguments=kept, dropped_arguments=dropped, progress=progress, grad_scaler=loss_scale)
+    return MegatronContents(values, state, tuple(notices))
 
 
 def _inner(optimizer: Any) -> Mapping[str, Any]:
@@ -124,7 +128,7 @@ def writer_notices(reader: CheckpointReader, layout: RankLayout, state: Training
     """What a Megatron checkpoint made of another does not have, or cannot say."""
     notices = usage_notices(layout.architecture, layout.padded_vocab_size)
     notices += (RNG_NOTICE,) if state is not None else ()
-    if dropped := getattr(reader, "dropped_arguments", ()):
+    if dropped := reader.megatron.dropped_arguments:
         notices += (f"arguments whose values are no plain ones are not carried: {', '.join(dropped)}",)
     return notices
 
@@ -154,7 +158,7 @@ def decays(group: Mapping[str, Any]) -> bool:
 
 def arguments_of(reader: CheckpointReader, layout: RankLayout, options: WriterOptions, *, is_training: bool) -> Any:
     """Megatron's argument namespace: the source's where it has one, the model's, and the new layout."""
-    known = dict(getattr(reader, "arguments", {}))
+    known = dict(reader.megatron.arguments)
     known.setdefault("add_position_embedding", True)
     if known.get("tokenizer_type") is None:  # Megatron-LM compares it where a vocabulary's file is given: GPT-2's alone
         known["tokenizer_type"] = "GPT2BPETokenizer" if layout.architecture.family == "gpt2" else None

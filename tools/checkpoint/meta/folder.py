@@ -20,7 +20,7 @@ from dynapipe_ext.models.architecture import Architecture, RopeScaling
 from dynapipe_ext.models.tensors import TensorGroup, TensorInfo, tensor_groups
 from dynapipe_ext.tools.checkpoint.files.stored_tensor import StoredTensor, refuse_faults
 from dynapipe_ext.tools.checkpoint.files.torch_file import read_torch_file
-from dynapipe_ext.tools.checkpoint.formats import GroupTensors, StateKind, TrainingState
+from dynapipe_ext.tools.checkpoint.formats import CheckpointReader, GroupTensors, StateKind, TrainingState
 from dynapipe_ext.tools.checkpoint.huggingface.carried_files import CONFIG, carried_files, left_behind, read_json_object
 from dynapipe_ext.tools.checkpoint.recognise import META_PARAMS
 
@@ -57,7 +57,7 @@ def open_checkpoint(path: Path) -> MetaReader:
     return MetaReader(path)
 
 
-class MetaReader:
+class MetaReader(CheckpointReader):
     """Puts the ranks' parts together as they are asked for; reads a head's rows at a time where their order changes."""
 
     kinds: tuple[StateKind, ...] = ("weight",)
@@ -85,7 +85,6 @@ class MetaReader:
         above = path.parent / "tokenizer.model"  # Llama 1 and 2 keep it beside the models' folders
         has_tokenizer = any(file.name.startswith("tokenizer") for file in here)
         self.files = tuple(file for file in here if file.name != CONFIG)
-        self.notices: tuple[str, ...] = ()
         if not has_tokenizer and above.is_file():
             self.files += (above,)
             self.notices += (f"the tokenizer is {above}",)
