@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +15,6 @@ from dynapipe_ext.costs.abilities import over_topology, with_exact_sums
 from dynapipe_ext.costs.adapters import adapter_costs
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.encoder_decoder_run import EncoderDecoderRunCosts
-from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.layers import first_decoder_stage, layers_of_stages
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.states import BYTES_PER_PARAMETER, StateRecipe
@@ -195,14 +193,6 @@ def trained_recipe(config: TrainConfig) -> StateRecipe:
     return "deepspeed" if config.deepspeed.config else "megatron"
 
 
-def read_costs(path: str | Path, topology: Topology | None) -> tuple[CostModel, Topology]:
-    """The cost model in a JSON file of any kind, over `topology`, or with None over the one it was made for.
-
-    Errors: DataError for a file that holds none; ConfigError where it cannot be laid out over the topology.
-    """
-    return over_topology(read_cost_file(path), topology)
-
-
 def settled_steps(config: TrainConfig, lengths: LengthArray) -> TrainConfig:
     """The settings with the steps that their epochs come to on data of these lengths, and no epochs.
 
@@ -213,17 +203,18 @@ def settled_steps(config: TrainConfig, lengths: LengthArray) -> TrainConfig:
     whole, part = int(config.run.epochs), config.run.epochs % 1
     drop_last = config.data.drop_last
     epochs = range(whole + (part > 0))
-    num_batches = [len(_global_batches(config, lengths, epoch, drop_last=drop_last)) for epoch in epochs]
+    num_batches = [len(global_batches(config, lengths, epoch, drop_last=drop_last)) for epoch in epochs]
     steps = sum(num_batches[:whole]) + (round(part * num_batches[whole]) if part else 0)
     return replace(config, run=replace(config.run, steps=max(1, steps), epochs=0.0))
 
 
 def check_batches(config: TrainConfig, lengths: LengthArray) -> None:
     """Refuse a sample over the token budget before anything is started. Errors: DataError naming it."""
-    _global_batches(config, lengths, 0, drop_last=False)
+    global_batches(config, lengths, 0, drop_last=False)
 
 
-def _global_batches(config: TrainConfig, lengths: LengthArray, epoch: int, *, drop_last: bool) -> GlobalBatches:
+def global_batches(config: TrainConfig, lengths: LengthArray, epoch: int, *, drop_last: bool) -> GlobalBatches:
+    """What a run on data of these lengths trains on in an epoch. Errors: DataError for a sample over the budget."""
     data = config.data
     return GlobalBatches(
         lengths,

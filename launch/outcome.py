@@ -20,13 +20,12 @@ from dynapipe_ext.config import PlanSettings, TrainConfig
 from dynapipe_ext.costs.adapters import share_of_adapters
 from dynapipe_ext.costs.interchange import cost_model_to_json
 from dynapipe_ext.costs.model import CostModel, MicroBatchCosts
-from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.errors import DynaPipeError, in_one_line
 from dynapipe_ext.executor.events import StepDone
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.launch.cluster import JobError
-from dynapipe_ext.launch.job import Variant, make_planner, topology_of
+from dynapipe_ext.launch.job import Variant, global_batches, make_planner, topology_of
 from dynapipe_ext.launch.run_costs import RunCosts
 from dynapipe_ext.launch.run_data import RunData
 from dynapipe_ext.launch.run_directory import RunDirectory, clear_run, forget_fitted, is_in_use, link, point_latest_at
@@ -260,15 +259,8 @@ def _simulated(
     shared_cores: int | None,
 ) -> Trace:
     """The step proven again (it is a pure function of lengths and settings) and simulated on all ranks."""
-    topology, data = topology_of(config), config.data
-    batches = GlobalBatches(
-        lengths,
-        batch_size=data.batch_size or None,
-        tokens_per_batch=data.tokens_per_batch or None,
-        seed=config.run.seed,
-        epoch=step.epoch,
-        drop_last=data.drop_last,
-    )
+    topology = topology_of(config)
+    batches = global_batches(config, lengths, step.epoch, drop_last=config.data.drop_last)
     samples = sample_lengths(lengths, batches[step.epoch_step])
     plan = prove_step(make_planner(config, costs, shared_cores), samples, step=step.step).step_plan
     traces = []
@@ -279,7 +271,7 @@ def _simulated(
         trace = trace.with_shapes(shapes).with_pieces(carried_pieces(replica.micro_batches))
         for tp_rank in range(topology.tp):
             ranks = [topology.rank(tp_rank=tp_rank, pp_rank=p, dp_rank=replica.dp_rank) for p in range(topology.pp)]
-            traces.append(trace.shifted(ranks))
+            traces.append(trace.on_ranks(ranks))
     return merge(traces, f"step {step.step + 1}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast, get_args
 
@@ -11,21 +11,33 @@ from rich.table import Table
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.abilities import layers_to_place, over_topology
 from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.data.batches import GlobalBatches
-from dynapipe_ext.launch.job import make_planner, placed_stages, topology_of, trained_costs
-from dynapipe_ext.lengths import LengthArray, sample_lengths
+from dynapipe_ext.executor.proven_step import prove_step
+from dynapipe_ext.launch.job import global_batches, make_planner, placed_stages, topology_of
+from dynapipe_ext.lengths import LengthArray, SampleLength, sample_lengths
 from dynapipe_ext.schedules.placements import PlacementSearch, PlacementTrial, SampledBatches, sampled_batches
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.tools.wording import format_bytes, percent, seconds
-from dynapipe_ext.topology import PlacementName
+from dynapipe_ext.topology import PlacementName, Topology
 
 
-def placement_trials(planner: Planner, batches: SampledBatches, *, stages_per_rank: int) -> tuple[PlacementTrial, ...]:
-    """What every placement would give, each with its best layers per stage, the best first; `stages_per_rank` 0 is each
-    placement's own number. Errors: those of `PlacementSearch.trials`; ConfigError for costs of one topology alone."""
-    costs = planner.costs
-    search = PlacementSearch(planner, lambda t: over_topology(costs, t)[0], layers_to_place(costs), batches)
+def placement_trials(
+    base: Topology,
+    planner_over: Callable[[Topology], Planner],
+    num_layers: int,
+    batches: SampledBatches,
+    *,
+    stages_per_rank: int,
+) -> tuple[PlacementTrial, ...]:
+    """What every placement would give, proven, each with its best layers per stage, the best first; `stages_per_rank` 0
+    is each placement's own number. Errors: those of `PlacementSearch.trials` and, but for steps refused, `prove_step`.
+    """
+    search = PlacementSearch(base, planner_over, _proven, num_layers, batches)
     return search.trials(get_args(PlacementName), stages_per_rank or None)
+
+
+def _proven(planner: Planner, samples: Sequence[SampleLength]) -> StepPlan:
+    return prove_step(planner, samples, step=0).step_plan
 
 
 def settled_placement(
@@ -34,33 +46,32 @@ def settled_placement(
     """Settings that name a placement, costs over it, and what was tried on the training data of such `lengths`: nothing
     where it was named already.
 
-    Every process that asks finds the same. Errors as `placement_trials`.
+    Every process that asks finds the same. Errors as `placement_trials`; ConfigError for costs of one topology alone.
     """
-    t, data = config.topology, config.data
     if config.placement != "auto":
-        return replace(config, topology=replace(t, placement=config.placement)), costs, ()
-    batches = GlobalBatches(
-        lengths,
-        batch_size=data.batch_size or None,
-        tokens_per_batch=data.tokens_per_batch or None,
-        seed=config.run.seed,
-        drop_last=data.drop_last,
-    )
+        return replace(config, topology=replace(config.topology, placement=config.placement)), costs, ()
+    batches = global_batches(config, lengths, 0, drop_last=config.data.drop_last)
     sampled = [sample_lengths(lengths, batches[step]) for step in sampled_batches(len(batches))]
-    search = PlacementSearch(
-        make_planner(config, costs, num_cores),
-        lambda topology: trained_costs(config, over_topology(costs, topology)[0], topology),
+    trials = placement_trials(
+        topology_of(config),
+        lambda topology: make_planner(_placed(config, topology), over_topology(costs, topology)[0], num_cores),
         layers_to_place(costs),
         sampled,
+        stages_per_rank=config.topology.stages_per_rank,
     )
-    trials = search.trials(get_args(PlacementName), t.stages_per_rank or None)
     best = trials[0].topology
-    name = cast(PlacementName, best.placement_name.partition(",")[0])
+    return _placed(config, best), over_topology(costs, best)[0], trials
+
+
+def _placed(config: TrainConfig, topology: Topology) -> TrainConfig:
+    """The settings that name a topology's placement and layers."""
     chosen = replace(
-        t, placement=name, stages_per_rank=best.num_stages // best.pp, layers_per_stage=best.layers_per_stage
+        config.topology,
+        placement=cast(PlacementName, topology.placement_name.partition(",")[0]),
+        stages_per_rank=topology.num_stages // topology.pp,
+        layers_per_stage=topology.layers_per_stage,
     )
-    settled = replace(config, topology=chosen)
-    return settled, over_topology(costs, topology_of(settled))[0], trials
+    return replace(config, topology=chosen)
 
 
 def followed_placement(config: TrainConfig) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.abilities import over_topology, recounted, unadapted
-from dynapipe_ext.costs.interchange import cost_model_to_json
+from dynapipe_ext.costs.interchange import cost_model_to_json, read_cost_file
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
@@ -20,9 +20,9 @@ from dynapipe_ext.launch.job import (
     analytic_costs,
     architecture_of,
     configured_costs,
-    read_costs,
     topology_of,
 )
+from dynapipe_ext.launch.measured_model import refuse_table_of_other_model
 from dynapipe_ext.launch.run_directory import fitted_costs_file
 from dynapipe_ext.tools.json_file import write_atomic
 
@@ -72,7 +72,9 @@ def settle_costs(config: TrainConfig, vocab_size: int, saved: CostModel | None =
 
         named = None
         if config.plan.costs:
-            named = recounted(read_costs(config.plan.costs, topology_of(config))[0], configured)
+            read = read_cost_file(config.plan.costs)
+            refuse_table_of_other_model(read, config, architecture, config.plan.costs)
+            named = recounted(over_topology(read, topology_of(config))[0], configured)
         if saved is None or (named is not None and unadapted(saved) is saved):
             assert named is not None
             return named

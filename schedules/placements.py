@@ -1,7 +1,7 @@
 """Where layers live: placements of stages on ranks, and layers on stages, tried on real batches before a run.
 
-A placement is fixed for a run. Each candidate is planned as the run would plan it; layers then move between stages, one
-at a time, for as long as that shortens the planned steps. What would bring nothing is left out by a bound first: no
+A placement is fixed for a run. Each candidate's steps are those that the run would have; layers then move between
+stages, one at a time, for as long as that shortens the steps. What would bring nothing is left out by a bound first: no
 plan of the same micro-batches is shorter than the work of its busiest rank.
 """
 
@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dynapipe_ext.costs.model import CostModel
-from dynapipe_ext.errors import ConfigError, PlanError
+from dynapipe_ext.errors import ConfigError, PlanError, VerificationError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.planner import Planner
+from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 SampledBatches = Sequence[Sequence[SampleLength]]
 
+_SAMPLED = 3  # batches
 _TRIED = 6  # neighbours planned in a round of moves of layers, those with the least work on the busiest rank
 _ROUNDS = 4
 _TRIAL_EFFORT = 4  # a trial has one part in so many of the planner's effort
@@ -40,10 +41,12 @@ class PlacementTrial:
 
 @dataclass(frozen=True, slots=True)
 class PlacementSearch:
-    """Tries topologies of one shape on the same batches. `costs_over` prices for a topology, `planner` has the rest."""
+    """Tries topologies of one shape, that of `base`, on the same batches. `planner_over` gives the planner of a
+    topology, and `step_of` the step that it makes of a batch (or raises PlanError or VerificationError)."""
 
-    planner: Planner
-    costs_over: Callable[[Topology], CostModel]
+    base: Topology
+    planner_over: Callable[[Topology], Planner]
+    step_of: Callable[[Planner, Sequence[SampleLength]], StepPlan]
     num_layers: int
     batches: SampledBatches
 
@@ -63,7 +66,7 @@ class PlacementSearch:
                 continue
             best = self._with_best_layers(even)
             finals = {even.layers_per_stage: even, best.layers_per_stage: best}.values()
-            found.append(min((self._trial(one, self.planner.effort) for one in finals), key=lambda one: one.makespan_s))
+            found.append(min((self._trial(one, 1) for one in finals), key=lambda one: one.makespan_s))
         if not found:
             assert refusal is not None
             raise refusal
@@ -72,7 +75,7 @@ class PlacementSearch:
         return tuple(sorted(found, key=lambda one: one.makespan_s))
 
     def _shaped(self, name: PlacementName, stages_per_rank: int | None) -> Topology:
-        base = self.planner.topology
+        base = self.base
         if name == "linear":
             stages_per_rank = None
         ranks = placement_of(name, base.pp, stages_per_rank)
@@ -80,28 +83,28 @@ class PlacementSearch:
         return replace(base, placement=placement, layers_per_stage=()).with_layers(self.num_layers)
 
     def _with_best_layers(self, even: Topology) -> Topology:
-        effort = self.planner.effort // _TRIAL_EFFORT
-        best = self._trial(even, effort)
+        best = self._trial(even, _TRIAL_EFFORT)
         seen = {even.layers_per_stage}
         for _ in range(_ROUNDS):
             fresh = [one for one in _neighbours(best.topology) if one.layers_per_stage not in seen]
             seen.update(one.layers_per_stage for one in fresh)
             fresh.sort(key=self._busiest_ns)
-            tried = [self._trial(one, effort) for one in fresh[:_TRIED]]
+            tried = [self._trial(one, _TRIAL_EFFORT) for one in fresh[:_TRIED]]
             better = min(tried, key=lambda one: one.makespan_s, default=best)
             if better.makespan_s >= best.makespan_s:
                 break
             best = better
         return best.topology
 
-    def _trial(self, topology: Topology, effort: int) -> PlacementTrial:
-        """All batches planned with so much effort, and more than none where the planner searches at all."""
-        planner = replace(self.planner, topology=topology, costs=self.costs_over(topology), effort=effort)
+    def _trial(self, topology: Topology, part: int) -> PlacementTrial:
+        """All batches planned with one part in so many of the effort."""
+        planner = self.planner_over(topology)
+        planner = replace(planner, effort=planner.effort // part)
         makespan_s, bubbles, peak_bytes = 0.0, 0.0, 0
         for samples in self.batches:
             try:
-                plan = planner.plan(samples)
-            except PlanError as error:
+                plan = self.step_of(planner, samples)
+            except (PlanError, VerificationError) as error:
                 return PlacementTrial(
                     topology=topology, makespan_s=float("inf"), peak_bytes=0, bubble_ratio=0.0, refusal=str(error)
                 )
@@ -117,11 +120,9 @@ class PlacementSearch:
 
     def _busiest_ns(self, topology: Topology) -> tuple[int, tuple[int, ...]]:
         """Work of the busiest rank with every sample of the first batch by itself: what moving layers changes first."""
-        samples = self.batches[0] if self.batches else ()
-        alone = [
-            MicroBatch((sample,), self.planner.layout, pad_multiple=self.planner.pad_multiple) for sample in samples
-        ]
-        priced = self.costs_over(topology).evaluate(alone)
+        samples, planner = self.batches[0] if self.batches else (), self.planner_over(topology)
+        alone = [MicroBatch((sample,), planner.layout, pad_multiple=planner.pad_multiple) for sample in samples]
+        priced = planner.costs.evaluate(alone)
         work = (priced.forward_ns + priced.backward_ns).sum(axis=1)
         by_rank = [0] * topology.pp
         for stage, rank in enumerate(topology.stage_ranks):
@@ -141,11 +142,11 @@ def _neighbours(topology: Topology) -> Iterator[Topology]:
                 yield replace(topology, layers_per_stage=tuple(moved))
 
 
-def sampled_batches(num_batches: int, most: int = 3) -> tuple[int, ...]:
+def sampled_batches(num_batches: int) -> tuple[int, ...]:
     """Numbers of a few batches spread evenly over an epoch.
 
     >>> sampled_batches(100), sampled_batches(2)
     ((0, 33, 66), (0, 1))
     """
-    count = min(most, num_batches)
+    count = min(_SAMPLED, num_batches)
     return tuple(k * num_batches // count for k in range(count))

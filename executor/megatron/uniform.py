@@ -14,7 +14,7 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.instructions import ExecutionPlan
 from dynapipe_ext.executor.megatron.pipeline import MegatronPipeline
-from dynapipe_ext.executor.proven_step import prove, prove_step
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.collectives import gather_json
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import GlobalBatchPlan, MicroBatch, ReplicaPlan
@@ -137,11 +137,7 @@ def uniform_plan(planner: UniformPlanner, *, compare: bool = True) -> ExecutionP
 
     Errors: PlanError, VerificationError; ExecutionError where ranks planned different steps.
     """
-    if planner.limit_bytes is None:
-        step_plan = planner.plan(planner.samples(), step=0)
-        proven = prove(step_plan, planner.activation_format, planner.replica_collectives)
-    else:
-        proven = prove_step(planner, planner.samples(), step=0)
+    proven = prove_step(planner, planner.samples(), step=0)
     if compare:
         check_same_on_all_ranks(repr(proven.plans), planner.pipeline.device, what=f"step of {planner.shape}")
     here = planner.pipeline.coordinates

@@ -69,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
     limit_bytes = memory_limit_bytes(args, config)
     sent, lengths = messages(args, config, priced.costs), _lengths(args, config, priced)
     verdict = check(
-        plan, priced.costs, memory_limit_bytes=limit_bytes, lengths=lengths, whole_batch=args.batch is not None
+        plan, priced.trained, memory_limit_bytes=limit_bytes, lengths=lengths, whole_batch=args.batch is not None
     )
     if verdict.peak_bytes:  # it runs to its end, so it can be lowered
-        step_plan = _step_plan(plan, verdict.peak_bytes, priced.costs, lengths)
+        step_plan = _step_plan(plan, verdict.peak_bytes, priced.trained, lengths)
         try:
             proven = prove(step_plan, sent, run_collectives(priced.costs), fill_waits=config.plan.fill_waits)
         except VerificationError as error:
@@ -115,6 +115,9 @@ def _config(args: argparse.Namespace, plan: PlanFile) -> TrainConfig:
     tables: dict[str, dict[str, Any]] = {
         "topology": {"tp": t.tp, "pp": t.pp, "dp": t.dp, "layers_per_stage": t.layers_per_stage}
     }
+    name = t.placement_name.partition(",")[0]
+    if name != "custom":
+        tables["topology"] |= {"placement": name, "stages_per_rank": 0 if name == "linear" else t.num_stages // t.pp}
     if args.memory_limit_gb is not None:
         tables["plan"] = {"memory_limit_gb": args.memory_limit_gb}
     return config.with_values(**tables)

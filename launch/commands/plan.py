@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from dynapipe_ext.config import PlacementChoice, TrainConfig
 from dynapipe_ext.core import active_core
-from dynapipe_ext.costs.abilities import over_topology
+from dynapipe_ext.costs.abilities import layers_to_place, over_topology
 from dynapipe_ext.errors import ConfigError, DataError, PlanError, VerificationError
 from dynapipe_ext.executor.proven_step import PROVEN_RULE, ProvenStep, prove_step
 from dynapipe_ext.launch.command_parser import add_json, add_pieces, degrees, ending
@@ -24,6 +24,7 @@ from dynapipe_ext.launch.commands.plan_inputs import (
     priced_costs,
     run_collectives,
 )
+from dynapipe_ext.launch.job import trained_costs
 from dynapipe_ext.launch.placement import followed_placement, placement_trials, trials_table
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.plan import Layout
@@ -37,6 +38,7 @@ from dynapipe_ext.tools.console import deliver, output
 from dynapipe_ext.tools.show.certificate import certificate_of_file, certificate_table
 from dynapipe_ext.tools.show.plan import of_proven_step, read_plan, rendered_plan
 from dynapipe_ext.tools.wording import counted, percent
+from dynapipe_ext.topology import Topology
 
 _MOST_TP, _MOST_DP = 1 << 20, 1 << 16
 _MOST_LIMIT_S = 1e6
@@ -110,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     multiple = args.pad_multiple or (1 if priced.measured_grid else config.plan.pad_multiple)
     planner = Planner(
         priced.topology,
-        priced.costs,
+        priced.trained,
         limit_bytes,
         config.run.seed,
         layout=config.plan.layout,
@@ -130,9 +132,20 @@ def run(args: argparse.Namespace) -> int:
     )
     trials: tuple[PlacementTrial, ...] = ()
     if config.placement == "auto":
-        trials = placement_trials(planner, [samples], stages_per_rank=config.topology.stages_per_rank)
-        best = trials[0].topology
-        planner = replace(planner, topology=best, costs=over_topology(planner.costs, best)[0])
+
+        def planner_over(topology: Topology) -> Planner:
+            whole = over_topology(priced.costs, topology)[0]
+            costs = trained_costs(config, whole, topology)
+            return replace(planner, topology=topology, costs=costs, format=messages(args, config, whole))
+
+        trials = placement_trials(
+            priced.topology,
+            planner_over,
+            layers_to_place(priced.costs),
+            [samples],
+            stages_per_rank=config.topology.stages_per_rank,
+        )
+        planner = planner_over(trials[0].topology)
     if args.forward_only:
         _refuse_backwards(args)
         planner = planner.for_forwards()
@@ -169,8 +182,8 @@ def run(args: argparse.Namespace) -> int:
         promised_s = max(replica[0].makespan_s for replica in proven.plans)
         console.print(f"ranks that fill their waits with weight gradients (fill_waits) take {promised_s:.6g} s")
     console.print(certificate_table(certificate))
-    if planner.equal_counts:
-        free = replace(planner, equal_counts=False).plan(samples, step=args.step or 0)
+    if planner.equal_counts and not any(planner.replica_collectives.of_micro_batches):  # which free ones cannot meet
+        free = prove_step(replace(planner, equal_counts=False), samples, step=args.step or 0).step_plan
         cost = plan.makespan_s / free.makespan_s - 1
         console.print(
             f"equal counts cost {percent(cost)}: {plan.makespan_s:.6g} s against {free.makespan_s:.6g} s with free"

@@ -13,10 +13,10 @@ from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.costs.a100 import A100_HIDDEN_SIZE
-from dynapipe_ext.costs.abilities import activation_format_of, has_decoder, replica_collectives_of
+from dynapipe_ext.costs.abilities import activation_format_of, has_decoder, over_topology, replica_collectives_of
+from dynapipe_ext.costs.interchange import read_cost_file
 from dynapipe_ext.costs.model import CostModel, IntArray
 from dynapipe_ext.costs.table import CostTable
-from dynapipe_ext.data.batches import GlobalBatches
 from dynapipe_ext.errors import ConfigError, DataError, reason, short
 from dynapipe_ext.launch.command_parser import add_truncate, cut_at
 from dynapipe_ext.launch.job import (
@@ -24,10 +24,12 @@ from dynapipe_ext.launch.job import (
     analytic_costs,
     architecture_of,
     configured_format,
+    global_batches,
     placed_stages,
-    read_costs,
     topology_of,
+    trained_costs,
 )
+from dynapipe_ext.launch.measured_model import refuse_table_of_other_model
 from dynapipe_ext.lengths import MOST_POSITIONS, LengthArray, SampleLength, as_length_array, sample_lengths
 from dynapipe_ext.tools.json_file import parse_json
 from dynapipe_ext.tools.wording import counted
@@ -44,12 +46,19 @@ DEFAULT_LAYER_OVERHEAD_NS = 500_000
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """A cost model with the sentence that says where it comes from."""
+    """A cost model of the whole model's training with the sentence that says where it comes from; `config` says what
+    of it trains, and how it is summed."""
 
     costs: CostModel
     topology: Topology
+    config: TrainConfig
     provenance: str
     measured_grid: bool = False  # lengths between its points are priced exactly: rows need no rounding up
+
+    @property
+    def trained(self) -> CostModel:
+        """What plans are priced with, as those of `dynapipe train` are."""
+        return trained_costs(self.config, self.costs, self.topology)
 
     @property
     def has_decoder(self) -> bool | None:
@@ -83,7 +92,7 @@ def add_length_arguments(parser: argparse.ArgumentParser) -> None:
 def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topology | None = None) -> Priced:
     """The cost model of the flags or the settings, over `topology`, or over that of flags and settings.
 
-    Errors: ConfigError for flags that do not go together; those of `read_costs` and of the CSV folder.
+    Errors: ConfigError for flags that do not go together; those of a cost file and of the CSV folder.
     """
     path = args.costs or config.plan.costs
     t = config.topology
@@ -97,15 +106,18 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
         topology = topology or placed_stages(config)
         table = CostTable.read_a100(path, args.model, topology=topology, num_layers=args.layers)
         layers = counted(args.layers, "layer")
-        return Priced(table, topology, f"measured table of {args.model}, {layers}, from {path}", True)
+        return Priced(table, topology, config, f"measured table of {args.model}, {layers}, from {path}", True)
     if path:
+        read = read_cost_file(path)
+        if args.config:
+            refuse_table_of_other_model(read, config, architecture_of(config, config.data.vocab_size), path)
         if topology is None and (
             args.config or config.placement != "linear" or any(getattr(args, name) for name in ("tp", "pp", "dp"))
         ):
-            measured_at = t.tp if args.config or args.tp is not None else read_costs(path, None)[1].tp
+            measured_at = t.tp if args.config or args.tp is not None else over_topology(read, None)[1].tp
             topology = replace(placed_stages(config), tp=measured_at, layers_per_stage=())
-        costs, topology = read_costs(path, topology)  # over its own, where none is asked for
-        return Priced(costs, topology, f"{type(costs).__name__} from {path}")
+        costs, topology = over_topology(read, topology)  # over its own, where none is asked for
+        return Priced(costs, topology, config, f"{type(costs).__name__} from {path}")
     topology = topology_of(config)
     estimated = analytic_costs(
         config,
@@ -119,7 +131,7 @@ def priced_costs(args: argparse.Namespace, config: TrainConfig, topology: Topolo
         f" ({DEFAULT_FLOPS_PER_S / 1e9:g} GFLOP/s, {DEFAULT_LAYER_OVERHEAD_NS / 1e6:g} ms a layer):"
         " name measured ones with --costs"
     )
-    return Priced(estimated, topology, provenance)
+    return Priced(estimated, topology, config, provenance)
 
 
 def messages(args: argparse.Namespace, config: TrainConfig, costs: CostModel) -> ActivationFormat:
@@ -178,15 +190,10 @@ def batch_samples(
     table, notes = fitted(table, args.extra, cut, has_decoder)
     indices: Sequence[int] | None = None
     if index is not None:
-        batches = GlobalBatches(
-            table,
-            batch_size=config.data.batch_size or None,
-            tokens_per_batch=config.data.tokens_per_batch or None,
-            seed=config.run.seed,
-            drop_last=config.data.drop_last,
-        )
+        batches = global_batches(config, table, 0, drop_last=config.data.drop_last)
         if not 0 <= index < len(batches):
-            raise ConfigError(f"--step is {index} but {args.lengths} makes {len(batches)} global batches: lower it")
+            made = counted(len(batches), "global batch")
+            raise ConfigError(f"--step is {index} but {args.lengths} makes {made}: give 0 to {len(batches) - 1}")
         indices = batches[index]
     return sample_lengths(table, indices), chosen, notes
 

@@ -162,7 +162,7 @@ def _measure(job: _Job, env: RankEnv) -> int:
         with WorkProgress("measuring shapes", most_shapes, enabled=first) as progress:
             progress.advance(done := len(profile.shapes()))
 
-            def go_on(profile: Profile, error: float | None) -> bool:
+            def go_on(profile: Profile) -> bool:
                 nonlocal done
                 progress.advance(len(profile.shapes()) - done)
                 done = len(profile.shapes())

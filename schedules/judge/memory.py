@@ -62,19 +62,15 @@ def held_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[tupl
     return tuple(ranks)
 
 
-def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts, kinds: str | None = None) -> tuple[int, ...]:
-    """Largest memory of each pipeline rank at any time; `kinds` are the actions that need their working bytes (default:
-    `costs.working_in`).
+def peak_bytes(schedule: PipelineSchedule, costs: MicroBatchCosts) -> tuple[int, ...]:
+    """Largest memory of each pipeline rank at any time, working bytes among it in the actions of `costs.working_in`.
 
     During F: held before + stored + working of the micro-batch. During B and I: held (its own stored bytes are part of
     that) + working. W runs on what is held.
 
-    Errors: PlanError if the costs do not match the schedule, or `kinds` has a letter other than F, B, I, W.
+    Errors: PlanError if the costs do not match the schedule.
     """
-    kinds = costs.working_in if kinds is None else kinds
-    if not set(kinds) <= set("FBIW"):
-        raise PlanError(f"kinds {kinds!r} may have the letters F, B, I and W alone, such as 'FBI'")
-    counted = {kind for kind in Kind if kind.value in kinds}
+    counted = {kind for kind in Kind if kind.value in costs.working_in}
     working = costs.working_bytes.tolist()
     peaks = []
     for rank, static, after in zip(

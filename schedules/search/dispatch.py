@@ -71,8 +71,8 @@ class Pipeline:
         return len(self.forward[0])
 
 
-class _Run:
-    """One run of a rule over a pipeline; attributes are per stage or per rank."""
+class _Dispatch:
+    """A rule at work on a pipeline; attributes are per stage or per rank."""
 
     def __init__(self, pipe: Pipeline, rule: DispatchRule) -> None:
         stages, count = len(pipe.stage_ranks), pipe.count
@@ -284,7 +284,7 @@ def dispatch(
 
     `orders`, one empty list a rank, receives the actions.
     """
-    return _Run(pipe, rule).go(give_up, orders)
+    return _Dispatch(pipe, rule).go(give_up, orders)
 
 
 def rules(*, split: bool) -> Sequence[DispatchRule]:

@@ -176,7 +176,9 @@ def _search(
         for order in orders:
             for rule in range(len(problem.rules)):
                 state.groups[d], state.rules[d] = list(order), rule
-                best = min(best, (_run(problem, state, d, best[0]), state.groups[d], rule), key=lambda found: found[0])
+                best = min(
+                    best, (_makespan_of(problem, state, d, best[0]), state.groups[d], rule), key=lambda found: found[0]
+                )
         state.makespan_ns[d], state.groups[d], state.rules[d] = best
     if max(state.makespan_ns) >= NEVER:
         return state
@@ -184,12 +186,14 @@ def _search(
     best_state = _Search(problem, state, seed, equal_counts).improve(effort)
     for d in range(replicas):
         ranks: list[list[Chosen]] = [[] for _ in problem.free_bytes]
-        _run(problem, best_state, d, NEVER, ranks)
+        _makespan_of(problem, best_state, d, NEVER, ranks)
         best_state.actions.append(ranks)
     return best_state
 
 
-def _run(problem: Problem, state: SearchState, d: int, give_up: int, orders: list[list[Chosen]] | None = None) -> int:
+def _makespan_of(
+    problem: Problem, state: SearchState, d: int, give_up: int, orders: list[list[Chosen]] | None = None
+) -> int:
     """Makespan of replica d, or at least `give_up` once it is known to be that."""
     records = [problem.cost_record(state.runs[m]) for m in state.groups[d]]
     if not records:
@@ -271,7 +275,7 @@ class _Search:
             left = allowed - (sum(makespans) - makespans[d])
             below = left - _MOST_WEIGHT * replicas * most
             room = below if below <= most else left // (_MOST_WEIGHT * replicas + 1)
-            makespans[d] = _run(self.problem, self.state, d, room + 1)
+            makespans[d] = _makespan_of(self.problem, self.state, d, room + 1)
             if makespans[d] > room:
                 return False
         return True

@@ -28,6 +28,7 @@ _FEWEST_SHAPES = 32
 _LONGER = 1.1  # times what it took: how long a micro-batch may become that was not below the median
 _ALLOWANCE = 2000  # a move may cost up to one part in so many at first
 _MOVES = 256  # for every sample
+_SEED = 0
 
 
 def exchanged(runs: Runs, cuts: Sequence[Cut]) -> list[MicroBatch]:
@@ -74,26 +75,26 @@ def regrouped(
     *,
     moves: int,
     most_tokens: int = INFEASIBLE,
-    seed: int = 0,
-    use_native: bool = True,
 ) -> list[list[int]]:
     """As many groups of the same items (with these padded lengths), their sum by `law` as small as so many moves found.
 
     A move gives an item to another group or exchanges two, mostly one that is its group's longest on a side. No group
     becomes much longer, or comes to have more positions, padding included, than `most_tokens`. Record-to-record travel
-    (Dueck 1993), as in `joint`. A function of its arguments; the native core's `regroup.hpp` gives the same.
+    (Dueck 1993), as in `joint`. A function of its arguments.
     """
     if len(groups) < 2:
         return list(map(list, groups))
-    if native is not None and use_native:
+    if native is not None:
         found: list[list[int]] = native.regrouped(
-            list(map(list, groups)), list(encoder), list(decoder), law, most_tokens, moves, seed
+            list(map(list, groups)), list(encoder), list(decoder), law, most_tokens, moves, _SEED
         )
         return found
-    return _Regrouping(groups, encoder, decoder, law, most_tokens).after(moves, seed)
+    return Regrouping(groups, encoder, decoder, law, most_tokens).after(moves, _SEED)
 
 
-class _Regrouping:
+class Regrouping:
+    """The native core's twin: groups, and what moves have made of their costs."""
+
     def __init__(
         self,
         groups: Sequence[Sequence[int]],

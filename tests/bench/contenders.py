@@ -12,21 +12,22 @@ from dataclasses import dataclass, replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from dynapipe_ext.activations import ActivationFormat
 from dynapipe_ext.collectives import ReplicaCollectives
+from dynapipe_ext.costs.abilities import layers_to_place, over_topology
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.data.generation import generate_examples
 from dynapipe_ext.errors import DataError, PlanError
-from dynapipe_ext.launch.placement import placement_trials
 from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.plan import round_up
+from dynapipe_ext.schedules.placements import PlacementSearch, SampledBatches
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
-from dynapipe_ext.topology import Topology, placement_of
+from dynapipe_ext.topology import PlacementName, Topology, placement_of
 
 TOPOLOGY = Topology(tp=1, pp=4, dp=2)
 INTERLEAVED, V = (replace(TOPOLOGY, placement=placement_of(name, 4)) for name in ("interleaved", "v"))
@@ -148,13 +149,29 @@ def topology_for(column: str, costs: Costs, batches: Sequence[Batch]) -> Topolog
             (options,) = settings(column, batches[0].lengths)
             planner = _planner(TOPOLOGY, costs, MEMORY_LIMIT_BYTES, FEW_BYTES, options)
             sampled = [sample_lengths(batch.lengths) for batch in batches]
-            return placement_trials(planner, sampled, stages_per_rank=0)[0].topology
+            return best_topology(planner, sampled)
         case "packing, interleaved":
             return INTERLEAVED
         case "ours, V" | "ours, V, split" | "ours, ZB-V" | "ours, V-Half":
             return V
         case _:
             return TOPOLOGY
+
+
+def best_topology(planner: Planner, batches: SampledBatches) -> Topology:
+    """The best for these batches, each planned without buffers in flight."""
+
+    def over(topology: Topology) -> Planner:
+        return replace(planner, topology=topology, costs=over_topology(planner.costs, topology)[0])
+
+    search = PlacementSearch(
+        planner.topology,
+        over,
+        lambda planner, samples: planner.plan(samples),
+        layers_to_place(planner.costs),
+        batches,
+    )
+    return search.trials(get_args(PlacementName))[0].topology
 
 
 def best_plan(

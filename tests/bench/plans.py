@@ -30,7 +30,7 @@ from typing import Any
 
 import grid
 import numpy as np
-from contenders import provenance
+from contenders import best_topology, provenance
 from judged import CASES, MANY, MEMORY_GB, Bench, Case, Measured, closed_share, samples_of, write_many
 from peers import peer_plan, renumbered
 
@@ -38,14 +38,12 @@ from dynapipe_ext.core import active_core
 from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.errors import PlanError
-from dynapipe_ext.launch.placement import placement_trials
 from dynapipe_ext.plan import Layout
 from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.splits.balance import assign_replicas
 from dynapipe_ext.tools.json_file import read_json
-from dynapipe_ext.tools.show.plan import write_plan
 from dynapipe_ext.topology import Topology
 
 RESULTS = Path(__file__).parent / "results"
@@ -79,11 +77,9 @@ def planner_of(case: Case, costs: CostTable, *, split: bool) -> Planner:
 
 
 def placed(planner: Planner, batches: Sequence[Mapping[str, Any]], case: Case) -> Planner:
-    """The same under what `--placement auto` takes for these batches."""
-    costs = planner.costs
-    sampled = [samples_of(case, batch) for batch in batches]
-    best = placement_trials(planner, sampled, stages_per_rank=0)[0].topology
-    return replace(planner, topology=best, costs=over_topology(costs, best)[0])
+    """The same under what `--placement auto` takes for these batches, where messages take no bytes."""
+    best = best_topology(planner, [samples_of(case, batch) for batch in batches])
+    return replace(planner, topology=best, costs=over_topology(planner.costs, best)[0])
 
 
 def timed(plan: Callable[[], StepPlan], topology: Topology, runs: int) -> tuple[StepPlan, float, bool | None]:
@@ -140,7 +136,7 @@ def _to_judge(
     same: bool | None,
 ) -> Callable[[], Measured]:
     path = bench.scratch / f"{case.file}.{index}.{column.replace(', ', '-')}.json"
-    write_plan(path, plan, topology)
+    path.write_text(json.dumps(plan_json(plan, topology)))
     load = os.getloadavg()[0]
     packed = any(m.layout == "packed" for m in plan.batch.micro_batches)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynapipe_ext.config import TrainConfig
+from dynapipe_ext.costs.abilities import over_topology
 from dynapipe_ext.costs.adapted import AdaptedCosts
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.grid import Grid
-from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json
+from dynapipe_ext.costs.interchange import cost_model_from_json, cost_model_to_json, read_cost_file
 from dynapipe_ext.costs.parameters import parameters_per_stage
 from dynapipe_ext.costs.table import CostTable
 from dynapipe_ext.costs.tokens import TokenCosts
@@ -23,7 +24,6 @@ from dynapipe_ext.launch.job import (
     architecture_of,
     configured_costs,
     make_planner,
-    read_costs,
     topology_of,
 )
 from dynapipe_ext.launch.run_costs import settle_costs
@@ -47,23 +47,39 @@ def written(folder: Path, costs: Any) -> Path:
     return path
 
 
+def measured_table(**changes: Any) -> CostTable:
+    """Of CONFIG's model."""
+    point = {name: {(1, 8): 1.0} for name in ("forward_ms", "backward_ms", "stored_mb", "peak_mb")}
+    fields: dict[str, Any] = {
+        "grids": {("none", kind): Grid.from_points(point) for kind in ("encoder", "postprocess")},
+        "parameter_bytes": {"encoder": 4 * 50.0, "embedding": 4 * 7.0},
+        "hidden_size": CONFIG.model.hidden_size,
+        "num_layers": 4,
+        "topology": replace(CONFIG_TOPOLOGY, layers_per_stage=()),
+        "value_bytes": 4,
+        "provenance": {"model": asdict(architecture_of(CONFIG, VOCABULARY))},
+        "state_parts": (4.0, 0.0),
+    }
+    return CostTable(**fields | changes)
+
+
 def test_costs_are_read_over_their_own_topology_or_the_one_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path, COUNTED)
-    assert read_costs(path, None) == (COUNTED, COUNTED.topology)
-    wider, topology = read_costs(path, Topology(pp=4))
+    assert over_topology(read_cost_file(path), None) == (COUNTED, COUNTED.topology)
+    wider, topology = over_topology(read_cost_file(path), Topology(pp=4))
     assert (wider.num_stages, topology.layers_per_stage) == (4, (1, 1, 1, 1))
 
 
 def test_a_file_that_holds_no_costs_is_named(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"format": "dynapipe-plan/1"}')
     with pytest.raises(ConfigError, match=r"cost file .*plan\.json: cost model has kind None: expected analytic"):
-        read_costs(tmp_path / "plan.json", None)
+        read_cost_file(tmp_path / "plan.json")
 
 
 def test_token_costs_know_their_stages_alone(tmp_path: Path) -> None:
     path = written(tmp_path, TokenCosts(2))
-    assert read_costs(path, None)[1] == Topology(pp=2)
-    assert read_costs(path, Topology(tp=4, pp=2))[1] == Topology(tp=4, pp=2)
+    assert over_topology(read_cost_file(path), None)[1] == Topology(pp=2)
+    assert over_topology(read_cost_file(path), Topology(tp=4, pp=2))[1] == Topology(tp=4, pp=2)
 
 
 def test_a_job_takes_rates_from_its_cost_file_and_widths_and_sharding_from_its_settings(tmp_path: Path) -> None:
@@ -80,6 +96,40 @@ def test_a_job_takes_rates_from_its_cost_file_and_widths_and_sharding_from_its_s
         settle_costs(other, VOCABULARY)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_layers": 2}, "num_layers 2, not 4"),
+        ({"hidden_size": 64}, "hidden_size 64, not 128"),
+        ({"value_bytes": 2}, "dtype bfloat16, not float32"),
+        ({"ffn_hidden_size": 64}, "ffn_hidden_size 64, not 512"),
+        ({"vocab_size": 128}, "vocab_size 128, not 256"),
+        (
+            {"state_parts": (2.0, 2.0)},
+            "divides optimizer states over replicas and this run",
+        ),
+    ],
+    ids=str,
+)
+def test_a_table_of_another_model_is_refused_before_it_plans_too_few_bytes(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    model = asdict(architecture_of(CONFIG, VOCABULARY))
+    own = {name: value for name, value in changes.items() if name not in model or name in ("num_layers", "hidden_size")}
+    table = measured_table(**own, provenance={"model": model | changes})
+    for costs in (table, AdaptedCosts(table, ({},) * table.num_stages)):
+        config = CONFIG.with_values(plan={"costs": str(written(tmp_path, costs))})
+        with pytest.raises(ConfigError, match=said):
+            settle_costs(config, VOCABULARY)
+
+
+@pytest.mark.parametrize("provenance", [{}, {"model": "gpt"}, measured_table().provenance], ids=["", "name", "sizes"])
+def test_a_table_of_the_configured_model_is_taken(provenance: dict[str, Any], tmp_path: Path) -> None:
+    config = CONFIG.with_values(plan={"costs": str(written(tmp_path, measured_table(provenance=provenance)))})
+    for vocabulary in (VOCABULARY, VOCABULARY - 100):  # a head that was measured larger counts too much, not too little
+        assert settle_costs(config, vocabulary).num_stages == 2
+
+
 def test_what_the_trainer_does_not_shard_is_not_counted_as_sharded() -> None:
     """ZeRO stages above 1 and expert parallelism are of other trainers, whatever a cost file says."""
     costs = configured_costs(CONFIG, replace(COUNTED, zero_stage=3))
@@ -89,16 +139,7 @@ def test_what_the_trainer_does_not_shard_is_not_counted_as_sharded() -> None:
 def test_plans_of_deterministic_mode_count_8_bytes_a_parameter_more() -> None:
     exact, pairs = {"optimizer": {"deterministic": True}}, CONFIG.with_values(model={"num_decoder_layers": 4})
     of_pairs = analytic_costs(pairs, architecture_of(pairs, VOCABULARY), flops_per_s=1e12, overhead_ns=0)
-    point = {name: {(1, 8): 1.0} for name in ("forward_ms", "backward_ms", "stored_mb", "peak_mb")}
-    grids = {("none", kind): Grid.from_points(point) for kind in ("encoder", "postprocess")}
-    table = CostTable(
-        grids=grids,
-        parameter_bytes={"encoder": 4 * 50.0, "embedding": 4 * 7.0},
-        hidden_size=CONFIG.model.hidden_size,
-        num_layers=4,
-        topology=CONFIG_TOPOLOGY,
-        value_bytes=4,
-    )
+    table = measured_table()
     for config, costs, counted in (
         (CONFIG, COUNTED, parameters_per_stage(COUNTED.architecture, CONFIG_TOPOLOGY)),
         (CONFIG, table, [2 * 50 + 7, 2 * 50]),

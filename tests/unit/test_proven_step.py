@@ -14,7 +14,7 @@ from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.model import CostModel
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ConfigError, PlanError
-from dynapipe_ext.executor.lowering import lower
+from dynapipe_ext.executor.lowering import loss_divisor, lower
 from dynapipe_ext.executor.proven_step import prove, prove_step
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
@@ -35,6 +35,7 @@ def planner(costs: CostModel | None = None, **settings: Any) -> Planner:
 
 
 WHOLE = planner(schedule="1f1b", memory_limit_bytes=10**6)
+MEETING = ReplicaCollectives(inside=("expert all-to-all",))
 LARGE = replace(WHOLE, costs=TokenCosts(3, overhead_ns=10**7, bytes_per_token=100))
 
 
@@ -81,6 +82,9 @@ def test_a_plan_that_is_too_large_by_what_is_in_flight_is_planned_again_with_tha
     plans = prove_step(full, SAMPLES, step=0).plans
     assert max(plans[0][0].prediction.peak_bytes) == limit - 20
     assert full.asked == [limit, limit - 600]
+    exact = Filling(limit, {limit - buffers: WHOLE})
+    assert prove_step(exact, SAMPLES, step=0).peak_bytes == limit
+    assert exact.asked == [limit]
 
 
 def test_where_a_little_less_changes_nothing_the_third_plan_leaves_room_for_all_that_is_in_flight() -> None:
@@ -132,10 +136,29 @@ def test_replicas_that_leave_the_reserve_as_they_are_stay_so_with_their_bounds_a
     assert second.certificate.replicas[roomy] is first.certificate.replicas[roomy]
     assert second.certificate == certify(second, two.costs, SAMPLES, memory_limit_bytes=4000)
     before = prove(first, FORMAT, ReplicaCollectives())
+    assert before.peak_bytes == max(plans[0].peak_bytes for plans in before.plans)
+    assert before.peak_bytes > before.plans[roomy][0].peak_bytes
     after = prove(second, FORMAT, ReplicaCollectives(), like=before)
     assert after == prove(second, FORMAT, ReplicaCollectives())
     assert after.plans[roomy][0].instructions is before.plans[roomy][0].instructions
     assert after.plans[full][0].instructions is not before.plans[full][0].instructions
+
+
+def test_one_replica_s_new_costs_change_its_instructions_and_where_replicas_meet_in_micro_batches_all() -> None:
+    """There all order their transfers by the times of the first: those of before would not be proven with its own."""
+    two = replace(WHOLE, topology=Topology(pp=3, dp=2), equal_counts=True).plan(SAMPLES)
+    costs, work_ns = two.costs[0], sum(int((c.forward_ns + c.backward_ns).sum()) for c in two.costs)
+    assert two.bubble_ratio == pytest.approx(1 - work_ns / (6 * 1e9 * two.makespan_s))
+    slower = replace(two, costs=(replace(costs, forward_ns=3 * costs.forward_ns[::-1, ::-1]), two.costs[1]))
+    for meet, is_changed in ((ReplicaCollectives(), [True, False]), (MEETING, [True, True])):
+        before, anew = prove(two, FORMAT, meet), prove(slower, FORMAT, meet)
+        assert prove(slower, FORMAT, meet, like=before) == anew
+        pairs = zip(instructions(before.plans), instructions(anew.plans), strict=True)
+        assert [one != other for one, other in pairs] == is_changed
+    micro_batches = [replica.micro_batches for replica in two.batch.replicas]
+    anew = predicted(micro_batches, slower.schedules, slower.costs, cores=None, memory_limit_bytes=10**6, like=two)
+    assert anew[0].makespan_ns > two.predictions[0].makespan_ns
+    assert anew[1] is two.predictions[1]
 
 
 def test_micro_batches_that_cannot_be_made_to_fit_are_cut_anew() -> None:
@@ -216,3 +239,9 @@ def test_a_planner_in_another_process_fills_waits_too(settings: dict[str, Any]) 
     filling = planner(fill_waits=True, **settings)
     assert Planner.from_json(filling.to_json()) == filling
     assert Planner.from_json(filling.to_json()).fill_waits
+
+
+@pytest.mark.parametrize(("targets", "divisor"), [(0, 1), (1, 1), (2, 2)])
+def test_a_loss_is_divided_by_its_target_tokens_and_by_one_where_there_are_none(targets: int, divisor: int) -> None:
+    batch = WHOLE.plan([SampleLength(i, 5, target=int(i < targets)) for i in range(3)]).batch
+    assert (batch.loss_norm, loss_divisor(batch)) == ("tokens", divisor)

@@ -22,9 +22,11 @@ from dynapipe_ext.executor.plans.planner_process import describe_planner, planne
 from dynapipe_ext.executor.plans.publishing import PlanPublisher
 from dynapipe_ext.executor.plans.source import StorePlanSource
 from dynapipe_ext.executor.plans.step_positions import GlobalBatchRule, StepPosition
+from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.store.keys import Keys
 from dynapipe_ext.executor.store.memory import MemoryStore
 from dynapipe_ext.launch import cli, job, outcome
+from dynapipe_ext.launch.placement import settled_placement
 from dynapipe_ext.lengths import as_length_array, sample_lengths
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.planner import Planner
@@ -55,6 +57,27 @@ layout = "padded"
 effort = 300
 memory_limit_gb = {limit_gb}
 costs = "{costs}"
+"""
+
+
+ENCODER_DECODER = """
+[topology]
+tp = 1
+pp = 2
+dp = 1
+placement = {placement}
+[model]
+num_layers = 6
+num_decoder_layers = 2
+position = "relative"
+hidden_size = 64
+ffn_hidden_size = 256
+[data]
+tokens_per_batch = 0
+batch_size = 8
+[plan]
+layout = "padded"
+effort = 50
 """
 
 
@@ -171,6 +194,45 @@ def test_what_is_shown_is_what_ranks_get_and_what_the_trace_simulates_under_a_ti
         first = planner.plan(sorted(samples, key=lambda sample: sample.index), step=step)
         replanned += first.batch.replicas[0].micro_batches != plans[0, 0][step].micro_batches
     assert replanned  # or nothing was tight
+
+
+def test_equal_counts_are_held_against_free_ones_that_ranks_would_run(
+    tight: tuple[Path, TrainConfig, AnalyticCosts], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _, _ = tight
+    free_s = max(replica["predicted"]["makespan_s"] for replica in shown(path, 0))
+    capsys.readouterr()
+    flags = ["--config", str(path), "--lengths", str(path.with_name("lengths.npy")), "--replica-counts", "equal"]
+    assert cli.main(["plan", *flags]) == 0
+    assert f"against {free_s:.6g} s with free counts" in capsys.readouterr().out
+
+
+def test_placements_are_judged_by_steps_that_ranks_would_run(tight: tuple[Path, TrainConfig, AnalyticCosts]) -> None:
+    _, config, costs = tight
+    auto = config.with_values(topology={"placement": "auto"}, plan={"effort": 20})
+    settled, placed, trials = settled_placement(auto, costs, LENGTHS, None)
+    planner, batches = planner_from(settled, placed), GlobalBatchRule(batch_size=BATCH_SIZE, shuffle=True)
+    planned = [sample_lengths(LENGTHS, batch) for batch in batches.batches(LENGTHS, 0)]
+    steps = [prove_step(planner, samples, step=0).step_plan.makespan_s for samples in planned]
+    assert trials[0].makespan_s == sum(steps)
+    assert sum(steps) != sum(planner.plan(samples).makespan_s for samples in planned)  # or nothing was tight
+
+
+def test_messages_of_a_placement_that_was_found_are_those_of_the_same_one_named(tmp_path: Path) -> None:
+    """Its decoder begins on the last of four stages; of two stages, one a rank, it would on the second."""
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(5, 200, (16, 2)))
+
+    def in_flight(placement: str) -> tuple[list[int], list[Any]]:
+        path, target = tmp_path / "job.toml", tmp_path / "plan.json"
+        path.write_text(ENCODER_DECODER.format(placement=placement))
+        arguments = ["--config", str(path), "--lengths", str(tmp_path / "lengths.npy"), "--json", str(target)]
+        assert cli.main(["plan", *arguments]) == 0
+        (replica,) = json.loads(target.read_text())["replicas"]
+        return replica["schedule"]["placement"], replica["predicted"]["in_flight_bytes"]
+
+    found, named = in_flight('"auto"'), in_flight('"v"\nlayers_per_stage = [2, 2, 2, 2]')
+    assert found == named
+    assert found[0] == [0, 1, 1, 0]
 
 
 def test_a_plan_that_ranks_would_refuse_is_refused_in_the_same_words(

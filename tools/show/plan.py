@@ -6,7 +6,6 @@ plan.json ─► read_plan ───────┴► PlanView ─► summary_t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,9 @@ from dynapipe_ext.errors import DataError
 from dynapipe_ext.executor.proven_step import ProvenStep
 from dynapipe_ext.pieces import Piece, carried_pieces
 from dynapipe_ext.schedules.actions import PipelineSchedule
-from dynapipe_ext.schedules.notation import PLAN_FORMAT, draw, format_lines, pieces_in_json, plan_json, read_plan_json
-from dynapipe_ext.schedules.step_plan import StepPlan
+from dynapipe_ext.schedules.notation import PLAN_FORMAT, draw, format_lines, pieces_in_json, read_plan_json
 from dynapipe_ext.timeline import Trace
-from dynapipe_ext.tools.json_file import Fields, read_json, write_atomic
+from dynapipe_ext.tools.json_file import Fields, read_json
 from dynapipe_ext.tools.wording import format_bytes, percent
 from dynapipe_ext.topology import Topology
 
@@ -137,11 +135,6 @@ def of_proven_step(proven: ProvenStep, topology: Topology, *, planning_s: float 
             )
         )
     return PlanView(topology=topology, replicas=tuple(replicas), planning_s=planning_s, bubble_ratio=plan.bubble_ratio)
-
-
-def write_plan(path: str | Path, plan: StepPlan, topology: Topology) -> None:
-    """Write a dynapipe-plan/1 file; readers see the old one or the whole new one."""
-    write_atomic(path, json.dumps(plan_json(plan, topology), indent=1, allow_nan=False) + "\n")
 
 
 def read_plan(path: str | Path) -> PlanView:

@@ -6,7 +6,6 @@ as idle time: a rank that waits for a peer does no work.
 
 from __future__ import annotations
 
-import argparse
 import html
 import json
 import math
@@ -309,30 +308,3 @@ def write_chrome_trace(path: str | Path, traces: Sequence[Trace]) -> None:
     """Chrome trace JSON (chrome://tracing, ui.perfetto.dev): one process a trace, one thread a rank."""
     events = [event for process, trace in enumerate(traces) for event in chrome_events(trace, process)]
     write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False) + "\n")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, help=f"a run directory with {TRACE_FILE}, or such a file")
-    parser.add_argument("--out", type=Path, help=f"where the page goes (default: {HTML_FILE} beside {TRACE_FILE})")
-    parser.add_argument("--chrome", type=Path, metavar="FILE", help="also write Chrome/Perfetto JSON here")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Draw a recorded run again; prints the path of the page and returns the exit status."""
-    source = args.run_dir / TRACE_FILE if args.run_dir.is_dir() else args.run_dir
-    record = read_trace_file(source)
-    out = args.out or source.parent / HTML_FILE
-    write_trace_html(
-        out,
-        measured=record.measured,
-        simulated=record.simulated,
-        title=record.title,
-        subtitle=record.subtitle,
-        notes=record.notes,
-        rank_names=record.rank_names,
-    )
-    print(out)
-    if args.chrome:
-        write_chrome_trace(args.chrome, [*record.measured, *record.simulated])
-        print(args.chrome)
-    return 0
