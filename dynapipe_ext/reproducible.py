@@ -68,12 +68,6 @@ def solve(matrix_NN: FloatArray, right_NM: FloatArray) -> FloatArray:
     return found.reshape(right_NM.shape)
 
 
-def rank(x_NK: FloatArray) -> int:
-    """Columns that others do not make up to one part in 10^9 of their lengths."""
-    lengths_K = np.sqrt((x_NK * x_NK).sum(axis=0))
-    return int((np.diag(_triangle(x_NK / np.where(lengths_K > 0, lengths_K, 1.0))) > _NEGLIGIBLE).sum())
-
-
 def non_negative_least_squares(
     x_NK: FloatArray, y_N: FloatArray, *, relative_to: FloatArray | None = None
 ) -> FloatArray:

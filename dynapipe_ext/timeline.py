@@ -63,13 +63,6 @@ class Trace:
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         return tuple(span for span in self.spans if span.rank == rank)
 
-    def stretched(self, factor: float) -> Trace:
-        """The same spans with every time multiplied; CPU seconds stay."""
-        return Trace(
-            tuple(replace(span, start_s=span.start_s * factor, end_s=span.end_s * factor) for span in self.spans),
-            self.name,
-        )
-
     def with_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Trace:
         """The same spans with the shape of the micro-batch that their label names ("2F0" is micro-batch 0)."""
         return Trace(
@@ -86,20 +79,9 @@ class Trace:
         pieces = {(span.rank, span.label): span.piece for span in planned.spans}
         return Trace(tuple(replace(span, piece=pieces.get((span.rank, span.label))) for span in self.spans), self.name)
 
-    def shifted(self, rank_of: Sequence[int] | None = None, by_s: float = 0.0) -> Trace:
-        """The same spans later by `by_s`, with ranks renamed through `rank_of`."""
-        return Trace(
-            tuple(
-                replace(
-                    span,
-                    rank=rank_of[span.rank] if rank_of else span.rank,
-                    start_s=span.start_s + by_s,
-                    end_s=span.end_s + by_s,
-                )
-                for span in self.spans
-            ),
-            self.name,
-        )
+    def on_ranks(self, rank_of: Sequence[int]) -> Trace:
+        """The same spans with ranks renamed through `rank_of`."""
+        return Trace(tuple(replace(span, rank=rank_of[span.rank]) for span in self.spans), self.name)
 
 
 def merge(traces: Iterable[Trace], name: str = "") -> Trace:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from dynapipe_ext.config_data import DataSettings
+from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.data.preprocessing.encoders import Encoder, digest_of, is_own, load_encoder, with_separator
 from dynapipe_ext.data.preprocessing.inputs import BlockStream, InputFile
 from dynapipe_ext.data.preprocessing.records import TextRecord, records
@@ -117,3 +118,45 @@ def _first(file: InputFile, named: RecordFields) -> tuple[str, TextRecord]:
         for where, record in records(block, text_key=named.text):
             return where, record
     raise DataError(f"{file.path} is empty (it has no records): give a file with at least one")
+
+
+def refuse_other_tokens(data: DataSettings, prepared: TokenDataset, *, encoder_decoder: bool) -> None:
+    """Errors: DataError for prepared data that the settings' tokenizer or template would have made otherwise,
+    as far as both say: by default the tokenizer is the data's own, and imported data does not say how its samples were
+    made."""
+    named, template = data.tokenizer, data.template
+    again = f"prepare it again (`dynapipe preprocess --tokenizer {named}"
+    if template not in ("auto", prepared.template) and prepared.template != "unknown":
+        raise DataError(
+            f"{prepared.directory} was prepared by the template {prepared.template or 'of no model'} and [data]"
+            f" template is {template}: {again} --template {template}`), or leave that out"
+        )
+    if named == "bpe" or not (prepared.directory / FILE_NAME).is_file():
+        return
+    own = prepared.tokenizer()
+    if encoder_decoder and own.separator is None:
+        return  # refused for that, with what to do
+    expected = tokenizer_to_train_with(named, encoder_decoder=encoder_decoder)
+    no_template = isinstance(expected, FolderEncoder) and prepared.template is None
+    if no_template or identity_of(own) != identity_of(expected):
+        raise DataError(
+            f"{prepared.directory} was prepared by another tokenizer than {named}, or without what that puts around"
+            f" samples, so a model of {named} would train on other tokens: {again}`), or name the tokenizer of the data"
+        )
+
+
+def refuse_other_fields(data: DataSettings, prepared: TokenDataset) -> None:
+    """Errors: DataError for prepared data that is known to be of other fields of its records than those named."""
+    if (recorded := prepared.record_fields) is None or prepared.template == "chat":
+        return
+    pair, text = recorded
+    read = f"the fields {pair[0]!r} and {pair[1]!r}" if pair and prepared.template != "text" else f"the field {text!r}"
+    for keys, differs in (
+        ((data.input_key, data.target_key), pair != (data.input_key, data.target_key)),
+        ((data.text_key,), text != data.text_key or bool(pair and not data.input_key and prepared.template != "text")),
+    ):
+        if keys[0] and differs:
+            raise DataError(
+                f"{prepared.directory} was made of {read} of its records and [data] names"
+                f" {' and '.join(map(repr, keys))}: prepare it again with these keys, or leave them out"
+            )

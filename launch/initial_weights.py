@@ -9,7 +9,6 @@ from typing import Any
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.tools.checkpoint.formats import CheckpointReader
-from dynapipe_ext.topology import Topology
 
 
 def open_initial_weights(path: str, architecture: Architecture | None) -> CheckpointReader:
@@ -39,7 +38,7 @@ def open_initial_weights(path: str, architecture: Architecture | None) -> Checkp
     return reader
 
 
-def load_initial_weights(model: Any, path: str, architecture: Architecture, topology: Topology, stage: int) -> None:
+def load_initial_weights(model: Any, path: str, architecture: Architecture) -> None:
     """Fill a stage's weights from a checkpoint, a group of tensors at a time. Errors as `open_initial_weights`."""
     from dynapipe_ext.executor.stages.megatron_weights import fill_weights, held_weights
     from dynapipe_ext.tools.checkpoint.megatron.names import megatron_weights

@@ -24,8 +24,9 @@ from dynapipe_ext.data.dataset import TokenDataset
 from dynapipe_ext.executor.device import process_group_backend, rank_device
 from dynapipe_ext.executor.stages import megatron_cpu
 from dynapipe_ext.launch.env import rank_env
+from dynapipe_ext.models.architecture import VOCAB_MULTIPLE
+from dynapipe_ext.plan import round_up
 
-_VOCAB_MULTIPLE = 128  # rows of the embedding, so that any tp divides them
 _SEED = 1234
 
 
@@ -122,7 +123,7 @@ def _model(args: argparse.Namespace, dataset: TokenDataset, device: torch.device
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(),
-        vocab_size=-(-dataset.vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
+        vocab_size=round_up(dataset.vocab_size, VOCAB_MULTIPLE),
         max_sequence_length=int(dataset.lengths[:, 0].max()),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),

@@ -44,8 +44,8 @@ def build_megatron(config: TrainConfig, architecture: Architecture, rank: int, d
 
     models = build_chunks(topology, pp_rank, build, tied_embeddings=architecture.tied_embeddings)
     if config.model.init_from:
-        for number, model in zip(topology.stages_of(pp_rank), models, strict=True):
-            load_initial_weights(model, config.model.init_from, architecture, topology, number)
+        for model in models:
+            load_initial_weights(model, config.model.init_from, architecture)
     chunks = [wrap_ddp(model, settings, distributed_optimizer=config.optimizer.distributed) for model in models]
     optimizer = MegatronOptimizer(chunks, settings, config.optimizer, num_steps=config.run.steps)
     make_stage: Callable[..., MegatronStage] = gpt_stage

@@ -8,8 +8,7 @@ from typing import Any
 
 from dynapipe_ext.config import TrainConfig
 from dynapipe_ext.errors import ConfigError
-from dynapipe_ext.models.transformers_sizes import config_file, dropout_rates
-from dynapipe_ext.tools.checkpoint.huggingface.carried_files import read_json_object
+from dynapipe_ext.models.transformers_sizes import config_file, dropout_rates, raw_config
 
 Tables = dict[str, dict[str, Any]]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -62,12 +61,10 @@ def dropout_line(config: TrainConfig) -> str:
 
 def prediction_line(architecture: str) -> str:
     """What is said of a config.json's layers of multi-token prediction, which no model here has; else nothing."""
-    file = config_file(architecture)
-    if not file.is_file():
+    raw = raw_config(architecture)
+    if not (found := [f"{name} {raw[name]}" for name in _PREDICTION_LAYERS if raw.get(name)]):
         return ""
-    raw = read_json_object(file, "the model's configuration")
-    found = [f"{name} {raw[name]}" for name in _PREDICTION_LAYERS if raw.get(name)]
-    return f"multi-token prediction: left out, though {file} has {', '.join(found)}" if found else ""
+    return f"multi-token prediction: left out, though {config_file(architecture)} has {', '.join(found)}"
 
 
 def memory_of_a_rank_gb(num_ranks: int) -> float:

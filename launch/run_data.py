@@ -35,11 +35,17 @@ from dynapipe_ext.data.preprocessing.rendering import RecordFields
 from dynapipe_ext.data.preprocessing.transformers_encoder import FolderEncoder
 from dynapipe_ext.data.reading import Example, read_examples
 from dynapipe_ext.data.tasks_file import Tasks, check_tasks, read_tasks
-from dynapipe_ext.data.tokenizer import FILE_NAME
 from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
 from dynapipe_ext.executor.checkpoints.manifest import read_manifest
 from dynapipe_ext.executor.plans.step_positions import array_digest
-from dynapipe_ext.launch.data_form import DataForm, form_of, identity_of, tokenizer_to_train_with
+from dynapipe_ext.launch.data_form import (
+    DataForm,
+    form_of,
+    identity_of,
+    refuse_other_fields,
+    refuse_other_tokens,
+    tokenizer_to_train_with,
+)
 from dynapipe_ext.launch.file_lock import FileLock
 from dynapipe_ext.launch.run_directory import runs_folder
 from dynapipe_ext.lengths import LengthArray, as_length_array
@@ -85,7 +91,7 @@ class RunData:
     @property
     def whole(self) -> TokenDataset:
         """The training data as they were prepared, held-out samples included."""
-        return self.train if isinstance(self.train, TokenDataset) else self.train.whole
+        return self.train.whole
 
     @property
     def fingerprint(self) -> str:
@@ -110,8 +116,8 @@ def run_data(config: TrainConfig, progress: Callable[[int], None] | None = None)
     shares = _shares(config, tasks, whole)
     train, held_out = _parts(config, tasks.bounds, shares, whole)
     _refuse_unknown_ids(config, whole)
-    if isinstance(held_out, TokenDataset):
-        _refuse_unknown_ids(config, held_out)
+    if held_out is not None and held_out.whole is not whole:
+        _refuse_unknown_ids(config, held_out.whole)
     if config.model.num_decoder_layers:
         pairs = None if held_out is None else PairDataset.of(held_out)
         return RunData(PairDataset.of(train), pairs, shares)
@@ -129,7 +135,9 @@ def _tasks(config: TrainConfig) -> Tasks:
 def _prepared(config: TrainConfig, tasks: TaskBounds, progress: Callable[[int], None] | None) -> TokenDataset:
     if _is_tokens(config):
         dataset = open_prepared(config.data.path, max_seq_len=config.model.max_seq_len)
-        _refuse_other_tokens(config, dataset)
+        refuse_other_tokens(config.data, dataset, encoder_decoder=config.model.num_decoder_layers > 0)
+        if not config.eval.path or is_prepared(config.eval.path):  # else the fields may be those of its text
+            refuse_other_fields(config.data, dataset)
         return dataset
     source = _source(config, tasks)
     lock = source.folder.with_name(f".{source.folder.name}.lock")
@@ -200,8 +208,7 @@ def _mixed(shares: SampleShares | None, part: TokenDataset | SampleSubset, seed:
     """The samples of an epoch, where files or tasks have weights: a function of these, of the data and the seed."""
     if shares is None:
         return part
-    whole = part.whole if isinstance(part, SampleSubset) else part
-    indices = np.sort(part.indices) if isinstance(part, SampleSubset) else np.arange(len(whole))
+    indices = np.sort(part.indices)
     grouped, counts = indices[np.argsort(shares.of_sample[indices], kind="stable")], shares.counts(indices)
     if not counts.all():
         raise ConfigError(
@@ -209,7 +216,7 @@ def _mixed(shares: SampleShares | None, part: TokenDataset | SampleSubset, seed:
         )
     parts = np.split(grouped, np.cumsum(counts)[:-1])
     drawn = samples_of_epoch(parts, shares.weights, names=shares.names, seed=seed)
-    return SampleSubset.of(whole, drawn)
+    return SampleSubset.of(part.whole, drawn)
 
 
 def data_lines(data: RunData) -> list[str]:
@@ -219,10 +226,9 @@ def data_lines(data: RunData) -> list[str]:
     read = pair_lengths(whole.lengths) if isinstance(data.train, PairDataset) else whole.lengths
     tokens = counted(int(read[:, :2].sum()), "token")
     lines = [f"data: {counted(len(whole), 'sample')}, {tokens}{truncated}"]
-    part = data.train.data if isinstance(data.train, PairDataset) else data.train
-    indices = part.indices if isinstance(part, SampleSubset) else np.arange(len(whole))
     if shares := data.shares:
-        for name, drawn, size in zip(shares.names, shares.counts(indices), shares.counts(), strict=True):
+        drawn_of_each = shares.counts(data.train.indices)
+        for name, drawn, size in zip(shares.names, drawn_of_each, shares.counts(), strict=True):
             percents = percent(drawn / len(data.train))
             lines.append(f"  {name}: {percents} of the samples, {drawn / size:.3g} times its {size:,} an epoch")
     if data.held_out is not None:
@@ -274,30 +280,6 @@ def refuse_other_data(checkpoint: Path, config: TrainConfig, data: RunData) -> N
         f"{checkpoint} was trained on other data than {paths or 'the generator'} in {Path.cwd()} by these settings"
         f" (their {differing} differ): resume with the same data and settings, where the run was started or with --data"
     )
-
-
-def _refuse_other_tokens(config: TrainConfig, prepared: TokenDataset) -> None:
-    """Errors: DataError for prepared data that the settings' tokenizer or template would have made otherwise, as far as
-    both say: by default the tokenizer is the data's own, and imported data does not say how its samples were made."""
-    named, template, encoder_decoder = config.data.tokenizer, config.data.template, config.model.num_decoder_layers > 0
-    again = f"prepare it again (`dynapipe preprocess --tokenizer {named}"
-    if template not in ("auto", prepared.template) and prepared.template != "unknown":
-        raise DataError(
-            f"{prepared.directory} was prepared by the template {prepared.template or 'of no model'} and [data]"
-            f" template is {template}: {again} --template {template}`), or leave that out"
-        )
-    if named == "bpe" or not (prepared.directory / FILE_NAME).is_file():
-        return
-    own = prepared.tokenizer()
-    if encoder_decoder and own.separator is None:
-        return  # refused for that, with what to do
-    expected = tokenizer_to_train_with(named, encoder_decoder=encoder_decoder)
-    no_template = isinstance(expected, FolderEncoder) and prepared.template is None
-    if no_template or identity_of(own) != identity_of(expected):
-        raise DataError(
-            f"{prepared.directory} was prepared by another tokenizer than {named}, or without what that puts around"
-            f" samples, so a model of {named} would train on other tokens: {again}`), or name the tokenizer of the data"
-        )
 
 
 def _tokenized(config: TrainConfig, made_from: list[object]) -> Path:

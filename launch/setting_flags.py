@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from dynapipe_ext.config import LrSchedule, PlacementChoice, SaveFormat, TrainConfig
+from dynapipe_ext.config_data import TemplateChoice
 from dynapipe_ext.launch.command_parser import (
     MAX_INPUT_HELP,
     MAX_TARGET_HELP,
@@ -52,7 +53,7 @@ _FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--template": (
         "data",
         "template",
-        {"choices": ("auto", "chat", "prompt", "text"), "help": "what records are; auto: as the first one"},
+        {"choices": get_args(TemplateChoice), "help": "what records are; auto: as the first one"},
     ),
     "--input-key": ("data", "input_key", {"metavar": "KEY", "help": "field of the prompt (input, prompt)"}),
     "--target-key": ("data", "target_key", {"metavar": "KEY", "help": "field of the response (target, response)"}),

@@ -51,7 +51,7 @@ def write_trained_model(config: TrainConfig, run_dir: Path, *, overwrite: bool) 
     `overwrite` allows it. Errors: DataError; the run and its checkpoints stay.
     """
     settings = config.checkpoint
-    place = Path(os.path.abspath(settings.output))
+    place = Path(os.path.realpath(settings.output))  # where it is a link, what that points to is replaced
     with writing_in(place.parent):
         place.parent.mkdir(parents=True, exist_ok=True)
     written = place.with_name(f".{place.name}.written")

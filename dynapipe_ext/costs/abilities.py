@@ -6,7 +6,7 @@ Each function below looks for one more attribute by its name, and says what hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -88,6 +88,20 @@ def with_exact_sums(costs: CostModel, value_bytes: int) -> CostModel:
     if hasattr(costs, "base"):
         return cast(CostModel, replace(own, base=with_exact_sums(own.base, value_bytes)))
     return costs
+
+
+def measured_sizes(costs: CostModel) -> Mapping[str, Any]:
+    """`measured_sizes`: of the model that was measured, what is known, by the names of `Architecture`; of a view
+    (`base`), of what it views. Nothing without it."""
+    viewed = getattr(costs, "base", None)
+    return cast("Mapping[str, Any]", getattr(costs, "measured_sizes", {} if viewed is None else measured_sizes(viewed)))
+
+
+def sharded_state_bytes(costs: CostModel) -> float:
+    """`state_parts`: bytes of states for each byte of parameters that are divided over replicas; of a view (`base`), of
+    what it views. None without it."""
+    viewed = getattr(costs, "base", None)
+    return float(getattr(costs, "state_parts", (0.0, 0.0 if viewed is None else sharded_state_bytes(viewed)))[1])
 
 
 def offload_of(costs: CostModel) -> Offload:

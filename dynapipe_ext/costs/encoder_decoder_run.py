@@ -16,7 +16,7 @@ from dynapipe_ext.costs.grid import INFEASIBLE, flat_shapes
 from dynapipe_ext.costs.layers import first_decoder_stage
 from dynapipe_ext.costs.links import Link, Links
 from dynapipe_ext.costs.model import IntArray, MicroBatchCosts, within_layers
-from dynapipe_ext.costs.states import EXACT_SUM_BYTES, StateRecipe
+from dynapipe_ext.costs.states import StateRecipe
 from dynapipe_ext.costs.tokens import fingerprint, topology_from_json, topology_to_json
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.models.architecture import Architecture
@@ -142,8 +142,9 @@ class EncoderDecoderRunCosts:
             vocab_size=self.architecture.vocab_size,
             recipe=recipe,
             zero_stage=int(self.distributed_optimizer),
+            exact_sums=self.exact_sums,
         )
-        return held.device.total + EXACT_SUM_BYTES * self.exact_sums * held.parameters.total
+        return held.device.total
 
     def _in_run(
         self, costs: MicroBatchCosts, enc: IntArray, dec: IntArray, recompute: npt.NDArray[np.str_]

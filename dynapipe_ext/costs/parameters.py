@@ -70,12 +70,12 @@ def replica_and_expert_parameters(a: Architecture, topology: Topology, ep: int) 
     return stages
 
 
-def parameters_per_stage(architecture: Architecture, topology: Topology, ep: int = 1) -> tuple[int, ...]:
+def parameters_per_stage(architecture: Architecture, topology: Topology) -> tuple[int, ...]:
     """Parameters of one tensor-parallel rank of every stage, the vocabulary as it is (see `Architecture.padded`).
 
     Sharded over TP: matrices (experts' too), the biases of qkv and fc1, embedding and LM head. Copied: norms, routers,
     the biases of proj and fc2, position embeddings. The LM head of tied embeddings is a copy on the last stage, none if
-    that is the first too. `ep` replicas share the experts among them; 1 counts all experts on each rank.
+    that is the first too. All experts are on each rank.
 
     >>> gpt2 = Architecture.gpt(
     ...     num_layers=12, hidden_size=768, num_heads=12, num_query_groups=12, ffn_hidden_size=3072, gated_mlp=False,
@@ -84,7 +84,7 @@ def parameters_per_stage(architecture: Architecture, topology: Topology, ep: int
     >>> parameters_per_stage(gpt2, Topology())
     (124439808,)
     """
-    return tuple(int(n) for n in replica_and_expert_parameters(architecture, topology, ep).sum(axis=0))
+    return tuple(int(n) for n in replica_and_expert_parameters(architecture, topology, 1).sum(axis=0))
 
 
 @lru_cache(maxsize=64)  # every price of a micro-batch asks for it

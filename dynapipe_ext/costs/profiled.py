@@ -279,10 +279,10 @@ def choose_and_measure(
     *,
     error_target: float,
     most_shapes: int,
-    go_on: Callable[[Profile, float | None], bool],
+    go_on: Callable[[Profile], bool],
 ) -> None:
     """Measure the first shapes, then, one by one, the shape about which least is known, until the mean error of shapes
-    that are left out is at most `error_target`, there are `most_shapes`, or `go_on(profile, error)` is False.
+    that are left out is at most `error_target`, there are `most_shapes`, or `go_on(profile)` is False.
 
     Errors: DataError where hardly anything fits on the device.
     """
@@ -292,7 +292,7 @@ def choose_and_measure(
         if enough and place >= len(within.first()):
             break
         profile.visit(shape, measure, within)
-        if not go_on(profile, None) and enough:
+        if not go_on(profile) and enough:
             break
     if len(profile.fitting(within)) < _FEWEST:
         raise DataError(
@@ -304,7 +304,7 @@ def choose_and_measure(
         errors = profile.errors(within)
         error = float(np.mean(list(errors.values())))
         done = len(errors) >= _LEAST_SHAPES and error <= error_target
-        if not go_on(profile, error) or done or len(profile.shapes()) >= most_shapes:
+        if not go_on(profile) or done or len(profile.shapes()) >= most_shapes:
             break
         chosen = next_shape(list(errors), errors, [s for s in within.candidates() if s not in profile.shapes()])
         if chosen is None:

@@ -152,6 +152,14 @@ class CostTable:
         """The recomputation types that were measured."""
         return tuple(r for r in LAYER_RECOMPUTES if (r, "encoder") in self.grids)
 
+    @property
+    def measured_sizes(self) -> dict[str, Any]:
+        """Of the model that was measured, as far as it is known, by the names of `Architecture`."""
+        said = self.provenance.get("model")
+        sizes = dict(said) if isinstance(said, Mapping) else {}
+        sizes |= {"num_layers": self.num_layers, "num_decoder_layers": self.total_layers - self.num_layers}
+        return sizes | {"hidden_size": self.hidden_size, "dtype": DTYPE_OF_WIDTH[self.value_bytes]}
+
     def stage_layers(self) -> list[tuple[int, int]]:
         """(encoder, decoder) layers of every stage; layer i of T is on stage i S // T unless layers_per_stage says."""
         return layers_of_stages(self.num_layers, self.total_layers, self.num_stages, self.topology.layers_per_stage)

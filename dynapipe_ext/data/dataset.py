@@ -123,6 +123,16 @@ class TokenDataset:
         return TokenSample(int(index), self.tokens[place].astype(np.int64), int(self.first_target[index]), targets)
 
     @property
+    def whole(self) -> TokenDataset:
+        """Itself; of a `SampleSubset`, what it is a part of."""
+        return self
+
+    @property
+    def indices(self) -> npt.NDArray[np.int64]:
+        """Of its samples, within `whole`."""
+        return np.arange(len(self))
+
+    @property
     def fingerprint(self) -> str:
         """sha256 of all that training reads: tokens, their borders, the tokenizer."""
         return str(self.meta["fingerprint"])
@@ -166,6 +176,12 @@ class TokenDataset:
         """By which a model's own tokenizer read the records, None where none did; "unknown" where nobody wrote it."""
         records = self.meta.get("records")
         return str(records["template"] or "") or None if isinstance(records, dict) else "unknown"
+
+    @property
+    def record_fields(self) -> tuple[tuple[str, ...], str] | None:
+        """The fields that records were read from, pairs' and texts'; None where nobody wrote them down."""
+        records = self.meta.get("records")
+        return (tuple(records["pair"]), str(records["text"])) if isinstance(records, dict) else None
 
     @property
     def tasks(self) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ class PairDataset:
     def of(cls, data: TokenDataset | SampleSubset) -> PairDataset:
         """Errors: DataError for data without separators, by which alone an input's end is known, and for plain text,
         which has no inputs."""
-        whole = data.whole if isinstance(data, SampleSubset) else data
+        whole = data.whole
         if whole.tokenizer().separator is None:
             raise DataError(
                 f"{whole.directory} was prepared without a separator, so an encoder cannot know where inputs end:"
@@ -61,7 +61,11 @@ class PairDataset:
 
     @property
     def whole(self) -> TokenDataset:
-        return self.data.whole if isinstance(self.data, SampleSubset) else self.data
+        return self.data.whole
+
+    @property
+    def indices(self) -> npt.NDArray[np.int64]:
+        return self.data.indices
 
     @property
     def samples_fingerprint(self) -> str | None:

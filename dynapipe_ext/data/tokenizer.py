@@ -106,11 +106,11 @@ class BpeTokenizer:
         return json.dumps({"format": _FORMAT, "kind": self.kind, "model": json.loads(self._library.to_str())})
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_bytes: int = _TRAINING_BYTES) -> BpeTokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
     """A BPE of at most `vocab_size` ids (the two special ones included), the same for the same texts.
 
-    Training sees at most `max_bytes`, spread evenly over all texts: when they overflow, every second one is let go and
-    from there on only every second one taken. Small data can give fewer ids than asked for.
+    Training sees a bounded number of bytes, spread evenly over all texts: when they overflow, every second one is let
+    go and from there on only every second one taken. Small data can give fewer ids than asked for.
 
     Errors: ConfigError where vocab_size has no room for the 256 bytes or is beyond all vocabularies, or `tokenizers` is
     missing.
@@ -137,7 +137,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, *, max_bytes: int = _
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    library.train_from_iterator(_spread(texts, max_bytes), trainer)
+    library.train_from_iterator(_spread(texts, _TRAINING_BYTES), trainer)
     return BpeTokenizer(library)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,11 +19,6 @@ class Yarn:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     kind: Literal["yarn"] = "yarn"
-
-    def magnitude(self, mscale: float) -> float:
-        """0.1 mscale ln(factor) + 1 (sec. 3.4): scores by its square for `mscale_all_dim`; rotations by the quotient of
-        that for `mscale` and for `mscale_all_dim`."""
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @dataclass(frozen=True, slots=True)

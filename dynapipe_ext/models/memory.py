@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -140,8 +141,10 @@ def states(
     zero_stage: int,
     offload: Offload = "none",
     ep: int = 1,
+    exact_sums: bool = False,
 ) -> States:
-    """States under ZeRO, and what of them an `offload` leaves on the host (`state_bytes`).
+    """States under ZeRO, with `exact_sums` of gradients, and what of them an `offload` leaves on the host
+    (`state_bytes`).
 
     Offloaded gradients are moved down once a step, and the updated weights up; offloaded weights also up for every
     forward and backward of the step's micro-batches: counted here once for each.
@@ -151,8 +154,9 @@ def states(
     dp = topology.dp
 
     def on_device(offload: Offload) -> StateBytes:
-        common = state_bytes(count.common, recipe, zero_stage=zero_stage, dp=dp, offload=offload)
-        return common + state_bytes(count.experts, recipe, zero_stage=zero_stage, dp=dp // ep, offload=offload)
+        options: Any = {"zero_stage": zero_stage, "offload": offload, "exact_sums": exact_sums}
+        common = state_bytes(count.common, recipe, dp=dp, **options)
+        return common + state_bytes(count.experts, recipe, dp=dp // ep, **options)
 
     device = on_device(offload)
     per_weight, per_gradient, _ = BYTES_PER_PARAMETER[recipe]

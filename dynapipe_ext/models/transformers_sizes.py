@@ -44,28 +44,29 @@ def read_trainable(model: str, backend: Backend) -> Architecture:
                 raise
     if not path.is_file():
         raise ConfigError(f"{model} has no config.json, of which transformers could build a model: give its folder")
-    if _raw(path).get("is_encoder_decoder"):
+    if raw_config(model).get("is_encoder_decoder"):
         refuse_other_pairs(model_type(model))
         return read_model(model)[0]
     pattern_of(model_type(model))
-    return read_sizes(_raw(path), str(path))
+    return read_sizes(raw_config(model), str(path))
 
 
 def model_type(model: str) -> str:
     """Transformers' name of the family, in a model's config.json; empty where it says none."""
-    return str(_raw(config_file(model)).get("model_type") or "")
+    return str(raw_config(model).get("model_type") or "")
 
 
 def dropout_rates(model: str) -> dict[str, float]:
     """The rates above 0 that a model's config.json has, or has without a word; none where there is no such file."""
-    if not (path := config_file(model)).is_file():
-        return {}
-    raw = _raw(path)
+    raw = raw_config(model)
     rates = _DROPOUTS_UNSAID.get(str(raw.get("model_type")), {}) | {n: raw[n] for n in _DROPOUTS if n in raw}
     return {name: rate for name, rate in rates.items() if isinstance(rate, float) and rate}
 
 
-def _raw(path: Path) -> Mapping[str, Any]:
+def raw_config(model: str) -> Mapping[str, Any]:
+    """What a model's config.json says; nothing where there is no such file. Errors: ConfigError for a damaged one."""
+    if not (path := config_file(model)).is_file():
+        return {}
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -75,7 +76,7 @@ def _raw(path: Path) -> Mapping[str, Any]:
 
 def document_attention_fault(model: str) -> str:
     """Why attention document by document does not compute what a config.json says; nothing if it does."""
-    raw = _raw(config_file(model))
+    raw = raw_config(model)
     if cap := raw.get("attn_logit_softcapping"):
         return f"{raw.get('model_type')} caps its scores (attn_logit_softcapping {cap})"
     return ""
@@ -83,7 +84,7 @@ def document_attention_fault(model: str) -> str:
 
 def carried_fault(model: str) -> str:
     """Why a model of transformers cannot attend from piece to piece of a cut sample; nothing if it can."""
-    raw = _raw(config_file(model))
+    raw = raw_config(model)
     kind, window = raw.get("model_type"), raw.get("sliding_window")
     fault = document_attention_fault(model)
     if raw.get("is_encoder_decoder"):

@@ -46,7 +46,7 @@ def _document_attention(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Any = None,
-    carried: Any = None,
+    carried: Carried | None = None,
     **_: Any,
 ) -> tuple[Any, None]:
     """One call a document. Shapes: (B, heads, S, D) -> (B, S, heads, D); borders in the flattened B x S.
@@ -90,7 +90,8 @@ def _document_attention(
     if carried is not None:
         own, *lengths = lengths
         recompute = not dropout and kernel_for(documents[0], rule) is None
-        outputs = [carried.attend(module, *(x[:own] for x in documents), attend, recompute=recompute)]
+        q_THD, k_THD, v_THD = (x[:own] for x in documents)
+        outputs = [carried.attend(module, q_THD, k_THD, v_THD, attend, recompute=recompute)]
         documents = [x[own:] for x in documents]
     if lengths:
         q_THD, k_THD, v_THD = documents

@@ -29,7 +29,7 @@ _REPEAT = (0.984, 0.95, 0.9, 0.75, 0.0)  # how full repeated samples make the la
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class StepRule:
     """How samples are filled into steps: at most `max_tokens` a rank and step, balanced by `objective`.
 
     `last`: the samples that do not fill a step are spread over all steps ("spread"), trained in a last step that
@@ -87,7 +87,7 @@ class EpochPlan:
             raise DataError(f"{len(data)} bytes are no epoch plan ({error}): share what to_bytes gave") from error
 
 
-def plan_epoch(order: IntArray, tokens: IntArray, costs: IntArray, rule: Rule, *, num_first: int = 0) -> EpochPlan:
+def plan_epoch(order: IntArray, tokens: IntArray, costs: IntArray, rule: StepRule, *, num_first: int = 0) -> EpochPlan:
     """The plan of samples in the given order; `tokens` and `costs` are by sample. A pure function.
 
     The first `num_first` of the order were left before and are not left again.
@@ -128,7 +128,7 @@ def _unfed(num_samples: int, num_steps: int, num_ranks: int) -> PlanError:
     )
 
 
-def _spread(tokens: IntArray, costs: IntArray, rule: Rule) -> Steps:
+def _spread(tokens: IntArray, costs: IntArray, rule: StepRule) -> Steps:
     """All samples in as few steps as leave a little room, and more where they do not fit."""
     total, capacity = int(tokens.sum()), rule.num_replicas * rule.max_tokens
     room = min(max(_ROOM[0], _ROOM_BY_SAMPLE * rule.max_tokens * len(tokens) // total), _ROOM[1])
@@ -149,7 +149,7 @@ def _spread(tokens: IntArray, costs: IntArray, rule: Rule) -> Steps:
     raise _unfed(len(tokens), num_steps, rule.num_replicas)
 
 
-def _full_steps(tokens: IntArray, costs: IntArray, rule: Rule, num_first: int) -> Steps:
+def _full_steps(tokens: IntArray, costs: IntArray, rule: StepRule, num_first: int) -> Steps:
     """Full steps only (less so where samples are too long to fill them); what is left would not fill another."""
     target = rule.num_replicas * (rule.max_tokens - rule.max_tokens // _FULL)
     parts: list[Steps] = []
@@ -171,7 +171,7 @@ def _full_steps(tokens: IntArray, costs: IntArray, rule: Rule, num_first: int) -
     return joined(parts, left)
 
 
-def _padded_up(steps: Steps, tokens: IntArray, costs: IntArray, rule: Rule) -> tuple[Steps, int]:
+def _padded_up(steps: Steps, tokens: IntArray, costs: IntArray, rule: StepRule) -> tuple[Steps, int]:
     """The left samples in last steps, filled up with samples from the start of the order; how many these are."""
     parts, left, repeated = [steps], steps.left, 0
     while len(left):
@@ -194,7 +194,7 @@ def _padded_up(steps: Steps, tokens: IntArray, costs: IntArray, rule: Rule) -> t
     return joined(parts, left), repeated
 
 
-def _one_step(tokens: IntArray, costs: IntArray, rule: Rule) -> Steps:
+def _one_step(tokens: IntArray, costs: IntArray, rule: StepRule) -> Steps:
     """One step of what fits; every rank has a sample."""
     if rule.objective != "padded":
         target = max(1, int(tokens.sum()))
@@ -279,7 +279,7 @@ def measure(plan: EpochPlan, tokens: IntArray, costs: IntArray | None, max_token
     )
 
 
-def plan_left(order: IntArray, tokens: IntArray, costs: IntArray, rule: Rule, *, num_first: int = 0) -> EpochPlan:
+def plan_left(order: IntArray, tokens: IntArray, costs: IntArray, rule: StepRule, *, num_first: int = 0) -> EpochPlan:
     """`plan_epoch` of what is left of an epoch: none at all is fine, and some are repeated where they are too few."""
     if not len(order):
         none = np.zeros(0, np.int64)
@@ -296,7 +296,7 @@ def left_after(
     order: IntArray,
     tokens: IntArray,
     costs: IntArray,
-    rule: Rule,
+    rule: StepRule,
     segments: Sequence[tuple[int, int]],
     *,
     num_first: int = 0,

@@ -30,8 +30,8 @@ from dynapipe_ext.sampling.epoch_plan import (
     EpochPlan,
     Last,
     Objective,
-    Rule,
     SamplerMetrics,
+    StepRule,
     left_after,
     measure,
     plan_epoch,
@@ -98,7 +98,7 @@ class DistributedTokenBatchSampler:
                 raise ConfigError(f"{name} is {value!r} but must be one of {', '.join(choices)}")
         check_integer("max_tokens", max_tokens, least=1)
         self.rank, self.seed, self.epoch = rank, seed, 0
-        self._rule = Rule(num_replicas=num_replicas, max_tokens=max_tokens, objective=objective, last=last)
+        self._rule = StepRule(num_replicas=num_replicas, max_tokens=max_tokens, objective=objective, last=last)
         self._shuffle, self._share, self._coefficients = shuffle, share, coefficients
         self._tokens, self.truncated = _checked(lengths, max_tokens, over_long)
         self._costs = self._tokens if objective != "quadratic" else quadratic_costs(self._tokens, coefficients)

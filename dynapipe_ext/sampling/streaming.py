@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -11,7 +12,7 @@ import numpy as np
 
 from dynapipe_ext.costs.model import IntArray
 from dynapipe_ext.errors import ConfigError, DataError, check_integer, short
-from dynapipe_ext.sampling.epoch_plan import EpochPlan, Objective, Rule, left_after, plan_left
+from dynapipe_ext.sampling.epoch_plan import EpochPlan, Objective, StepRule, left_after, plan_left
 from dynapipe_ext.sampling.samplers import check_format, quadratic_costs, world
 
 _FORMAT = "dynapipe-stream/2"
@@ -29,8 +30,10 @@ class StreamingTokenBatches(Generic[Sample]):
     more samples in memory.
 
     `open_stream` gives the samples from the start, in the same order each time; `length_of(sample)` its tokens. The
-    other arguments are those of `DistributedTokenBatchSampler`.
-    Raises DataError for a sample without tokens or above `max_tokens`, by its number in the stream.
+    other arguments are those of `DistributedTokenBatchSampler`. An iteration goes on where the last one stopped; once
+    the stream has ended the next one is a whole one.
+    Raises DataError for a stream of no samples, and for a sample without tokens or above `max_tokens`, by its number in
+    the stream; ConfigError in one of several workers of a DataLoader, each of which would give every sample.
 
     >>> stream = StreamingTokenBatches(lambda: ["aa", "bbbb", "cc"], len, max_tokens=4, num_replicas=2, rank=0)
     >>> list(stream)
@@ -60,13 +63,17 @@ class StreamingTokenBatches(Generic[Sample]):
         if objective not in get_args(Objective):
             raise ConfigError(f"objective is {objective!r} but must be one of {', '.join(get_args(Objective))}")
         self._open_stream, self._length_of = open_stream, length_of
-        self._rule = Rule(num_replicas=num_replicas, max_tokens=max_tokens, objective=objective, last="carry")
+        self._rule = StepRule(num_replicas=num_replicas, max_tokens=max_tokens, objective=objective, last="carry")
         self._rank, self._window_steps, self._coefficients = rank, window_steps, coefficients
         self._pending: list[int] = []  # numbers of samples that were read before the window and not used
         self._read = 0  # samples of the stream read before the window
         self._segments: list[tuple[int, int, int]] = []  # (ranks, samples read in all, steps done) of this window
+        self._ended = False
 
     def __iter__(self) -> Iterator[list[Sample]]:
+        _refuse_several_workers()
+        if self._ended:
+            self._pending, self._read, self._segments, self._ended = [], 0, [], False
         stream = enumerate(self._open_stream())
         held: dict[int, Sample] = {}
         wanted = set(self._pending)
@@ -77,7 +84,12 @@ class StreamingTokenBatches(Generic[Sample]):
             ended = self._fill(held, stream)
             numbers = np.array(sorted(held), np.int64)
             if not len(numbers):
-                return
+                if not self._segments[-1][1]:
+                    raise DataError(
+                        "open_stream gave no samples: it must open the stream anew, from its start, whenever it is"
+                        " called (lambda: iter(samples))"
+                    )
+                break
             plan, start = self._plan(numbers, held, ended)
             for step in range(start, plan.num_steps):
                 self._segments[-1] = (*self._segments[-1][:2], step + 1)
@@ -86,7 +98,8 @@ class StreamingTokenBatches(Generic[Sample]):
             self._read, self._segments = self._segments[-1][1], []
             held = {number: held[number] for number in self._pending}
             if ended:
-                return
+                break
+        self._ended = True
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, as plain values; the same on every rank."""
@@ -98,6 +111,7 @@ class StreamingTokenBatches(Generic[Sample]):
         check_format(state, _FORMAT)
         self._pending, self._read = [int(number) for number in state["pending"]], int(state["read"])
         self._segments = [(int(ranks), int(read), int(steps)) for ranks, read, steps in state["segments"]]
+        self._ended = False
 
     def _fill(self, held: dict[int, Sample], stream: Iterator[tuple[int, Sample]]) -> bool:
         """Read until the window is full, or as far as it was when the state was taken; whether the stream ended."""
@@ -132,3 +146,14 @@ class StreamingTokenBatches(Generic[Sample]):
         before = [(ranks, steps) for ranks, _, steps in self._segments[:-1]]
         order = left_after(np.arange(len(numbers), dtype=np.int64), tokens, costs, rule, before)
         return plan_left(order, tokens, costs, rule), self._segments[-1][2]
+
+
+def _refuse_several_workers() -> None:
+    """Errors: ConfigError where this process is one of a DataLoader's workers."""
+    loading: Any = sys.modules.get("torch.utils.data")
+    worker = None if loading is None else loading.get_worker_info()
+    if worker is not None and worker.num_workers > 1:
+        raise ConfigError(
+            f"a DataLoader with num_workers {worker.num_workers} would give every sample {worker.num_workers} times:"
+            " take num_workers 0 or 1, or iterate the batches yourself"
+        )

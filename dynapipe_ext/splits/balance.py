@@ -244,11 +244,10 @@ def load_floor(costs_ns: Sequence[int], num_replicas: int, *, equal_counts: bool
                 floor, min(-(-(sums[j] + total - sums[-1 - max(0, g * most - j)]) // g) for g in range(1, j + 1))
             )
         return floor
-    for j in range(min(num, len(costs)) + 1):
+    for j in range(1, min(num, len(costs)) + 1):
         # Either one of the j largest has company, or each is alone and num - j replicas share what is left.
         alone = -(-(total - sums[j]) // (num - j)) if j < num else (0 if j == len(costs) else total)
-        company = costs[j - 1] + costs[-1] if j else alone
-        floor = max(floor, min(alone, company))
+        floor = max(floor, min(alone, costs[j - 1] + costs[-1]))
     return floor
 
 

@@ -22,7 +22,7 @@ _MOST_DOCUMENTS = 1 << 18  # in the rows that say what documents cost: more take
 
 
 def micro_batch_evaluate(costs: CostModel, *, min_in_flight: int = 1) -> MicroBatchEvaluate:
-    """The `evaluate` of `split_packed` for a cost model (see `padded.bottleneck` for what it counts)."""
+    """How rows are priced by a cost model (see `padded.bottleneck` for what it counts)."""
 
     def evaluate(micro_batches: Sequence[MicroBatch]) -> tuple[IntArray, IntArray]:
         return bottleneck(costs.evaluate(micro_batches), min_in_flight)
@@ -64,50 +64,6 @@ class RowRule:
                 )
 
 
-def split_packed(
-    samples: Sequence[SampleLength],
-    evaluate: MicroBatchEvaluate,
-    *,
-    max_tokens: int,
-    pp: int = 1,
-    dp: int = 1,
-    num_micro_batches: int | None = None,
-    max_bytes: int | None = None,
-    pad_multiple: int = 1,
-    recompute: Recompute = "none",
-    attention: Attention = "document",
-    equal_counts: bool = False,
-) -> list[MicroBatch]:
-    """Packed micro-batches of one row of at most `max_tokens` positions (of each side of an encoder-decoder).
-
-    Documents go, dearest first, to the row that has cost least so far and has room. The number of rows is
-    `num_micro_batches` or, of a dozen multiples of `dp` from the fewest that hold the batch, the one with the smallest
-    sum(t) / dp + (pp - 1) max(t), t being a row's bottleneck time; rows above `max_bytes`, or that `evaluate` cannot
-    price, rule a number out. There are never fewer rows than replicas; under `equal_counts` only multiples of `dp`.
-
-    Raises PlanError for a sample longer than a row or above the byte cap alone (by name), or for an impossible number.
-    """
-    if not samples:
-        return []
-    rule = RowRule(max_tokens=max_tokens, pad_multiple=pad_multiple, recompute=recompute, attention=attention)
-    rows = RowPackings.of(samples, evaluate, rule)
-    if num_micro_batches is None:
-        return rows.best(evaluate, pp=pp, dp=dp, max_bytes=max_bytes, equal_counts=equal_counts)
-    rows.check_replicas(dp)
-    if not rows.least <= num_micro_batches <= len(samples):
-        raise PlanError(
-            f"{num_micro_batches} packed rows cannot hold {len(samples)} samples: between {rows.least} rows (of"
-            f" {rule.room} positions) and one a sample are possible"
-        )
-    micro_batches = rows.numbering(num_micro_batches)
-    if micro_batches is None:
-        raise PlanError(
-            f"{num_micro_batches} rows of {rule.room} positions were too tight to pack: allow more rows or tokens"
-        )
-    _check_bytes(micro_batches, evaluate(micro_batches)[1], max_bytes)
-    return list(micro_batches)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPackings:
     """One batch as packed rows of any number under a rule, each number packed once, whatever it is judged by."""
@@ -136,17 +92,20 @@ class RowPackings:
             self._made[count] = None if rows is None else tuple(self.rule.row(row) for row in rows)
         return self._made[count]
 
-    def check_replicas(self, dp: int) -> None:
+    def best(
+        self, evaluate: MicroBatchEvaluate, *, pp: int, dp: int, max_bytes: int | None, equal_counts: bool
+    ) -> list[MicroBatch]:
+        """Of a dozen multiples of `dp` from the fewest rows that hold the batch, the number with the smallest
+        sum(t) / dp + (pp - 1) max(t), t being a row's bottleneck time.
+
+        Rows above `max_bytes`, or that `evaluate` cannot price, rule a number out. There are never fewer rows than
+        replicas; under `equal_counts` only multiples of `dp`. Errors: PlanError, naming a sample above the byte cap
+        alone, or for too few samples.
+        """
         if len(self.samples) < dp:
             raise PlanError(
                 f"{len(self.samples)} samples cannot feed {dp} replicas: enlarge the global batch or lower dp"
             )
-
-    def best(
-        self, evaluate: MicroBatchEvaluate, *, pp: int, dp: int, max_bytes: int | None, equal_counts: bool
-    ) -> list[MicroBatch]:
-        """The number of rows that `split_packed` chooses. Errors: PlanError as it has them."""
-        self.check_replicas(dp)
         best: tuple[int, tuple[MicroBatch, ...]] | None = None
         tried, least = 0, self.least
         most = len(self.samples) // dp * dp if equal_counts else len(self.samples)
@@ -162,7 +121,7 @@ class RowPackings:
                 continue
             if max_bytes is not None and int(num_bytes.max()) > max_bytes:
                 if count == most:
-                    _check_bytes(micro_batches, num_bytes, max_bytes)
+                    raise _too_large(micro_batches, num_bytes, max_bytes)
                 continue
             value = int(time_ns.sum()) + dp * (pp - 1) * int(time_ns.max())
             if best is None or value < best[0]:
@@ -290,13 +249,11 @@ def _pack_tight(samples: Sequence[SampleLength], num_rows: int, room: int) -> li
     return rows
 
 
-def _check_bytes(micro_batches: Sequence[MicroBatch], num_bytes: IntArray, max_bytes: int | None) -> None:
-    if max_bytes is None or int(num_bytes.max()) <= max_bytes:
-        return
+def _too_large(micro_batches: Sequence[MicroBatch], num_bytes: IntArray, max_bytes: int) -> PlanError:
     worst = int(num_bytes.argmax())
     samples = micro_batches[worst].samples
     longest = max(samples, key=lambda s: s.tokens)
-    raise PlanError(
+    return PlanError(
         f"a packed row of {len(samples)} samples (the longest is {longest.index} with {longest.tokens} positions) needs"
         f" {num_bytes[worst]} B but {max_bytes} B is the limit: lower max_tokens, recompute more or raise tp"
     )

@@ -39,6 +39,7 @@ from dynapipe_ext.schedules.step_plan import Prediction
 from dynapipe_ext.topology import Topology
 
 _NUM_LAYERS = 2
+_SECONDS_EACH = 0.5  # one measurement of an action may take altogether; short actions are repeated in it
 # Stages of a side: its layers that are measured are the middle one's, without embedding, final norm and head.
 _STAGES_OF_SIDE, _MIDDLE = 3, 1
 _MOST_REPEATS, _LEAST_REPEATS = 9, 3
@@ -68,19 +69,10 @@ class LayerProfiler:
     """Measures micro-batches one by one. torch.distributed must not be initialised before, and is not afterwards.
 
     All ranks call the same methods and get the same answers: of times and bytes the largest over ranks.
-    `seconds_each`: how long one measurement of an action may take altogether; short actions are repeated in it.
     """
 
-    def __init__(
-        self,
-        model: Architecture,
-        *,
-        dtype: str,
-        device: torch.device,
-        ranks: Ranks,
-        seconds_each: float = 0.5,
-    ) -> None:
-        self._model, self._dtype, self._device, self._seconds_each = model, dtype, device, seconds_each
+    def __init__(self, model: Architecture, *, dtype: str, device: torch.device, ranks: Ranks) -> None:
+        self._model, self._dtype, self._device = model, dtype, device
         self._ranks, self._topology = ranks, Topology(tp=ranks.tp)
         self._num_sides = 2 if model.num_decoder_layers else 1
         self._measure = measure_on(device)
@@ -328,8 +320,8 @@ class LayerProfiler:
         runs: list[Sequence[float]] = []
         spent_s = 0.0
         while True:
-            done, room_s = len(runs) - 1, self._seconds_each - spent_s
-            wanted = done < 1 or (done < _LEAST_REPEATS and room_s > -3 * self._seconds_each)
+            done, room_s = len(runs) - 1, _SECONDS_EACH - spent_s
+            wanted = done < 1 or (done < _LEAST_REPEATS and room_s > -3 * _SECONDS_EACH)
             if not self.agree(wanted or (done < _MOST_REPEATS and room_s > 0)):
                 break
             runs.append(run())

@@ -133,6 +133,11 @@ class ChunkRunner:
         if is_last:
             output = checked_loss_sum(output) / self._plan.loss_divisor
         outputs = output if isinstance(output, tuple) else (output,)
+        if other := [type(x).__name__ for x in outputs if not isinstance(x, torch.Tensor)]:
+            raise ConfigError(
+                f"what stage {stage} returns has {other[0]} in it but goes to the next stage in a message: return a"
+                " tensor, or a tuple of tensors"
+            )
         learns = torch.is_grad_enabled() and (inputs or is_last or self._trains)
         if learns and not any(x.requires_grad for x in outputs):
             raise ConfigError(

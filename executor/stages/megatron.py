@@ -274,8 +274,3 @@ def wrap_ddp(model: torch.nn.Module, config: Any, *, distributed_optimizer: bool
         grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=distributed_optimizer
     )
     return DistributedDataParallel(config, ddp_config, model)
-
-
-def main_grads(ddp: Any) -> dict[str, torch.Tensor]:
-    """Name -> float32 gradient sums of this rank, after `finish_step`."""
-    return {name: parameter.main_grad for name, parameter in ddp.module.named_parameters() if parameter.requires_grad}

@@ -153,8 +153,8 @@ def learning_rates(optimizer: Any, settings: OptimizerSettings, *, num_steps: in
         init_lr=0.0,
         max_lr=settings.lr,
         min_lr=settings.min_lr,
-        lr_warmup_steps=min(warmup_steps, num_steps - 1),
-        lr_decay_steps=num_steps,
+        lr_warmup_steps=warmup_steps,
+        lr_decay_steps=max(num_steps, warmup_steps + 1),  # a run may end before its warm-up
         lr_decay_style=_LR_STYLES[settings.lr_schedule],
         wsd_decay_steps=max(1, round(_WSD_DECAY * num_steps)),
         lr_wsd_decay_style="linear",

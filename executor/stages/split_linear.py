@@ -71,7 +71,7 @@ class DeferredGradients:
         with torch.no_grad():
             while work:
                 weight, inputs, output_grads = work.pop()
-                self._accumulate(weight, output_grads.t().matmul(inputs))
+                self._accumulate(weight, output_grads.t().matmul(inputs).to(weight.dtype))
 
 
 def deferred_of(weight: torch.Tensor) -> DeferredGradients | None:
@@ -123,7 +123,8 @@ def deferred_bytes(work: DeferredWork) -> int:
 class _SplitLinear(torch.autograd.Function):
     """y = x W^T (+ b), as torch.nn.functional.linear, or y = x W where the weight is `transposed`.
 
-    A frozen weight has no gradient, and no input is kept for one.
+    A frozen weight has no gradient, and no input is kept for one. Under autocast x and b come in the dtype that it
+    computes in, and so does y.
     """
 
     @staticmethod
@@ -141,6 +142,7 @@ class _SplitLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (y_grad,) = grads
         x, weight = ctx.saved_tensors
+        weight = weight.to(y_grad.dtype)
         flat_grad = y_grad.reshape(-1, y_grad.shape[-1])
         x_grad = y_grad.matmul(weight.t() if ctx.transposed else weight) if ctx.needs_input_grad[0] else None
         bias_grad = flat_grad.sum(dim=0) if ctx.needs_input_grad[2] else None
@@ -151,7 +153,7 @@ class _SplitLinear(torch.autograd.Function):
         if (queue := deferred_of(ctx.weight)) is not None:
             queue.take(ctx.weight, inputs, output_grads)
             return x_grad, None, bias_grad, None
-        return x_grad, output_grads.t().matmul(inputs), bias_grad, None
+        return x_grad, output_grads.t().matmul(inputs).to(ctx.weight.dtype), bias_grad, None
 
 
 def make_linears_splittable(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -166,7 +168,8 @@ def make_linears_splittable(module: torch.nn.Module) -> list[torch.Tensor]:
         if transposed or type(layer) is torch.nn.Linear:
 
             def forward(x: torch.Tensor, layer: Any = layer, transposed: bool = transposed) -> torch.Tensor:
-                output: torch.Tensor = _SplitLinear.apply(x, layer.weight, layer.bias, transposed)  # type: ignore[no-untyped-call]
+                bias = layer.bias if layer.bias is None else _as_computed(layer.bias)
+                output: torch.Tensor = _SplitLinear.apply(_as_computed(x), layer.weight, bias, transposed)  # type: ignore[no-untyped-call]
                 return output
 
             layer.forward = forward
@@ -174,18 +177,10 @@ def make_linears_splittable(module: torch.nn.Module) -> list[torch.Tensor]:
     return weights
 
 
-def trained_share(module: torch.nn.Module) -> float:
-    """Of the weights of linear layers, counted in values, those that are not frozen: W's share of its work.
-
-    >>> layers = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2).requires_grad_(False))
-    >>> trained_share(layers)
-    0.5
-    """
-    linear = (layer for layer in module.modules() if isinstance(layer, torch.nn.Linear) or _is_conv1d(layer))
-    weights: list[Any] = [layer.weight for layer in linear]
-    num_values: int = sum(weight.numel() for weight in weights)
-    num_trained: int = sum(weight.numel() for weight in weights if weight.requires_grad)
-    return num_trained / max(1, num_values)
+def _as_computed(x: torch.Tensor) -> torch.Tensor:
+    """In the dtype that autocast, where it is on, computes linear layers in; it leaves float64 alone."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x
 
 
 def _is_conv1d(layer: torch.nn.Module) -> bool:

@@ -19,6 +19,7 @@ from dynapipe_ext.plan import MicroBatch
 
 Module = Callable[..., Any]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
+_REDUCERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 MakeAccumulator = Callable[..., GradientAccumulator]  # of the parameters that train, and their sum over replicas
 
 
@@ -38,7 +39,7 @@ class TorchStage:
 
     `parallel` (a `ParallelContext`) sums over ranks: needed where the plan has more than one. Split backwards put off
     the weight gradients of torch.nn.Linear layers. Whether modules train or evaluate is theirs (`train()`, `eval()`).
-    Errors: ConfigError for what cannot be trained so.
+    Errors: ConfigError for what cannot be trained so, such as modules that reduce gradients themselves.
     """
 
     takes_pieces = False  # whether attention reaches earlier pieces of a cut sample
@@ -63,6 +64,8 @@ class TorchStage:
             parameters = {p: None for owner in owners for p in owner.parameters()}
         own = list(parameters)
         trained = [p for p in own if p.requires_grad]
+        _refuse_reducers(owners)
+        self._own, self._trains = own, [p.requires_grad for p in own]
         self._stages = tuple(modules) if isinstance(modules, Mapping) else None
         self._calls = [with_batch(chunk, chunk) for chunk in chunks]
         self._loss, self._parallel, self._restarts_attention = loss, parallel, restarts_attention
@@ -85,6 +88,8 @@ class TorchStage:
                 f"pipeline rank {plan.pp_rank} runs stages {plan.stages} of the plan but has modules for"
                 f" {self._stages}: give those, in that order"
             )
+        if not plan.forward_only:
+            _refuse_other_trained(self._trains, [p.requires_grad for p in self._own], plan.step)
         if not self.takes_pieces:
             _refuse_pieces(plan)
         if not self._restarts_attention:
@@ -201,6 +206,24 @@ def _refuse_ownerless(chunks: Iterable[Module]) -> None:
                 f"{getattr(chunk, '__name__', chunk)!r} is no torch module, so the weights that it uses cannot be"
                 " found, and their gradients would never be cleared nor reduced: give parameters=model.parameters()"
             )
+
+
+def _refuse_reducers(owners: Iterable[torch.nn.Module]) -> None:
+    for module in (module for owner in owners for module in owner.modules()):
+        if found := _REDUCERS & {kind.__name__ for kind in type(module).__mro__}:
+            raise ConfigError(
+                f"the stage's module is wrapped in {found.pop()}, whose collectives run in every backward, of which"
+                " replicas may have unequal numbers: give the module itself, and parallel=ParallelContext(topology),"
+                " which sums gradients once a step"
+            )
+
+
+def _refuse_other_trained(before: list[bool], now: list[bool], step: int) -> None:
+    if changed := sum(a != b for a, b in zip(before, now, strict=True)):
+        raise ConfigError(
+            f"{changed} weights were frozen or thawed between the making of the stage and step {step}, and it clears"
+            " and reduces the gradients of those that trained then: make the stage anew, and the executor"
+        )
 
 
 def with_batch(chunk: Module, inner: Module) -> Module:

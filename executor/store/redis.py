@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -37,6 +36,7 @@ T = TypeVar("T")
 
 _SLICE_S = 1.0  # the longest single wait on the server: bounds how late a lost connection is noticed
 _CONNECT_S = 5.0
+_TTL_MS = 86_400_000
 _NOBODY = (ConnectionRefusedError, FileNotFoundError)  # behind a connection error: no server, rather than a slow one
 _REPLY_S = 4.0  # a server that says nothing for so long is taken for lost
 _FULL_S = 0.05  # between looks for a value in a full server
@@ -49,7 +49,7 @@ class RedisStore:
     """Named bytes on a Redis-compatible server, below `namespace`; safe to use from several threads.
 
     The address of a TLS server takes `?ssl_ca_certs=FILE` and redis-py's other ssl_ options in its query. Keys live
-    `ttl_s` seconds from their last put, so an abandoned job leaves nothing behind.
+    a day from their last put, so an abandoned job leaves nothing behind.
 
     A lost connection is made again for up to `reconnect_timeout_s` (puts are repeatable, so nothing is done twice),
     also where that goes beyond a `get`'s own limit; then StoreError. A full server is given as long to have room again.
@@ -67,7 +67,6 @@ class RedisStore:
         namespace: str,
         connect_timeout_s: float | None = None,
         reconnect_timeout_s: float = 5.0,
-        ttl_s: int = 86_400,
     ) -> None:
         if not namespace:
             raise ConfigError("the store's namespace is empty: give each run a name of its own")
@@ -78,7 +77,6 @@ class RedisStore:
         self._prefix = f"dynapipe/{namespace}/"
         first_s = _CONNECT_S if connect_timeout_s is None else connect_timeout_s
         self._patience_s, self._awaits_start = first_s, connect_timeout_s is not None
-        self._ttl_ms = max(1, math.ceil(ttl_s * 1000))
         try:
             trusted = {"ssl_ca_data": address.ca_pem} if address.ca_pem else {}
             self._client = redis.Redis.from_url(
@@ -99,13 +97,13 @@ class RedisStore:
 
         def replace() -> None:
             if self._client.lindex(name, 0) == value:
-                self._client.pexpire(name, self._ttl_ms)
+                self._client.pexpire(name, _TTL_MS)
                 return
             # In one transaction, so that no reader meets the list empty or with two elements.
             with self._client.pipeline(transaction=True) as transaction:
                 transaction.delete(name)
                 transaction.rpush(name, value)
-                transaction.pexpire(name, self._ttl_ms)
+                transaction.pexpire(name, _TTL_MS)
                 transaction.execute()
 
         self._call(f"putting {key!r}", replace)

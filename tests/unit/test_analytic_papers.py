@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.costs.analytic import AnalyticCosts
-from dynapipe_ext.costs.parameters import parameters_per_stage
+from dynapipe_ext.costs.parameters import parameters_per_stage, replica_and_expert_parameters
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
@@ -161,7 +161,7 @@ def test_a_capacity_is_what_experts_compute_whether_tokens_fill_it_or_not() -> N
 
 def test_expert_parallel_ranks_hold_their_share_of_experts_and_divide_states_over_the_copies_left() -> None:
     experts = 32 * 8 * 3 * 4096 * 14336
-    one, eight = (parameters_per_stage(MIXTRAL, Topology(dp=8), ep)[0] for ep in (1, 8))
+    one, eight = (int(replica_and_expert_parameters(MIXTRAL, Topology(dp=8), ep).sum()) for ep in (1, 8))
     assert one - eight == experts * 7 // 8
     model = AnalyticCosts(MIXTRAL, Topology(dp=8), ep=4, zero_stage=1)
     rest = 46_702_792_704 - experts

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dynapipe_ext.costs.abilities import floor_of, has_decoder, over_topology, recounted, shape_prices
+from dynapipe_ext.costs.adapted import AdaptedCosts, TimeCorrection
 from dynapipe_ext.costs.analytic import AnalyticCosts
 from dynapipe_ext.costs.floor import GrowingTimes
 from dynapipe_ext.costs.grid import INFEASIBLE
@@ -67,6 +68,13 @@ def test_what_a_model_does_not_offer_has_an_answer_that_holds_for_any() -> None:
     assert batch_floor(own, [(3, 0)], (0, 1), split=False, packed=False) is None
     with pytest.raises(ConfigError, match="Own has no to_json, by which planner processes"):
         cost_model_to_json(own)
+
+
+def test_costs_that_were_fitted_recount_what_they_were_fitted_to() -> None:
+    counted = AnalyticCosts(GPT, Topology(pp=2))
+    fitted = AdaptedCosts(counted, ({"F": TimeCorrection(2.0)}, {}))
+    again = recounted(fitted, lambda costs: replace(costs, split_backward=True))
+    assert again == replace(fitted, base=replace(counted, split_backward=True))
 
 
 def test_shapes_are_priced_one_by_one_where_a_model_prices_micro_batches_alone() -> None:

@@ -282,3 +282,14 @@ def test_what_i_keeps_until_w_is_stored_where_backwards_are_split(tp: int, seque
     assert plain.evaluate([one]).stored_bytes[0, 0] == kept - sequence_parallel * 2 * tokens * 2 * h
     again = [padded(2, 16, recompute="full")]
     assert split.evaluate(again).stored_bytes[0, 0] == plain.evaluate(again).stored_bytes[0, 0]
+
+
+@pytest.mark.parametrize(("zero_stage", "value_bytes"), [(1, 0), (2, 4), (3, 2 + 4)])
+def test_an_end_s_table_is_held_whole_while_zero_uses_it(zero_stage: int, value_bytes: int) -> None:
+    """Gradients from stage 2 on, weights in stage 3; of a rank's half of the rows, which outweigh a layer."""
+    costs = AnalyticCosts(replace(SMALL, vocab_size=10**6), Topology(tp=2, pp=3, dp=2, layers_per_stage=(1, 2, 1)))
+    batch = [MicroBatch((SampleLength(0, 8),))]
+    plain, sharded = (replace(costs, zero_stage=stage).evaluate(batch).working_bytes for stage in (0, zero_stage))
+    whole = (sharded - plain)[:, 0].tolist()
+    assert whole[0] == whole[2] == 10**6 * SMALL.hidden_size // 2 * value_bytes
+    assert whole[1] * 100 <= whole[0]

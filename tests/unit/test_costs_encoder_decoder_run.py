@@ -17,6 +17,7 @@ from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.launch.job import analytic_costs, architecture_of, configured_format, topology_of, variants
 from dynapipe_ext.lengths import SampleLength
 from dynapipe_ext.models.architecture import Architecture
+from dynapipe_ext.models.memory import stage_parameters
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.topology import Topology
@@ -57,6 +58,12 @@ def test_dropout_and_what_w_waits_for_are_stored_but_not_where_all_is_recomputed
             with_it, without = (replace(COSTS, **one).evaluate(batch).stored_bytes for one in (more, less))
             assert (with_it > without).all() == is_more, (more, kind)
             assert (with_it >= without).all()
+
+
+def test_ranks_hold_deterministic_modes_sums_of_gradients_whole() -> None:
+    costs = replace(COSTS, topology=Topology(pp=4, dp=2), distributed_optimizer=True)
+    more = replace(costs, exact_sums=True).static_bytes() - costs.static_bytes()
+    assert more.tolist() == (8 * stage_parameters(T5, costs.topology).total).tolist()
 
 
 def test_a_run_of_its_own_sizes_plans_its_pairs_with_the_messages_of_its_border() -> None:

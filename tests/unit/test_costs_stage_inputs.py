@@ -91,6 +91,12 @@ def test_a_stage_that_is_recomputed_keeps_its_input_and_needs_the_rest_and_a_for
     assert (shapes.backward_ns == costs.evaluate(alone[1:]).backward_ns).all()
 
 
+def test_a_measured_head_needs_on_the_last_stage_what_it_needed_while_it_ran() -> None:
+    """A point's layer needs 0.01 MB a token over what it stores, its head 0.02."""
+    costs = measured().evaluate([MicroBatch((SampleLength(0, length),)) for length in (16, 64)])
+    assert costs.working_bytes.tolist() == [[160_000, 640_000], [320_000, 1_280_000]]
+
+
 def test_tables_whose_peaks_are_of_forwards_alone_know_no_stage_that_is_recomputed() -> None:
     table = replace(measured(), working_in="F")
     assert (table.evaluate_shapes([1], [16], 0, "stage").forward_ns >= INFEASIBLE).all()

@@ -75,7 +75,7 @@ def test_the_table_names_the_assumptions_the_options_and_why_others_were_dropped
         "memory of option 1, GB a rank",
         "gradients",
         "evaluation of one such batch",
-        "1 x tp does not divide the 4 heads",
+        "1 x tp does not divide num_heads 4",
     ):
         assert said in text
 

@@ -49,7 +49,7 @@ def test_every_spread_uses_every_device_and_divides_the_model():
     found, dropped = reasons(question("gpt2-xl", nodes=3, gpus=4, lengths="uniform:1024"))
     assert {tp * pp * dp for tp, pp, dp, *_ in found} == {12}
     assert {tp for tp, *_ in found} == {1}  # 25 heads
-    assert dropped.counts["tp does not divide the 25 heads"] == 2
+    assert dropped.counts["tp does not divide num_heads 25"] == 2
     assert dropped.counts["tp does not divide the 4 devices of a node"] == 3  # 3, 6, 12
 
 

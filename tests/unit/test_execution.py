@@ -15,10 +15,11 @@ from dynapipe_ext.costs.model import MicroBatchCosts
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
-from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, WaitSend
+from dynapipe_ext.executor.instructions import Backward, BackwardInput, BackwardWeight, Buffer, Recv, WaitSend
 from dynapipe_ext.executor.proven_step import prove_step
 from dynapipe_ext.executor.stages.accumulator import ExactAccumulator, PlainAccumulator
 from dynapipe_ext.executor.stages.emulated import EmulatedStage
+from dynapipe_ext.executor.stages.exact_sums import ExactSums
 from dynapipe_ext.executor.stages.torch_stage import TorchStage
 from dynapipe_ext.executor.transport.inline import InlineHub, InlineReductions
 from dynapipe_ext.lengths import SampleLength
@@ -96,13 +97,15 @@ def whole_batch(parts) -> tuple[float, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("make_accumulator", [PlainAccumulator, ExactAccumulator])
 def test_split_backwards_of_torch_linears_give_the_bits_of_whole_ones(make_accumulator):
-    parts = [*make_parts(1)[:1], torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, VOCAB)]
-    model = torch.nn.Sequential(*parts)
+    inner = torch.nn.Linear(HIDDEN, HIDDEN, bias=False)
+    parts = [*make_parts(1)[:1], inner, torch.nn.Tanh(), torch.nn.Linear(HIDDEN, VOCAB)]
+    model, (_, of_samples) = torch.nn.Sequential(*parts), whole_batch(parts)
     plan = prove_step(planner_for(1), SAMPLES, step=0).plans[0][0]
     batches = [batch_of(m) for m in plan.micro_batches]
     stage = TorchStage(model, loss_sum, accumulator=make_accumulator)
     whole_loss = PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, batches)
     whole = [p.grad.clone() for p in model.parameters()]
+    torch.testing.assert_close(whole, of_samples, rtol=1e-5, atol=1e-7)
     instructions, late = [], []
     for instruction in plan.instructions:
         if isinstance(instruction, Backward):
@@ -162,6 +165,17 @@ def test_exact_accumulation_refuses_what_it_cannot_hold():
         accumulator.reduce()
 
 
+def test_exact_sums_that_fit_on_each_rank_and_not_together_are_refused():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    sums = ExactSums([parameter])
+    sums.add(parameter, torch.tensor([1.0, 2e5]))
+    sums.check()
+    sums.sum_all(lambda of_two_ranks: of_two_ranks.mul_(2))
+    assert sums.value(parameter).tolist() == [2.0, 4e5]
+    with pytest.raises(ExecutionError, match=r"4e\+05 leave the fixed-point range 2\.62e\+05"):
+        sums.check()
+
+
 def test_exact_accumulation_hands_on_what_is_not_finite_to_those_who_judge_it():
     healthy, broken = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
     accumulator = ExactAccumulator([healthy, broken])
@@ -202,15 +216,18 @@ def test_a_wrong_number_of_batches_is_refused_before_anything_runs():
         PipelineExecutor(stage, InlineHub().transport(0)).execute(plan, [])
 
 
+def test_a_plan_that_never_awaits_a_receive_is_an_error():
+    plan = prove_step(planner_for(1), SAMPLES, step=0).plans[0][0]
+    more = replace(plan, instructions=(*plan.instructions, Recv(Buffer("gradient", 1, 0), 1, 1, ())))
+    executor = PipelineExecutor(TorchStage(torch.nn.Sequential(*make_parts(2)), loss_sum), InlineHub().transport(0))
+    with pytest.raises(ExecutionError, match=r"left buffers behind.*'gradient of micro-batch 0 from stage 1'"):
+        executor.execute(more, [batch_of(m) for m in more.micro_batches])
+
+
 def test_a_plan_that_leaves_a_buffer_behind_is_an_error():
     parts, plans = make_parts(2), prove_step(planner_for(2), SAMPLES, step=0).plans[0]
-    plan = plans[0]
-    damaged = type(plan)(
-        **{
-            **{name: getattr(plan, name) for name in plan.__slots__},
-            "instructions": tuple(i for i in plan.instructions if not isinstance(i, WaitSend)),
-        }
-    )
+    unawaited = tuple(i for i in plans[0].instructions if not isinstance(i, WaitSend))
+    damaged = replace(plans[0], instructions=unawaited)
     hub, errors, parallel = InlineHub(timeout_s=5), {}, InlineReductions(Topology(pp=2), timeout_s=0.1)
 
     def rank(pp_rank, own):

@@ -24,11 +24,13 @@ class Kept:
     def __init__(self, others: int = 0) -> None:
         self.others = others
         self.saved: list[RunState] = []
+        self.waited: list[bool] = []
 
     def save(self, run: RunState) -> None:
         self.saved.append(run)
 
-    def advance(self, *, wait: bool = False) -> None: ...
+    def advance(self, *, wait: bool = False) -> None:
+        self.waited.append(wait)
 
     def most(self, number: int, step: int) -> int:
         return max(number, self.others)
@@ -75,6 +77,14 @@ def test_a_run_saves_by_steps_by_the_clock_and_after_its_last_step() -> None:
     assert steps_saved(CheckpointSettings(save_minutes=2)) == [2, 4, 6, 7]
     assert steps_saved(CheckpointSettings(save_every=5, save_minutes=2)) == [2, 4, 5, 7]
     assert steps_saved(CheckpointSettings(save_every=3), first=4) == [6, 7]
+
+
+def test_what_was_saved_is_waited_for_at_the_end_alone() -> None:
+    kept, ended = Kept(), Kept(others=signal.SIGTERM)
+    steps_saved(CheckpointSettings(save_every=3), saver=kept)
+    with pytest.raises(SystemExit):
+        steps_saved(CheckpointSettings(), saver=ended)
+    assert (kept.waited, ended.waited) == ([False] * 7 + [True], [False, True])
 
 
 def test_a_lower_validation_loss_than_any_before_is_saved_where_the_best_is_kept() -> None:

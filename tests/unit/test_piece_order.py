@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from dynapipe_ext.activations import ActivationFormat
+from dynapipe_ext.collectives import ReplicaCollectives
 from dynapipe_ext.costs.tokens import TokenCosts
 from dynapipe_ext.errors import PlanError, VerificationError
 from dynapipe_ext.executor.lowering import lower
 from dynapipe_ext.executor.proof.replica import verify
+from dynapipe_ext.executor.proven_step import prove
 from dynapipe_ext.executor.wire import decode, encode
 from dynapipe_ext.lengths import sample_lengths
 from dynapipe_ext.pieces import chains
@@ -90,6 +92,8 @@ def test_every_swap_of_two_pieces_is_refused_by_validate_verify_and_check_plan(n
                     verify(programs, wrong.stage_ranks, count)  # nothing else is wrong with it
                     with pytest.raises(VerificationError, match="the piece"):
                         verify(programs, wrong.stage_ranks, count, chains=mine)
+                    with pytest.raises(VerificationError, match="the piece"):
+                        prove(broken, ActivationFormat(8), ReplicaCollectives())
                     swaps += 1
     assert swaps
 

@@ -44,6 +44,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             "split_backward goes with the adaptive schedule, not with 'gpipe'",
         ),
         (["--step", "99"], "--step is 99 but"),
+        (["--step", "-1"], "1 global batch: give 0 to 0"),
         (["--index", "1"], "use --step with --lengths"),
         (["--tokens-per-batch", "299"], "sample 1 has 300 tokens but tokens_per_batch is 299"),
         (["--model", "gpt_6.7b"], "name it with --costs DIR"),

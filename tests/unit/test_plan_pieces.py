@@ -26,6 +26,7 @@ from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.presets import preset
 from dynapipe_ext.pieces import carried_pieces, chains
 from dynapipe_ext.plan import MicroBatch
+from dynapipe_ext.schedules.notation import plan_json
 from dynapipe_ext.schedules.planner import Planner
 from dynapipe_ext.schedules.step_plan import StepPlan
 from dynapipe_ext.schedules.whole_or_pieces import whole_or_pieces
@@ -34,7 +35,7 @@ from dynapipe_ext.splits.packing import RowRule, micro_batch_evaluate
 from dynapipe_ext.tools.check.check_plan import check
 from dynapipe_ext.tools.check.plan_file import read_plan_file
 from dynapipe_ext.tools.check.recomputed_bounds import batch_bound_ns
-from dynapipe_ext.tools.show.plan import micro_batch_table, of_proven_step, read_plan, write_plan
+from dynapipe_ext.tools.show.plan import micro_batch_table, of_proven_step, read_plan
 from dynapipe_ext.tools.show.schedule import read_pieces
 from dynapipe_ext.topology import Topology
 
@@ -78,7 +79,7 @@ def test_pieces_are_taken_where_they_end_the_step_earlier_and_share_rows_with_sh
 def test_a_plan_and_its_file_are_shown_with_the_piece_that_each_micro_batch_carries(tmp_path: Path) -> None:
     provable = planner("auto", format=ActivationFormat(8), collectives=ReplicaCollectives())
     proven = prove_step(provable, LONG, step=0)
-    write_plan(tmp_path / "plan.json", proven.step_plan, Topology(pp=2, dp=2))
+    (tmp_path / "plan.json").write_text(json.dumps(plan_json(proven.step_plan, Topology(pp=2, dp=2))))
     shown = of_proven_step(proven, Topology(pp=2, dp=2)), read_plan(tmp_path / "plan.json")
     for dp_rank, replica in enumerate(proven.step_plan.batch.replicas):
         pieces = carried_pieces(replica.micro_batches)
@@ -199,7 +200,7 @@ def test_stages_are_recomputed_where_memory_makes_pieces_be_recomputed_and_nowhe
     plan = made.plan(alone)
     assert {m.recompute for m in plan.batch.micro_batches} >= {"stage", "none"}
     assert plan.peak_bytes <= 80e9
-    write_plan(tmp_path / "plan.json", plan, big.topology)
+    (tmp_path / "plan.json").write_text(json.dumps(plan_json(plan, big.topology)))
     read = read_plan_file(tmp_path / "plan.json")
     assert not check(read, big, memory_limit_bytes=80 * 10**9, lengths={0: (256 * 1024, 0)}).faults
     ample = replace(made, memory_limit_bytes=400e9)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynapipe_ext.costs.tokens import TokenCosts
-from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError
+from dynapipe_ext.errors import ConfigError, DataError, DynaPipeError, PlanError
 from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.plan import check_cover
 from dynapipe_ext.schedules.planner import Planner
@@ -148,3 +148,9 @@ def test_any_samples_and_costs_are_planned_whole_or_refused_by_name(
     except DynaPipeError:
         return
     check_cover(plan.batch, samples)
+
+
+def test_published_schedules_that_do_not_fit_say_what_would() -> None:
+    planner = Planner(Topology(pp=2), TokenCosts(2, bytes_per_token=100), 1300, pad_multiple=1, schedule="gpipe")
+    with pytest.raises(PlanError, match=r"gpipe needs \d+ B on pipeline rank 0 .*: use the adaptive schedule"):
+        planner.plan([9, 11, 4, 9, 12, 10])

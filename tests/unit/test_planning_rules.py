@@ -15,12 +15,32 @@ from dynapipe_ext.lengths import SampleLength, sample_lengths
 from dynapipe_ext.plan import MicroBatch
 from dynapipe_ext.splits import packing
 from dynapipe_ext.splits.balance import assign_replicas
-from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate, pack, split_packed
+from dynapipe_ext.splits.packing import RowPackings, RowRule, micro_batch_evaluate, pack
 from dynapipe_ext.splits.padded import shape_evaluate, split_padded
 from dynapipe_ext.splits.rules import dynapipe_rule, fixed_rows, karmarkar_karp, packed_documents, pad_to_batch_max
 
 COSTS = TokenCosts(4, ns_per_token=100, ns_per_token_squared=1, overhead_ns=2000)
 BY_SHAPE, BY_BATCH = shape_evaluate(COSTS), micro_batch_evaluate(COSTS)
+
+
+def best_packed(
+    samples: Any,
+    evaluate: Any,
+    *,
+    max_tokens: int,
+    pp: int = 1,
+    dp: int = 1,
+    max_bytes: int | None = None,
+    equal_counts: bool = False,
+) -> list[MicroBatch]:
+    rows = RowPackings.of(samples, evaluate, RowRule(max_tokens=max_tokens))
+    return rows.best(evaluate, pp=pp, dp=dp, max_bytes=max_bytes, equal_counts=equal_counts)
+
+
+def packed_rows(lengths: list[int], num_rows: int, **rule: Any) -> list[MicroBatch]:
+    found = RowPackings.of(sample_lengths(lengths), BY_BATCH, RowRule(**rule)).numbering(num_rows)
+    assert found is not None
+    return list(found)
 
 
 def indices(replicas: list[list[object]]) -> list[list[list[int]]]:
@@ -91,32 +111,31 @@ def test_class_order_serves_encoder_decoder_samples_better_than_the_plain_sort()
 def test_no_split_has_fewer_micro_batches_than_replicas(pp: int, count: int, dp: int) -> None:
     samples = sample_lengths([5] * count)
     assert len(split_padded(samples, BY_SHAPE, pp=pp, dp=dp)) >= dp
-    assert len(split_packed(samples, BY_BATCH, max_tokens=1000, pp=pp, dp=dp)) >= dp
+    assert len(best_packed(samples, BY_BATCH, max_tokens=1000, pp=pp, dp=dp)) >= dp
     assert all(packed_documents(samples, BY_BATCH, max_tokens=1000, dp=dp))
 
 
 def test_equal_counts_makes_the_number_of_micro_batches_a_multiple_of_the_replicas() -> None:
     samples = sample_lengths(list(range(3, 50)))
     assert len(split_padded(samples, BY_SHAPE, pp=4, dp=3, equal_counts=True)) % 3 == 0
-    assert len(split_packed(samples, BY_BATCH, max_tokens=100, pp=4, dp=3, equal_counts=True)) % 3 == 0
+    assert len(best_packed(samples, BY_BATCH, max_tokens=100, pp=4, dp=3, equal_counts=True)) % 3 == 0
     assert len({len(r) for r in packed_documents(samples, BY_BATCH, max_tokens=100, dp=3, equal_counts=True)}) == 1
 
 
-def test_packed_rows_follow_the_asked_number_and_refuse_an_impossible_one() -> None:
-    samples = sample_lengths([40, 30, 20, 10])
-    split = split_packed(samples, BY_BATCH, max_tokens=50, num_micro_batches=2)
+def test_packed_rows_follow_the_asked_number_and_are_none_where_they_are_too_tight() -> None:
+    split = packed_rows([40, 30, 20, 10], 2, max_tokens=50)
     assert sorted(m.encoder_len for m in split) == [50, 50]
-    with pytest.raises(PlanError, match="1 packed rows cannot hold 4 samples: between 2 rows"):
-        split_packed(samples, BY_BATCH, max_tokens=50, num_micro_batches=1)
+    rows = RowPackings.of(sample_lengths([40, 30, 20, 10]), BY_BATCH, RowRule(max_tokens=50))
+    assert (rows.least, rows.numbering(1)) == (2, None)
 
 
 def test_a_row_passed_over_for_lack_of_room_takes_later_smaller_documents() -> None:
-    split = split_packed(sample_lengths([70, 30, 30, 30, 25, 10]), BY_BATCH, max_tokens=100, num_micro_batches=2)
+    split = packed_rows([70, 30, 30, 30, 25, 10], 2, max_tokens=100)
     assert sorted([s.encoder for s in m.samples] for m in split) == [[30, 30, 30, 10], [70, 25]]
 
 
 def test_rounding_up_keeps_packed_rows_within_max_tokens() -> None:
-    split = split_packed(sample_lengths([10, 8]), BY_BATCH, max_tokens=20, pad_multiple=8)
+    split = packed_rows([10, 8], 2, max_tokens=20, pad_multiple=8)
     assert sorted(m.encoder_len for m in split) == [8, 16]
 
 
@@ -138,17 +157,16 @@ def test_packed_rows_that_cannot_be_priced_give_way_to_shorter_ones() -> None:
             raise PlanError("outside the grid")
         return BY_BATCH(micro_batches)
 
-    split = split_packed(sample_lengths([50, 20, 20, 20, 10]), at_most_60, max_tokens=1000)
+    split = best_packed(sample_lengths([50, 20, 20, 20, 10]), at_most_60, max_tokens=1000)
     assert sum(m.rows for m in split) >= 2
     assert max(m.encoder_len for m in split) <= 60
     with pytest.raises(PlanError, match="outside the grid"):
-        split_packed(sample_lengths([70, 20]), at_most_60, max_tokens=1000)
+        best_packed(sample_lengths([70, 20]), at_most_60, max_tokens=1000)
 
 
 def test_packed_rows_balance_attention_and_not_tokens() -> None:
     """One long document costs more than its tokens in short ones, so the row that has it gets fewer tokens."""
-    samples = sample_lengths([1000, *[10] * 1500])
-    split = split_packed(samples, BY_BATCH, max_tokens=20_000, num_micro_batches=2)
+    split = packed_rows([1000, *[10] * 1500], 2, max_tokens=20_000)
     time_ns, _ = BY_BATCH(split)
     assert time_ns.max() <= 1.15 * time_ns.min()
     assert min(m.encoder_len for m in split) == next(m.encoder_len for m in split if m.samples[0].index == 0)
@@ -159,7 +177,7 @@ def pad(lengths: list[int], **more: Any) -> object:
 
 
 def row(lengths: list[int], **more: Any) -> object:
-    return split_packed(sample_lengths(lengths), BY_BATCH, max_tokens=100, **more)
+    return best_packed(sample_lengths(lengths), BY_BATCH, max_tokens=100, **more)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +218,33 @@ def test_the_seed_turns_the_replicas_round() -> None:
     assert len({tuple(assign_replicas(costs, 3, seed=seed)[0]) for seed in range(3)}) == 3
 
 
+def test_a_split_that_is_given_nothing_to_recompute_by_is_refused() -> None:
+    with pytest.raises(PlanError, match="was given no recomputation type to choose from"):
+        split_padded(sample_lengths([5]), {}, pp=1, dp=1)
+
+
+def test_as_many_rows_are_packed_as_a_pipeline_of_that_depth_runs_first() -> None:
+    lengths = np.random.default_rng(3).integers(1, 400, 60).tolist()
+    least = -(-sum(lengths) // 4000)
+    tried = [packed_rows(lengths, n, max_tokens=4000) for n in range(least, least + 12)]
+    for pp in (1, 2, 4):
+
+        def expected_ns(rows: Sequence[MicroBatch], pp: int = pp) -> int:
+            time_ns = BY_BATCH(rows)[0]
+            return int(time_ns.sum() + (pp - 1) * time_ns.max())
+
+        chosen = best_packed(sample_lengths(lengths), BY_BATCH, pp=pp, max_tokens=4000)
+        assert chosen == min(tried, key=expected_ns)
+        assert (len(chosen) == least) == (pp == 1)
+
+
 def test_rows_packed_once_and_judged_several_times_are_those_packed_for_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     samples = sample_lengths(np.random.default_rng(3).integers(1, 400, 60).tolist())
     judges = [micro_batch_evaluate(COSTS, min_in_flight=held) for held in (1, 2, 4)]
     cap = int(BY_BATCH([MicroBatch(tuple(samples[:12]), "packed")])[1].max())
-    alone = [split_packed(samples, judge, max_tokens=1000, pp=4, dp=2, max_bytes=cap) for judge in judges]
+    alone = [best_packed(samples, judge, max_tokens=1000, pp=4, dp=2, max_bytes=cap) for judge in judges]
     assert len(alone[0]) < len(alone[2])  # what is held changes which rows fit
 
     packed: list[int] = []

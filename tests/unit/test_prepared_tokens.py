@@ -125,6 +125,26 @@ def test_a_run_refuses_tokens_of_another_tokenizer_or_template_and_takes_those_o
         trained_on(tmp_path, prepared, folder, template="chat")
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "folder"])
+def test_a_run_refuses_tokens_of_other_fields_than_it_names(tmp_path, folder, here, tokenizer):
+    path, tokenizer = named_fields(tmp_path / "d.jsonl", 9), folder if tokenizer == "folder" else tokenizer
+    keys = {"input_key": "q", "target_key": "a"}
+    for name, flags, own, others in (
+        (
+            "pairs",
+            ("--input-key", "q", "--target-key", "a"),
+            keys,
+            ({"text_key": "text"}, keys | {"target_key": "text"}),
+        ),
+        ("texts", ("--text-key", "q"), {"text_key": "q"}, ({"text_key": "a"}, keys)),
+    ):
+        prepared = preprocessed(tmp_path, "--input", path, "--tokenizer", tokenizer, *flags, name=name)
+        assert len(trained_on(tmp_path, prepared, tokenizer, **own)) == 9
+        for other in others:
+            with pytest.raises(DataError, match=r"was made of the fields? 'q'.* and \[data\] names"):
+                trained_on(tmp_path, prepared, tokenizer, **other)
+
+
 def test_empty_records_are_left_out_or_refused(tmp_path, folder, here, capsys):
     path = write_lines(tmp_path / "d.jsonl", [{"text": "hello"}, {"text": ""}, {"text": "two"}])
     given = ("--input", path, "--tokenizer", folder)

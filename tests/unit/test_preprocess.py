@@ -98,6 +98,17 @@ def test_an_output_that_exists_is_replaced_on_request_alone(tmp_path, settings):
     assert not outcome.reused
 
 
+def test_an_output_that_is_a_link_is_written_where_it_points_to(tmp_path):
+    link, place = tmp_path / "link", tmp_path / "disk" / "out"
+    link.symlink_to(place)
+    for text in ("one", "another"):
+        files = find_inputs([jsonl(tmp_path / "d.jsonl", [{"text": text}])])
+        preprocess(files, link, settings=DATASET, encoder=BYTES, overwrite=True)
+        assert link.is_symlink()
+        assert [path.name for path in place.parent.iterdir()] == ["out"]
+        assert len(TokenDataset.open(place)[0].tokens) == len(text) + 2
+
+
 def test_a_folder_that_is_no_data_is_never_replaced(tmp_path):
     files = find_inputs([jsonl(tmp_path / "d.jsonl", [{"text": "one"}])])
     (tmp_path / "out").mkdir()

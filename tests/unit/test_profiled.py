@@ -79,7 +79,7 @@ class Device:
 
 def measured(device: Device, within: ProfileRange = _RANGE, **given: Any) -> Profile:
     profile = Profile()
-    options = {"error_target": 0.03, "most_shapes": 24, "go_on": lambda _profile, _error: True} | given
+    options = {"error_target": 0.03, "most_shapes": 24, "go_on": lambda _profile: True} | given
     choose_and_measure(profile, device, within, **options)
     return profile
 
@@ -197,7 +197,7 @@ def test_a_device_that_holds_little_is_measured_where_it_does() -> None:
 
 
 def test_a_deadline_that_is_over_leaves_enough_for_a_table() -> None:
-    profile = measured(Device(), go_on=lambda _profile, _error: False)
+    profile = measured(Device(), go_on=lambda _profile: False)
     assert len(profile.fitting(_RANGE)) <= 4
     cost_table(profile, _RANGE, _SHAPE, value_bytes=4)
 
@@ -217,13 +217,11 @@ def test_packed_rows_hold_what_packing_was_measured_to_add() -> None:
 
 def test_a_shape_that_was_measured_is_not_measured_again() -> None:
     profile, first = Profile(), Device()
-    choose_and_measure(
-        profile, first, _RANGE, error_target=0.01, most_shapes=12, go_on=lambda p, _: len(p.shapes()) < 4
-    )
+    choose_and_measure(profile, first, _RANGE, error_target=0.01, most_shapes=12, go_on=lambda p: len(p.shapes()) < 4)
     kept = Profile.from_json(json.loads(json.dumps(profile.to_json())))
     assert kept.points == profile.points
     second = Device()
-    choose_and_measure(kept, second, _RANGE, error_target=0.01, most_shapes=12, go_on=lambda _p, _e: True)
+    choose_and_measure(kept, second, _RANGE, error_target=0.01, most_shapes=12, go_on=lambda _profile: True)
     at_once = Device()
     whole = measured(at_once, error_target=0.01, most_shapes=12)
     assert kept.points == whole.points

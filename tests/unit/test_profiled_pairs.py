@@ -77,7 +77,7 @@ class PairDevice:
 
 def measured(device: PairDevice, within: ProfileRange = RANGE, most_shapes: int = SHAPES) -> Profile:
     profile = Profile()
-    always = lambda _profile, _error: True  # noqa: E731
+    always = lambda _profile: True  # noqa: E731
     choose_and_measure(profile, device, within, error_target=0.01, most_shapes=most_shapes, go_on=always)
     return profile
 
@@ -162,7 +162,7 @@ def test_measurements_of_pairs_go_on_where_they_were_kept() -> None:
     within = replace(RANGE, recomputes=("none",))
     first, second, at_once = PairDevice(), PairDevice(), PairDevice()
     kept = Profile.from_json(json.loads(json.dumps(measured(first, within, most_shapes=11).to_json())))
-    always = lambda _profile, _error: True  # noqa: E731
+    always = lambda _profile: True  # noqa: E731
     choose_and_measure(kept, second, within, error_target=0.01, most_shapes=13, go_on=always)
     assert kept.points == measured(at_once, within, most_shapes=13).points
     assert first.asked + second.asked == at_once.asked

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import nnls
 
-from dynapipe_ext.reproducible import exp, log, non_negative_least_squares, product, rank, solve
+from dynapipe_ext.reproducible import exp, log, non_negative_least_squares, product, solve
 from tests.conftest import ROOT
 
 SEEDS = st.integers(0, 10_000)
@@ -58,7 +58,6 @@ def test_products_and_solutions_are_those_of_lapack(seed: int, size: int, column
     np.testing.assert_allclose(product(a, b[:, 0]), a @ b[:, 0], atol=1e-12)
     positive = a @ a.T + np.eye(size)
     np.testing.assert_allclose(solve(positive, b), np.linalg.solve(positive, b), rtol=1e-9, atol=1e-12)
-    assert rank(np.concatenate([a, product(a, b)], axis=1)) == size
 
 
 @settings(max_examples=60)

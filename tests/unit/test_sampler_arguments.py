@@ -26,6 +26,11 @@ sampler = partial(DistributedTokenBatchSampler, [5], num_replicas=1, rank=0)
         (ConfigError, r"epoch is 1\.5 but must be an integer", lambda: sampler(max_tokens=8).set_epoch(1.5)),
         (ConfigError, "num_batches is '3' but must be an integer", lambda: sampler(max_tokens=8).state_dict("3")),
         (ConfigError, r"rank is 0\.5 but", lambda: DistributedTokenBatchSampler([5], max_tokens=8, rank=0.5)),
+        (
+            DataError,
+            "open_stream gave no samples: it must open the stream anew",
+            lambda: list(StreamingTokenBatches(list, int, max_tokens=8)),
+        ),
         (DataError, "the state has format None but", lambda: sampler(max_tokens=8).load_state_dict(None)),
         (
             ConfigError,
@@ -55,3 +60,15 @@ def test_a_rank_that_is_not_known_is_never_taken_for_the_first(monkeypatch: pyte
         with pytest.raises(ConfigError, match="which rank this is, under torchrun, is not known"):
             make()
     assert DistributedTokenBatchSampler([4] * 16, max_tokens=8, num_replicas=2, rank=1).rank == 1
+
+
+def test_a_stream_in_several_workers_of_a_loader_is_refused_as_each_would_give_every_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = StreamingTokenBatches(lambda: [4, 5], int, max_tokens=8, num_replicas=1, rank=0)
+    worker = SimpleNamespace(num_workers=1)
+    monkeypatch.setitem(sys.modules, "torch.utils.data", SimpleNamespace(get_worker_info=lambda: worker))  # type: ignore[arg-type]
+    assert list(batches) == [[4], [5]]
+    worker.num_workers = 2
+    with pytest.raises(ConfigError, match="num_workers 2 would give every sample 2 times: take num_workers 0 or 1"):
+        list(batches)

@@ -146,16 +146,16 @@ def test_three_busy_ranks_on_two_cores_run_at_two_thirds() -> None:
     assert [ends[label] for label in ("0F0", "0F1", "1F0", "0F2", "1F1", "2F0")] == [6, 12, 12, 21, 21, 21]
 
 
-def test_peaks_count_working_bytes_in_forward_and_backward_unless_told_otherwise() -> None:
+def test_peaks_count_working_bytes_in_forward_and_backward_unless_forwards_alone_are_known() -> None:
     costs = costs_of([[1, 1]], [[2, 2]], stored=10, working=4, static=100)
     schedule = parse_lines("0: 0F0 0F1 0I0 0B1 0W0")
     assert peak_bytes(schedule, costs) == (124,)
     assert held_bytes(schedule, costs) == ((110, 120, 120, 110, 100),)
     one = parse_lines("0: 0F0 0B0 0F1 0B1")
-    assert peak_bytes(one, costs) == peak_bytes(one, costs, "F") == peak_bytes(one, costs, "B") == (114,)
-    assert peak_bytes(one, costs, "") == (110,)
-    with pytest.raises(PlanError, match="kinds 'X'"):
-        peak_bytes(one, costs, "X")
+    assert peak_bytes(one, costs) == peak_bytes(one, replace(costs, working_in="F")) == (114,)
+    late = parse_lines("0: 0F0 0F1 0B0 0B1")
+    grown = replace(costs, working_bytes=np.array([[9, 0]]))
+    assert (peak_bytes(late, grown), peak_bytes(late, replace(grown, working_in="F"))) == ((129,), (120,))
 
 
 def test_a_split_backward_holds_its_bytes_until_the_weight_gradient() -> None:

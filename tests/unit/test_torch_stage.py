@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +120,58 @@ def test_a_stage_that_is_recomputed_draws_and_learns_the_same_and_holds_its_inpu
     assert most > none == 0, "tokens, which the first stage reads, are no activations"
 
 
+class Within(torch.nn.Sequential):
+    def __init__(self, inner: torch.nn.Module, context) -> None:
+        super().__init__(inner)
+        self.context = context
+
+    def forward(self, x):
+        with self.context:
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("outside", [False, True])
+def test_under_autocast_losses_and_gradients_have_the_bits_of_a_plain_loop(split, outside):
+    """Autocast within the module or around the step; W runs where it may be off."""
+    plan, within = plan_of(split_backward=split), torch.autocast("cpu", torch.bfloat16)
+    batches, model, plain = [batch_of(m) for m in plan.micro_batches], model_of(), model_of()
+    module, run_as_asked, train = Within(model, within), run, Within(plain, within)
+    if outside:
+        module, run_as_asked, train = model, within(run), plain
+    loss = run_as_asked(TorchStage(module, loss_sum), plan, batches)
+    with within if outside else nullcontext():
+        expected = sum(loss_sum(train(batch["tokens"]), batch) / plan.loss_divisor for batch in batches)
+    expected.backward()
+    assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert own.grad.dtype == other.grad.dtype
+        assert torch.equal(own.grad, other.grad)
+
+
+def send(modules, model: torch.nn.Module) -> None:
+    """The first of two stages runs a forward."""
+    plan, reductions = plan_of(pp=2), InlineReductions(Topology(pp=2))
+    stage = TorchStage(modules, loss_sum, parameters=model.parameters(), parallel=reductions)
+    stage.start_step(plan)
+    stage.load(0, batch_of(plan.micro_batches[0]))
+    stage.forward(0, 0, ())
+
+
+def wrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """By DistributedDataParallel, whose making needs ranks."""
+    ddp = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
+    torch.nn.Module.__init__(ddp)
+    ddp.module = model
+    return ddp
+
+
+def unfrozen(model: torch.nn.Module) -> TorchStage:
+    stage = TorchStage(model[1].requires_grad_(False) and model, loss_sum)
+    model[1].requires_grad_(True)
+    return stage
+
+
 def nothing(*_) -> None: ...
 
 
@@ -173,6 +227,22 @@ PARTLY_TARGETS[-1]["loss_weights"][0, 0] = 0
         ),
         (lambda m: InlineReductions(Topology(pp=2, dp=2)), "dp 2 must be 1"),
         (
+            lambda m: TorchStage(wrapped(m), loss_sum),
+            "wrapped in DistributedDataParallel, whose collectives run",
+        ),
+        (lambda m: send({0: lambda x, batch: {"hidden": m(x)}}, m), "what stage 0 returns has dict in it"),
+        (
+            lambda m: send({0: lambda x, batch: (m(x), None)}, m),
+            "returns has NoneType in it but goes to the next stage",
+        ),
+        (lambda m: run(unfrozen(m)), "2 weights were frozen or thawed between the making of the stage and step 0"),
+        (
+            lambda m: run(
+                TorchStage(m, loss_sum, parallel=SimpleNamespace(topology=Topology(tp=2), sum_over_replicas=nothing))
+            ),
+            r"tp is 2 but torch modules are not cut over tensor parallel ranks",
+        ),
+        (
             lambda m: torch.inference_mode()(run)(TorchStage(m, loss_sum)),
             r"step 0 has backwards, but torch\.inference_mode\(\) was on .*planner\.for_forwards\(\)",
         ),
@@ -209,6 +279,15 @@ def test_tokens_of_other_rows_than_planned_are_refused_with_both_shapes():
     batches = [batch | {"tokens": batch["tokens"][:, 1:]} for batch in map(batch_of, plan.micro_batches)]
     with pytest.raises(DataError, match=r"tokens of micro-batch 0 has shape \(\d, \d\), not \(\d, \d\) as planned"):
         run(TorchStage(model_of(), loss_sum), plan, batches)
+
+
+def test_labels_of_any_shape_that_the_loss_understands_are_taken():
+    def of_flat(logits: torch.Tensor, batch) -> torch.Tensor:
+        return loss_sum(logits, {**batch, "labels": batch["labels"].view(logits.shape[:2])})
+
+    plan = plan_of()
+    batches = [batch | {"labels": batch["labels"].flatten()} for batch in map(batch_of, plan.micro_batches)]
+    assert run(TorchStage(model_of(), of_flat), plan, batches) == run(TorchStage(model_of(), loss_sum), plan)
 
 
 def test_a_batch_without_tokens_is_refused_with_the_keys_that_it_has():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -15,7 +14,6 @@ import pytest
 from dynapipe_ext.errors import DataError
 from dynapipe_ext.pieces import Piece
 from dynapipe_ext.timeline import Span, Trace, merge
-from dynapipe_ext.tools.show import timeline as show_trace
 from dynapipe_ext.tools.show.timeline import (
     TraceRecord,
     pair_steps,
@@ -212,7 +210,7 @@ def test_trace_file_holds_the_pieces_of_cut_samples_and_is_as_before_without_any
 
 
 def test_measured_spans_take_their_pieces_from_the_planned_step_rank_by_rank() -> None:
-    planned = merge([in_two_pieces(), in_two_pieces().with_pieces({}).shifted([1])])
+    planned = merge([in_two_pieces(), in_two_pieces().with_pieces({}).on_ranks([1])])
     bare = Trace((span(1, "0F1", 0, 1), span(0, "0B1", 1, 2), span(0, "optimizer", 2, 3)))
     pieces = [one.piece for one in bare.with_pieces_of(planned).spans]
     assert list(map(str, pieces)) == ["None", "sample 17, piece 2 of 2, tokens 4096-8191", "None"]
@@ -253,22 +251,6 @@ def test_chrome_trace_has_one_process_a_trace_and_every_span(tmp_path: Path) -> 
     assert complete[2] | {"args": None} == {
         "ph": "X", "name": "0B0", "pid": 0, "tid": 0, "ts": 50_000.0, "dur": 20_000.0, "args": None,
     }  # fmt: skip
-
-
-def test_command_draws_a_run_directory_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = TraceRecord(measured=(one_step(),), title="Again", rank_names=NAMES)
-    write_trace_file(tmp_path / "trace.json", record)
-    parser = argparse.ArgumentParser()
-    show_trace.add_arguments(parser)
-    assert show_trace.run(parser.parse_args([str(tmp_path), "--chrome", str(tmp_path / "deep" / "chrome.json")])) == 0
-    assert "<h1>Again</h1>" in (tmp_path / "trace.html").read_text()
-    assert json.loads((tmp_path / "deep" / "chrome.json").read_text())["traceEvents"]
-    assert str(tmp_path / "trace.html") in capsys.readouterr().out
-
-
-def test_command_names_a_missing_trace(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"trace\.json cannot be read"):
-        show_trace.run(argparse.Namespace(run_dir=tmp_path, out=None, chrome=None))
 
 
 def test_a_browser_runs_the_page_without_errors(tmp_path: Path) -> None:

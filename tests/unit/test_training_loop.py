@@ -51,8 +51,9 @@ class Run:
     def __post_init__(self) -> None:
         stage = TorchStage({0: lambda tokens, _: self.model(tokens)}, _loss_sum, parameters=self.model.parameters())
         self.recorder = SpanRecorder()
-        executor = PipelineExecutor(stage, InlineHub().transport(0), recorder=self.recorder)
-        self.executors = StepExecutors(plain=executor, traced=executor, recorder=self.recorder)
+        transport = InlineHub().transport(0)
+        plain, traced = (PipelineExecutor(stage, transport, recorder=seen) for seen in (None, self.recorder))
+        self.executors = StepExecutors(plain=plain, traced=traced, recorder=self.recorder)
         planner = Planner(Topology(), TokenCosts(num_stages=1), memory_limit_bytes=1e9, format=ActivationFormat(16))
         self.loader = DynaPipeDataLoader(Samples(), planner, batch_size=4, shuffle=True, seed=3)
         self._sgd = torch.optim.SGD(self.model.parameters(), lr=self.lr)
@@ -62,10 +63,15 @@ class Run:
         return float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters()]))
 
     def train(
-        self, *listeners: Listener, log_every: int = 1, traced_steps: int = 0, between: Any = lambda: None
+        self,
+        *listeners: Listener,
+        log_every: int = 1,
+        traced_steps: int = 0,
+        between: Any = lambda: None,
+        evaluate: Any = None,
     ) -> None:
         settings = LoopSettings(num_steps=NUM_STEPS, log_every=log_every, traced_steps=traced_steps)
-        for _ in train_steps(self.loader, self.executors, self, settings, listeners):
+        for _ in train_steps(self.loader, self.executors, self, settings, listeners, evaluate=evaluate):
             between()
 
 
@@ -120,8 +126,9 @@ def test_figures_are_gathered_every_log_every_steps_at_traced_ones_and_at_the_la
     often, seldom = Kept(), Kept()
     Run().train(often)
     Run().train(seldom, log_every=3, traced_steps=1)
-    gathered = [(s.number, s.all_ranks.num_steps) for s in seldom.steps if s.all_ranks]
-    assert gathered == [(3, 3), (6, 3), (8, 2)]
+    together = [(s.number, s.all_ranks) for s in seldom.steps if s.all_ranks]
+    assert [(number, ranks.num_steps) for number, ranks in together] == [(3, 3), (6, 3), (8, 2)]
+    assert [ranks.bubble_ratio is None for _, ranks in together] == [True, True, False]
     works = [sum((s.all_ranks.work for s in kept.steps if s.all_ranks), Work()) for kept in (often, seldom)]
     assert works[0] == works[1]
     assert works[0].real.encoder == sum(s.real_tokens for s in often.steps)
@@ -168,11 +175,18 @@ def test_evaluations_have_no_dropout_leave_training_alone_and_are_told_with_thei
     assert [done.loss for done in run(evaluated=True).steps] == [done.loss for done in run(evaluated=False).steps]
 
 
-def test_what_is_done_between_two_steps_is_in_no_figure_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_done_between_two_steps_and_an_evaluation_are_in_no_figure_of_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now, kept = [0.0], Kept()
     for clock in ("perf_counter", "process_time"):
         monkeypatch.setattr(f"dynapipe_ext.executor.training_loop.time.{clock}", lambda: now[0])
-    Run().train(kept, between=lambda: now.append(now.pop() + 100.0))
+
+    def pause(*_: int) -> EvalDone:
+        now[0] += 100.0
+        return EvalDone(step=0, loss=0.0, real_tokens=1, num_samples=1, seconds=100.0)
+
+    Run().train(kept, between=pause, evaluate=pause)
     assert len(kept.steps) == NUM_STEPS
     assert {(done.step_s, done.cpu_s) for done in kept.steps} == {(0.0, 0.0)}
 

@@ -9,6 +9,7 @@ from dynapipe_ext.config import OptimizerSettings
 from dynapipe_ext.errors import ExecutionError
 from dynapipe_ext.executor.engine import PipelineExecutor
 from dynapipe_ext.executor.stages.accumulator import Float32Accumulator, PlainAccumulator
+from dynapipe_ext.executor.stages.megatron_optimizer import learning_rates
 from dynapipe_ext.executor.stages.transformers_optimizer import TransformersOptimizer
 from dynapipe_ext.executor.stages.transformers_parts import parts_of_model
 from dynapipe_ext.executor.stages.transformers_stage import TransformersStage
@@ -23,6 +24,20 @@ CONSTANT = {"lr_schedule": "constant", "min_lr": 0.0, "warmup_steps": 0}
 
 def optimizer_of(parts, **settings) -> TransformersOptimizer:
     return TransformersOptimizer(parts, OptimizerSettings(**CONSTANT | settings), num_steps=100)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_a_warm_up_rises_as_it_is_said_also_where_the_run_ends_before_it(schedule):
+    found = {}
+    for num_steps in (3, 100):
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+        settings = OptimizerSettings(lr=0.5, min_lr=0.0, lr_schedule=schedule, warmup_steps=5)
+        rates = learning_rates(optimizer, settings, num_steps=num_steps)
+        found[num_steps] = []
+        for _ in range(3):
+            found[num_steps].append(optimizer.param_groups[0]["lr"])
+            rates.step(1)
+    assert found[3] == found[100] == pytest.approx([0.1, 0.2, 0.3])
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -35,7 +35,7 @@ _SMALL = 0.02  # of a forward: a W that has nothing to do, whose ratio to the pr
 class HeldOutErrors:
     """|predicted - measured| / measured, by quantity, over micro-batches that the table was not made of."""
 
-    by_quantity: Mapping[str, tuple[float, ...]]
+    by_quantity: Mapping[str, Sequence[float]]
     num_unpriced: int = 0  # micro-batches that lean on shapes which did not fit
 
     @property
@@ -84,7 +84,7 @@ def held_out_errors(table: CostTable, measure: MeasureShape, micro_batches: Sequ
         for name, value in measured.items():
             if name.endswith("bytes") or value > _SMALL * measured["forward_s"]:
                 found[name].append(abs(predicted[name] - value) / value)
-    return HeldOutErrors(by_quantity={name: tuple(errors) for name, errors in found.items()}, num_unpriced=unpriced)
+    return HeldOutErrors(by_quantity=found, num_unpriced=unpriced)
 
 
 def errors_of_pieces(
@@ -113,7 +113,7 @@ def errors_of_pieces(
             found[name] += (np.abs(seconds - true) / true).tolist()
         for name, num_bytes in promised.items():
             found[name].append(abs(num_bytes - getattr(measured, name)) / getattr(measured, name))
-    return HeldOutErrors(by_quantity={name: tuple(errors) for name, errors in found.items()}, num_unpriced=unpriced)
+    return HeldOutErrors(by_quantity=found, num_unpriced=unpriced)
 
 
 def _plain(m: MicroBatch) -> MicroBatch:

@@ -167,18 +167,10 @@ def _cp_fault(a: Architecture, cluster: Cluster, tp: int, cp: int) -> str:
 def _tp_fault(a: Architecture, cluster: Cluster, tp: int) -> str:
     if cluster.gpus_per_node % tp:
         return f"tp does not divide the {cluster.gpus_per_node} devices of a node"
-    for name, size in (
-        ("heads", a.num_heads),
-        ("query groups", a.num_query_groups),
-        ("values of the MLP", a.ffn_hidden_size),
-        ("values of the shared expert", a.shared_ffn_hidden_size),
-        ("values of dense MLPs", a.dense_ffn_hidden_size),
-        ("values of a latent query", a.latent.q_rank if a.latent else 0),
-        ("values of latent keys", a.latent.kv_rank + a.latent.rotary_dim if a.latent else 0),
-        ("values of the hidden size", a.hidden_size),
-    ):
+    others = {"num_query_groups": a.num_query_groups, "hidden_size": a.hidden_size}
+    for name, size in (a.divided_sizes | others).items():
         if size % tp:
-            return f"tp does not divide the {size:,} {name}"
+            return f"tp does not divide {name} {size:,}"
     return ""
 
 

@@ -91,8 +91,7 @@ def find_inputs(patterns: Iterable[str | Path], form: Form | None = None) -> tup
 class BlockStream:
     """The blocks of files in order: an iterator that can also say what is left, for others to read.
 
-    `unit` is what one record of a text file is; of Parquet only `columns` are read. `block_bytes` is what a block has
-    at least (uncompressed), but for a file's last.
+    `unit` is what one record of a text file is; of Parquet only `columns` are read.
 
     Errors: DataError naming the file that is empty, damaged or lacks all columns, when it is reached.
     """
@@ -103,10 +102,9 @@ class BlockStream:
         *,
         unit: TextUnit = "line",
         columns: Collection[str] = (),
-        block_bytes: int | None = None,
     ) -> None:
         self.unit: TextUnit = unit
-        self.block_bytes = block_bytes or BLOCK_BYTES
+        self.block_bytes = BLOCK_BYTES  # that a block has at least (uncompressed), but for a file's last
         self.columns = frozenset(columns)
         self._left = deque((file, 0) for file in files)  # each with the number of its blocks that were taken
         self._reading: Iterator[Block] | None = None

@@ -91,6 +91,7 @@ def preprocess(
     """
     check_settings(settings, encoder)
     place = Path(output)
+    place = place.resolve() if place.is_symlink() else place  # what it points to is replaced, not the link
     if settings.target == "dataset":
         refuse_other_content(place)
     elif place.name in ("", ".."):
@@ -105,21 +106,21 @@ def preprocess(
         return found
     _refuse_other(place, work, settings, key, overwrite)
     with StreamJournal(work, key, stream_names(settings)) as journal:
-        run = _Run(files, settings, journal, progress)
-        run.encode(workers or InlineWorkers(settings, encoder))
+        done = _Pass(files, settings, journal, progress)
+        done.encode(workers or InlineWorkers(settings, encoder))
         journal.finished()
         if settings.target == "dataset":
-            outputs = _finish_dataset(place, journal, settings, encoder, run, source)
+            outputs = _finish_dataset(place, journal, settings, encoder, done, source)
         else:
             outputs = _finish_megatron(place, journal, settings, encoder)
         journal.remove()
     return PreprocessOutcome(
         outputs=outputs,
-        num_samples=run.totals["samples"],
-        num_tokens=run.totals["tokens"],
-        num_truncated=run.totals["truncated"],
-        num_skipped=run.totals["skipped"],
-        num_kept_samples=run.num_kept_samples,
+        num_samples=done.totals["samples"],
+        num_tokens=done.totals["tokens"],
+        num_truncated=done.totals["truncated"],
+        num_skipped=done.totals["skipped"],
+        num_kept_samples=done.num_kept_samples,
     )
 
 
@@ -163,7 +164,7 @@ def megatron_prefix(output: str | Path, key: str) -> Path:
     return Path(f"{output}_{key}_document")
 
 
-class _Run:
+class _Pass:
     """One pass over the blocks: those that the journal holds are kept, the others encoded and appended."""
 
     def __init__(
@@ -291,7 +292,7 @@ def _reusable(place: Path, key: str, source: str) -> PreprocessOutcome | None:
 
 
 def _finish_dataset(
-    place: Path, journal: StreamJournal, settings: EncodeSettings, encoder: Encoder, run: _Run, source: str
+    place: Path, journal: StreamJournal, settings: EncodeSettings, encoder: Encoder, done: _Pass, source: str
 ) -> tuple[Path, ...]:
     whole = journal.folder / "whole"
     shutil.rmtree(whole, ignore_errors=True)
@@ -305,13 +306,13 @@ def _finish_dataset(
         sizes=_stream(journal, SIZES, "<i8"),
         first_target=_stream(journal, FIRST_TARGET, "<i4"),
         task_ids=_stream(journal, TASKS, "<i4"),
-        tasks=run.tasks,
+        tasks=done.tasks,
         tokenizer_json=encoder.as_json(),
         vocab_size=encoder.vocab_size,
         facts={
-            "num_truncated": run.totals["truncated"],
-            "num_skipped": run.totals["skipped"],
-            "file_sizes": list(run.file_sizes.values()),
+            "num_truncated": done.totals["truncated"],
+            "num_skipped": done.totals["skipped"],
+            "file_sizes": list(done.file_sizes.values()),
             "source": source,
             "records": {"template": settings.template, "pair": list(settings.pair or ()), "text": settings.keys[0]},
             "settings": {"preprocess": journal.key},
