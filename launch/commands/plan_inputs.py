@@ -188,6 +188,8 @@ def batch_samples(
         chosen = f"step {index} of {args.lengths}"
     cut = cut_at(args.truncate, config.model.max_seq_len)
     table, notes = fitted(table, args.extra, cut, has_decoder)
+    if args.config:
+        _refuse_untrained(table, config.model.max_seq_len, args.config)
     indices: Sequence[int] | None = None
     if index is not None:
         batches = global_batches(config, table, 0, drop_last=config.data.drop_last)
@@ -284,6 +286,16 @@ def fitted(
     if any(extra):
         notes.append(f"{extra[0]:+d} encoder and {extra[1]:+d} decoder positions added, at least 1 left")
     return np.stack([encoder, decoder, np.minimum(target, encoder + decoder)], axis=1), notes
+
+
+def _refuse_untrained(table: LengthArray, most: int, path: str) -> None:
+    """Errors: DataError for a sample that a run by the settings would refuse."""
+    longest = int(table[:, :2].max(axis=1).argmax())
+    if (positions := int(table[longest, :2].max())) > most:
+        raise DataError(
+            f"sample {longest} has {positions} positions but max_seq_len is {most} in {path}, by which no run would"
+            " train it: cut with --truncate, or raise max_seq_len"
+        )
 
 
 def _refuse_too_long(encoder: IntArray, decoder: IntArray, next_move: str) -> None:

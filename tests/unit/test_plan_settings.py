@@ -34,3 +34,17 @@ def test_plans_of_settings_hold_what_these_train(
     layers = 4 * (4 * 64 * 64 + 3 * 64 * 128)  # and 1024 x 64 of the embedding, as many of the head
     assert sum(peaks["exact"]) - sum(peaks["whole"]) == pytest.approx(8 * (layers + 2 * 1024 * 64), rel=0.05)
     assert sum(peaks["adapters"]) < sum(peaks["whole"])
+
+
+def test_samples_that_a_run_by_the_settings_refuses_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, lengths = tmp_path / "run.toml", tmp_path / "lengths.txt"
+    config.write_text("[model]\nmax_seq_len = 200\n")
+    asked = ["plan", "--config", str(config), "--lengths", str(lengths), "--effort", "0"]
+    lengths.write_text("40\n201\n200\n")
+    assert cli.main(asked) == 2
+    assert "sample 1 has 201 positions but max_seq_len is 200 in " in capsys.readouterr().err
+    assert cli.main([*asked, "--truncate"]) == 0
+    lengths.write_text("40\n200\n")
+    assert cli.main(asked) == 0
