@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dynapipe_ext.errors import ConfigError, DataError
 from dynapipe_ext.executor.instructions import ExecutionPlan
@@ -39,6 +40,7 @@ class TorchStage:
 
     `parallel` (a `ParallelContext`) sums over ranks: needed where the plan has more than one. Split backwards put off
     the weight gradients of torch.nn.Linear layers. Whether modules train or evaluate is theirs (`train()`, `eval()`).
+    Nothing ties weights over ranks: one that stages of two ranks use is two weights from the first step on.
     Errors: ConfigError for what cannot be trained so, such as modules that reduce gradients themselves.
     """
 
@@ -66,6 +68,7 @@ class TorchStage:
         trained = [p for p in own if p.requires_grad]
         _refuse_reducers(owners)
         self._own, self._trains = own, [p.requires_grad for p in own]
+        self._batch_norms = [m for owner in owners for m in owner.modules() if isinstance(m, _BatchNorm)]
         self._stages = tuple(modules) if isinstance(modules, Mapping) else None
         self._calls = [with_batch(chunk, chunk) for chunk in chunks]
         self._loss, self._parallel, self._restarts_attention = loss, parallel, restarts_attention
@@ -90,6 +93,7 @@ class TorchStage:
             )
         if not plan.forward_only:
             _refuse_other_trained(self._trains, [p.requires_grad for p in self._own], plan.step)
+            _refuse_batch_statistics(self._batch_norms)
         if not self.takes_pieces:
             _refuse_pieces(plan)
         if not self._restarts_attention:
@@ -216,6 +220,14 @@ def _refuse_reducers(owners: Iterable[torch.nn.Module]) -> None:
                 " replicas may have unequal numbers: give the module itself, and parallel=ParallelContext(topology),"
                 " which sums gradients once a step"
             )
+
+
+def _refuse_batch_statistics(modules: Iterable[torch.nn.Module]) -> None:
+    if training := [type(module).__name__ for module in modules if module.training]:
+        raise ConfigError(
+            f"{training[0]} would take its mean and variance of each micro-batch, padding too, so that another plan"
+            " of the same samples would train another model: freeze it by eval(), or normalise by LayerNorm"
+        )
 
 
 def _refuse_other_trained(before: list[bool], now: list[bool], step: int) -> None:

@@ -172,6 +172,15 @@ def unfrozen(model: torch.nn.Module) -> TorchStage:
     return stage
 
 
+class Normalised(torch.nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+def normalised(model: torch.nn.Module) -> torch.nn.Sequential:
+    return torch.nn.Sequential(model[0], Normalised(HIDDEN), model[1])
+
+
 def nothing(*_) -> None: ...
 
 
@@ -250,11 +259,19 @@ PARTLY_TARGETS[-1]["loss_weights"][0, 0] = 0
             lambda _: run(TorchStage(torch.inference_mode()(model_of)(), loss_sum)),
             r"inference_mode\(\) was on where weights were made",
         ),
+        (lambda m: run(TorchStage(normalised(m), loss_sum)), "Normalised would take its mean and variance of each"),
     ],
 )
 def test_what_would_train_wrongly_is_refused_by_name(make, says):
     with pytest.raises(ConfigError, match=says):
         make(model_of())
+
+
+def test_a_batch_norm_that_is_frozen_trains_the_others():
+    model = normalised(model_of())
+    model[1].eval()
+    run(TorchStage(model, loss_sum))
+    assert not model[1].num_batches_tracked
 
 
 @pytest.mark.parametrize("pp", [1, 2])
