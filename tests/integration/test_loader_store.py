@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -232,7 +233,7 @@ def test_ctrl_c_ends_a_wait_for_a_plan_that_never_comes(address: StoreAddress, n
 
         def interrupt() -> None:
             store.waited.wait(60)
-            # What the main thread waits in does not see it come, as when it comes just before a wait begins.
+            time.sleep(0.2)  # the main thread waits by now, and is not woken: as by a Ctrl-C just before its wait
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
