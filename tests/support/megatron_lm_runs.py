@@ -119,10 +119,7 @@ def megatron_lm_runs(runs: Sequence[Run], folder: Path, *, timeout_s: float) -> 
     """By name; runs that fail have their status."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.json").write_text(json.dumps([asdict(run) for run in runs]))
-    from tests.support.megatron_lm import SITE
-
-    (folder / "sitecustomize.py").write_text(SITE)  # for runs that save
-    places = os.pathsep.join([str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    places = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
     runner = subprocess.Popen(
         [sys.executable, __file__, str(tree(folder / "megatron-lm")), str(folder)],
@@ -137,7 +134,7 @@ def megatron_lm_runs(runs: Sequence[Run], folder: Path, *, timeout_s: float) -> 
         said, _ = runner.communicate(timeout=timeout_s)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(runner.pid, signal.SIGKILL)  # Megatron-LM's saves leave a server process behind
+            os.killpg(runner.pid, signal.SIGKILL)
     assert runner.returncode == 0, said[-6000:]
     ran = {}
     for run in runs:
@@ -176,7 +173,9 @@ def main() -> None:
     from dynapipe_ext.launch.cluster import run_local
     from dynapipe_ext.launch.env import RankEnv
     from tests.support.megatron_lm_1f1b import run_by_1f1b
+    from tests.support.megatron_saves import keep_results_in_rank
 
+    keep_results_in_rank()
     routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     vars(routers).setdefault("te_general_gemm", None)  # which stock routers ask for without Transformer Engine, too
     recorder = Recorder(importlib.import_module("megatron.training.training"))

@@ -35,7 +35,10 @@ from dynapipe_ext.tools.checkpoint.megatron.names import tied_head_name
 from dynapipe_ext.topology import Topology
 from tests.support.checkpoints import tiny_variant
 from tests.support.megatron_ranks import CPU, join
+from tests.support.megatron_saves import keep_results_in_rank
 from tests.support.rank_jobs import in_turn
+
+keep_results_in_rank()
 
 STEPS, SAMPLES, ITERATION = 2, 24, 10
 ONE = Topology()

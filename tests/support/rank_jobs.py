@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import tempfile
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
@@ -45,8 +44,6 @@ def in_turn(
                         raise
                     forget_models()
                 rank_results.write(returned, place / str(env.rank))
-                for child in multiprocessing.active_children():  # megatron-core's saving leaves its queue's server
-                    child.terminate()
                 return 0
 
             run_local(main, size, timeout_s=timeout_s)
