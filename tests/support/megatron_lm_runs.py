@@ -7,6 +7,7 @@ DYNAPIPE_MEGATRON_LM names a clone.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -151,6 +152,21 @@ def _place(megatron_lm: Path, script: str) -> str:
     return str(own if own.is_file() else megatron_lm / script)
 
 
+def _read_docstrings_once() -> None:
+    """Of the classes that Megatron-LM makes its arguments of: it parses their files to say help, a second a rank."""
+    factory = importlib.import_module("megatron.training.argument_utils").ArgumentGroupFactory
+    read, known = factory._get_field_docstrings, {}
+
+    def remembered(self: typing.Any, kind: type) -> typing.Any:
+        if kind not in known:
+            known[kind] = read(self, kind)
+        return known[kind]
+
+    factory._get_field_docstrings = remembered
+    arguments = importlib.import_module("megatron.training.arguments")
+    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
 def main() -> None:
     megatron_lm, folder = map(Path, sys.argv[1:])
     spec = importlib.util.spec_from_file_location("megatron_on_cpu", SHARED / "megatron_on_cpu.py")
@@ -176,6 +192,7 @@ def main() -> None:
     from tests.support.megatron_saves import keep_results_in_rank
 
     keep_results_in_rank()
+    _read_docstrings_once()
     routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     vars(routers).setdefault("te_general_gemm", None)  # which stock routers ask for without Transformer Engine, too
     recorder = Recorder(importlib.import_module("megatron.training.training"))
