@@ -25,6 +25,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -236,6 +237,8 @@ def _load(modules: Sequence[str]) -> None:
         importlib.import_module(module)
     logging.disable(logging.NOTSET)
     warnings.showwarning = show
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined] # torch's take half a second of a core
+        finalizer.atexit = False
     gc.freeze()  # what is loaded is not searched for garbage by every command
 
 
