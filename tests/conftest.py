@@ -67,14 +67,16 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
-    """Workers are forks of one process, which imports what they do once, and gives their tests their commands."""
+    """Workers are forks of one process, which has collected the tests once; their commands are forks of its parent."""
     import execnet
 
     shared = Preloaded()
     config.add_cleanup(lambda: shared.__exit__(None, None, None))
     shared.__enter__().load(*TRANSFORMERS)
     os.environ[_SHARED] = shared.address
-    specs[:] = [execnet.XSpec(f"{spec}//python={shared.interpreter}") for spec in specs]
+    collected = shared.after(f"from tests.support.collected import collect; collect({config.args!r})")
+    config.add_cleanup(lambda: collected.__exit__(None, None, None))
+    specs[:] = [execnet.XSpec(f"{spec}//python={collected.interpreter}") for spec in specs]
 
 
 @dataclass(frozen=True, slots=True)

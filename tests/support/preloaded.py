@@ -1,10 +1,10 @@
 """`dynapipe` commands that start in milliseconds: forks of one process that has imported what training imports.
 
-`Preloaded` starts that process, this file as a program; the workers of a suite are forks of it, too, and share it
-(`interpreter`). A command is as one that was executed: its own process, and
+`Preloaded` starts that process, this file as a program. A command is as one that was executed: its own process, and
 session where asked for, working directory, environment, standard streams, signal handlers, exit status, and what ends
 with the interpreter: threads and functions registered for then. What it cannot show is an import that is missing, late
-or wrong, nor how modules are taken down: tests of every kind of start keep one command that is executed.
+or wrong, nor how modules are taken down: tests of every kind of start keep one command that is executed. A fork of it
+that has collected the tests, too (`after`), is what the workers of a suite are forks of (`interpreter`).
 """
 
 from __future__ import annotations
@@ -111,6 +111,18 @@ class Preloaded:
         """A command line that runs `-c CODE`, once appended, as Python does, but with all modules loaded."""
         return shlex.join([sys.executable, "-P", __file__, "interpret", self.address])
 
+    def after(self, code: str) -> Preloaded:
+        """Another one: a fork of this that has run `code`. It ends when nobody is connected to it any more."""
+        other = Preloaded(f"{self.address}-after")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, open(os.devnull, "r+b") as null:
+            listener.bind(other.address)
+            listener.listen()
+            other._requests = _connected(other.address)
+            request = {"arguments": [code], "cwd": str(Path.cwd()), "environment": {**os.environ}, "is_code": True}
+            streams = [listener.fileno(), null.fileno(), 2, null.fileno()]
+            socket.send_fds(self._requests, [json.dumps(request | {"serves": True}).encode()], streams)
+        return other
+
     def load(self, *modules: str) -> None:
         """Import these, too, before the next command begins."""
         self._requests.send(json.dumps({"modules": modules}).encode())
@@ -206,6 +218,8 @@ def _serve(listener: socket.socket) -> NoReturn:
             if not given:
                 watched.unregister(requests)
                 requests.close()
+                if len(watched.get_map()) == 1:  # nobody is left who could ask
+                    os._exit(0)
             elif "modules" in given:
                 _load(given["modules"])
             elif os.fork() == 0:
@@ -260,6 +274,7 @@ def _become(
     new_session: bool = False,
     faults: dict[str, Any] | None = None,
     is_code: bool = False,
+    serves: bool = False,
 ) -> NoReturn:
     """What `dynapipe ARGUMENTS` does once it has been executed, or `python ARGUMENTS`, the last of which is code."""
     from dynapipe_ext.launch import cli
@@ -285,6 +300,8 @@ def _become(
             sys.argv, sys.dont_write_bytecode = ["-c"], "-B" in arguments
             sys.modules["__main__"] = main = ModuleType("__main__")
             exec(arguments[-1], vars(main))
+            if serves:
+                _serve(socket.socket(fileno=0))
             sys.exit()
         sys.exit(cli.main())
     except SystemExit as ended:
