@@ -61,7 +61,7 @@ class Fault:
 def install(*, folder: str, faults: Sequence[Mapping[str, Any]] = (), records: bool = False) -> None:
     """Have this process and its forks do `faults`, or write the sites that ranks reach to FOLDER/sites."""
     if sys.argv[1] == "launch":
-        importlib.import_module("forked_programs").install()
+        importlib.import_module("forked_programs").install_for_launch()
     sites = _Sites(Path(folder), tuple(Fault(**fault) for fault in faults), records)
     _watch_ranks(sites)
     _watch_waits(sites)
