@@ -350,6 +350,7 @@ def test_each_micro_batch_recomputes_what_its_plan_says(run_ranks: Any) -> None:
         assert torch.allclose(gradients[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max())), name
 
 
+@pytest.mark.usefixtures("forked_planners")
 def test_plans_come_from_a_planner_process_where_a_store_is_given(
     run_ranks: Any, redis_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

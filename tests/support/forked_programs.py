@@ -27,7 +27,7 @@ _forked = {"dynapipe_ext.executor.plans.planner_process"}
 
 def install() -> None:
     """For planners."""
-    subprocess.Popen = _ForkedPopen  # type: ignore[misc]
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
 
 
 def install_for_launch() -> None:
@@ -37,12 +37,12 @@ def install_for_launch() -> None:
 
     install()
     _forked.update(_TITLES)
-    subprocess_handler.Popen = _ForkedPopen  # type: ignore[misc, assignment]
+    subprocess_handler.Popen = ForkedPopen  # type: ignore[misc, assignment]
     # What events of a rendezvous are named by: it looks through the sources of all modules, of which there are many.
     dynamic_rendezvous.get_method_name = lambda *_: ""  # type: ignore[assignment]
 
 
-class _ForkedPopen(subprocess.Popen[Any]):
+class ForkedPopen(subprocess.Popen[Any]):
     def _execute_child(self, args: Sequence[str], *given: Any) -> None:  # subprocess.py of Python 3.11
         words = list(args)
         module = words[words.index("-m") + 1] if "-m" in words else ""
@@ -91,6 +91,7 @@ def _become(
         for number, stream in enumerate(streams):
             if stream >= 0:
                 os.dup2(stream, number)
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
         _release_descriptors()
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             if callable(signal.getsignal(number)):
