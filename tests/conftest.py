@@ -6,6 +6,7 @@ import gc
 import os
 import select
 import signal
+import subprocess
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ env.limit_threads(1)  # before any test module imports torch
 from dynapipe_ext.launch.cluster import run_local  # noqa: E402
 from dynapipe_ext.launch.env import RankEnv  # noqa: E402
 from dynapipe_ext.launch.redis_server import RedisServer  # noqa: E402
+from tests.support.forked_programs import ForkedPopen  # noqa: E402
 from tests.support.preloaded import TRANSFORMERS, Preloaded  # noqa: E402
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background; tests press Ctrl-C
@@ -132,6 +134,12 @@ def preloaded_transformers(preloaded: Preloaded) -> Preloaded:
     """The same, whose commands need not import transformers, peft and DeepSpeed either."""
     preloaded.load(*TRANSFORMERS)
     return preloaded
+
+
+@pytest.fixture
+def forked_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planner processes that start in milliseconds: forks of those that start them, as those of `preloaded` are."""
+    monkeypatch.setattr(subprocess, "Popen", ForkedPopen)
 
 
 @pytest.fixture(scope="session")

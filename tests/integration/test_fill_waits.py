@@ -132,6 +132,7 @@ def plain() -> dict[str, Ran]:
     ],
     ids=["as transfers end", "everything late", "one of tp2 late", "one of dp2 late"],
 )
+@pytest.mark.usefixtures("forked_planners")
 def test_a_training_run_that_fills_its_waits_has_the_bits_of_one_that_does_not(
     run_ranks,
     redis_server: RedisServer,

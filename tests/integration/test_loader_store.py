@@ -30,7 +30,7 @@ from tests.support.store_loaders import (
     train_epochs,
 )
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("forked_planners")]
 
 
 class RecordingStore(RedisStore):

@@ -133,31 +133,28 @@ LOADED = [
 ]
 
 
-def continuing(root: Path, target: str) -> Callable[[Training], tuple[Local, Local, list[float]]]:
-    """Load what was converted: what the rank holds then, and after a step more; learning rates before that step."""
+def continuing(root: Path, target: str) -> Callable[[Training], tuple[Local, Local, Local, Local, list[float]]]:
+    """What a rank that goes on where the others stopped holds before and after a step more, and what it holds then that
+    has loaded what was converted; learning rates of the latter before that step."""
 
-    def run(training: Training) -> tuple[Local, Local, list[float]]:
-        training.build_optimizer()
+    def run(training: Training) -> tuple[Local, Local, Local, Local, list[float]]:
+        before = saving(None)(training)
+        training.step(STEPS + 1)
+        after = training.held()
+        training.forget()
         load = training.load_dist if target == "megatron" else training.load_legacy
         load(root)
         held = training.held()
         rates = [group["lr"] for group in training.optimizer.param_groups]
         training.step(STEPS + 1)
-        return held, training.held(), rates
+        return before, after, held, training.held(), rates
 
     return run
 
 
-def never_stopped(training: Training) -> tuple[Local, Local]:
-    """What a rank holds that goes on where the others stopped, before and after the step more."""
-    held = saving(None)(training)
-    training.step(STEPS + 1)
-    return held, training.held()
-
-
 @pytest.fixture(scope="module")
 def continued(saved: dict[Case, Path], tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
-    """For each of LOADED what its ranks hold after loading and after a step, and the same of ranks never stopped."""
+    """For each of LOADED what `continuing` gives on its ranks."""
     folder = tmp_path_factory.mktemp("converted")
     jobs: list[Job] = []
     for i, (source, target, case) in enumerate(LOADED):
@@ -167,14 +164,13 @@ def continued(saved: dict[Case, Path], tmp_path_factory: pytest.TempPathFactory)
         outcome = converter.convert(converter.prepare_conversion(place, folder / str(i), target, options))
         assert RNG_NOTICE in outcome.notices
         assert not any("optimizer" in notice for notice in outcome.notices)
-        jobs += [(case, continuing(folder / str(i), target)), (case, never_stopped)]
-    found = on_ranks(jobs)
-    return [list(zip(found[2 * i], found[2 * i + 1], strict=True)) for i in range(len(LOADED))]
+        jobs.append((case, continuing(folder / str(i), target)))
+    return on_ranks(jobs)
 
 
 @pytest.mark.parametrize("i", range(len(LOADED)), ids=[f"{s}-to-{t}-{c}" for s, t, c in LOADED])
 def test_ranks_load_what_was_converted_and_train_on(i: int, continued: list[list[Any]]) -> None:
-    for (held, later, rates), (before, after) in continued[i]:
+    for before, after, held, later, rates in continued[i]:
         for when, found, wanted in (("loaded", held, before), ("a step later", later, after)):
             assert found.keys() == wanted.keys()
             for kind in wanted:

@@ -36,7 +36,16 @@ from dynapipe_ext.executor.megatron import drop_in, reports  # noqa: E402
 from dynapipe_ext.executor.megatron.gradient_sync import StepGradients  # noqa: E402
 from dynapipe_ext.executor.store.address import StoreAddress  # noqa: E402
 from dynapipe_ext.launch import megatron_core  # noqa: E402
-from tests.support.megatron_loops import LENGTH, VOCAB, Loop, Stepped, forward_step, run_step, start  # noqa: E402
+from tests.support.megatron_loops import (  # noqa: E402
+    LENGTH,
+    VOCAB,
+    Loop,
+    Stepped,
+    forward_step,
+    run_step,
+    start,
+    told_chunks,
+)
 
 LOOPS = {
     "one stage": Loop(),
@@ -49,17 +58,18 @@ LOOPS = {
     "mean of micro-batches, scaled": Loop(pp=2, per_token=False, loss_scale=1024.0),
     "experts on two replicas, auxiliary loss": Loop(pp=2, ep=2),
 }
+COMPARED = ("two stages", "two chunks a rank, overlap")  # with each other
 SPLIT = dynapipe.DropInSettings(split_backward=True, memory_limit_gb=1)
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of one loop on a rank: a step under Megatron's schedule, the same under plans, forwards alone, other wants."""
+    """Of one loop on a rank: reports of a step under Megatron's schedule, the same under plans whole and split, and of
+    forwards alone; the weights whose gradients under plans are others, or are there after forwards alone."""
 
-    stock: Stepped
-    planned: Stepped
-    split: Stepped
-    forwards: Stepped
+    reports: list[list[list[float]]]
+    different: list[str]
+    gradients: dict[str, torch.Tensor]  # under whole plans
     collected: int
 
 
@@ -104,22 +114,6 @@ def mutants_unnoticed(loop: Loop) -> list[str]:
     return unnoticed
 
 
-def told_chunks(function: Any, **keywords: Any) -> list[Any]:
-    """What the chunks of a rank are told before their forwards, in the order of the calls: whether the micro-batch is
-    the first, its number, and that their parameters are to be there."""
-    loop = LOOPS["two chunks a rank, overlap"]
-    chunks, config = start(loop)
-    told: list[Any] = []
-    config.param_sync_func = [lambda _, number=number: told.append(("parameters", number)) for number in range(2)]
-    for number, chunk in enumerate(chunks):
-        chunk.set_is_first_microbatch = lambda number=number: told.append(("first", number))
-        chunk.module.decoder.layers[0].register_forward_pre_hook(
-            lambda layer, _, number=number: told.append((number, layer.current_microbatch))
-        )
-    run_step(function, loop, chunks, **keywords)
-    return sorted(told, key=repr)  # plans have an order of their own
-
-
 def run_loops(env: Any) -> tuple[dict[str, Found], list[str], list[str]]:
     dist.init_process_group("gloo", rank=env.rank, world_size=env.world_size, init_method=env.init_method)
     stock, ours, split = get_forward_backward_func, dynapipe.ForwardBackward(), dynapipe.ForwardBackward(SPLIT)
@@ -134,18 +128,26 @@ def run_loops(env: Any) -> tuple[dict[str, Found], list[str], list[str]]:
         assert [started for _, started in orders] == [buckets, buckets]  # whatever the plan
         forwards = run_step(ours, loop, chunks, forward_only=True)
         collected = len(run_step(ours, loop, chunks, forward_only=True, collect_non_loss_data=True).reports)
-        found[name] = Found(expected, orders[0][0], orders[1][0], forwards, collected)
-    for keywords in ({}, *({"forward_only": True, "first_val_step": first} for first in (None, True, False))):
-        assert told_chunks(ours, **keywords) == told_chunks(stock(), **keywords), keywords
+        planned = [stepped for stepped, _ in orders]
+        different = [
+            weight
+            for weight, gradient in expected.gradients.items()
+            if any(not torch.equal(one.gradients[weight], gradient) for one in planned)
+            or forwards.gradients[weight].any()
+        ]
+        reports = [one.reports for one in (expected, *planned, forwards)]
+        found[name] = Found(reports, different, planned[0].gradients, collected)
+    of_chunks = LOOPS["two chunks a rank, overlap"]
+    assert told_chunks(ours, of_chunks) == told_chunks(stock(), of_chunks)
     loop = LOOPS["overlap and distributed optimizer"]
     chunks, _ = start(loop)
-    (theirs, planned) = (run_step(function, loop, chunks, force_all_reduce=True) for function in (stock(), ours))
-    assert all(torch.equal(planned.gradients[weight], gradient) for weight, gradient in theirs.gradients.items())
-    scattered = found["overlap and distributed optimizer"].planned.gradients  # each replica has its shard's alone
+    (theirs, mine) = (run_step(function, loop, chunks, force_all_reduce=True) for function in (stock(), ours))
+    assert all(torch.equal(mine.gradients[weight], gradient) for weight, gradient in theirs.gradients.items())
+    scattered = found["overlap and distributed optimizer"].gradients  # each replica has its shard's alone
     assert any(not torch.equal(scattered[weight], gradient) for weight, gradient in theirs.gradients.items())
     refused, unnoticed = [*refusals(), *planned_refusals()], mutants_unnoticed(loop)
     dist.destroy_process_group()
-    return found, refused, unnoticed
+    return {n: one if n in COMPARED else replace(one, gradients={}) for n, one in found.items()}, refused, unnoticed
 
 
 def bucket_groups(chunks: list[Any]) -> list[Any]:
@@ -269,21 +271,17 @@ def test_steps_by_plans_leave_the_gradients_and_reports_of_megatrons_schedules(r
     for name, loop in LOOPS.items():
         for rank, (loops, *_) in enumerate(ranks):
             found = loops[name]
-            for planned in (found.planned, found.split):
-                assert planned.reports == found.stock.reports == found.forwards.reports, (name, rank)
-                for weight, gradient in found.stock.gradients.items():
-                    assert torch.equal(planned.gradients[weight], gradient), (name, rank, weight)
-            assert not any(gradient.any() for gradient in found.forwards.gradients.values())
-            assert found.collected == len(found.stock.reports)
-        assert sum(len(loops[name].planned.reports) for loops, *_ in ranks) == loop.num_micro_batches * 4 // loop.pp
+            assert all(reports == found.reports[0] for reports in found.reports), (name, rank)
+            assert found.different == [], (name, rank)
+            assert found.collected == len(found.reports[0])
+        assert sum(len(loops[name].reports[1]) for loops, *_ in ranks) == loop.num_micro_batches * 4 // loop.pp
     for replica in (0, 1):
         stages = [ranks[replica + 2 * pp_rank][0] for pp_rank in (0, 1)]
-        whole = {n: g for loops in stages for n, g in loops["two stages"].stock.gradients.items()}
-        chunks = {n: g for loops in stages for n, g in loops["two chunks a rank, overlap"].planned.gradients.items()}
+        whole, chunks = ({n: g for loops in stages for n, g in loops[name].gradients.items()} for name in COMPARED)
         assert whole.keys() == chunks.keys()
         for weight, gradient in whole.items():
             assert torch.allclose(chunks[weight], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max())), weight
-        assert stages[1]["two stages"].stock.reports == stages[1]["two chunks a rank, overlap"].planned.reports
+        assert stages[1][COMPARED[0]].reports[0] == stages[1][COMPARED[1]].reports[1]
     assert set.intersection(*(set(unnoticed) for *_, unnoticed in ranks)) == {"none"}
     for _, refused, _ in ranks:
         assert [message.split()[0] for message in refused] == [
@@ -350,6 +348,7 @@ def test_each_micro_batch_recomputes_what_its_plan_says(run_ranks: Any) -> None:
         assert torch.allclose(gradients[name], gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max())), name
 
 
+@pytest.mark.usefixtures("forked_planners")
 def test_plans_come_from_a_planner_process_where_a_store_is_given(
     run_ranks: Any, redis_server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

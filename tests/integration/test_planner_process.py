@@ -62,6 +62,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.usefixtures("forked_planners")
 def test_every_rank_gets_the_plan_that_it_would_make_itself_over_epochs(store: RedisStore) -> None:
     sources = {(d, p): source(store, dp_rank=d, pp_rank=p) for d in range(2) for p in range(2)}
     with PlannerProcesses(job_of(store), store, LENGTHS):
@@ -73,6 +74,7 @@ def test_every_rank_gets_the_plan_that_it_would_make_itself_over_epochs(store: R
                 assert (plan.step, plan.dp_rank, plan.pp_rank) == (place.global_step, dp_rank, pp_rank)
 
 
+@pytest.mark.usefixtures("forked_planners")
 def test_planners_stay_exactly_so_far_ahead_of_rank_0(store: RedisStore) -> None:
     order = [place for place, _ in places(8)]
     with PlannerProcesses(job_of(store, ahead=4), store, LENGTHS):
@@ -112,6 +114,7 @@ def test_planning_processes_do_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+@pytest.mark.usefixtures("forked_planners")
 def test_a_batch_that_cannot_be_planned_ends_every_rank_with_the_planners_sentence(store: RedisStore) -> None:
     tight = replace(PLANNER, memory_limit_bytes=10.0)
     with pytest.raises(PlanError) as wanted:
@@ -143,6 +146,7 @@ def test_a_bug_in_a_planner_is_told_with_its_type_worker_and_step(
         source(store, timeout_s=600.0).plan(StepPosition())
 
 
+@pytest.mark.usefixtures("forked_planners")
 def test_a_planner_that_cannot_start_ends_the_wait(store: RedisStore) -> None:
     job = replace(job_of(store), planner={"class": "no_such_module:Planner", "settings": {}})
     with (
@@ -152,6 +156,7 @@ def test_a_planner_that_cannot_start_ends_the_wait(store: RedisStore) -> None:
         source(store, timeout_s=600.0).plan(StepPosition())
 
 
+@pytest.mark.usefixtures("forked_planners")
 def test_closing_the_pool_leaves_no_process_and_blames_nobody(store: RedisStore) -> None:
     with PlannerProcesses(job_of(store), store, LENGTHS) as pool:
         store.get(KEYS.heartbeat(0), 60.0)
@@ -189,6 +194,7 @@ def test_planners_end_with_their_owner_and_leave_no_file(
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.usefixtures("forked_planners")
 def test_lengths_and_order_larger_than_a_pipe_reach_the_planners_whole(store: RedisStore) -> None:
     lengths = as_length_array(np.random.default_rng(1).integers(4, 90, 60_000))
     order = np.random.default_rng(2).permutation(60_000)
@@ -212,6 +218,7 @@ def test_a_planner_that_does_not_read_its_input_holds_up_neither_start_nor_close
     assert not any(thread.is_alive() for thread in pool._threads)
 
 
+@pytest.mark.usefixtures("forked_planners")
 @pytest.mark.parametrize("order_size", [None, 10])
 def test_a_planner_whose_input_ends_too_early_says_so(store: RedisStore, order_size: int | None) -> None:
     job = replace(job_of(store), num_samples=100, order_size=order_size)

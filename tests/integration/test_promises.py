@@ -13,11 +13,13 @@ from tests.support.preloaded import Preloaded
 
 @pytest.fixture(scope="module", params=[("packed", 2), ("padded", 1)], ids=["packed", "padded"])
 def run_dir(request, preloaded: Preloaded, tmp_path_factory) -> Path:
-    """The default model on its 8 ranks, padded on the 4 of one replica, two steps, uneven stages."""
+    """The default model on its 8 ranks, padded on the 4 of one replica with its share of a batch, two steps, uneven
+    stages."""
     layout, dp = request.param
     folder = tmp_path_factory.mktemp("promises") / layout
     topology = ["--tp", "2", "--pp", "2", "--dp", str(dp), "--layers-per-stage", "1,3"]
-    preloaded.train("--steps", "2", "--layout", layout, *topology, "--strict", "--run-dir", str(folder))
+    data = ["--layout", layout, "--tokens-per-batch", str(4096 * dp)]
+    preloaded.train("--steps", "2", *data, *topology, "--strict", "--run-dir", str(folder))
     return folder
 
 

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dynapipe_ext.executor.parent_death import parent_of
+
 _OURS = str(Path(__file__).resolve().parents[2]) + os.sep
 _FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 _COLLECTIVES = (
@@ -61,7 +63,7 @@ class Fault:
 def install(*, folder: str, faults: Sequence[Mapping[str, Any]] = (), records: bool = False) -> None:
     """Have this process and its forks do `faults`, or write the sites that ranks reach to FOLDER/sites."""
     if sys.argv[1] == "launch":
-        importlib.import_module("forked_programs").install()
+        importlib.import_module("forked_programs").install_for_launch()
     sites = _Sites(Path(folder), tuple(Fault(**fault) for fault in faults), records)
     _watch_ranks(sites)
     _watch_waits(sites)
@@ -140,11 +142,13 @@ class _Sites:
 
 def descendants(pid: int) -> list[int]:
     """The processes below a process, of all generations."""
-    found = []
-    for folder in Path(f"/proc/{pid}/task").glob("*"):
-        with suppress(OSError):
-            for child in (folder / "children").read_text().split():
-                found += [int(child), *descendants(int(child))]
+    below: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            below.setdefault(parent_of(int(name)), []).append(int(name))
+    found = [*below.get(pid, ())]
+    for one in found:  # those below it join the ones to look at
+        found += below.get(one, ())
     return found
 
 

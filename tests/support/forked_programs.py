@@ -1,6 +1,6 @@
-"""The Python programs that `dynapipe launch` starts, torchrun and its ranks, as forks of the process that starts them.
+"""Python programs that `dynapipe` starts, planners, torchrun and its ranks, as forks of the process that starts them.
 
-So that a launched job costs no imports. What a program is given is what an executed one has: standard streams, working
+So that a job costs no imports. What a program is given is what an executed one has: standard streams, working
 directory, environment, session or process group, signal handlers, and no other descriptor of its parent.
 """
 
@@ -17,20 +17,36 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-_TITLES = {"torch.distributed.run": "torchrun", "dynapipe_ext.launch.train": "rank"}
+_TITLES = {
+    "dynapipe_ext.executor.plans.planner_process": "planner",
+    "torch.distributed.run": "torchrun",
+    "dynapipe_ext.launch.train": "rank",
+}
+_forked = {"dynapipe_ext.executor.plans.planner_process"}
 
 
 def install() -> None:
+    """For planners."""
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+
+
+def install_for_launch() -> None:
+    """For torchrun and its ranks, too."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    subprocess.Popen = subprocess_handler.Popen = _ForkedPopen  # type: ignore[misc, assignment]
+    install()
+    _forked.update(_TITLES)
+    subprocess_handler.Popen = ForkedPopen  # type: ignore[misc, assignment]
+    # What events of a rendezvous are named by: it looks through the sources of all modules, of which there are many.
+    dynamic_rendezvous.get_method_name = lambda *_: ""  # type: ignore[assignment]
 
 
-class _ForkedPopen(subprocess.Popen[Any]):
+class ForkedPopen(subprocess.Popen[Any]):
     def _execute_child(self, args: Sequence[str], *given: Any) -> None:  # subprocess.py of Python 3.11
         words = list(args)
         module = words[words.index("-m") + 1] if "-m" in words else ""
-        if words[0] != sys.executable or module not in _TITLES:
+        if words[0] != sys.executable or module not in _forked:
             super()._execute_child(args, *given)  # type: ignore[misc]
             return
         _, preexec, _, _, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest = given
@@ -75,6 +91,7 @@ def _become(
         for number, stream in enumerate(streams):
             if stream >= 0:
                 os.dup2(stream, number)
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
         _release_descriptors()
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             if callable(signal.getsignal(number)):

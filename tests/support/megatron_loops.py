@@ -167,3 +167,24 @@ def run_step(function: Callable[..., Any], loop: Loop, chunks: list[Any], *, see
         for name, parameter in chunk.module.named_parameters()
     }
     return Stepped([[] if collects else report["lm loss"].tolist() for report in reports], gradients)
+
+
+def told_chunks(function: Any, loop: Loop) -> list[list[Any]]:
+    """What the chunks of a rank are told before their forwards, in the order of the calls: whether the micro-batch is
+    the first, its number, and that their parameters are to be there; of a step, and of several of forwards alone."""
+    chunks, config = start(loop)
+    told: list[Any] = []
+    config.param_sync_func = [
+        lambda _, number=number: told.append(("parameters", number)) for number in range(loop.chunks)
+    ]
+    for number, chunk in enumerate(chunks):
+        chunk.set_is_first_microbatch = lambda number=number: told.append(("first", number))
+        chunk.module.decoder.layers[0].register_forward_pre_hook(
+            lambda layer, _, number=number: told.append((number, layer.current_microbatch))
+        )
+    found = []
+    for keywords in ({}, *({"forward_only": True, "first_val_step": first} for first in (None, True, False))):
+        told.clear()
+        run_step(function, loop, chunks, **keywords)
+        found.append(sorted(told, key=repr))  # plans have an order of their own
+    return found

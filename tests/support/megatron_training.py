@@ -10,7 +10,7 @@ import argparse
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +60,19 @@ class Case:
 
     @property
     def architecture(self) -> Architecture:
-        config = tiny_variant(self.variant).config.to_dict()
-        return read_config(config | {"torch_dtype": self.dtype, "dtype": self.dtype})
+        return _architecture(self.variant, self.dtype)
+
+
+@cache
+def _architecture(variant: str, dtype: str) -> Architecture:
+    return read_config(tiny_variant(variant).config.to_dict() | {"torch_dtype": dtype, "dtype": dtype})
 
 
 class Training:
     """A rank's model and optimizer; weights are NaN until they are drawn or loaded."""
 
-    def __init__(self, case: Case, rank: int) -> None:
-        self.case, self.architecture = case, case.architecture
+    def __init__(self, case: Case, architecture: Architecture, rank: int) -> None:
+        self.case, self.architecture = case, architecture
         initialize_parallel(case.topology, 0)
         self.me = case.topology.coordinates(rank)
         self.config = transformer_config(self.architecture, case.topology, dtype=case.dtype)
@@ -110,6 +114,13 @@ class Training:
             wd_incr_steps=400,
             wd_incr_style="constant",
         )
+
+    def forget(self) -> None:
+        """As before the start, but for an optimizer, which holds nothing yet."""
+        with torch.no_grad():
+            for _, parameter in self.named():
+                parameter.fill_(torch.nan)
+        self.build_optimizer()
 
     def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, parameter in self.model.named_parameters():
@@ -230,15 +241,18 @@ Job = tuple[Case, Callable[[Training], Any]]
 def on_ranks(jobs: Sequence[Job]) -> list[list[Any]]:
     """For each job what its function gives on every rank of its case; jobs of as many ranks share their processes."""
 
-    def main(env: RankEnv, case: Case, run: Callable[[Training], Any]) -> Any:
+    def main(env: RankEnv, case: Case, architecture: Architecture, run: Callable[[Training], Any]) -> Any:
         join(env)
-        found = run(Training(case, env.rank))
+        found = run(Training(case, architecture, env.rank))
         dist.barrier()
         dist.destroy_process_group()
         return found
 
     named = {
-        (number, str(case)): (case.topology.world_size, partial(main, case=case, run=run))
+        (number, str(case)): (
+            case.topology.world_size,
+            partial(main, case=case, architecture=case.architecture, run=run),
+        )
         for number, (case, run) in enumerate(jobs)
     }
     return list(dict(sorted(in_turn(named).items())).values())

@@ -2,9 +2,10 @@
 
 `Preloaded` starts that process, this file as a program. A command is as one that was executed: its own process, and
 session where asked for, working directory, environment, standard streams, signal handlers, exit status, and what ends
-with the interpreter: threads and functions registered for then. What it cannot show is an import that is missing, late
-or wrong, nor how modules are taken down: tests of every kind of start keep one command that is executed. A fork of it
-that has collected the tests, too (`after`), is what the workers of a suite are forks of (`interpreter`).
+with the interpreter: threads and functions registered for then. Its planners are forks, too (`forked_programs`). What
+it cannot show is an import that is missing, late or wrong, nor how modules are taken down: tests of every kind of start
+keep one command that is executed. A fork of it that has collected the tests, too (`after`), is what the workers of a
+suite are forks of (`interpreter`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _MODULES = (
     "dynapipe_ext.launch.megatron_run",
     "dynapipe_ext.executor.store.redis",
     "dynapipe_ext.executor.checkpoints.megatron_tensors",
+    "dynapipe_ext.executor.plans.planner_process",
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
     "matplotlib.backends.backend_agg",
@@ -292,8 +295,9 @@ def _become(
     os.environ.update(environment)
     tempfile.tempdir = None  # as TMPDIR says now
     sys.argv = ["dynapipe", *arguments]
+    if not is_code:
+        importlib.import_module("forked_programs").install()
     if faults is not None:
-        sys.path.append(str(Path(__file__).parent))
         importlib.import_module("faults").install(**faults)
     try:
         if is_code:
@@ -331,5 +335,7 @@ if __name__ == "__main__":
 
     end_with_parent(int(sys.argv[2]))
     megatron_cpu.install()  # before anything of megatron is imported
-    _load(sys.argv[3:])
+    sys.path.append(str(Path(__file__).parent))
+    _load([*sys.argv[3:], "faults", "forked_programs"])
+    sys.path.pop()
     _serve(socket.socket(fileno=0))
