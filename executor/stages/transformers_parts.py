@@ -229,7 +229,7 @@ def _key_draws(model: Any, seed: int) -> None:
 
     for module in names:  # a model within the model draws for itself
         if isinstance(module, PreTrainedModel):
-            module._init_weights = keyed(module._init_weights)  # type: ignore[method-assign]
+            module._init_weights = keyed(module._init_weights)
 
 
 @contextmanager
