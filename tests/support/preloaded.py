@@ -53,6 +53,7 @@ TRANSFORMERS = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
 )
 _REQUEST_BYTES = 1 << 17
 
@@ -234,6 +235,8 @@ def _load(modules: Sequence[str]) -> None:
     logging.disable(logging.WARNING)
     for module in modules:
         importlib.import_module(module)
+    if conversions := sys.modules.get("transformers.conversion_mapping"):
+        conversions.get_checkpoint_conversion_mapping("")  # compiles hundreds of patterns for a process's first model
     logging.disable(logging.NOTSET)
     warnings.showwarning = show
     gc.freeze()  # what is loaded is not searched for garbage by every command
