@@ -38,7 +38,7 @@ def every_rank(lengths: Any, num_replicas: int, **settings_: Any) -> list[Distri
     ]
 
 
-@settings(max_examples=50)
+@settings(max_examples=80)
 @given(lengths_and_cap(), st.integers(1, 3), OBJECTIVES, LASTS, st.integers(0, 99))
 def test_an_epoch_trains_every_sample_once_within_the_cap_in_equally_many_steps_of_all_ranks(
     data: tuple[list[int], int], num_replicas: int, objective: Any, last: Any, seed: int
@@ -68,7 +68,7 @@ def test_an_epoch_trains_every_sample_once_within_the_cap_in_equally_many_steps_
         assert sum(times.values()) == len(lengths) + plan.num_repeated
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(lengths_and_cap(), st.integers(1, 3), OBJECTIVES, st.integers(0, 99))
 def test_what_is_carried_is_never_twice_in_a_step_and_epochs_together_train_all_samples_equally_often(
     data: tuple[list[int], int], num_replicas: int, objective: Any, seed: int
@@ -94,7 +94,7 @@ def test_what_is_carried_is_never_twice_in_a_step_and_epochs_together_train_all_
     assert again.plan.samples.tolist() == sampler.plan.samples.tolist()
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(lengths_and_cap(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), OBJECTIVES, LASTS, st.data())
 def test_a_state_resumes_bit_for_bit_also_under_other_numbers_of_ranks(
     data: tuple[list[int], int], first: int, second: int, third: int, objective: Any, last: Any, draw: Any
@@ -139,7 +139,7 @@ def test_a_state_resumes_bit_for_bit_also_under_other_numbers_of_ranks(
         assert trained == expected
 
 
-@settings(max_examples=12)
+@settings(max_examples=20)
 @given(lengths_and_cap(), st.integers(1, 3), st.integers(1, 3), OBJECTIVES, st.data())
 def test_a_stream_is_trained_whole_alike_on_all_ranks_and_resumes_where_it_was(
     data: tuple[list[int], int], num_replicas: int, later: int, objective: Any, draw: Any
