@@ -136,7 +136,8 @@ def published(name: str, folder: Path, *, with_gradients: bool = False) -> Publi
             model.set_attn_implementation("sdpa")
         one_row = model(**{k: v[:1] if k != "use_cache" else v for k, v in inputs.items()}).logits
         model.set_attn_implementation("eager")
-    optimizer, losses, gradients = torch.optim.Adam(model.parameters(), lr=1e-3), [], {}
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-3), []
+    gradients: dict[str, torch.Tensor] = {}
     for _ in range(STEPS):
         loss = torch.nn.functional.cross_entropy(
             model(**inputs).logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten()
