@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import math
@@ -40,6 +41,7 @@ def make_engine(model: torch.nn.Module, config: Mapping[str, Any], parallel: Par
     deepspeed.utils.logger.setLevel(logging.WARNING if dist.get_rank() == 0 else logging.ERROR)
     if parallel.device.type == "cpu":
         compile_nothing()
+        ask_for_devices_once()
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
@@ -66,6 +68,14 @@ def compile_nothing() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with uncompiled(), suppress(ImportError):  # older ones do not have it
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+
+
+def ask_for_devices_once() -> None:
+    """DeepSpeed's accelerator of a CPU runs numactl whenever it is asked for their number: by ZeRO 3, in a backward."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    accelerator.device_count = functools.cache(accelerator.device_count)
 
 
 def leave_to_other_stage(weight: torch.nn.Parameter) -> None:

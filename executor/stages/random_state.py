@@ -1,4 +1,4 @@
-"""Random numbers drawn again as they were: what a forward that runs a second time needs of torch's generators."""
+"""Torch's generators: seeded before a layer, and as they were where a forward runs a second time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 Replay = Callable[[], AbstractContextManager[None]]  # within: random numbers as from when it was made
+
+
+def seed_torch(seed: int) -> None:
+    """`torch.manual_seed`, which without CUDA formats its caller's stack each time: a fifth of a small layer's time."""
+    (torch.manual_seed if torch.cuda.is_initialized() else torch.default_generator.manual_seed)(seed)
 
 
 def replay_torch(device: torch.device) -> Replay:

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from dynapipe_ext.errors import ConfigError
 from dynapipe_ext.executor.protocols import Batch
 from dynapipe_ext.executor.stages.keyed_random import seed_of
+from dynapipe_ext.executor.stages.random_state import seed_torch
 from dynapipe_ext.executor.stages.transformers_layers import PartPlace, with_own_modules
 from dynapipe_ext.plan import MicroBatch
 
@@ -87,7 +88,7 @@ class TransformersPart(torch.nn.Module, ABC):
 
         def run(*given: Any) -> Any:
             if key:
-                torch.manual_seed(seed_of(key, layer))
+                seed_torch(seed_of(key, layer))
             return call(*given)
 
         return torch.utils.checkpoint.checkpoint(run, *arguments, use_reentrant=False)
@@ -97,7 +98,7 @@ class TransformersPart(torch.nn.Module, ABC):
 
     def _seed(self, name: str) -> None:
         if self._key:
-            torch.manual_seed(seed_of(self._key, name))
+            seed_torch(seed_of(self._key, name))
 
 
 class ModelCut(Protocol):

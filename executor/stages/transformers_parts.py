@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from dynapipe_ext.errors import ConfigError, DataError, in_one_line
 from dynapipe_ext.executor.stages.keyed_random import seed_of
+from dynapipe_ext.executor.stages.random_state import seed_torch
 from dynapipe_ext.executor.stages.transformers_causal import CausalCut, has_tied_ends
 from dynapipe_ext.executor.stages.transformers_layers import PartPlace, places_of, remove
 from dynapipe_ext.executor.stages.transformers_part import ModelCut, TransformersPart, cut_out, hold_shared_once
@@ -222,7 +223,7 @@ def _key_draws(model: Any, seed: int) -> None:
 
     def keyed(draw: Callable[[torch.nn.Module], None]) -> Callable[[torch.nn.Module], None]:
         def seeded(module: torch.nn.Module) -> None:
-            torch.manual_seed(seed_of(str(seed), names[module]))
+            seed_torch(seed_of(str(seed), names[module]))
             draw(module)
 
         return seeded

@@ -90,7 +90,7 @@ def runs(variant: str, folder: Path, preloaded: Preloaded) -> Iterator[tuple[str
             given += ["--tp", str(tp), "--pp", str(pp), "--dp", str(dp), "--costs", f"{backend}.json"]
             given += ["--memory-limit-gb", "1", "--num-workers", "0", "--steps", str(STEPS), "--lr", str(LR)]
             given += ["--batch-size", str(BATCH), "--min-lr", str(LEAST), "--weight-decay", str(DECAY)]
-            given += ["--lr-schedule", "cosine", "--warmup", "0.2", "--betas", "0.9,0.95"]
+            given += ["--lr-schedule", "cosine", "--warmup", "0.3", "--betas", "0.9,0.95"]
             given += ["--layout", "padded"] * (is_pairs and backend == "transformers")
             given += ["--config", "settings.toml"] * (tp > 1 and not is_pairs)
             try:

@@ -21,7 +21,7 @@ from dynapipe_ext.tools.checkpoint.converter import convert, prepare_conversion
 from dynapipe_ext.tools.checkpoint.deepspeed.reader import DeepSpeedReader, open_checkpoint
 from dynapipe_ext.tools.checkpoint.formats import StateKind, WriterOptions
 from dynapipe_ext.tools.checkpoint.recognise import is_deepspeed
-from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny, tiny_variant
+from tests.support.checkpoints import VARIANTS, differences, saved, tensors_in, tiny, tiny_variant, two_layers
 from tests.support.deepspeed_ranks import (
     FROZEN,
     PARTITIONED,
@@ -242,7 +242,7 @@ def test_weights_alone_load_at_every_stage_with_the_loss_of_transformers(tmp_pat
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_family_survives_the_way_through_deepspeed_bit_for_bit(variant: str, tmp_path: Path) -> None:
-    model = tiny_variant(variant)
+    model = tiny_variant(variant, **two_layers(variant))
     source = saved(model, tmp_path / "hf", tokenizer=True)
     ours = converted(source, tmp_path / "ours")
     back = converted(ours, tmp_path / "back", "hf")

@@ -39,7 +39,7 @@ from tests.support.given_costs import write_costs
 from tests.support.model_folders import VOCABULARY, write_chats
 from tests.support.preloaded import Preloaded
 
-SAVED = 6
+SAVED = 5
 FILE = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": 4,
@@ -71,7 +71,7 @@ def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFact
     given = ["--model", "model", "--data", "data.jsonl", "--deepspeed", "ds.json"]
     given += ["--costs", "costs.json", "--memory-limit-gb", "1", "--num-workers", "0"]
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--save-every", str(SAVED), "--keep-last", "0"]
-    given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
+    given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.3"]
     given += ["--eval-fraction", "0.2", "--eval-every", str(STEPS)]
     said = {}
     for name, (file, ranks) in RUNS.items():

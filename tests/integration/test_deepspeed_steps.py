@@ -36,7 +36,7 @@ from tests.support.deepspeed_ranks import quiet
 from tests.support.tiny_models import SIZES, VOCAB, one_by_one, samples_of, tiny_model
 
 megatron_cpu.install()  # here, once, instead of in every rank, whose learning rates are Megatron's
-SAMPLES = samples_of((3, 12, 7, 20, 5, 9, 14, 4, 6, 11))
+SAMPLES = samples_of((3, 12, 7, 20, 5, 14))
 REPLICAS = Topology(dp=2)
 LR, DECAY, CLIP, STEPS = 1e-2, 0.1, 0.5, 3
 CPU = torch.device("cpu")

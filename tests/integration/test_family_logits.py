@@ -130,14 +130,17 @@ def own_state(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("_extra_state")}
 
 
-def gradient_fault(one: Published, topology: Topology, rank: int, model: Any) -> float:
-    """The largest difference between a rank's gradients and its part of transformers', over the largest of these."""
+def trained(one: Published, topology: Topology, rank: int, model: Any) -> tuple[torch.Tensor, float]:
+    """Losses, and the largest difference between a rank's gradients and its part of transformers', over the largest of
+    these."""
     chunk = wrap_ddp(model.train(), model.config)
-    said(chunk, tokens(), labels=tokens().roll(-1, 1))[:, :-1].mean().backward()
+    losses = said(chunk, tokens(), labels=tokens().roll(-1, 1))
+    losses[:, :-1].mean().backward()
     finalize_grads([chunk])
     wanted = part_of_rank(replace(one, tensors=one.gradients), topology, rank)
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
-    return max(difference(p.main_grad, wanted[name]) for name, p in model.named_parameters()) / largest
+    fault = max(difference(p.main_grad, wanted[name]) for name, p in model.named_parameters()) / largest
+    return losses.detach(), fault
 
 
 def export_faults(one: Published, chunks: list[Any], receivers: Any = "all", *, receives: bool = True) -> list[str]:
@@ -150,9 +153,21 @@ def export_faults(one: Published, chunks: list[Any], receivers: Any = "all", *, 
     return differences(dict(exported), one.tensors) + shared + ["order"] * ([name for name, _ in exported] != order)
 
 
-def spread(one: Published, topology: Topology, rank: int, *, sequence_parallel: bool, receives_alone: bool) -> Spread:
-    """`gradient_fault` where one stage is all and sequence parallelism trains."""
-    me = topology.coordinates(rank)
+def trains(name: str, sequence_parallel: bool) -> bool:
+    """Whether ranks are asked for gradients: where one stage is all and sequence parallelism trains."""
+    return sequence_parallel and not name.startswith("t5")
+
+
+def spread(
+    one: Published,
+    topology: Topology,
+    rank: int,
+    *,
+    sequence_parallel: bool,
+    with_gradients: bool,
+    receives_alone: bool,
+) -> Spread:
+    me, losses, fault = topology.coordinates(rank), torch.empty(0), 0.0
     model = empty(one, topology, rank, sequence_parallel=sequence_parallel).eval()
     load_initial_weights(model, str(one.folder), one.architecture)
     state, wanted = own_state(model), part_of_rank(one, topology, rank)
@@ -166,13 +181,12 @@ def spread(one: Published, topology: Topology, rank: int, *, sequence_parallel: 
         output = said(model, tokens())
         if me.pp_rank < topology.pp - 1:
             dist.send(output, topology.rank(tp_rank=me.tp_rank, pp_rank=me.pp_rank + 1, dp_rank=me.dp_rank))
-            losses = torch.empty(0)
-        else:
+        elif not with_gradients:
             losses = said(model, tokens(), labels=tokens().roll(-1, 1))
     if me.pp_rank:
         model.set_input_tensor(None)
-    trains = sequence_parallel and one.architecture.family != "t5"
-    fault = gradient_fault(one, topology, rank, model) if trains else 0.0
+    if with_gradients:
+        losses, fault = trained(one, topology, rank, model)
     not_exported = export_faults(one, [model])
     if receives_alone:
         not_exported += export_faults(one, [model], "first", receives=rank == 0)
@@ -181,7 +195,8 @@ def spread(one: Published, topology: Topology, rank: int, *, sequence_parallel: 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Published]:
-    return {name: published(name, tmp_path_factory.mktemp("model")) for name in CASES}
+    asked = {name for (_, parallel), names in SPREAD.items() for name in names if trains(name, parallel)}
+    return {name: published(name, tmp_path_factory.mktemp("model"), with_gradients=name in asked) for name in CASES}
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +222,12 @@ def together(models: dict[str, Published], tmp_path_factory: pytest.TempPathFact
             initialize_parallel(topology, 0)
             for name in names:
                 found[topology, parallel, name] = spread(
-                    models[name], topology, rank, sequence_parallel=parallel, receives_alone=name in RECEIVE_ALONE
+                    models[name],
+                    topology,
+                    rank,
+                    sequence_parallel=parallel,
+                    with_gradients=trains(name, parallel),
+                    receives_alone=name in RECEIVE_ALONE,
                 )
             forget_models()
         return found

@@ -32,7 +32,7 @@ from tests.support.given_costs import write_costs
 from tests.support.model_folders import VOCABULARY, model_folder, write_chats, write_pairs, write_texts
 from tests.support.preloaded import Preloaded
 
-STEPS, BATCH, SAMPLES, DECAY = 10, 4, 20, 0.1
+STEPS, BATCH, SAMPLES, DECAY = 7, 4, 20, 0.1
 LR, LEAST, WARMUP = 2e-3, 2e-4, 2
 
 
@@ -79,7 +79,7 @@ def trained(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPath
         given += ["--run-dir", str(folder / "run"), "--costs", str(folder / "costs.json"), "--strict"]
         given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--num-workers", "0", "--memory-limit-gb", "1"]
         given += ["--lr", str(LR), "--min-lr", str(LEAST), "--weight-decay", str(DECAY)]
-        given += ["--lr-schedule", case.schedule, "--warmup", "0.2", "--betas", "0.9,0.95"]
+        given += ["--lr-schedule", case.schedule, "--warmup", "0.3", "--betas", "0.9,0.95"]
         preloaded_transformers.train(*given, "--eval-fraction", "0.2", "--eval-every", str(STEPS))
     return root
 

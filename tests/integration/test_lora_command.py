@@ -40,7 +40,7 @@ RANKS = {
     "alone": (),
     "spread": ("--pp", "2", "--dp", "2", "--placement", "v", "--split-backward"),
     "zero1": ("--deepspeed", "zero1.json", "--pp", "2"),
-    "zero3": ("--deepspeed", "zero3.json", "--dp", "2", "--save-every", "6", "--keep-last", "0"),
+    "zero3": ("--deepspeed", "zero3.json", "--dp", "2", "--save-every", "5", "--keep-last", "0"),
 }
 
 
@@ -56,7 +56,7 @@ def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFact
     write_costs(config, VOCABULARY, folder / "costs.json")
     given = ["--model", "model", "--data", "data.jsonl", "--costs", "costs.json", "--memory-limit-gb", "1", "--strict"]
     given += ["--batch-size", str(BATCH), "--num-workers", "0", "--lr", str(LR), "--min-lr", str(LEAST), "--lora"]
-    long = ["--steps", str(STEPS), "--weight-decay", str(DECAY), "--warmup", "0.2", "--betas", "0.9,0.95"]
+    long = ["--steps", str(STEPS), "--weight-decay", str(DECAY), "--warmup", "0.3", "--betas", "0.9,0.95"]
     long += ["--lora-r", "4", "--lora-alpha", "16", "--eval-fraction", "0.2", "--eval-every", str(STEPS)]
     for stage in (1, 3):
         file = {"gradient_clipping": "auto", "zero_optimization": {"stage": stage}}

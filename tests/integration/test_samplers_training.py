@@ -8,6 +8,7 @@ to some 1e-6 of the largest entry of their parameter. SGD keeps such differences
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import textwrap
@@ -30,6 +31,7 @@ from dynapipe_ext.packing import PackingCollator
 from dynapipe_ext.packing.collator import IGNORED
 from dynapipe_ext.packing.dynamicat import SUPERVISED, PaddingSide, limited, loss_weight, make_record, padded
 from dynapipe_ext.sampling import DistributedTokenBatchSampler
+from tests.support.rank_jobs import in_turn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -38,7 +40,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import prepare_data_loader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-NUM_SAMPLES, MAX_TOKENS, WORDS, LR = 60, 160, 64, 0.1
+NUM_SAMPLES, MAX_TOKENS, WORDS, LR = 40, 110, 64, 0.1
 STOP = 6  # batches until a job is stopped, in its second epoch
 TOLERANCE = 2e-5  # of the largest entry of a parameter's gradient; a batch weighted by samples is off by 1e-1
 LIMIT = timedelta(seconds=60)
@@ -106,13 +108,17 @@ def alone(model: Any, optimizer: RecordingSGD, samples: Sequence[int]) -> float:
     return float(total)
 
 
-def steps_of(plan: Any) -> list[list[int]]:
+Steps = tuple[tuple[int, ...], ...]
+
+
+def steps_of(plan: Any) -> Steps:
     """Samples of each step over all ranks."""
     ranks = range(plan.num_replicas)
-    return [[i for r in ranks for i in plan.batch(step, r)] for step in range(plan.num_steps)]
+    return tuple(tuple(i for r in ranks for i in plan.batch(step, r)) for step in range(plan.num_steps))
 
 
-def one_process(make: Callable[[], Any], steps: Sequence[Sequence[int]]) -> tuple[list[float], list[Any], list[Any]]:
+@functools.cache
+def one_process(make: Callable[[], Any], steps: Steps) -> tuple[list[float], list[Any], list[Any]]:
     model = make()
     optimizer = RecordingSGD(model)
     losses = [alone(model, optimizer, samples) for samples in steps]
@@ -204,16 +210,22 @@ def test_two_ddp_ranks_train_as_one_process_does_over_two_epochs(run_ranks: Any,
     agree(run_ranks(2, rank), one_process(make, steps))
 
 
-@pytest.mark.parametrize("later", [1, 3])
-def test_a_job_stopped_in_mid_epoch_goes_on_under_another_number_of_ranks(run_ranks: Any, later: int) -> None:
-    """Its workers had fetched batches that were not trained: they are trained after the restart, and none twice."""
+@pytest.fixture(scope="module")
+def saved() -> Any:
+    """What two ranks had saved when they were stopped."""
 
-    def first(env: Any) -> Any:
+    def stopped(env: Any) -> Any:
         joined(env)
         return ended(ddp_rank(llama, num_epochs=2, stop_after=STOP))
 
-    before = run_ranks(2, first)
-    saved = before[0]["saved"]
+    return in_turn({"stopped": (2, stopped)})["stopped"][0]["saved"]
+
+
+@pytest.mark.parametrize("later", [1, 3])
+def test_a_job_stopped_in_mid_epoch_goes_on_under_another_number_of_ranks(
+    run_ranks: Any, saved: Any, later: int
+) -> None:
+    """Its workers had fetched batches that were not trained: they are trained after the restart, and none twice."""
 
     def second(env: Any) -> Any:
         joined(env)
@@ -238,7 +250,8 @@ def test_padded_batches_of_varying_size_weighted_by_their_targets_train_as_sampl
     model = llama()
     optimizer = RecordingSGD(model)
     losses = []
-    for step in (range(25), range(25, 60)):
+    steps = tuple(range(17)), tuple(range(17, NUM_SAMPLES))
+    for step in steps:
         batches = [[step[i] for i in batch] for batch in limited([LENGTHS[i] for i in step], MAX_TOKENS)]
         assert len({len(batch) for batch in batches}) > 2, "batches are to differ in size"
         targets = [sum(sum(FEATURES[i]["loss_mask"][1:]) for i in batch) for batch in batches]
@@ -262,7 +275,7 @@ def test_padded_batches_of_varying_size_weighted_by_their_targets_train_as_sampl
         "gradients": optimizer.gradients,
         "weights": [p.detach().numpy() for p in model.parameters()],
     }
-    agree([found], one_process(llama, [range(25), range(25, 60)]))
+    agree([found], one_process(llama, steps))
 
 
 def accelerate_rank(number: int) -> Any:

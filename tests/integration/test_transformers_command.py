@@ -35,7 +35,7 @@ from tests.support.preloaded import Preloaded
 from tests.support.tiny_models import CONFIGS, tiny_model
 
 RANKS = ("--pp", "2", "--dp", "2", "--placement", "v", "--split-backward")
-SAVED = 6
+SAVED = 5
 
 
 def model_folder(family: str, folder: Path, **settings: float) -> Path:
@@ -65,7 +65,7 @@ def ran(preloaded_transformers: Preloaded, tmp_path_factory: pytest.TempPathFact
     given += ["--backend", "transformers"]
     given += ["--run-dir", "run", "--costs", "costs.json", "--memory-limit-gb", "1"]
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--num-workers", "0", "--weight-decay", str(DECAY)]
-    given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
+    given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.3"]
     given += ["--betas", "0.9,0.95", "--eval-fraction", "0.2", "--eval-every", str(STEPS)]
     preloaded_transformers.train(*given, "--save-every", str(SAVED), cwd=folder)
     for name, ranks in (("again", RANKS[:0]), ("moved", ("--pp", "1", "--dp", "1", "--placement", "linear"))):
@@ -199,7 +199,7 @@ def test_long_samples_run_in_pieces_with_the_losses_of_a_plain_loop(
     given += ["--costs", "costs.json"]
     given += ["--pp", "2", "--pieces", "16", "--plan-dir", "plans", "--memory-limit-gb", "1", "--num-workers", "0"]
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--weight-decay", str(DECAY), "--betas", "0.9,0.95"]
-    given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2"]
+    given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.3"]
     preloaded_transformers.train(*given, "--eval-fraction", "0.2", "--eval-every", str(STEPS))
     assert any('"carried"' in file.read_text() for file in (tmp_path / "plans").glob("step-*.json"))
     train, _ = samples_of(tmp_path / "run")

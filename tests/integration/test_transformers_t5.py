@@ -48,7 +48,7 @@ from tests.integration.test_fine_tuning import (
 )
 from tests.integration.test_train_command import report_of
 from tests.integration.test_train_pairs import VOCABULARY, write_pairs
-from tests.integration.test_transformers_command import interrupted
+from tests.integration.test_transformers_command import SAVED, interrupted
 from tests.support.checkpoints import HIDDEN, saved, tiny, tiny_variant
 from tests.support.preloaded import Preloaded
 from tests.support.t5_ranks import NUM_PAIRS, PairCase, length_of_pair, oracle_of, pair_step_plan, pair_tensors, pairs
@@ -216,8 +216,8 @@ def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
     given += ["--pp", "2", "--dp", "2", "--placement", "v", "--split-backward", "--layout", "padded", "--strict"]
     given += ["--run-dir", "run", "--costs", "costs.json", "--memory-limit-gb", "1", "--num-workers", "0"]
     given += ["--steps", str(STEPS), "--batch-size", str(BATCH), "--weight-decay", str(DECAY), "--betas", "0.9,0.95"]
-    given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.2", "--truncate"]
-    given += ["--eval-fraction", "0.2", "--eval-every", str(STEPS), "--save-every", "16"]
+    given += ["--lr", str(LR), "--min-lr", str(LEAST), "--lr-schedule", "cosine", "--warmup", "0.3", "--truncate"]
+    given += ["--eval-fraction", "0.2", "--eval-every", str(STEPS), "--save-every", str(SAVED)]
     preloaded_transformers.train(*given, cwd=tmp_path)
     interrupted(tmp_path / "run", tmp_path / "moved")
     elsewhere = ["--output", "trained-moved", "--pp", "1", "--dp", "1", "--placement", "linear"]
@@ -250,10 +250,10 @@ def test_a_run_over_stages_and_replicas_is_a_plain_loop_and_goes_on_elsewhere(
     assert report["evaluations"][-1]["loss"] == pytest.approx(total / targets, rel=1e-5)
     whole, on_one_rank = norms_of(tmp_path / "run"), norms_of(tmp_path / "moved")
     assert len(whole) == STEPS
-    assert on_one_rank[-4:] == pytest.approx(whole[-4:], rel=1e-4)
+    assert on_one_rank[SAVED:] == pytest.approx(whole[SAVED:], rel=1e-4)
     again = report_of(tmp_path / "moved")["losses"]
-    assert again[:16] == report["losses"][:16]
-    assert again[16:] == pytest.approx(report["losses"][16:], rel=1e-5)
+    assert again[:SAVED] == report["losses"][:SAVED]
+    assert again[SAVED:] == pytest.approx(report["losses"][SAVED:], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("t5", {}),
     "t5-v1.1": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
 }
+_TWO_LAYERS: dict[str, Any] = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers"), 2),
+    "layer_types": _EVERY_THIRD[1:3],
+    "first_k_dense_replace": 1,
+}
 
 
 def tiny(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -172,6 +177,12 @@ def tiny_variant(name: str, **changes: Any) -> Any:
     """The model of a name in VARIANTS."""
     family, own = VARIANTS[name]
     return tiny(family, **{**own, **changes})
+
+
+def two_layers(name: str) -> dict[str, Any]:
+    """Changes for `tiny_variant`: every kind of tensor that a name in VARIANTS has, in half the layers."""
+    defaults = _MODELS[VARIANTS[name][0]][2]
+    return {field: value for field, value in _TWO_LAYERS.items() if field in defaults}
 
 
 def saved(model: Any, folder: Path, *, shard_size: str = "100KB", tokenizer: bool = False) -> Path:

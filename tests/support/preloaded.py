@@ -57,6 +57,7 @@ TRANSFORMERS = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "deepspeed",
+    "deepspeed.module_inject.auto_ep_layer",
 )
 _REQUEST_BYTES = 1 << 17
 
@@ -252,6 +253,8 @@ def _load(modules: Sequence[str]) -> None:
     logging.disable(logging.WARNING)
     for module in modules:
         importlib.import_module(module)
+    if conversions := sys.modules.get("transformers.conversion_mapping"):
+        conversions.get_checkpoint_conversion_mapping("")  # compiles hundreds of patterns for a process's first model
     logging.disable(logging.NOTSET)
     warnings.showwarning = show
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined] # torch's take half a second of a core

@@ -30,6 +30,7 @@ from tests.support.checkpoints import (
     tensors_in,
     tiny,
     tiny_variant,
+    two_layers,
     write_tokenizer,
 )
 
@@ -98,7 +99,7 @@ def as_bin(source: Path, target: Path, tensors: Tensors, *, shards: int = 1, zip
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_folder_comes_back_bit_for_bit_and_loads(variant: str, tmp_path: Path) -> None:
-    model = tiny_variant(variant)
+    model = tiny_variant(variant, **two_layers(variant))
     source = saved(model, tmp_path / "source")
     resaved(source, tmp_path / "target")
     assert differences(tensors_in(source), tensors_in(tmp_path / "target")) == []

@@ -154,14 +154,14 @@ def convert(conversion: Conversion, advance: Callable[[int], None] = lambda num_
         with ConversionJournal(partial, conversion.identity) as journal:
             num_resumed = _resume(conversion, journal, advance)
             _refuse_no_room(conversion, journal)
+            known = journals.files_below(partial)
             for piece in conversion.pieces:
                 if piece.name not in journal.finished:
-                    _write(conversion, journal, piece, advance)
+                    known = _write(conversion, journal, piece, known, advance)
             records = {piece.name: journal.finished[piece.name].record for piece in conversion.pieces}
-            before = journals.files_below(partial)
             conversion.writer.finish(records)
             _settle_configs(conversion)
-            for name in journals.files_below(partial) - before:
+            for name in journals.files_below(partial) - known:
                 journals.settled(partial, name)
             if conversion.verify:
                 verify_conversion(conversion, advance)
@@ -207,8 +207,13 @@ def verify_conversion(conversion: Conversion, advance: Callable[[int], None] = l
 
 
 def _write(
-    conversion: Conversion, journal: ConversionJournal, piece: CheckpointPiece, advance: Callable[[int], None]
-) -> None:
+    conversion: Conversion,
+    journal: ConversionJournal,
+    piece: CheckpointPiece,
+    known: set[str],
+    advance: Callable[[int], None],
+) -> set[str]:
+    """Writes a piece beside the files that are known; all that are there then."""
     asked: set[PieceKey] = set()
 
     def source(group: TensorGroup, kind: StateKind) -> GroupTensors:
@@ -218,14 +223,15 @@ def _write(
             advance(_bytes(conversion.reader, group, kind))
         return tensors
 
-    before = journals.files_below(conversion.partial)
     record = conversion.writer.write(piece, source)
     if lost := {(group.name, kind) for group, kind in piece.groups} - asked:
         raise DataError(
             f"{piece.name} was written without {', '.join(f'{name} ({kind})' for name, kind in sorted(lost))}"
         )
-    names = sorted(journals.files_below(conversion.partial) - before)
-    journal.add(piece.name, Finished(record, {name: journals.settled(conversion.partial, name) for name in names}))
+    found = journals.files_below(conversion.partial)
+    files = {name: journals.settled(conversion.partial, name) for name in sorted(found - known)}
+    journal.add(piece.name, Finished(record, files))
+    return found
 
 
 def _resume(conversion: Conversion, journal: ConversionJournal, advance: Callable[[int], None]) -> int:

@@ -128,11 +128,8 @@ class ConversionJournal:
 
 def files_below(directory: Path) -> set[str]:
     """Relative names of all files below `directory`, but the journal."""
-    found = {
-        os.path.relpath(os.path.join(folder, name), directory)
-        for folder, _, names in os.walk(directory)
-        for name in names
-    }
+    top = os.path.join(directory, "")
+    found = {os.path.join(folder, name).removeprefix(top) for folder, _, names in os.walk(directory) for name in names}
     return found - {NAME}
 
 
