@@ -79,6 +79,13 @@ def few_repeats() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no time is looked at."""
+    for name in ("_MOST_REPEATS", "_LEAST_REPEATS"):
+        monkeypatch.setattr(profiling, name, 1)
+
+
+@pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "model.toml"
     path.write_text(_CONFIG)
@@ -138,6 +145,7 @@ def test_a_measured_table_plans_samples_in_pieces_that_are_longer_than_any_row(m
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("one_repeat")
 def test_tensor_parallel_layers_are_measured_on_as_many_ranks(
     measured: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,6 +167,7 @@ def test_tensor_parallel_layers_are_measured_on_as_many_ranks(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("one_repeat")
 def test_a_model_of_a_family_is_measured_as_it_is(tmp_path: Path) -> None:
     """Qwen3 has norms of queries and keys and heads of their own size, which the settings of a run cannot say."""
     config, out = tmp_path / "config.json", tmp_path / "costs.json"
