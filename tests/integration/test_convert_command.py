@@ -219,17 +219,17 @@ def test_help_has_examples_and_needs_no_torch() -> None:
 
 def test_memory_holds_one_group_of_tensors_and_not_the_model_in_any_direction(tmp_path: Path) -> None:
     architecture = Architecture(
-        family="llama", num_layers=10, hidden_size=1024, num_heads=8, num_query_groups=4, head_dim=128,
+        family="llama", num_layers=6, hidden_size=1024, num_heads=8, num_query_groups=4, head_dim=128,
         ffn_hidden_size=4096, vocab_size=4000, max_seq_len=128, tied_embeddings=False, dtype="bfloat16",
     )  # fmt: skip
     large_model(tmp_path / "model", architecture)
-    # Far less than 300 MB, so that a model of this size shows whether more than a group is held. Megatron's metadata
-    # are written with torch.distributed.checkpoint, which is 50 MB when imported.
-    allowed = 1.3 * largest_group_bytes(architecture) + 170 * MB
+    # Far less than 200 MB, so that a model of this size shows whether more than a group is held; pages of libraries
+    # count, too, in the process that first touches them.
+    allowed = 1.3 * largest_group_bytes(architecture) + 105 * MB
     assert total_bytes(architecture) > 1.6 * allowed
     steps = [
         ("model", "megatron", ("--tp", "2", "--pp", "2")),
-        ("megatron", "megatron-legacy", ("--tp", "1", "--pp", "5")),
+        ("megatron", "megatron-legacy", ("--tp", "1", "--pp", "3")),
         ("megatron-legacy", "hf", ("--verify",)),
     ]
     for origin, to, flags in steps:

@@ -35,7 +35,7 @@ from tests.bench.noise import Noise, noisy_costs
 pytestmark = pytest.mark.timeout(240)
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 TOPOLOGY = Topology(pp=4, dp=2)
-NUM_STEPS, BATCH_SIZE = 3, 60
+NUM_STEPS, BATCH_SIZE = 2, 60
 LETTERS: dict[type, str] = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
 
 # Unequal stages, seconds that grow faster than tokens, links slow enough to be seen; a step takes half a second.

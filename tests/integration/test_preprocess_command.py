@@ -46,6 +46,14 @@ def command(*arguments):
     return cli.main(["preprocess", *map(str, arguments)])
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, corpus):
+    """The corpus, prepared by one worker that nothing stopped."""
+    path = tmp_path_factory.mktemp("prepared") / "whole"
+    assert command("--input", corpus, "--tokenizer", "bytes", "--output", path, "--workers", 1) == 0
+    return path
+
+
 def started(*arguments):
     return subprocess.Popen(
         [sys.executable, "-c", RUN, "preprocess", *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.PIPE
@@ -77,7 +85,7 @@ def wait_until_gone(pids):
 
 
 @pytest.mark.parametrize(("ending", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_run_that_is_ended_leaves_no_process_and_no_output_and_goes_on(tmp_path, corpus, ending, status):
+def test_a_run_that_is_ended_leaves_no_process_and_no_output_and_goes_on(tmp_path, corpus, whole, ending, status):
     arguments = ("--input", corpus, "--tokenizer", "bytes", "--output", tmp_path / "out", "--workers", 2)
     process = started(*arguments)
     with process:
@@ -95,10 +103,9 @@ def test_a_run_that_is_ended_leaves_no_process_and_no_output_and_goes_on(tmp_pat
         done = json.loads(process.communicate(timeout=TIMEOUT_S)[0])
     assert process.returncode == 0
     assert 0 < done["kept_samples"] < done["samples"] == 10_000
-    assert command("--input", corpus, "--tokenizer", "bytes", "--output", tmp_path / "whole", "--workers", 1) == 0
-    for file in (tmp_path / "whole").iterdir():
+    for file in whole.iterdir():
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_plans_and_the_loader_read_what_was_prepared(tmp_path, corpus, capsys):

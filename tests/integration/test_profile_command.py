@@ -79,6 +79,13 @@ def few_repeats() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no time is looked at."""
+    for name in ("_MOST_REPEATS", "_LEAST_REPEATS"):
+        monkeypatch.setattr(profiling, name, 1)
+
+
+@pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "model.toml"
     path.write_text(_CONFIG)
@@ -138,6 +145,7 @@ def test_a_measured_table_plans_samples_in_pieces_that_are_longer_than_any_row(m
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("one_repeat")
 def test_tensor_parallel_layers_are_measured_on_as_many_ranks(
     measured: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,18 +167,20 @@ def test_tensor_parallel_layers_are_measured_on_as_many_ranks(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("one_repeat")
 def test_a_model_of_a_family_is_measured_as_it_is(tmp_path: Path) -> None:
     """Qwen3 has norms of queries and keys and heads of their own size, which the settings of a run cannot say."""
     config, out = tmp_path / "config.json", tmp_path / "costs.json"
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"head_dim": 32, "intermediate_size": 48, "vocab_size": 200, "max_position_embeddings": 64}
     config.write_text(json.dumps({"model_type": "qwen3", **sizes}))
-    few = ["--max-tokens", "128", "--max-shapes", "4", "--recompute", "full", "--held-out", "1"]
+    few = ["--min-len", "32", "--max-len", "32", "--max-tokens", "64", "--recompute", "full", "--held-out", "1"]
+    few += ["--max-shapes", "1"]
     assert main(["profile", "--model", str(config), "--out", str(out), *few]) == 0
     table = CostTable.read(out)
     attention = 32 * (64 + 2 * 32) + 64 * 32 + 2 * 32
     assert table.parameter_bytes["encoder"] == 4 * (attention + 3 * 32 * 48 + 2 * 32)
-    table.evaluate([MicroBatch((SampleLength(0, 64),), recompute="full")])
+    table.evaluate([MicroBatch((SampleLength(0, 32),), recompute="full")])
 
 
 @pytest.fixture(scope="module")

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
+import ctypes
 import json
 import math
-import subprocess
-import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint  # what conversions load late counts in no peak
 
+from dynapipe_ext.launch.commands import convert as convert_command
 from dynapipe_ext.models.architecture import Architecture
 from dynapipe_ext.models.huggingface import write_config
 from dynapipe_ext.models.tensors import TensorGroup, tensor_groups
 from dynapipe_ext.tools.checkpoint.files.safetensors_file import SafetensorsSpec, write_safetensors
-
-# The child's resident peak is reset once torch is there: what is left above is the conversion's own.
-_CHILD = """
-import argparse, json, sys, time, torch
-from dynapipe_ext.launch.commands import convert as convert_command
-
-def kilobytes(field):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
-
-open("/proc/self/clear_refs", "w").write("5")
-before = kilobytes("VmRSS:")
-parser = argparse.ArgumentParser()
-convert_command.add_arguments(parser)
-started_s = time.perf_counter()
-status = convert_command.run(parser.parse_args(sys.argv[1:]))
-print(json.dumps({"status": status, "before": before, "peak": kilobytes("VmHWM:"),
-                  "seconds": time.perf_counter() - started_s}), file=sys.stderr)
-"""
+from tests.support.stopped_child import in_child
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Resident bytes: with torch imported, and the most during the conversion."""
+    """Resident bytes: before the conversion, with all imported, and the most during it."""
 
     before_bytes: int
     peak_bytes: int
@@ -49,14 +37,32 @@ class Peak:
         return self.peak_bytes - self.before_bytes
 
 
-def measured(*arguments: object, timeout_s: float = 120.0) -> Peak:
-    """The peak of `dynapipe convert ARGUMENTS` in a process of its own."""
-    command = [sys.executable, "-c", _CHILD, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stderr.splitlines()[-1])
-    assert found["status"] == 0, done.stderr
-    return Peak(1024 * found["before"], 1024 * found["peak"], found["seconds"])
+def measured(*arguments: object, timeout_s: int = 120) -> Peak:
+    """The peak of `dynapipe convert ARGUMENTS` in a fork of this process, which has imported what that does."""
+    with tempfile.NamedTemporaryFile(mode="r") as said:
+        status = in_child(partial(_converted, list(map(str, arguments))), Path(said.name), timeout_s)
+        text = said.read()
+    assert status == 0, text
+    return Peak(**json.loads(text.splitlines()[-1]))
+
+
+def _converted(arguments: list[str]) -> int:
+    """Converts, then prints a `Peak`. Free memory goes back first, and the resident peak is reset: what is left above
+    is the conversion's own."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_bytes("VmRSS:")
+    parser = argparse.ArgumentParser()
+    convert_command.add_arguments(parser)
+    started_s = time.perf_counter()
+    status = convert_command.run(parser.parse_args(arguments))
+    print(json.dumps(asdict(Peak(before, _status_bytes("VmHWM:"), time.perf_counter() - started_s))))
+    return status
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def large_model(folder: Path, architecture: Architecture, *, layers_per_shard: int = 2) -> Path:

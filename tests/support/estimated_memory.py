@@ -152,12 +152,9 @@ def _of_rank(case: Case, pp_rank: int) -> dict[str, int]:
     ddp = wrap_ddp(model, config, distributed_optimizer=case.zero_stage == 1)
     optimizer = MegatronOptimizer([ddp], config, OptimizerSettings(distributed=case.zero_stage == 1), num_steps=10)
     stage = _Stage(case, ddp, pp_rank)
-    stored = stage.step()
-    for parameter in ddp.parameters():
-        if parameter.grad is not None:
-            parameter.grad = None
+    stored, _ = stage.forward()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        stage.step()
+        stage.backward(stage.forward()[1])
     optimizer.update()
     parts = {
         "weights": sum(p.numel() * p.element_size() for p in ddp.parameters()),
@@ -179,7 +176,7 @@ def random_case(seed: int) -> Case:
         "layers": int(draw.integers(1, 6)),
         "hidden": hidden,
         "heads": heads,
-        "vocab": int(draw.integers(3, 60)) * 64,
+        "vocab": int(draw.integers(3, 60)) * 32,
     }
     if draw.random() < 0.4:
         architecture = gpt2(**sizes)
@@ -235,8 +232,8 @@ class _Stage:
         sequence = shape[1] // (t.tp if case.sequence_parallel else 1)
         self._hidden_shape = (sequence, shape[0], case.architecture.hidden_size)
 
-    def step(self) -> int:
-        """Bytes that autograd keeps after the forward."""
+    def forward(self) -> tuple[int, torch.Tensor]:
+        """Bytes that autograd keeps after it, and the output, or the loss."""
         stored = StoredBytes(self._known)
         if not self._first:
             dtype = getattr(torch, self._case.dtype)
@@ -251,8 +248,10 @@ class _Stage:
             )
             if self._last:
                 output = (output.float() * torch.ones(self._tokens.shape)).sum()
+        return stored.num_bytes, output
+
+    def backward(self, output: torch.Tensor) -> None:
         torch.autograd.backward(output, None if self._last else torch.ones_like(output))
-        return stored.num_bytes
 
 
 def _peak_bytes(recorded: Any) -> int:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 
-def in_child(action: Callable[[], int], errors: Path) -> int:
-    """The wait status of a forked process that ran `action`, with its standard error in a file; at most 60 s."""
+def in_child(action: Callable[[], int], errors: Path, timeout_s: int = 60) -> int:
+    """The wait status of a forked process that ran `action`, with all it said in a file."""
     child = os.fork()
     if child == 0:
         status = 70
         try:
-            signal.alarm(60)
+            signal.alarm(timeout_s)
             sys.stderr = sys.stdout = errors.open("w", buffering=1)
             status = action()
         except BaseException:  # noqa: BLE001 (a fork must never return into pytest)
