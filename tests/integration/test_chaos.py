@@ -58,5 +58,5 @@ def test_a_job_that_meets_faults_ends_as_one_that_does_not(
     chance = random.Random(0)
     name = "-".join(cell.deed for cell in cells)
     outcome = jobs.run(name, command, [jobs.fault(cell, chance) for cell in cells])
-    assert outcome.wrong == ()
+    assert outcome.wrong == (), "\n".join(start.said for start in outcome.starts)
     assert outcome.done[0]  # the others need more than time: plans that lie in the store, a planner that has work
