@@ -29,7 +29,9 @@ ESTIMATED = (
     "test_the_best_option_for_this_model_and_cluster_is_trained_within_its_memory"
 )
 CONVERTED = "tests/integration/test_convert_formats.py::test_the_command_goes_there_with_uneven_stages_and_back"
-LEARNED = "tests/integration/test_collect_memory.py::test_the_same_records_make_the_same_file_and_their_errors_are_printed"
+LEARNED = (
+    "tests/integration/test_collect_memory.py::test_the_same_records_make_the_same_file_and_their_errors_are_printed"
+)
 LAUNCHED = (
     "tests/integration/test_two_nodes.py::test_a_rank_killed_on_one_of_two_hosts_leaves_the_weights_of_a_clean_run"
 )
