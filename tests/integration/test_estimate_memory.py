@@ -37,6 +37,9 @@ SPREAD = [
     ),
     Case(gpt2(layers=4, hidden=128, heads=4, vocab=1000), 3, 128, recompute="full", topology=Topology(pp=2)),
     Case(llama(layers=2, hidden=128, heads=4, vocab=640), 2, 96, "bfloat16", topology=Topology(dp=2), zero_stage=1),
+    # Whose last stage is fullest while the head runs backwards.
+    Case(llama(layers=2, hidden=128, heads=4, vocab=6000), 1, 24, topology=Topology(pp=2)),
+    Case(llama(layers=2, hidden=128, heads=4, vocab=6000), 1, 24, "bfloat16", topology=Topology(pp=2)),
 ]
 TOLERANCE = 0.10
 
